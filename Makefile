@@ -1,0 +1,73 @@
+# Needs make and Python >= 3.11, nothing else: the first target that wants packages installs them in .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+OUT    ?= build
+JOBS   ?= 2
+
+BIN       := $(VENV)/bin
+NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
+PAGES     := $(NOTEBOOKS:notebooks/%.ipynb=$(OUT)/%.html)
+
+.PHONY: help reproduce lab test test-slow lint bench gpu clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+# One stamp for each set of extras, out of date when a pyproject.toml changes.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "normlab needs Python 3.11 or newer; point to one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed-%: pyproject.toml kernels/pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[$*]' -e kernels
+	@touch $@
+
+reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the notebooks on it, write them as HTML to build/
+	$(BIN)/normlab sweep --preset tiny --out $(OUT)/runs --cache-dir $(OUT)/cache
+	@$(MAKE) --no-print-directory --always-make pages
+	@echo; echo "Done. Open in a browser:"; for page in $(PAGES); do echo "  $(CURDIR)/$$page"; done
+	@echo "The runs behind them, as tables with their manifests: $(OUT)/runs"
+
+.PHONY: pages
+pages: $(PAGES)
+
+$(OUT)/%.html: notebooks/%.ipynb
+	@mkdir -p $(OUT)
+	$(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(OUT))/runs $< $(OUT)/$*.ipynb
+	$(BIN)/jupyter nbconvert --to html --template html_template --TemplateExporter.extra_template_basedirs=notebooks \
+	  --TemplateExporter.extra_template_paths="$$($(BIN)/python -c 'import plotly; print(*plotly.__path__)')/package_data" \
+	  --log-level WARN --output-dir $(OUT) $(OUT)/$*.ipynb
+
+lab: $(VENV)/.installed-notebooks ## open JupyterLab on the notebooks
+	$(BIN)/jupyter lab --notebook-dir notebooks
+
+# Triton decides at import whether it interprets, so the kernels are tested interpreted in processes of their own; the second
+# run has everything else, and its summary comes last.
+test: $(VENV)/.installed-test ## the whole test suite
+	@failed=0; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) kernels || failed=1; \
+	$(BIN)/python -m pytest -n $(JOBS) kernels tests || failed=1; \
+	exit $$failed
+
+test-slow: $(VENV)/.installed-test ## the tests that take minutes
+	$(BIN)/python -m pytest -n $(JOBS) -m slow tests
+
+bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on the CPU; quiet machines only
+	@mkdir -p $(OUT)/bench
+	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
+	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows --out $(OUT)/bench
+
+gpu: $(VENV)/.installed-test ## on a CUDA machine: test the compiled kernels, then measure them against every installed peer
+	$(BIN)/python -m pytest -m gpu kernels
+	$(BIN)/python kernels/benchmarks/run.py --device cuda --out $(OUT)/bench
+	$(BIN)/python kernels/benchmarks/plot.py $(OUT)/bench
+
+lint: $(VENV)/.installed-test ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## remove what make wrote, but not the virtual environment
+	rm -rf $(OUT) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,75 @@
+"""Draw the tables of run.py: achieved bandwidth against the bytes a call must move, and time of decode and step.
+
+    python kernels/benchmarks/plot.py data/bench        # writes an .html beside each table; needs plotly
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas
+import plotly.express as px
+import plotly.graph_objects as go
+
+
+def roofline(table: pandas.DataFrame) -> go.Figure:
+    """GB/s against floor bytes, a column a pass, a row a function, a line a peer; the dashed line is the copy
+    bandwidth."""
+    table = table[table.microseconds.notna()].sort_values("floor_bytes")
+    figure = px.line(
+        table,
+        x="floor_bytes",
+        y="gigabytes_per_second",
+        color="peer",
+        facet_col="pass",
+        facet_row="function",
+        markers=True,
+        log_x=True,
+        hover_data=["rows", "width", "microseconds", "share_of_copy"],
+        category_orders={"pass": ["forward", "backward", "both"]},
+        labels={"floor_bytes": "bytes that must move", "gigabytes_per_second": "GB/s"},
+        height=230 * table["function"].nunique() + 120,
+        title=f"Row norms on {table.device.iloc[0]}, {table.dtype.iloc[0]}: bytes of the floor over time",
+    )
+    copy = table.copy_gigabytes_per_second.iloc[0]
+    figure.add_hline(y=copy, line_dash="dash", annotation_text=f"copy {copy:.0f} GB/s")
+    return figure
+
+
+def times(table: pandas.DataFrame) -> go.Figure:
+    """Microseconds of each function and peer, a column a shape."""
+    table = table[table.microseconds.notna()].copy()
+    table["who"] = table["function"] + table.peer.map(lambda peer: f" {peer}" if isinstance(peer, str) else "")
+    table["shape"] = table["rows"].astype(str) + " x " + table.width.astype(str)
+    table["pass"] = table["pass"].fillna("whole")
+    return px.scatter(
+        table,
+        x="microseconds",
+        y="who",
+        color="pass",
+        facet_col="shape",
+        facet_col_wrap=4,
+        log_x=True,
+        labels={"microseconds": "us", "who": ""},
+        height=26 * table.who.nunique() * -(-table["shape"].nunique() // 4) + 200,
+        title=f"{table.section.iloc[0]} on {table.device.iloc[0]}, {table.dtype.iloc[0]}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    for section in ("rows", "linear", "decode", "step"):
+        for path in sorted(folder.glob(f"{section}_*.csv")):
+            table = pandas.read_csv(path, dtype={"pass": "string", "peer": "string"})
+            if table.empty:
+                continue
+            figure = roofline(table) if section == "rows" else times(table)
+            figure.write_html(path.with_suffix(".html"), include_plotlyjs="cdn")
+            print(f"wrote {path.with_suffix('.html')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Fused row norms for transformers: Triton on a GPU, cache-blocked PyTorch on a CPU."""
+
+from normlab_kernels.functions import add_bhyt, add_rms_norm, bhyt, bhyt_carried, derf, dyt, layer_norm, rms_norm
+from normlab_kernels.linear import linear_add_bhyt, linear_add_dyt
+from normlab_kernels.moments import RowMoments, row_moments
+
+__all__ = [
+    "RowMoments",
+    "add_bhyt",
+    "add_rms_norm",
+    "bhyt",
+    "bhyt_carried",
+    "derf",
+    "dyt",
+    "layer_norm",
+    "linear_add_bhyt",
+    "linear_add_dyt",
+    "rms_norm",
+    "row_moments",
+]

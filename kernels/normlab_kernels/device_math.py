@@ -1,0 +1,68 @@
+"""Functions the kernels share: tanh in three forms, the activation and its slope.
+
+Forms of tanh, chosen when a kernel is built:
+
+* PORTABLE: an odd polynomial below 0.6, `1 - 2/(exp2(2 log2(e) |z|) + 1)` above; relative error <= 2e-7. Runs in the
+  interpreter and on every target. (The second form alone loses digits near 0: 3.5e-7 at 0.25 already.)
+* LIBRARY: CUDA's libdevice, for outputs in fp32.
+* APPROX: one `tanh.approx.f32` instruction, relative error 2^-11, for 16-bit outputs on NVIDIA.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+PORTABLE, LIBRARY, APPROX = 0, 1, 2
+
+
+@triton.jit
+def tanh(z, FORM: tl.constexpr):
+    """tanh of an fp32 tensor."""
+    if FORM == 2:
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
+    elif FORM == 1:
+        t = libdevice.tanh(z)
+    else:
+        size = tl.abs(z)
+        u = z * z  # tanh(z) = z + z u p(u), p fitted by least squares on Chebyshev points of [0, 0.6]
+        p = ((-0.006276390049606562 * u + 0.021116215735673904) * u - 0.053875137120485306) * u + 0.13332924246788025
+        near = z + z * u * (p * u - 0.3333333134651184)
+        e = tl.exp2(tl.minimum(size, 20.0) * 2.8853900817779268)
+        far = 1.0 - 2.0 / (e + 1.0)
+        far = tl.where(z < 0, -far, far)
+        t = tl.where(size < 0.6, near, far)
+        t = tl.where(z != z, z, t)  # minimum drops a NaN
+    return t
+
+
+@triton.jit
+def activate(z, ACT: tl.constexpr, FORM: tl.constexpr):
+    """act(z): identity, tanh or erf."""
+    t = z
+    if ACT == 1:
+        t = tanh(z, FORM)
+    elif ACT == 2:
+        t = tl.erf(z)
+    return t
+
+
+@triton.jit
+def slope(z, t, ACT: tl.constexpr):
+    """act'(z), given t = act(z)."""
+    d = tl.full(z.shape, 1.0, tl.float32)
+    if ACT == 1:
+        d = 1.0 - t * t
+    elif ACT == 2:
+        d = 1.1283791670955126 * tl.exp2(-1.4426950408889634 * z * z)
+    return d
+
+
+@triton.jit
+def gain(p_scale, inv_kappa, HAS_SCALE: tl.constexpr):
+    """scale / kappa as an fp32 scalar; 1 without a scale."""
+    a = tl.cast(inv_kappa, tl.float32)
+    if HAS_SCALE:
+        a = a * tl.load(p_scale).to(tl.float32)
+    return a

@@ -1,0 +1,126 @@
+"""How a row kernel is launched: one documented ladder from a row's width to a frozen configuration. Nothing is tuned
+at run time.
+
+The thresholds rest on counting, not on timing (nothing here has been timed on a GPU):
+
+* a thread holds 8 to 32 elements of each operand, so that a 16-bit row is read in 16-byte pieces with two to four in
+  flight;
+* narrow rows share a program, so that a program has at least 2,048 elements forward (1,024 backward) to hide its
+  latency;
+* forward, a row up to 16,384 wide stays in registers. Backward keeps x, the gradient, the weight and the
+  weight-gradient sum at once, and 8,192 is the last width whose ahead-of-time build for sm_80 and sm_90 does not
+  spill;
+* wider rows are split over programs: reductions first, then column tiles, at the price of reading the row twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_FORWARD_WIDTH = 16_384
+MAX_BACKWARD_WIDTH = 8_192
+BACKWARD_STAGES = 2  # the next rows are on their way to shared memory while these are worked on
+TILE_WIDTH = 1_024  # columns a program takes where no reduction ties a row together
+
+
+@dataclass(frozen=True)
+class Launch:
+    """block: columns in a program's tile (a power of two); rows: rows in the tile; warps: 32 threads each."""
+
+    block: int
+    rows: int
+    warps: int
+
+
+def power_of_two(width: int) -> int:
+    """The least power of two >= width.
+
+    >>> power_of_two(1), power_of_two(127), power_of_two(4096)
+    (1, 128, 4096)
+    """
+    return 1 << max(0, width - 1).bit_length()
+
+
+def _warps(elements: int, per_thread: int, most: int) -> int:
+    return min(most, max(4, elements // (32 * per_thread)))
+
+
+def whole_forward(width: int) -> Launch:
+    """Whole rows in one program: 16 elements a thread, 4 to 32 warps."""
+    block = power_of_two(width)
+    rows = max(1, min(16, 2048 // block))
+    return Launch(block, rows, _warps(block * rows, 16, 32))
+
+
+def whole_backward(width: int) -> Launch:
+    """Whole rows in one program that walks over many: 16 elements a thread of four operands, 4 to 16 warps."""
+    block = power_of_two(width)
+    rows = max(1, min(8, 1024 // block))
+    return Launch(block, rows, _warps(block * rows, 16, 16))
+
+
+def tile_forward(width: int) -> Launch:
+    """At most 1,024 columns of some rows, where nothing ties a row together."""
+    return whole_forward(min(TILE_WIDTH, width))
+
+
+def tile_backward(width: int) -> Launch:
+    """As `tile_forward`, with the operands of a backward pass."""
+    return whole_backward(min(TILE_WIDTH, width))
+
+
+def reduction(width: int) -> Launch:
+    """One program a row, walking over it: 4,096 columns at a time."""
+    return Launch(min(4096, power_of_two(width)), 1, 8)
+
+
+def moments(width: int) -> Launch:
+    """Some rows a program, walking over them at most 4,096 columns at a time."""
+    block = min(4096, power_of_two(width))
+    rows = max(1, min(16, 2048 // block))
+    return Launch(block, rows, _warps(block * rows, 16, 8))
+
+
+def backward_programs(tiles: int, multiprocessors: int, warps: int) -> int:
+    """How many programs walk over the rows: 16 warps a multiprocessor, no more than there is work for.
+
+    Each writes one fp32 partial row: at d = 4096 and 132 multiprocessors, 2 programs each, 4.3 MB beside the 403 MB of
+    16,384 rows.
+    The number fixes the order in which weight gradients are summed, so it depends on shape and device only.
+    """
+    return max(1, min(tiles, multiprocessors * max(1, 16 // warps)))
+
+
+@dataclass(frozen=True)
+class LinearLaunch:
+    """The matrix product's tile, the column slices of its epilogue, warps, pipeline stages, and rows of tiles a
+    group."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    slices: int
+    warps: int
+    stages: int
+    group: int = 8
+
+
+# sm_90 and later: 178 registers and no spill in bf16 with 4 stages (data/bench/aot.csv), 208 KiB of shared memory.
+HOPPER_LINEAR = LinearLaunch(128, 256, 64, slices=4, warps=8, stages=4)
+HOPPER_LINEAR_NARROW = LinearLaunch(128, 128, 64, slices=2, warps=8, stages=4)
+INTERPRETER_LINEAR = LinearLaunch(32, 64, 32, slices=4, warps=4, stages=1, group=2)
+
+# Where the fused product was timed and won against addmm + norm: device name -> output widths. Nothing has been timed
+# yet,
+# so no call is fused unless it asks to be; `kernels/benchmarks/gpu.py` prints the line that belongs here.
+FUSION_WINS: dict[str, tuple[int, ...]] = {}
+
+
+def linear(width: int) -> LinearLaunch:
+    """The product's tile on Hopper and later: 256 columns where the output has them."""
+    return HOPPER_LINEAR if width >= 1024 else HOPPER_LINEAR_NARROW
+
+
+def fusion_wins(device_name: str, width: int) -> bool:
+    """Whether the fused product was measured to be the faster one, by the table."""
+    return width in FUSION_WINS.get(device_name, ())

@@ -1,0 +1,115 @@
+"""linear_add_bhyt and linear_add_dyt: h = residual + a w^T and a norm of h, in one kernel or in two.
+
+The fused kernel needs a row factor that is known before the product is done (a carried BHyT statistic, DyT's scalar).
+It runs where the table in `ladder.py` says it was measured to win, or where the caller asks for it; everywhere else
+the product is `addmm`, which takes the residual along, followed by the norm's own kernel. Both give the same function,
+and one backward pass serves both: the norm's, then two matrix products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from normlab_kernels import dispatch, ladder
+from normlab_kernels.spec import Act, RowSpec, Stat
+
+Tensor = torch.Tensor
+
+
+def linear_add_bhyt(
+    a: Tensor,
+    proj_weight: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    lam: Tensor,
+    mean_square: Tensor,
+    kappa: float = 10.0,
+    eps: float = 1e-6,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h = residual + a proj_weight^T and y = weight * tanh((lam/kappa) h rsqrt(mean_square + eps)): (h, y).
+
+    Args:
+        a: (..., k). proj_weight: (d, k), as in nn.Linear. residual: (..., d). weight: (d,). lam: one element.
+        mean_square: (..., 1), the carried statistic; it gets a gradient.
+        fused: one kernel (True) or two (False); None asks the table of measurements.
+
+    Raises:
+        ValueError: shapes that do not fit, or `fused=True` where the kernel cannot run.
+
+    Source: the norm is arXiv 2601.09719; the fusion is this package's.
+    """
+    spec = RowSpec(Stat.GIVEN, Act.TANH, eps, kappa)
+    return _linear_add_norm(a, proj_weight, residual, weight, None, lam, mean_square, spec, fused)
+
+
+def linear_add_dyt(
+    a: Tensor,
+    proj_weight: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    alpha: Tensor,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h = residual + a proj_weight^T and y = weight * tanh(alpha h) + bias: (h, y). As `linear_add_bhyt` otherwise."""
+    return _linear_add_norm(a, proj_weight, residual, weight, bias, alpha, None, RowSpec(Stat.NONE, Act.TANH), fused)
+
+
+def _linear_add_norm(
+    a: Tensor,
+    proj: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    given: Tensor | None,
+    spec: RowSpec,
+    fused: bool | None,
+) -> tuple[Tensor, Tensor]:
+    if proj.dim() != 2 or a.shape[-1] != proj.shape[1] or residual.shape != (*a.shape[:-1], proj.shape[0]):
+        raise ValueError(
+            f"a (..., k), proj_weight (d, k) and residual (..., d) do not fit: "
+            f"{tuple(a.shape)}, {tuple(proj.shape)}, {tuple(residual.shape)}"
+        )
+    dispatch.check(residual, weight, bias, {"scale": scale}, given)
+    reason = cannot_fuse(a, proj, residual, weight)
+    if fused and reason:
+        raise ValueError(f"linear_add: the fused kernel cannot run here, {reason}; use fused=None")
+    if fused is None:
+        fused = not reason and a.is_cuda and ladder.fusion_wins(torch.cuda.get_device_name(a.device), proj.shape[0])
+    if not fused:
+        h = torch.addmm(residual.reshape(-1, proj.shape[0]), a.reshape(-1, a.shape[-1]), proj.t()).view(residual.shape)
+        return h, dispatch.row_norm(h, weight, bias=bias, scale=scale, given=given, spec=spec)[0]
+    from normlab_kernels import linear_ops
+
+    shape = residual.shape
+    h, y = linear_ops.linear_add_norm(
+        a.reshape(-1, a.shape[-1]),
+        proj,
+        residual.reshape(-1, shape[-1]),
+        weight,
+        bias,
+        scale,
+        None if given is None else given.reshape(-1, 1).float(),
+        int(spec.stat),
+        spec.eps,
+        spec.kappa,
+    )
+    return h.view(shape), y.view(shape)
+
+
+def cannot_fuse(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor) -> str:
+    """Why the fused kernel cannot take these operands; empty if it can."""
+    if not dispatch.takes_kernels(a):
+        return f"a {a.device.type} tensor of {a.dtype} does not reach the Triton kernels"
+    dtypes = {str(tensor.dtype) for tensor in (a, proj, residual, weight)}
+    if len(dtypes) > 1:
+        return f"its operands must have one dtype, not {', '.join(sorted(dtypes))}"
+    if a.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(a.device) < (9, 0):
+        return "its tensor descriptors need compute capability 9.0"
+    if any((size * a.element_size()) % 16 for size in proj.shape):
+        return f"rows of {tuple(proj.shape)} are not multiples of 16 bytes"
+    if a.numel() == 0:
+        return "there are no rows"
+    return ""

@@ -1,0 +1,97 @@
+"""The fused projection as a PyTorch custom op: launch, shapes for the compiler, gradients through the row norm's
+backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from normlab_kernels import ladder
+from normlab_kernels.linear_kernel import linear_add_norm_kernel
+from normlab_kernels.ops import row_norm_backward, tanh_form
+from normlab_kernels.spec import Act, Stat
+
+Tensor = torch.Tensor
+
+
+@torch.library.custom_op("normlab_kernels::linear_add_norm", mutates_args=())
+def linear_add_norm(
+    a: Tensor,
+    proj: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    given: Tensor | None,
+    stat: int,
+    eps: float,
+    kappa: float,
+) -> tuple[Tensor, Tensor]:
+    """(h, y) of 2-D operands of one dtype whose rows are multiples of 16 bytes."""
+    h, y = _outputs(residual)
+    rows, width = residual.shape
+    interpreting = a.device.type != "cuda"
+    launch = ladder.INTERPRETER_LINEAR if interpreting else ladder.linear(width)
+    tiles = triton.cdiv(rows, launch.block_m) * triton.cdiv(width, launch.block_n)
+    programs = 2 if interpreting else torch.cuda.get_device_properties(a.device).multi_processor_count
+    programs = min(tiles, programs)
+    weight = weight.contiguous()
+    pairs = ((a, launch.block_m), (proj, launch.block_n))
+    operands = [TensorDescriptor.from_tensor(t.contiguous(), [block, launch.block_k]) for t, block in pairs]
+    slice_shape = [launch.block_m, launch.block_n // launch.slices]
+    outputs = [TensorDescriptor.from_tensor(t, slice_shape) for t in (residual.contiguous(), h, y)]
+    linear_add_norm_kernel[(programs,)](
+        *operands, *outputs, weight, weight if bias is None else bias.contiguous(), scale,
+        scale if given is None else given.contiguous(),
+        rows, width, a.shape[1], eps, 1.0 / kappa,
+        HAS_MS=stat == Stat.GIVEN, HAS_BIAS=bias is not None, FORM=tanh_form(a.device, y.dtype),
+        UPCAST=interpreting and a.dtype == torch.bfloat16,
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, SLICES=launch.slices,
+        GROUP=launch.group, PROGRAMS=programs, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return h, y
+
+
+def _outputs(residual: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    return h, torch.empty_like(h)
+
+
+@linear_add_norm.register_fake
+def _(a, proj, residual, weight, bias, scale, given, stat, eps, kappa):
+    return _outputs(residual)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a, proj, _, weight, bias, scale, given, ctx.stat, ctx.eps, ctx.kappa = inputs
+    ctx.set_materialize_grads(False)
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(a, proj, weight, scale, given, output[0])
+
+
+def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Any, ...]:
+    a, proj, weight, scale, given, h = ctx.saved_tensors
+    norm: tuple[Tensor | None, ...] = (None,) * 4
+    dh = grad_h
+    if grad_y is not None:
+        dh, dweight, dbias, dscale, _, dms = row_norm_backward(
+            grad_y, grad_h, None, h, weight, ctx.has_bias, scale, None, None, given,
+            ctx.stat, int(Act.TANH), ctx.eps, ctx.kappa,
+        )  # fmt: skip
+        norm = (
+            dweight.to(weight.dtype),
+            dbias.to(weight.dtype) if ctx.has_bias else None,
+            dscale.to(scale.dtype).reshape(scale.shape),
+            dms if given is not None else None,
+        )
+    if dh is None:
+        return (None,) * 10
+    da = dh @ proj if ctx.needs_input_grad[0] else None
+    dproj = dh.t() @ a if ctx.needs_input_grad[1] else None
+    return da, dproj, dh, *norm, None, None, None
+
+
+linear_add_norm.register_autograd(_backward, setup_context=_setup_context)

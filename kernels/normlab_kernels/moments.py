@@ -1,0 +1,74 @@
+"""row_moments: what the probes want to know of every row, in one read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from normlab_kernels import cpu, dispatch
+
+Tensor = torch.Tensor
+
+
+class RowMoments(NamedTuple):
+    """Of each row of d numbers, in fp32 (fp64 for fp64 input), each of the rows' shape. Sums are not divided by d."""
+
+    mean: Tensor
+    m2: Tensor  # sum (x - mean)^2
+    m3: Tensor  # sum (x - mean)^3
+    m4: Tensor  # sum (x - mean)^4
+    max_abs: Tensor  # max |x|
+    l2: Tensor  # sqrt(sum x^2)
+
+
+def row_moments(x: Tensor) -> RowMoments:
+    """Mean, second to fourth central moment sums, max |x| and L2 norm over the last dimension of x (..., d); no
+    gradients.
+
+    On a GPU one kernel reads x once and merges the moments of column blocks (Pebay, SAND2008-6212); on a CPU the
+    passes go over row chunks that stay in the cache. A row with a NaN has NaN everywhere.
+
+    Raises:
+        ValueError: x is not floating-point, or has no last dimension or an empty one.
+    """
+    if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] == 0:
+        got = f"{x.dtype} {tuple(x.shape)}"
+        raise ValueError(f"row_moments needs a floating-point tensor (..., d) with d >= 1, got {got}")
+    with torch.no_grad():
+        rows = cpu.unit_stride(x.detach().reshape(-1, x.shape[-1]))
+        if x.numel() and dispatch.takes_kernels(x):
+            from normlab_kernels import moments_kernel
+
+            stacked = moments_kernel.launch(rows)
+        else:
+            stacked = _chunked(rows)
+        return RowMoments(*(row.view(x.shape[:-1]) for row in stacked))
+
+
+def row_moments_reference(x: Tensor) -> RowMoments:
+    """The definitions, one after another."""
+    x = x if x.dtype == torch.float64 else x.float()
+    mean = x.mean(-1)
+    centred = x - mean.unsqueeze(-1)
+    m2, m3, m4 = (centred.pow(k).sum(-1) for k in (2, 3, 4))
+    return RowMoments(mean, m2, m3, m4, x.abs().amax(-1), x.pow(2).sum(-1).sqrt())
+
+
+def _chunked(rows: Tensor) -> Tensor:
+    """(6, rows): PyTorch's passes on chunks of rows that stay in the cache."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    out = torch.empty(6, rows.shape[0], dtype=dtype, device=rows.device)
+    step = cpu.rows_per_chunk(rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        x = rows[start : start + step].to(dtype)
+        mean, m2, m3, m4, max_abs, l2 = out[:, start : start + step]
+        torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, out=max_abs)
+        torch.linalg.vector_norm(x, dim=-1, out=l2)
+        torch.mean(x, -1, out=mean)
+        centred = x - mean.unsqueeze(-1)
+        square = centred * centred
+        torch.sum(square, -1, out=m2)
+        torch.sum(centred.mul_(square), -1, out=m3)
+        torch.sum(square.mul_(square), -1, out=m4)
+    return out

@@ -1,0 +1,56 @@
+"""The formulas in plain PyTorch: what every kernel is checked against, and what a compiler is given.
+
+Rounding is Llama's: the statistic, z and the activation in fp32 (fp64 for fp64 input), one rounding to x's dtype, then
+the product with the weight in the dtype the two promote to.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from normlab_kernels.spec import Act, RowSpec, Stat
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def row_norm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    given: torch.Tensor | None,
+    spec: RowSpec,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(y, ms) of x (..., d); ms (..., 1) is the statistic used, None where there is none.
+
+    >>> y, ms = row_norm_reference(torch.ones(2, 4), torch.ones(4), None, None, None, None, RowSpec(Stat.RMS,
+    Act.IDENTITY))
+    >>> ms.flatten().tolist()
+    [1.0, 1.0]
+    """
+    z = _wide(x)
+    ms = None
+    if spec.stat is Stat.RMS:
+        ms = z.pow(2).mean(-1, keepdim=True)
+    elif spec.stat is Stat.LAYER:
+        z = z - z.mean(-1, keepdim=True)
+        ms = z.pow(2).mean(-1, keepdim=True)
+    elif spec.stat is Stat.GIVEN:
+        assert given is not None
+        ms = _wide(given)
+    if ms is not None:
+        rstd = torch.rsqrt(ms + spec.eps)
+        z = z * (rstd if scale is None else rstd * (_wide(scale) / spec.kappa))
+    elif scale is not None:
+        z = z * (_wide(scale) / spec.kappa)
+    if shift is not None:
+        z = z + _wide(shift)
+    if spec.act is Act.TANH:
+        z = torch.tanh(z)
+    elif spec.act is Act.ERF:
+        z = torch.erf(z)
+    y = z.to(x.dtype) * weight
+    return (y if bias is None else y + bias), ms

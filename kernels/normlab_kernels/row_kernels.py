@@ -1,0 +1,168 @@
+"""The two kernels of every row norm: forward, and backward with one partial row of each parameter's gradient a program.
+
+WHOLE: a program's tile holds whole rows, and the kernel reduces them itself: one read, one write. Otherwise a tile is
+some columns of some rows and whatever belongs to the whole row comes from outside (`split_kernels.py`), or is not
+needed at all: DyT, Derf, and forward BHyT with a carried statistic.
+
+Prefixes: p_ pointer, o_ offset, m_ mask, b_ block of values. Tensors are row-major with last stride 1; row offsets are
+int64. Everything is upcast to fp32 right after its load and rounded once, at its store. STAT and ACT are the integers
+of `spec.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from normlab_kernels.device_math import activate, gain, slope
+
+
+@triton.jit
+def statistics(b_x, m_x, width, STAT: tl.constexpr):
+    """(mean, ms) of each row of a tile that holds whole rows; columns past the width hold 0."""
+    count = tl.cast(width, tl.float32)
+    mean = tl.zeros([b_x.shape[0]], tl.float32)
+    if STAT == 2:
+        mean = tl.sum(b_x, 1) / count
+        b_x = tl.where(m_x, b_x - mean[:, None], 0.0)
+    ms = tl.sum(b_x * b_x, 1) / count
+    return mean, ms
+
+
+@triton.jit
+def norm_forward_kernel(
+    p_x, p_residual, p_weight, p_bias, p_scale, p_shift, p_mean, p_ms, p_y, p_sum,
+    rows, width, stride_x, stride_residual, eps, inv_kappa,
+    STAT: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """y = weight act(gain (x - mean) rstd + shift) + bias of a tile; x is first replaced by residual + x if there is
+    one. p_mean and p_ms are written if the kernel reduces the rows, read if it does not."""
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_row = o_row < rows
+    m_col = (o_col < width) | EVEN
+    m_x = m_row[:, None] & m_col[None, :]
+    b_x = tl.load(p_x + o_row[:, None] * stride_x + o_col[None, :], mask=m_x, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        o_residual = o_row[:, None] * stride_residual + o_col[None, :]
+        b_x += tl.load(p_residual + o_residual, mask=m_x, other=0.0).to(tl.float32)
+        b_sum = b_x.to(p_sum.dtype.element_ty)
+        tl.store(p_sum + o_row[:, None] * width + o_col[None, :], b_sum, mask=m_x)
+        b_x = b_sum.to(tl.float32)  # the norm sees what the next layer will read
+    b_factor = tl.full([ROWS], 1.0, tl.float32) * gain(p_scale, inv_kappa, HAS_SCALE)
+    if STAT != 0:
+        if WHOLE and STAT != 3:
+            b_mean, b_ms = statistics(b_x, m_x, width, STAT)
+            tl.store(p_ms + o_row, b_ms, mask=m_row)
+            if STAT == 2:
+                tl.store(p_mean + o_row, b_mean, mask=m_row)
+        else:
+            b_ms = tl.load(p_ms + o_row, mask=m_row, other=1.0)
+            b_mean = tl.zeros([ROWS], tl.float32)
+            if STAT == 2:
+                b_mean = tl.load(p_mean + o_row, mask=m_row, other=0.0)
+        if STAT == 2:
+            b_x = b_x - b_mean[:, None]
+        b_factor *= tl.rsqrt(b_ms + tl.cast(eps, tl.float32))
+    b_z = b_x * b_factor[:, None]
+    if HAS_SHIFT:
+        b_z += tl.load(p_shift).to(tl.float32)
+    b_w = tl.load(p_weight + o_col, mask=m_col, other=0.0).to(tl.float32)
+    b_y = activate(b_z, ACT, FORM) * b_w[None, :]
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + o_col, mask=m_col, other=0.0).to(tl.float32)[None, :]
+    tl.store(p_y + o_row[:, None] * width + o_col[None, :], b_y.to(p_y.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def norm_backward_kernel(
+    p_grad, p_grad_sum, p_grad_ms, p_x, p_weight, p_scale, p_shift, p_mean, p_ms, p_along, p_mean_q,
+    p_dx, p_dms, p_dweight, p_dbias, p_dscale, p_dshift,
+    rows, width, stride_grad, stride_grad_sum, stride_x, eps, inv_kappa,
+    STAT: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr,
+    HAS_GRAD_SUM: tl.constexpr, HAS_GRAD_MS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx of every row, d(ms) of a given statistic, and one fp32 partial row of each parameter's gradient a program.
+
+    With q = d loss / d z = grad weight act'(z), factor = gain rstd and pull = d loss / d ms,
+
+        RMS    dx = factor q + (2/d) x pull,             pull = grad_ms - 1/2 factor rstd^2 sum(q x)
+        LAYER  dx = factor (q - mean(q) - xhat mean(q xhat)),  xhat = (x - mean) rstd
+        GIVEN  dx = factor q,                            d ms = -1/2 factor rstd^2 sum(q x)
+        NONE   dx = gain q
+
+    and d scale = (1/kappa) sum over rows of rstd sum(q x). Program p walks over the tiles p, p + programs, ...
+    p_along = sum(q x) and p_mean_q = mean(q) are read where the tile is not WHOLE.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    column = tl.program_id(1)
+    o_col = column * BLOCK + tl.arange(0, BLOCK)
+    m_col = (o_col < width) | EVEN
+    b_w = tl.load(p_weight + o_col, mask=m_col, other=0.0).to(tl.float32)
+    b_gain = gain(p_scale, inv_kappa, HAS_SCALE)
+    count = tl.cast(width, tl.float32)
+    b_dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    b_dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    b_dscale = tl.zeros([ROWS], tl.float32)
+    b_dshift = tl.zeros([ROWS], tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
+        o_row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        m_row = o_row < rows
+        m_x = m_row[:, None] & m_col[None, :]
+        b_x = tl.load(p_x + o_row[:, None] * stride_x + o_col[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_g = tl.load(p_grad + o_row[:, None] * stride_grad + o_col[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_rstd = tl.full([ROWS], 1.0, tl.float32)
+        if STAT != 0:
+            b_rstd = tl.rsqrt(tl.load(p_ms + o_row, mask=m_row, other=1.0) + tl.cast(eps, tl.float32))
+        if STAT == 2:
+            b_x = tl.where(m_x, b_x - tl.load(p_mean + o_row, mask=m_row, other=0.0)[:, None], 0.0)
+        b_factor = b_rstd * b_gain
+        b_z = b_x * b_factor[:, None]
+        if HAS_SHIFT:
+            b_z += tl.load(p_shift).to(tl.float32)
+        b_t = activate(b_z, ACT, FORM)
+        b_dweight += b_g * b_t
+        if HAS_BIAS:
+            b_dbias += b_g
+        b_q = b_g * b_w[None, :] * slope(b_z, b_t, ACT)
+        b_along = tl.sum(b_q * b_x, 1)  # of this tile: of the row, if the tile holds it
+        if HAS_SCALE:
+            b_dscale += b_along * b_rstd
+        if HAS_SHIFT:
+            b_dshift += tl.sum(b_q, 1)
+        b_dx = b_q * b_factor[:, None]
+        if STAT != 0:
+            if not WHOLE:
+                b_along = tl.load(p_along + o_row, mask=m_row, other=0.0)
+            b_pull = -0.5 * b_along * b_factor * b_rstd * b_rstd
+            if STAT == 3:
+                if column == 0:
+                    tl.store(p_dms + o_row, b_pull, mask=m_row)
+            else:
+                if HAS_GRAD_MS:
+                    b_pull += tl.load(p_grad_ms + o_row, mask=m_row, other=0.0).to(tl.float32)
+                b_dx += b_x * (b_pull * (2.0 / count))[:, None]
+        if STAT == 2:
+            if WHOLE:
+                b_mean_q = tl.sum(b_q, 1) / count
+            else:
+                b_mean_q = tl.load(p_mean_q + o_row, mask=m_row, other=0.0)
+            b_dx -= (b_factor * b_mean_q)[:, None]
+        if HAS_GRAD_SUM:
+            o_gs = o_row[:, None] * stride_grad_sum + o_col[None, :]
+            b_dx += tl.load(p_grad_sum + o_gs, mask=m_x, other=0.0).to(tl.float32)
+        tl.store(p_dx + o_row[:, None] * width + o_col[None, :], b_dx.to(p_dx.dtype.element_ty), mask=m_x)
+    o_part = program.to(tl.int64) * width + o_col
+    tl.store(p_dweight + o_part, tl.sum(b_dweight, 0), mask=m_col)
+    if HAS_BIAS:
+        tl.store(p_dbias + o_part, tl.sum(b_dbias, 0), mask=m_col)
+    o_one = program * tl.num_programs(1) + column
+    if HAS_SCALE:
+        tl.store(p_dscale + o_one, tl.sum(b_dscale, 0) * tl.cast(inv_kappa, tl.float32))
+    if HAS_SHIFT:
+        tl.store(p_dshift + o_one, tl.sum(b_dshift, 0))

@@ -1,0 +1,40 @@
+"""Fresh memory holds NaN, so that a kernel that leaves an element unwritten is found out; tests on a GPU carry the
+marker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kernel_harness import DEVICE, KERNELS
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.set_num_threads(1)
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
+        if tensor.is_floating_point() and not torch.compiler.is_compiling():
+            tensor.fill_(float("nan"))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where compiled kernels run, everything here is a GPU test; without kernels, tests of the kernels themselves are
+    left out."""
+    for item in items:
+        if DEVICE == "cuda":
+            item.add_marker(pytest.mark.gpu)
+        if not KERNELS and item.get_closest_marker("kernels"):
+            item.add_marker(pytest.mark.skip(reason="needs the Triton kernels: set TRITON_INTERPRET=1, or use a GPU"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kernels: tests a Triton kernel, not a function that has another form")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")

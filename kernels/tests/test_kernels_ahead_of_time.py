@@ -1,0 +1,82 @@
+"""Every kernel compiles for GPUs that are not here, does not spill, loads 16 bytes at a time, and is no larger than
+recorded."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from kernel_harness import INTERPRETING
+
+pytest.importorskip("triton", reason="pip install normlab-kernels[gpu]")
+if INTERPRETING:
+    pytest.skip("the compiler needs a process without Triton's interpreter", allow_module_level=True)
+
+from normlab_kernels import ahead_of_time as aot
+
+TABLE = Path(__file__).parents[2] / "data" / "bench" / "aot.csv"
+
+
+def recorded() -> dict[tuple[str, ...], dict[str, str]]:
+    keys = ("target", "function", "direction", "width", "dtype")
+    with TABLE.open(newline="") as file:
+        return {tuple(row[key] for key in keys): row for row in csv.DictReader(file)}
+
+
+def check(build: aot.Build, target: str) -> aot.Report:
+    report = aot.report(build, target)
+    assert report.spilled_bytes == 0, report
+    if build.width % 1024 == 0 and not build.function.startswith("linear"):
+        assert report.loads_16_bytes > 0, report
+    return report
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("function", ["add_bhyt", "layer_norm"])
+def test_the_widest_rows_of_the_ladder_do_not_spill(function: str, target: str) -> None:
+    for width in (aot.ladder.MAX_BACKWARD_WIDTH, aot.ladder.MAX_FORWARD_WIDTH):
+        for build in aot.row_builds(function, width):
+            check(build, target)
+
+
+@pytest.mark.parametrize("function", ["bhyt", "bhyt_carried", "rms_norm", "dyt", "derf"])
+def test_instruction_counts_are_those_recorded(function: str) -> None:
+    table = recorded()
+    for build in aot.row_builds(function, 1024 if function in ("dyt", "derf") else 4096):
+        report = check(build, "sm_90")
+        key = ("sm_90", function, build.direction, str(build.width), build.dtype)
+        if key not in table:  # the same code as another function's
+            continue
+        assert report.special_function == int(table[key]["special_function"])
+        assert report.instructions <= 1.1 * int(table[key]["instructions"])
+
+
+def test_the_approximate_tanh_is_one_instruction_an_element() -> None:
+    forward = next(aot.row_builds("bhyt", 4096))
+    per_thread = 4096 // (32 * forward.warps)
+    code = aot.compile_build(forward, "sm_90").asm["ptx"]
+    assert code.count("tanh.approx.f32") == per_thread
+    wide = next(aot.row_builds("bhyt", 4096, "fp32"))
+    assert "tanh.approx" not in aot.compile_build(wide, "sm_90").asm["ptx"]
+
+
+def test_the_fused_projection_uses_tensor_cores_and_the_copy_engine_on_hopper() -> None:
+    for build in aot.linear_builds(2048):
+        report = check(build, "sm_90")
+        assert report.registers <= 224
+        code = aot.compile_build(build, "sm_90").asm["ptx"]
+        assert "wgmma.mma_async" in code
+        assert "cp.async.bulk.tensor" in code
+
+
+def test_backward_rows_are_fetched_ahead() -> None:
+    build = list(aot.row_builds("bhyt", 4096))[1]
+    assert "cp.async" in aot.compile_build(build, "sm_90").asm["ptx"]
+
+
+def test_every_recorded_kernel_is_free_of_spills_and_every_function_is_recorded() -> None:
+    table = recorded()
+    assert {key[0] for key in table} == {"sm_80", "sm_90", "gfx942"}
+    assert {key[1] for key in table} >= {*aot.FUNCTIONS, "linear_add_bhyt", "linear_add_dyt", "row_moments"}
+    assert all(row["spilled_bytes"] == "0" for row in table.values())

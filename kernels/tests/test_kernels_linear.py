@@ -1,0 +1,118 @@
+"""Projection + residual + norm in one kernel, against float64 and against the two-kernel path."""
+
+from __future__ import annotations
+
+import normlab_kernels as nk
+import pytest
+import torch
+from kernel_harness import DEVICE, DTYPES, INTERPRETING, assert_close, results
+from normlab_kernels import ladder
+from normlab_kernels.reference import row_norm_reference
+from normlab_kernels.spec import Act, RowSpec, Stat
+
+Tensor = torch.Tensor
+FUSED = [pytest.param(True, marks=pytest.mark.kernels), False]
+NAMES = ["bhyt", "dyt"]
+
+
+def arguments_of(name: str, rows: int, width: int, inner: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    a = {"a": normal(rows, inner), "proj": normal(width, inner) / inner**0.5, "residual": normal(rows, width)}
+    a["weight"] = 1 + 0.3 * normal(width)
+    if name == "bhyt":
+        a["scale"] = torch.full((1,), 8.0, device=DEVICE, dtype=dtype)
+        a["given"] = 0.5 + torch.rand(rows, 1, generator=generator).to(DEVICE)
+    else:
+        a["bias"] = normal(width)
+        a["scale"] = torch.full((1,), 0.7, device=DEVICE, dtype=dtype)
+    return a
+
+
+def call(name: str, fused: bool | None, a: dict[str, Tensor]) -> dict[str, Tensor]:
+    if name == "bhyt":
+        h, y = nk.linear_add_bhyt(
+            a["a"], a["proj"], a["residual"], a["weight"], a["scale"], a["given"], fused=fused
+        )
+    else:
+        h, y = nk.linear_add_dyt(a["a"], a["proj"], a["residual"], a["weight"], a["bias"], a["scale"], fused=fused)
+    return {"h": h, "y": y}
+
+
+def formula(name: str, a: dict[str, Tensor]) -> dict[str, Tensor]:
+    spec = RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0) if name == "bhyt" else RowSpec(Stat.NONE, Act.TANH)
+    h = a["residual"] + a["a"] @ a["proj"].t()
+    return {"h": h, "y": row_norm_reference(h, a["weight"], a.get("bias"), a["scale"], None, a.get("given"), spec)[0]}
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_and_every_gradient_agree_with_float64(name: str, dtype: str, fused: bool) -> None:
+    arguments = arguments_of(name, 70, 96, 80, DTYPES[dtype])
+    ours, upstream = results(lambda a: call(name, fused, a), arguments, None)
+    torchs, _ = results(lambda a: formula(name, a), arguments, upstream)
+    exact, _ = results(lambda a: formula(name, a), arguments, upstream, torch.float64)
+    assert_close(ours, torchs, exact, f"{name} {dtype}")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_slices_of_the_epilogue_and_ragged_edges(slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = ladder.LinearLaunch(32, 64, 32, slices=slices, warps=4, stages=1, group=2)
+    monkeypatch.setattr(ladder, "INTERPRETER_LINEAR", launch)
+    for rows, width, inner in ((1, 8, 8), (33, 72, 40), (100, 136, 32)):
+        arguments = arguments_of("bhyt", rows, width, inner, torch.float32)
+        expected = formula("bhyt", {k: v.double() for k, v in arguments.items()})
+        got = call("bhyt", True, arguments)
+        for key, value in expected.items():
+            torch.testing.assert_close(got[key].double(), value, rtol=1e-5, atol=1e-5, msg=f"{key} {rows}")
+
+
+@pytest.mark.kernels
+def test_opcheck_passes() -> None:
+    from normlab_kernels import linear_ops
+
+    a = {k: v.requires_grad_() for k, v in arguments_of("bhyt", 9, 16, 8, torch.float32).items()}
+    tensors = (a["a"], a["proj"], a["residual"], a["weight"], None, a["scale"], a["given"])
+    torch.library.opcheck(linear_ops.linear_add_norm, (*tensors, int(Stat.GIVEN), 1e-6, 10.0))
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_compiles_without_a_graph_break(fused: bool) -> None:
+    torch.compiler.reset()
+    arguments = arguments_of("bhyt", 9, 16, 8, torch.float32)
+    expected, upstream = results(lambda a: call("bhyt", fused, a), arguments, None)
+    compiled = torch.compile(lambda a: call("bhyt", fused, a), fullgraph=True, backend="aot_eager")
+    got, _ = results(compiled, arguments, upstream)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-5, msg=key)
+
+
+@pytest.mark.kernels
+def test_one_gradient_alone_reaches_the_operands() -> None:
+    arguments = arguments_of("bhyt", 5, 16, 8, torch.float32)
+    for key in ("h", "y"):
+        a = {k: v.requires_grad_() for k, v in arguments.items()}
+        got = torch.autograd.grad(call("bhyt", True, a)[key].square().sum(), [a["a"], a["proj"], a["residual"]])
+        wanted = torch.autograd.grad(formula("bhyt", a)[key].square().sum(), [a["a"], a["proj"], a["residual"]])
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_the_table_of_measurements_decides_and_is_empty_until_something_is_measured() -> None:
+    assert not any(ladder.fusion_wins(name, 2048) for name in ("NVIDIA H200", "cpu"))
+    arguments = arguments_of("bhyt", 5, 16, 8, torch.float32)
+    for key, value in call("bhyt", None, arguments).items():
+        assert torch.equal(value, call("bhyt", False, arguments)[key])
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    a = arguments_of("bhyt", 5, 16, 8, torch.float32)
+    with pytest.raises(ValueError, match="do not fit"):
+        call("bhyt", False, a | {"residual": a["residual"][:, :8]})
+    with pytest.raises(ValueError, match="cannot run here"):
+        call("bhyt", True, a | {"residual": a["residual"].double()} if INTERPRETING or DEVICE == "cuda" else a)

@@ -1,0 +1,114 @@
+"""Every function, forward and backward, against float64 at the shapes where kernels go wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_harness import CASES, DTYPES, check, formula, make_inputs, results
+from normlab_kernels import ladder
+
+ALL = sorted(CASES)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("name", ALL)
+def test_many_short_rows_agree_with_float64(name: str, dtype: str) -> None:
+    for width in (1, 3, 127):
+        check(name, 199, width, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_wide_rows_agree_with_float64(name: str) -> None:
+    check(name, 5, 4096, torch.float32)
+    check(name, 4, 8192, torch.float16)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_wider_than_a_program_agree_with_float64(name: str) -> None:
+    assert ladder.MAX_FORWARD_WIDTH < 65_536
+    check(name, 2, 65_536, torch.float32)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_split_rows_agree_with_float64_at_odd_widths_and_many_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "MAX_FORWARD_WIDTH", 16)
+    monkeypatch.setattr(ladder, "MAX_BACKWARD_WIDTH", 16)
+    monkeypatch.setattr(ladder, "TILE_WIDTH", 32)
+    monkeypatch.setattr(ladder, "reduction", lambda width: ladder.Launch(32, 1, 4))
+    for dtype in DTYPES.values():
+        check(name, 37, 77, dtype)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_row_and_no_rows(name: str) -> None:
+    check(name, 1, 127, torch.float32)
+    check(name, 0, 127, torch.float32)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_large_mean_does_not_swallow_the_variance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    arguments = make_inputs(case, 3, 300, torch.float32)
+    arguments["x"] += 100.0
+    ours = [case.call(arguments)["y"]]
+    monkeypatch.setattr(ladder, "MAX_FORWARD_WIDTH", 16)
+    monkeypatch.setattr(ladder, "reduction", lambda width: ladder.Launch(64, 1, 4))
+    ours.append(case.call(arguments)["y"])
+    exact = formula(case, {k: v.double() for k, v in arguments.items()})["y"]
+    for y in ours:
+        torch.testing.assert_close(y.double(), exact, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_same_input_same_bits(name: str) -> None:
+    case = CASES[name]
+    arguments = make_inputs(case, 50, 33, torch.float32)
+    first, upstream = results(case.call, arguments, None)
+    second, _ = results(case.call, arguments, upstream)
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_strided_inputs_and_gradients(name: str) -> None:
+    case = CASES[name]
+    packed = make_inputs(case, 2 * 11, 21, torch.float32)
+    expected, upstream = results(case.call, packed, None)
+
+    def strided(tensor: torch.Tensor, column_step: int) -> torch.Tensor:
+        rows, width = tensor.shape
+        room = torch.full((rows, 2 * width + 3), float("nan"), device=tensor.device)
+        view = room[:, : column_step * width : column_step]
+        view.copy_(tensor)
+        return view
+
+    for step in (1, 2):
+        loose = {k: strided(v, step) if k in ("x", "residual") else v for k, v in packed.items()}
+        loose_upstream = {k: strided(v, step) if v.shape[-1] > 1 else v for k, v in upstream.items()}
+        got, _ = results(case.call, loose, loose_upstream)
+        for key, value in expected.items():
+            assert torch.equal(value, got[key]), key
+
+
+def test_gradients_and_statistics_that_are_expanded_views() -> None:
+    for name in ("bhyt", "bhyt_carried"):
+        case = CASES[name]
+        arguments = make_inputs(case, 7, 20, torch.float32)
+        if "given" in arguments:
+            arguments["given"] = arguments["given"][:1].expand(7, 1)
+        out = case.call(arguments)
+        spread = {k: torch.full((1, 1), 0.7, device=v.device).expand(v.shape) for k, v in out.items()}
+        expanded, _ = results(case.call, arguments, spread)
+        dense_arguments = {k: v.contiguous() for k, v in arguments.items()}
+        dense, _ = results(case.call, dense_arguments, {k: v.contiguous() for k, v in spread.items()})
+        for key, value in dense.items():
+            assert torch.equal(value, expanded[key]), key
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_any_leading_shape(name: str) -> None:
+    case = CASES[name]
+    flat = make_inputs(case, 6, 10, torch.float32)
+    shaped = {k: v.view(2, 3, -1) if k in ("x", "residual", "given") else v for k, v in flat.items()}
+    for key, value in case.call(flat).items():
+        assert torch.equal(value.view(2, 3, -1), case.call(shaped)[key]), key

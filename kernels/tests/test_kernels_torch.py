@@ -1,0 +1,175 @@
+"""The custom ops inside PyTorch: opcheck, the compiler, checkpointing, autocast, functorch, and second use in one
+graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import normlab_kernels as nk
+import pytest
+import torch
+from kernel_harness import CASES, DEVICE, KERNELS, formula, make_inputs, results
+from normlab_kernels.reference import row_norm_reference
+from torch.utils.checkpoint import checkpoint
+
+ALL = sorted(CASES)
+NAMES = ("x", "residual", "weight", "bias", "scale", "shift", "given")
+
+
+def op_arguments(name: str, requires_grad: bool) -> tuple[object, ...]:
+    case = CASES[name]
+    a = {k: v.requires_grad_(requires_grad) for k, v in make_inputs(case, 5, 9, torch.float32).items()}
+    return (*(a.get(k) for k in NAMES), int(case.spec.stat), int(case.spec.act), case.spec.eps, case.spec.kappa)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ALL)
+def test_opcheck_passes(name: str) -> None:
+    from normlab_kernels import ops
+
+    torch.library.opcheck(ops.row_norm, op_arguments(name, requires_grad=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["add_bhyt", "bhyt_carried", "layer_norm", "derf"])
+def test_opcheck_passes_on_the_backward(name: str) -> None:
+    from normlab_kernels import ops
+
+    case = CASES[name]
+    x, residual, weight, bias, scale, shift, given, *constants = op_arguments(name, requires_grad=False)
+    assert isinstance(x, torch.Tensor)
+    _, total, mean, ms = ops.row_norm(x, residual, weight, bias, scale, shift, given, *constants)
+    grad = torch.randn_like(x)
+    grad_sum = None if residual is None else torch.randn_like(x)
+    rows = x if residual is None else total
+    arguments = (
+        grad,
+        grad_sum,
+        torch.randn_like(ms) if case.spec.stat == 1 else None,
+        rows,
+        weight,
+        bias is not None,
+        scale,
+        shift,
+        mean if case.spec.stat == 2 else None,
+        given if case.spec.stat == 3 else (None if case.spec.stat == 0 else ms),
+        *constants,
+    )
+    torch.library.opcheck(ops.row_norm_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_compiles_without_a_graph_break(name: str) -> None:
+    case = CASES[name]
+    torch.compiler.reset()
+    arguments = make_inputs(case, 6, 20, torch.float32)
+    expected, upstream = results(case.call, arguments, None)
+    compiled: Callable[..., dict[str, torch.Tensor]] = torch.compile(case.call, fullgraph=True, backend="aot_eager")
+    got, _ = results(compiled, arguments, upstream)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-6, atol=1e-6, msg=key)
+
+
+@pytest.mark.kernels
+def test_inductor_and_dynamic_rows() -> None:
+    case = CASES["add_bhyt"]
+    torch.compiler.reset()
+    compiled = torch.compile(case.call, fullgraph=True, dynamic=True)
+    for rows in (6, 9):
+        arguments = make_inputs(case, rows, 20, torch.float32)
+        expected, upstream = results(case.call, arguments, None)
+        got, _ = results(compiled, arguments, upstream)
+        for key, value in expected.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-6, atol=1e-6, msg=key)
+
+
+def twice(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    y, ms = nk.bhyt(a["x"], a["weight"], a["scale"])
+    return {"y": nk.bhyt_carried(y + a["x"], a["weight"], a["scale"], 1.5 * ms)}
+
+
+def test_used_twice_in_one_graph_gradients_add_up() -> None:
+    arguments = make_inputs(CASES["bhyt"], 4, 10, torch.float32)
+    got, upstream = results(twice, arguments, None)
+    def chain(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        y, ms = row_norm_reference(a["x"], a["weight"], None, a["scale"], None, None, CASES["bhyt"].spec)
+        second = CASES["bhyt_carried"].spec
+        assert ms is not None
+        return {"y": row_norm_reference(y + a["x"], a["weight"], None, a["scale"], None, 1.5 * ms, second)[0]}
+
+    exact, _ = results(chain, arguments, upstream, torch.float64)
+    for key, value in exact.items():
+        torch.testing.assert_close(got[key].double(), value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_activation_checkpointing_changes_nothing(name: str) -> None:
+    case = CASES[name]
+    arguments = make_inputs(case, 5, 12, torch.float32)
+    expected, upstream = results(case.call, arguments, None)
+    got, _ = results(lambda a: checkpoint(case.call, a, use_reentrant=False), arguments, upstream)
+    for key, value in expected.items():
+        assert torch.equal(got[key], value), key
+
+
+def test_autocast_leaves_the_norm_in_the_dtype_of_its_input() -> None:
+    case = CASES["bhyt"]
+    arguments = make_inputs(case, 5, 12, torch.float32)
+    expected = case.call(arguments)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        got = case.call(arguments)
+    for key, value in expected.items():
+        assert torch.equal(got[key], value), key
+
+
+def test_sixteen_bit_rows_with_a_wider_weight_come_out_in_the_wider_dtype() -> None:
+    arguments = make_inputs(CASES["rms_norm"], 5, 12, torch.float32)
+    y = nk.rms_norm(arguments["x"].half(), arguments["weight"])
+    assert y.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_vmap_is_refused_with_a_sentence(name: str) -> None:
+    arguments = make_inputs(CASES[name], 5, 12, torch.float32)
+    batched = {k: 0 if k in ("x", "residual", "given") else None for k in arguments}
+    with pytest.raises(ValueError, match="instead of under torch.vmap"):
+        torch.vmap(CASES[name].call, in_dims=(batched,))(arguments)
+
+
+def test_bad_arguments_are_named() -> None:
+    x, weight, lam = torch.randn(2, 4, device=DEVICE), torch.ones(4, device=DEVICE), torch.ones(1, device=DEVICE)
+    for call, message in (
+        (lambda: nk.bhyt(x, torch.ones(3, device=DEVICE), lam), "weight must have shape"),
+        (lambda: nk.bhyt(x, weight, torch.ones(2, device=DEVICE)), "scale must have one element"),
+        (lambda: nk.bhyt_carried(x, weight, lam, torch.ones(2, device=DEVICE)), "mean_square must have shape"),
+        (lambda: nk.add_rms_norm(x, x[:1], weight), "residual must have the shape of x"),
+        (lambda: nk.rms_norm(x.int(), weight), "floating-point"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("name", ["bhyt", "add_rms_norm", "dyt"])
+def test_the_torch_choice_rounds_as_llama_does(name: str) -> None:
+    calls = {
+        "bhyt": lambda a, k: nk.bhyt(a["x"], a["weight"], a["scale"], kernels=k)[0],
+        "add_rms_norm": lambda a, k: nk.add_rms_norm(a["x"], a["residual"], a["weight"], kernels=k)[1],
+        "dyt": lambda a, k: nk.dyt(a["x"], a["weight"], a["bias"], a["scale"], kernels=k),
+    }
+    arguments = make_inputs(CASES[name], 64, 50, torch.float16)
+    plain, chosen = calls[name](arguments, "torch"), calls[name](arguments, "auto")
+    expected = formula(CASES[name], arguments)["y"]
+    assert (plain != expected).float().mean() < 0.02  # statistics and tanh may differ in the last bit of fp32
+    torch.testing.assert_close(plain, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(chosen, expected, rtol=4e-3, atol=4e-3)
+
+
+def test_the_choice_of_kernels_is_checked() -> None:
+    x, weight = torch.randn(2, 4, device=DEVICE), torch.ones(4, device=DEVICE)
+    with pytest.raises(ValueError, match="choose"):
+        nk.rms_norm(x, weight, kernels="cuda")
+    with pytest.raises(ValueError, match="cannot run"):
+        nk.rms_norm(x.double(), weight.double(), kernels="triton")
+    if not KERNELS:
+        with pytest.raises(ValueError, match="cannot run"):
+            nk.rms_norm(x, weight, kernels="triton")

@@ -1,0 +1,47 @@
+"""normlab: what normalization does to a deep transformer, layer by layer.
+
+SCHEMES                              the normalization schemes, as data
+NormlabConfig, NormlabForCausalLM    models that differ in their scheme only
+swap_norms                           another scheme for an existing Llama, Mistral or Qwen model
+record, sites, LayerStats            measure the layers of any model
+TrainConfig, train, sweep            train models and measure them on the way
+load_runs                            runs on disk -> one tidy table
+figures, widgets                     table -> plotly figure -> figure with controls
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it; resolved at first use, so that importing normlab stays cheap.
+_PUBLIC = {
+    "NormlabError": "normlab.errors",
+    "SCHEMES": "normlab.schemes",
+    "NormlabConfig": "normlab.models",
+    "NormlabForCausalLM": "normlab.models",
+    "swap_norms": "normlab.models",
+    "LayerStats": "normlab.probes",
+    "record": "normlab.probes",
+    "sites": "normlab.probes",
+    "TrainConfig": "normlab.training.config",
+    "train": "normlab.training.trainer",
+    "sweep": "normlab.training.sweep",
+    "load_runs": "normlab.runs",
+}
+_SUBPACKAGES = ("figures", "widgets")
+__all__ = [*_PUBLIC, *_SUBPACKAGES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module 'normlab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

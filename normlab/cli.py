@@ -1,0 +1,292 @@
+"""The command `normlab`: train, sweep, probe, figures, bench.
+
+Bad input ends with one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from normlab.errors import NormlabError
+
+TRAIN_HELP = {
+    "scheme": "normalization scheme, a key of normlab.SCHEMES",
+    "depth": "number of blocks",
+    "width": "hidden size",
+    "seed": "data order and initial weights",
+    "lr": "peak learning rate",
+    "steps": "optimizer steps",
+    "batch_size": "blocks a step",
+    "block_length": "tokens a block; also the context length and BHyT's T",
+    "heads": "attention heads; default width/32",
+    "kv_heads": "key-value heads; default half of the heads",
+    "intermediate": "MLP width; default 8/3 of the width, rounded to 32",
+    "weight_decay": "AdamW's, for what the scheme decays",
+    "warmup": "share of the steps",
+    "min_lr_ratio": "where the cosine ends, as a share of lr",
+    "clip": "largest gradient norm",
+    "beta1": "AdamW's first moment",
+    "beta2": "AdamW's second moment",
+    "corpus": "stdlib; a .txt, .jsonl, .jsonl.gz or .parquet file, or a directory of them; a data set on the hub",
+    "tokenizer": "directory or hub name of a tokenizer; default: train a byte-level BPE on the corpus",
+    "vocab_size": "of the tokenizer to train",
+    "text_column": "column that holds the text",
+    "characters": "read at most so much of the corpus",
+    "probe_every": "steps between layer statistics; 0: none",
+    "probe_blocks": "held-out blocks that layer statistics are taken on",
+    "eval_every": "steps between held-out losses; 0: none",
+    "eval_blocks": "held-out blocks for the held-out loss",
+    "checkpoint_every": "steps between checkpoints; 0: none",
+    "keep_weights": "keep the trained model",
+    "threads": "CPU threads",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in our one-line form."""
+
+    def error(self, message: str) -> Any:
+        raise NormlabError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 1 (some runs of a sweep failed) or 2 (bad input, full disk)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _one_line_warning  # type: ignore[assignment]
+            options = build_parser().parse_args(arguments)
+            return int(options.act(options))
+    except NormlabError as error:
+        return _fail(str(error))
+    except OSError as error:
+        if error.errno is None:  # not the operating system's
+            raise
+        return _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        return _fail("stopped; the same command goes on from the last checkpoint", 130)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train | sweep | probe | figures | bench")
+    _add_train(commands)
+    _add_sweep(commands)
+    _add_figures(commands)
+    _add_probe(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    from normlab.training.config import TrainConfig
+
+    parser = commands.add_parser("train", help="train one model and measure its layers")
+    for spec in dataclasses.fields(TrainConfig):
+        flag = "--" + spec.name.replace("_", "-")
+        if spec.name == "model":
+            more = "a further NormlabConfig field, such as lam_input=3.0; may be repeated"
+            parser.add_argument(flag, action="append", metavar="FIELD=VALUE", help=more)
+            continue
+        text = TRAIN_HELP[spec.name] + ("" if spec.default is None else f" (default: {spec.default})")
+        if isinstance(spec.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            parser.add_argument(flag, type=_argument_type(spec.type), help=text)
+    parser.add_argument("--from-manifest", metavar="PATH", help="repeat the run of this manifest.json or run directory")
+    _add_output(parser, "runs")
+    parser.set_defaults(act=_train)
+
+
+def _argument_type(annotation: Any) -> type:
+    name = str(annotation).split(" ")[0]
+    return {"int": int, "float": float}.get(name, str)
+
+
+def _add_output(parser: argparse.ArgumentParser, default: str | None, what: str = "directory of runs") -> None:
+    parser.add_argument("--out", default=default, required=default is None, help=what)
+    parser.add_argument("--cache-dir", help="directory for prepared corpora; default: the user's cache directory")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_sweep(commands: Any) -> None:
+    parser = commands.add_parser(
+        "sweep", help="train many models: scheme x depth x seed x learning rate; finished runs are skipped"
+    )
+    parser.add_argument("--preset", default="tiny", help="tiny (minutes) or small (hours)")
+    parser.add_argument("--schemes", help="only these, comma-separated")
+    parser.add_argument("--depths", help="only these, comma-separated")
+    parser.add_argument("--workers", help="runs at once, or 'ray'; default 2")
+    parser.add_argument("--threads", type=int, help="CPU threads a run; default cores/workers")
+    _add_output(parser, None)
+    parser.set_defaults(act=_sweep)
+
+
+def _add_figures(commands: Any) -> None:
+    parser = commands.add_parser("figures", help="draw every figure of some runs")
+    parser.add_argument("runs", nargs="+", help="runs, or directories of runs")
+    parser.add_argument("--out", required=True, help="directory for the figures: HTML, and PNG where a Chrome is found")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(act=_figures)
+
+
+def _add_probe(commands: Any) -> None:
+    parser = commands.add_parser("probe", help="measure the layers of any model on a text")
+    parser.add_argument("model", help="directory or hub name of a causal language model")
+    parser.add_argument("--text", required=True, help="text file to run the model on")
+    parser.add_argument("--out", help="directory for the tables and the report; default: named for the model")
+    parser.add_argument("--length", type=int, default=256, help="tokens a row")
+    parser.add_argument("--rows", type=int, default=16, help="rows at most")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(act=_probe)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="time whole training steps against each other")
+    parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs; at least 9 for a result to quote")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    _add_output(parser, "bench.csv", "CSV file for the ratios")
+    parser.set_defaults(act=_bench)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from normlab.training.config import TrainConfig
+    from normlab.training.trainer import train, train_from_manifest
+
+    shared = {"cache_dir": options.cache_dir, "progress": not options.quiet}
+    given = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(TrainConfig)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.from_manifest:
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise NormlabError(f"--from-manifest sets the whole configuration; leave out {flags}")
+        run = train_from_manifest(options.from_manifest, options.out, **shared)
+    else:
+        run = train(TrainConfig(**{**given, "model": _model_fields(options.model or [])}), options.out, **shared)
+    entropy = run.manifest["corpus"]["unigram_entropy"]
+    print(f"{run.path}: {run.status}, eval loss {run.eval_loss:.4f} (unigram entropy {entropy:.4f}), nats a token")
+    return 0
+
+
+def _model_fields(pairs: Sequence[str]) -> dict[str, Any]:
+    fields = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign:
+            raise NormlabError(f"--model takes FIELD=VALUE, not {pair!r}")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    return fields
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from normlab.training.presets import get_preset
+    from normlab.training.sweep import sweep
+
+    preset = get_preset(options.preset)
+    if options.schemes:
+        preset = dataclasses.replace(preset, schemes=tuple(options.schemes.split(",")))
+    if options.depths:
+        depths = [_whole(text, "--depths") for text in options.depths.split(",")]
+        preset = dataclasses.replace(preset, depths={depth: preset.depths.get(depth, 1) for depth in depths})
+    workers = options.workers if options.workers in (None, "ray") else _whole(options.workers, "--workers")
+    result = sweep(
+        preset,
+        options.out,
+        workers=workers,
+        threads=options.threads,
+        cache_dir=options.cache_dir,
+        progress=not options.quiet,
+    )
+    print(f"{result.out}: {len(result.runs)} runs" + "".join(f", {n} {s}" for s, n in _counts(result.runs).items()))
+    for name, reason in result.failures.items():
+        print(f"normlab: failed: {name}: {reason}", file=sys.stderr)
+    return 1 if result.failures else 0
+
+
+def _counts(found: Sequence[Any]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for run in found:
+        counts[run.status] = counts.get(run.status, 0) + 1
+    return counts
+
+
+def _whole(text: str, flag: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise NormlabError(f"{flag}: {text!r} is no whole number") from None
+
+
+def _figures(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from normlab.export import save
+    from normlab.published import load_published
+    from normlab.runs import load_runs
+
+    try:
+        from normlab.figures import FIGURES
+    except ImportError as error:
+        raise NormlabError(str(error)) from error
+    table = load_runs(options.runs)
+    if Path(options.out).exists() and not Path(options.out).is_dir():
+        raise NormlabError(f"output {options.out} is a file; name a directory")
+    said: list[str] = []
+    published = load_published()
+    for name, draw in tqdm(FIGURES.items(), "figures", disable=options.quiet, leave=False):
+        files, notes = save(draw(table, published), Path(options.out) / name)
+        tqdm.write("\n".join(map(str, files)))
+        said += notes
+    for note in said[:1]:  # one line is enough: what one figure lacks, all lack
+        print(f"normlab: {note}", file=sys.stderr)
+    return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from normlab.probes.report import probe_report
+
+    shape = {"length": options.length, "rows": options.rows}
+    print(probe_report(options.model, options.text, out=options.out, progress=not options.quiet, **shape))
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from normlab.training.bench import bench
+
+    table = bench(options.pairs, threads=options.threads, cache_dir=options.cache_dir, progress=not options.quiet)
+    print(table.round(4).to_string(index=False))
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(options.out, index=False)
+        print(options.out)
+    return 0
+
+
+def _version() -> str:
+    import normlab
+
+    return f"normlab {normlab.__version__}"
+
+
+def _one_line_warning(message: Any, category: Any, *rest: Any) -> None:
+    print(f"normlab: warning: {message}", file=sys.stderr)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"normlab: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

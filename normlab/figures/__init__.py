@@ -1,0 +1,43 @@
+"""Figures: the long table of `normlab.load_runs` in, a plotly Figure out. No file access here, and no widgets.
+
+FIGURES               every figure by name: its paper's figure, what it shows, the function that draws it
+layer_growth          a metric by layer, one panel a scheme, colour = training step (B1, C1)
+gradient_growth       gradient norms, drawn the same way (B3)
+loss_curves           training and held-out loss by step (B2)
+depth_scaling         held-out loss against depth, and differences paired by seed (C5)
+growth_before_after   the last layer before and after training, with the controls (N1)
+profile               one training step, all schemes in one panel: what the explorer shows
+METRICS               label, unit and definition of every metric
+themed                a figure for a light or a dark page
+
+A table without what a figure needs gives a figure that says what is missing; a wrong argument raises NormlabError.
+"""
+
+from __future__ import annotations
+
+try:
+    import plotly  # noqa: F401
+except ImportError as error:  # pragma: no cover - needs an environment without plotly
+    raise ImportError("figures need plotly: pip install 'normlab[notebooks]'") from error
+
+from normlab.figures.curves import depth_scaling, loss_curves
+from normlab.figures.endpoints import growth_before_after
+from normlab.figures.growth import gradient_growth, layer_growth
+from normlab.figures.profile import profile
+from normlab.figures.registry import FIGURES, FigureRow
+from normlab.figures.theme import message_figure, themed
+from normlab.labels import METRICS
+
+__all__ = [
+    "FIGURES",
+    "METRICS",
+    "FigureRow",
+    "depth_scaling",
+    "gradient_growth",
+    "growth_before_after",
+    "layer_growth",
+    "loss_curves",
+    "message_figure",
+    "profile",
+    "themed",
+]

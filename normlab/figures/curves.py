@@ -1,0 +1,330 @@
+"""Losses by training step (B2) and by depth (C5), beside the unigram entropy that a model must beat to have learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from normlab.compare import interval, last_values, paired
+from normlab.figures import theme
+from normlab.labels import metric_row
+from normlab.selection import DIVERGED, FINISHED, NOT_LEARNED, Selection, choose, in_order
+
+_MARGIN = dict(l=70, r=190, t=112, b=64)
+_LOSS = metric_row("loss")
+_DOTTED = "dotted: held-out unigram entropy, above it a run has not learned"
+
+
+def loss_curves(
+    runs: pd.DataFrame,
+    *,
+    depth: int | str | None = "deepest",
+    width: int | None = None,
+    schemes: Sequence[str] | None = None,
+) -> go.Figure:
+    """Training and held-out loss by step, one line a scheme (B2).
+
+    Lines are means over seeds, thin ones single seeds. The dotted line is the held-out unigram entropy: what token
+    frequencies alone achieve. A scheme whose runs end above it is marked "not learned".
+    """
+    title = "Loss by training step"
+    chosen = choose(runs, depth, width, schemes)
+    if isinstance(chosen, str):
+        return theme.message_figure(chosen, title)
+    parts = {split: _by_step(chosen.rows("model", "loss", split=split)) for split in ("train", "eval")}
+    if all(part.empty for part in parts.values()):
+        return theme.message_figure("No loss was logged in these runs.", title)
+    window = max(1, int(parts["train"]["step"].max()) // 30) if len(parts["train"]) else 1
+    names = [
+        f"training loss, mean of the last {window} steps" if window > 1 else "training loss",
+        "held-out loss, enlarged",
+    ]
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.07, subplot_titles=names)
+    figure.update_annotations(font=dict(size=13))
+    height = 560
+    for column, (split, part) in enumerate(parts.items(), 1):
+        for name in chosen.schemes:
+            _add_curves(figure, part[part["scheme"] == name], name, split, window if split == "train" else 1, column)
+    ends = _ends(chosen, parts["eval"] if len(parts["eval"]) else parts["train"])
+    unigram = _unigram(chosen)
+    level = [] if unigram is None else [unigram]
+    _mark_unigram(figure, unigram, ends, columns=(1, 2))
+    # Runs differ by hundredths after falling by several nats: the second panel shows the end, from just above the
+    # unigram entropy.
+    closer = theme.axis_bounds(
+        [*(label.y for label in ends), *level, *_values_of(figure, "eval", largest=False)], False
+    )
+    if closer is not None:
+        figure.update_yaxes(
+            range=theme.axis_bounds([*_values_of(figure, "train"), *_values_of(figure, "eval"), *level], False, 0.03),
+            col=1,
+        )
+        figure.update_yaxes(range=closer, col=2)
+        theme.label_ends(figure, ends, closer, height - _MARGIN["t"] - _MARGIN["b"], False, axis="2")
+    figure.update_xaxes(title_text="training step")
+    figure.update_yaxes(title_text=_LOSS.axis, col=1)
+    margin = _MARGIN | dict(r=theme.label_room(ends))
+    figure.update_layout(showlegend=False, margin=margin, hovermode="closest")
+    return theme.titled(figure, title, f"{chosen.describe()} · {_DOTTED}", height)
+
+
+def _by_step(rows: pd.DataFrame) -> pd.DataFrame:
+    """Finite losses: run, scheme, seed, step, value."""
+    finite = rows[np.isfinite(rows["value"].astype(float))]
+    return finite[["run", "scheme", "seed", "step", "value"]].sort_values(["run", "step"], kind="stable")
+
+
+def _add_curves(figure: go.Figure, rows: pd.DataFrame, name: str, split: str, window: int, column: int) -> None:
+    if rows.empty:
+        return
+    style = theme.style_of(name)
+    wide = rows.pivot_table(index="step", columns="seed", values="value").rolling(window, min_periods=1).mean()
+    where = dict(row=1, col=column)
+    if wide.shape[1] > 1 and split == "eval":
+        for seed in wide.columns:
+            line = dict(color=theme.faded(style.color, 0.3), width=1, dash=style.dash)
+            own = wide[seed].dropna()
+            figure.add_trace(
+                _curve(
+                    own,
+                    line,
+                    f"{name} seed {seed}",
+                    hoverinfo="skip",
+                    meta=dict(scheme=name, split=split, seed=str(seed)),
+                ),
+                **where,
+            )
+    hover = (
+        f"<b>{style.title}</b>, {'held-out' if split == 'eval' else 'training'} loss<br>step %{{x:,}}: %{{y:.4f}}"
+        f"<br><i>loss: {_LOSS.definition}; mean of {wide.shape[1]} seed(s)</i><extra></extra>"
+    )
+    line = dict(color=style.color, width=2, dash=style.dash)
+    figure.add_trace(
+        _curve(wide.mean(axis=1), line, name, hovertemplate=hover, meta=dict(scheme=name, split=split)), **where
+    )
+
+
+def _curve(values: pd.Series, line: dict, name: str, **more: object) -> go.Scatter:
+    return go.Scatter(
+        x=[int(s) for s in values.index], y=[float(v) for v in values], mode="lines", line=line, name=name, **more
+    )
+
+
+def _ends(chosen: Selection, part: pd.DataFrame) -> list[theme.EndLabel]:
+    labels = []
+    for name in chosen.schemes:
+        last = part[part["scheme"] == name].groupby("run", observed=True)["value"].last()
+        if last.empty:
+            continue
+        remark = chosen.remark(name)
+        text = f"{theme.style_of(name).title} {last.mean():.3f}" + (f" ({remark})" if remark else "")
+        labels.append(theme.EndLabel(float(last.mean()), text, theme.style_of(name).color))
+    return labels
+
+
+def _unigram(chosen: Selection) -> float | None:
+    entropy = chosen.runs["unigram_entropy"].dropna()
+    return float(entropy.mean()) if len(entropy) else None
+
+
+def _mark_unigram(
+    figure: go.Figure, entropy: float | None, labels: list[theme.EndLabel], columns: Sequence[int]
+) -> None:
+    """A dotted line in those panels, and a label for its end among the others."""
+    if entropy is None:
+        return
+    for column in columns:
+        figure.add_hline(y=entropy, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"), row=1, col=column)
+    labels.append(theme.EndLabel(entropy, f"unigram entropy {entropy:.2f}", theme.NEUTRAL))
+
+
+def _values_of(figure: go.Figure, split: str, largest: bool = True) -> list[float]:
+    """Every value drawn for that split, or each curve's smallest."""
+    curves = [[float(v) for v in trace.y if math.isfinite(v)] for trace in figure.data if trace.meta["split"] == split]
+    return [v for curve in curves if curve for v in (curve if largest else [min(curve)])]
+
+
+def depth_scaling(
+    runs: pd.DataFrame,
+    *,
+    width: int | None = None,
+    schemes: Sequence[str] | None = None,
+    reference: str | None = None,
+    level: float = 0.95,
+) -> go.Figure:
+    """Held-out loss after training against depth (C5), and differences from a reference, paired by seed.
+
+    Error bars are Student's t intervals over seeds; a point with one seed has none. Open markers: not learned. Crosses
+    on the upper edge: diverged. A difference is drawn where both schemes learned.
+
+    Args:
+        reference: scheme to subtract; default the first of the registry that the table has.
+        level: confidence level of the intervals.
+    """
+    title = "Held-out loss against depth"
+    chosen = choose(runs, None, width, schemes)
+    if isinstance(chosen, str):
+        return theme.message_figure(chosen, title)
+    points = _depth_points(chosen, level)
+    if points["mean"].notna().sum() == 0 and not (points["status"] == DIVERGED).any():
+        return theme.message_figure("No held-out loss was logged in these runs.", title)
+    base = reference or in_order(runs["scheme"].unique())[0]
+    names = ["after training", f"difference from {theme.style_of(base).title}, paired by seed"]
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.2, subplot_titles=names)
+    figure.update_annotations(font=dict(size=13))
+    height = 580
+    pixels = height - _MARGIN["t"] - _MARGIN["b"]
+    unigram = _unigram(chosen)
+    bounds = theme.axis_bounds(
+        [*points["low"], *points["high"], *points["mean"], *([] if unigram is None else [unigram])], False
+    ) or (0.0, 1.0)
+    for name in chosen.schemes:
+        shift = _sideways(chosen.schemes, name)
+        _add_depth_line(figure, points[points["scheme"] == name], name, bounds[1], shift)
+    figure.update_yaxes(range=bounds, title_text=_LOSS.axis, col=1)
+    labels = _last_labels(points, chosen.depths[-1])
+    _mark_unigram(figure, unigram, labels, columns=(1,))
+    theme.label_ends(figure, labels, bounds, pixels, False)
+    _add_differences(figure, chosen, base, level, pixels)
+    depths = chosen.depths
+    edge = 0.12 * max(1.0, math.log2(depths[-1] / depths[0]) / 4)
+    span = [math.log10(depths[0]) - edge, math.log10(depths[-1]) + edge]
+    figure.update_xaxes(
+        type="log", tickvals=depths, ticktext=[str(d) for d in depths], title_text="depth (blocks)", range=span
+    )
+    figure.update_layout(showlegend=False, margin=_MARGIN)
+    subtitle = f"{chosen.describe()} · bars: {level:.0%} interval over seeds · ○ not learned, × diverged · {_DOTTED}"
+    return theme.titled(figure, title, subtitle, height)
+
+
+def _sideways(schemes: Sequence[str], name: str) -> float:
+    """Factor on a depth that keeps the intervals of schemes at the same depth apart on a logarithmic axis."""
+    return 1.012 ** (schemes.index(name) - (len(schemes) - 1) / 2)
+
+
+def _depth_points(chosen: Selection, level: float) -> pd.DataFrame:
+    values = last_values(chosen, "loss")
+    rows = []
+    for place, group in values.groupby(["scheme", "depth"], observed=True):
+        scheme, depth = str(place[0]), int(group["depth"].iloc[0])
+        statuses = set(chosen.runs.loc[group["run"], "status"])
+        mean, low, high = interval(group["value"].dropna().to_numpy(float), level)
+        status = next((s for s in (DIVERGED, NOT_LEARNED) if s in statuses), FINISHED)
+        rows.append((scheme, depth, mean, low, high, int(group["value"].notna().sum()), status))
+    columns = ["scheme", "depth", "mean", "low", "high", "seeds", "status"]
+    return pd.DataFrame(rows, columns=columns).sort_values("depth")
+
+
+def _add_depth_line(figure: go.Figure, points: pd.DataFrame, name: str, top: float, shift: float) -> None:
+    style = theme.style_of(name)
+    drawn = points[points["mean"].notna()]
+    half = [0.0 if not math.isfinite(h) else h - m for h, m in zip(drawn["high"], drawn["mean"], strict=True)]
+    symbols = ["circle-open" if status == NOT_LEARNED else "circle" for status in drawn["status"]]
+    figure.add_trace(
+        go.Scatter(
+            x=[float(d) * shift for d in drawn["depth"]],
+            y=[float(v) for v in drawn["mean"]],
+            error_y=dict(type="data", array=half, thickness=1, width=3, color=theme.faded(style.color, 0.55)),
+            mode="lines+markers",
+            name=name,
+            meta=dict(scheme=name, panel="loss"),
+            text=[
+                f"{seeds} seed(s)" + ("" if status == FINISHED else f", {status.replace('_', ' ')}")
+                for seeds, status in zip(drawn["seeds"], drawn["status"], strict=True)
+            ],
+            line=dict(color=style.color, dash=style.dash, width=2),
+            marker=dict(color=style.color, size=7, symbol=symbols),
+            hovertemplate=f"<b>{style.title}</b><br>depth %{{x}}: %{{y:.4f}}, %{{text}}"
+            f"<br><i>loss: {_LOSS.definition}</i><extra></extra>",
+        ),
+        row=1,
+        col=1,
+    )
+    broken = points[points["status"] == DIVERGED]
+    if len(broken):
+        figure.add_trace(
+            go.Scatter(
+                x=[float(d) * shift for d in broken["depth"]],
+                y=[top] * len(broken),
+                mode="markers",
+                name=f"{name} diverged",
+                meta=dict(scheme=name, panel="loss", diverged=True),
+                cliponaxis=False,
+                marker=dict(symbol="x", size=9, color=style.color),
+                hovertemplate=f"<b>{style.title}</b><br>depth %{{x}}: diverged<extra></extra>",
+            ),
+            row=1,
+            col=1,
+        )
+
+
+def _last_labels(points: pd.DataFrame, deepest: int) -> list[theme.EndLabel]:
+    """A label where each line ends, which may be before the deepest depth."""
+    labels = []
+    for name in in_order(points["scheme"]):
+        own = points[(points["scheme"] == name) & points["mean"].notna()]
+        if len(own):
+            last = own.iloc[-1]
+            labels.append(_label_at(name, float(last["mean"]), int(last["depth"]), deepest))
+    return labels
+
+
+def _label_at(name: str, value: float, depth: int, deepest: int) -> theme.EndLabel:
+    style = theme.style_of(name)
+    return theme.EndLabel(value, style.title + (f", to depth {depth}" if depth < deepest else ""), style.color)
+
+
+def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: float, pixels: int) -> None:
+    values = last_values(chosen, "loss")
+    learned = values[values["run"].isin(chosen.runs.index[chosen.runs["status"] == FINISHED])]
+    present = set(learned["scheme"])
+    others = [name for name in chosen.schemes if name != base and name in present]
+    labels: list[theme.EndLabel] = []
+    reach: list[float] = [0.0]
+    for name in others if base in present else []:
+        gaps = paired(learned, name, base, "loss", level)
+        gaps = gaps[gaps["seeds"] > 0]
+        if gaps.empty:
+            continue
+        figure.add_trace(_difference(gaps, name, _sideways(chosen.schemes, name)), row=1, col=2)
+        last = gaps.iloc[-1]
+        labels.append(_label_at(name, float(last["estimate"]), int(last["depth"]), chosen.depths[-1]))
+        reach += [*gaps["estimate"], *gaps["low"], *gaps["high"]]
+    if not labels:
+        note = f"no scheme to compare with {theme.style_of(base).title}"
+        figure.add_annotation(
+            text=note, x=0.5, y=0.5, xref="x2 domain", yref="y2 domain", showarrow=False, font=dict(color=theme.NEUTRAL)
+        )
+    bounds = theme.axis_bounds(reach, False) or (-1.0, 1.0)
+    figure.update_yaxes(range=bounds, title_text=f"loss difference ({_LOSS.unit})", col=2)
+    figure.add_hline(y=0, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"), row=1, col=2)
+    theme.label_ends(figure, labels, bounds, pixels, False, axis="2")
+
+
+def _difference(gaps: pd.DataFrame, name: str, shift: float) -> go.Scatter:
+    style = theme.style_of(name)
+    half = [
+        0.0 if not math.isfinite(high) else high - middle
+        for high, middle in zip(gaps["high"], gaps["estimate"], strict=True)
+    ]
+    return go.Scatter(
+        x=[float(depth) * shift for depth in gaps["depth"]],
+        y=[float(value) for value in gaps["estimate"]],
+        error_y=dict(type="data", array=half, thickness=1.2, width=2, color=style.color),
+        customdata=[[int(g.depth), g.verdict, int(g.seeds), g.low, g.high] for g in gaps.itertuples()],
+        mode="lines+markers",
+        name=name,
+        meta=dict(scheme=name, panel="difference"),
+        line=dict(color=theme.faded(style.color, 0.45), width=1, dash=style.dash),
+        marker=dict(color=style.color, size=6),
+        hovertemplate=(
+            f"<b>{style.title}</b><br>depth %{{customdata[0]}}: %{{y:+.4f}}"
+            " [%{customdata[3]:+.4f}, %{customdata[4]:+.4f}]"
+            "<br>%{customdata[1]}, %{customdata[2]} seed(s)<extra></extra>"
+        ),
+    )

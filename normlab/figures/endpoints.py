@@ -1,0 +1,181 @@
+"""The last layer before and after training, a row a scheme: how much of a difference was there at step 0 (N1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from normlab.compare import last_values, paired
+from normlab.figures import theme
+from normlab.figures.growth import short
+from normlab.labels import MASKS, SITES, Metric, metric_row
+from normlab.selection import Selection, choose, in_order
+
+_ROW = 34  # pixels a scheme
+# Text columns right of the plot, in pixels from its edge.
+_COLUMNS = {"before": 16, "after": 112, "published": 250}
+
+
+def growth_before_after(
+    runs: pd.DataFrame,
+    metric: str = "token_l2_mean",
+    *,
+    site: str = "block_out",
+    depth: int | str | None = "deepest",
+    width: int | None = None,
+    schemes: Sequence[str] | None = None,
+    mask: str = "all",
+    reference: str | None = None,
+    published: pd.DataFrame | None = None,
+) -> go.Figure:
+    """The last layer's value at step 0 (ring) and after training (disc), and its ratio to a reference scheme.
+
+    A scheme that ends low because it began low is seen at a glance: both ends of its line are low. Ratios are paired by
+    seed; with more than one seed the 95% interval is in brackets. Control schemes are always among the rows.
+
+    Args:
+        reference: scheme that ratios refer to; default the first of the registry that the table has.
+        published: table of `normlab.load_published`: its ratios at the same metric are listed beside ours.
+    """
+    row = metric_row(metric)
+    title = f"{row.label[0].upper()}{row.label[1:]} after the last layer: before and after training"
+    chosen = choose(runs, depth, width, schemes)
+    if isinstance(chosen, str):
+        return theme.message_figure(chosen, title)
+    start = last_values(chosen, metric, site=site, mask=mask, step=0)
+    end = last_values(chosen, metric, site=site, mask=mask)
+    table = _ends(start, end)
+    if table["end"].notna().sum() == 0:
+        return theme.message_figure(
+            f"{metric} was not measured at: {SITES.get(site, site)}, {MASKS.get(mask, mask)}.", title
+        )
+    base = reference or in_order(runs["scheme"].unique())[0]
+    told = _published_values(published, metric)
+    table = table.sort_values("end", na_position="last")
+    figure = go.Figure()
+    _add_rows(figure, table, row)
+    if base in chosen.schemes:
+        _add_ratios(figure, list(table.index), {"before": start, "after": end}, base, row, told)
+    names = [_tick(chosen, name) for name in table.index]
+    figure.update_yaxes(
+        tickvals=list(range(len(table))),
+        ticktext=names,
+        range=[len(table) - 0.4, -1.1],
+        showgrid=False,
+        ticks="",
+        tickfont=dict(size=13),
+    )
+    bounds = theme.axis_bounds([*table["start"], *table["end"]], row.log)
+    figure.update_xaxes(title_text=row.axis, **theme.value_axis(bounds, row.log))
+    figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(told) else 260, t=100, b=62))
+    subtitle = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
+    return theme.titled(figure, title, subtitle, 180 + _ROW * (len(table) + 1))
+
+
+def _ends(start: pd.DataFrame, end: pd.DataFrame) -> pd.DataFrame:
+    """Indexed by scheme: mean over seeds at both ends, and the range of seeds at the end."""
+    grouped = end.groupby("scheme", observed=True)["value"]
+    table = grouped.agg(end="mean", low="min", high="max", seeds="count")
+    table["start"] = start.groupby("scheme", observed=True)["value"].mean()
+    return table
+
+
+def _tick(chosen: Selection, name: str) -> str:
+    style, remark = theme.style_of(name), chosen.remark(name)
+    small = ", ".join(word for word in ("control" if style.is_control else "", remark) if word)
+    return f"<b style='color:{style.color}'>{style.title}</b>" + (
+        f"<br><span style='font-size:10px'>{small}</span>" if small else ""
+    )
+
+
+def _add_rows(figure: go.Figure, table: pd.DataFrame, row: Metric) -> None:
+    for place, (name, ends) in enumerate(table.iterrows()):
+        style = theme.style_of(str(name))
+        x = [_number(ends["start"]), _number(ends["end"])]
+        figure.add_trace(
+            go.Scatter(
+                x=x,
+                y=[place, place],
+                mode="lines+markers",
+                name=str(name),
+                meta=dict(scheme=str(name)),
+                line=dict(color=theme.faded(style.color, 0.45), width=3),
+                marker=dict(
+                    color=style.color,
+                    opacity=1,
+                    size=[11, 12],
+                    symbol=["circle-open", "circle"],
+                    line=dict(width=2, color=style.color),
+                ),
+                customdata=[
+                    ["step 0"],
+                    [f"after training; seeds {ends['low']:.4g} to {ends['high']:.4g} ({int(ends['seeds'])})"],
+                ],
+                hovertemplate=f"<b>{style.title}</b><br>%{{x:.4~g}}, %{{customdata[0]}}"
+                f"<br><i>{row.name}: {row.definition}</i><extra></extra>",
+            )
+        )
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _add_ratios(
+    figure: go.Figure, names: list[str], ends: dict[str, pd.DataFrame], base: str, row: Metric, told: pd.Series
+) -> None:
+    """Columns of text right of the rows: ratio or difference to the reference at step 0, after training, published."""
+    heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(told) else {})
+    word = "ratio to" if row.log else "difference from"
+    _text(figure, -0.95, _COLUMNS["before"], f"<b>{word} {theme.style_of(base).title}</b>", theme.NEUTRAL)
+    for key, head in heads.items():
+        _text(figure, -0.55, _COLUMNS[key], head, theme.NEUTRAL)
+    for place, name in enumerate(names):
+        cells = {key: _ratio(values, name, base, row.name) for key, values in ends.items()}
+        if row.log and name in told.index and base in told.index:
+            cells["published"] = f"{told[name] / told[base]:.2f}"
+        for key, text in cells.items():
+            _text(
+                figure,
+                place,
+                _COLUMNS[key],
+                text.split(" ")[0] if key == "before" else text,
+                theme.style_of(name).color,
+            )
+
+
+def _ratio(values: pd.DataFrame, name: str, base: str, metric: str) -> str:
+    if name == base:
+        return "1" if metric_row(metric).log else "0"
+    found = paired(values, name, base, metric).iloc[0]
+    if not math.isfinite(found["estimate"]):
+        return "–"
+    interval = "" if math.isnan(found["low"]) else f" [{short(found['low'])}, {short(found['high'])}]"
+    return short(found["estimate"]) + interval
+
+
+def _published_values(published: pd.DataFrame | None, metric: str) -> pd.Series:
+    """By scheme, from the paper's figure that reads this metric at a layer."""
+    if published is None:
+        return pd.Series(dtype=np.float64)
+    rows = published[(published["metric"] == metric) & published["scheme"].notna() & published["layer"].notna()]
+    return rows.drop_duplicates("scheme").set_index("scheme")["value"].astype(np.float64)
+
+
+def _text(figure: go.Figure, place: float, shift: int, text: str, color: str) -> None:
+    figure.add_annotation(
+        x=1,
+        xref="paper",
+        xanchor="left",
+        xshift=shift,
+        y=place,
+        yref="y",
+        showarrow=False,
+        align="left",
+        text=text,
+        font=dict(size=12, color=color),
+    )

@@ -1,0 +1,253 @@
+"""How figures look: one template in two themes, a scheme's colour and dash, labels that do not overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+import plotly.io as pio
+
+from normlab.errors import NormlabError
+from normlab.schemes import SCHEMES
+
+FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', sans-serif"
+# Legible on white and on near-black: for reference lines and step 0.
+NEUTRAL = "#8a8f98"
+# Training step, early to late. Blue to orange is safe for colour-blind readers, and no stop fades into either
+# background.
+STEPS = ((0.0, "#5b8def"), (0.5, "#a55cc7"), (1.0, "#e8590c"))
+# Scheme colours too dark for a dark page, and what they become there.
+_ON_DARK = {"#000000": "#f4f4f5", "#0072b2": "#3b9ddd", "#8c564b": "#c08a7d"}
+_INKS = {
+    "light": {"text": "#1f2933", "soft": "#52606d", "grid": "#e8eaed", "axis": "#9aa5b1", "paper": "#ffffff"},
+    "dark": {"text": "#e6e8eb", "soft": "#a9b1bb", "grid": "#2c3138", "axis": "#5d6670", "paper": "#14171b"},
+}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one scheme is drawn, everywhere."""
+
+    name: str
+    title: str
+    color: str
+    dash: str
+    is_control: bool
+
+
+def style_of(scheme: str) -> Style:
+    """Style of a scheme; one that is not registered (a table from elsewhere) is grey, under its own name."""
+    row = SCHEMES.get(scheme)
+    if row is None:
+        return Style(scheme, scheme, NEUTRAL, "dashdot", False)
+    return Style(row.name, row.title, row.color, row.dash, row.is_control)
+
+
+def template(theme: str = "light") -> go.layout.Template:
+    """The one plotly template, for a light or a dark page."""
+    if theme not in _INKS:
+        raise NormlabError(f"unknown theme {theme!r}: choose light or dark")
+    ink = _INKS[theme]
+    axis = dict(
+        gridcolor=ink["grid"],
+        linecolor=ink["axis"],
+        tickcolor=ink["axis"],
+        tickfont=dict(color=ink["soft"], size=12),
+        title=dict(font=dict(color=ink["soft"], size=13), standoff=8),
+        showline=True,
+        ticks="outside",
+        ticklen=4,
+        zeroline=False,
+        automargin=True,
+        minor=dict(ticks=""),
+    )
+    layout = go.Layout(
+        font=dict(family=FONT, color=ink["text"], size=13),
+        title=dict(
+            x=0.0,
+            xref="paper",
+            xanchor="left",
+            y=1.0,
+            yref="container",
+            yanchor="top",
+            pad=dict(t=16),
+            font=dict(size=19),
+        ),
+        paper_bgcolor=ink["paper"],
+        plot_bgcolor=ink["paper"],
+        xaxis=axis,
+        yaxis=axis,
+        hoverlabel=dict(font=dict(family=FONT, size=12), align="left", namelength=-1),
+        legend=dict(font=dict(size=12), bgcolor="rgba(0,0,0,0)"),
+        margin=dict(l=70, r=30, t=96, b=60),
+        colorway=[NEUTRAL],
+    )
+    return go.layout.Template(layout=layout)
+
+
+def themed(figure: go.Figure, theme: str) -> go.Figure:
+    """A copy of the figure for a light or a dark page; lines too dark for a dark page become bright."""
+    sheet = template(theme)
+    text = figure.to_json()
+    for light, dark in _ON_DARK.items():
+        here, there = (light, dark) if theme == "dark" else (dark, light)
+        text = text.replace(here, there).replace(_channels(here), _channels(there))
+    copy: go.Figure = pio.from_json(text)
+    return copy.update_layout(template=sheet)
+
+
+def titled(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figure:
+    """Put on the title, the line under it that says what was measured on what, the template and the height (pixels)."""
+    size = dict(text=subtitle, font=dict(size=13, color=NEUTRAL))
+    return figure.update_layout(template=template(), title=dict(text=title, subtitle=size), height=height)
+
+
+def message_figure(text: str, title: str = "") -> go.Figure:
+    """A figure that says in words why there is nothing to draw."""
+    figure = go.Figure()
+    figure.add_annotation(
+        text=text, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font=dict(size=15, color=NEUTRAL)
+    )
+    figure.update_xaxes(visible=False).update_yaxes(visible=False)
+    return titled(figure, title, "", 320)
+
+
+def step_color(step: float, last: float) -> str:
+    """Colour of a training step between 0 and the last one."""
+    share = 0.0 if last <= 0 else min(max(step / last, 0.0), 1.0)
+    (x0, low), (x1, high) = next((a, b) for a, b in zip(STEPS, STEPS[1:], strict=False) if share <= b[0])
+    mix = (share - x0) / (x1 - x0)
+    channels = (round((1 - mix) * int(low[i : i + 2], 16) + mix * int(high[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{channel:02x}" for channel in channels)
+
+
+def ink(color: str, theme: str) -> str:
+    """A scheme's colour as it is on that page."""
+    return _ON_DARK.get(color, color) if theme == "dark" else color
+
+
+def faded(color: str, opacity: float) -> str:
+    """`#rrggbb` as an rgba() with that opacity."""
+    return f"{_channels(color)}{opacity})"
+
+
+def _channels(color: str) -> str:
+    return f"rgba({int(color[1:3], 16)}, {int(color[3:5], 16)}, {int(color[5:7], 16)}, "
+
+
+def spread(positions: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
+    """Move positions apart to at least `gap`, each as little as it can, inside [low, high] if they fit.
+
+    Labels that would overlap form a block around their common centre; blocks that touch merge.
+    """
+
+    def block(members: list[int]) -> tuple[float, list[int]]:
+        half = (len(members) - 1) / 2 * gap
+        centre = sum(positions[m] for m in members) / len(members)
+        return max(min(centre, high - half), low + half), members
+
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    blocks: list[tuple[float, list[int]]] = []  # centre, members from low to high
+    for i in order:
+        blocks.append(block([i]))
+        while len(blocks) > 1 and _bottom(blocks[-1], gap) - _top(blocks[-2], gap) < gap:
+            _, upper = blocks.pop()
+            _, lower = blocks.pop()
+            blocks.append(block(lower + upper))
+    placed = [0.0] * len(positions)
+    for centre, members in blocks:
+        for rank, member in enumerate(members):
+            placed[member] = centre + (rank - (len(members) - 1) / 2) * gap
+    return placed
+
+
+def _bottom(block: tuple[float, list[int]], gap: float) -> float:
+    return block[0] - (len(block[1]) - 1) / 2 * gap
+
+
+def _top(block: tuple[float, list[int]], gap: float) -> float:
+    return block[0] + (len(block[1]) - 1) / 2 * gap
+
+
+@dataclass(frozen=True)
+class EndLabel:
+    """Text for the end of a line, in the line's colour."""
+
+    y: float
+    text: str
+    color: str
+
+
+def label_ends(
+    figure: go.Figure, labels: Sequence[EndLabel], bounds: tuple[float, float], pixels: float, log: bool, axis: str = ""
+) -> None:
+    """Write labels right of the panel `axis` ("" is the first, "2" the second), moved apart where lines end together.
+
+    A thin line leads from the end of the curve to a label that had to move.
+
+    Args:
+        bounds: the y-axis range, as plotly takes it (decades where `log`).
+        pixels: height of the panel, so that the gap is one line of text.
+    """
+    shown = [label for label in labels if math.isfinite(label.y) and (label.y > 0 or not log)]
+    ends = [math.log10(label.y) if log else label.y for label in shown]
+    unit = (bounds[1] - bounds[0]) / pixels
+    for label, end, place in zip(shown, ends, spread(ends, 15 * unit, *bounds), strict=True):
+        common = dict(
+            xref=f"x{axis} domain",
+            yref=f"y{axis}",
+            x=1.0,
+            xanchor="left",
+            font=dict(size=12, color=label.color),
+            text=label.text,
+        )
+        if abs(place - end) < 2 * unit:
+            figure.add_annotation(y=end, showarrow=False, xshift=6, **common)
+        else:
+            shift = (place - end) / unit
+            figure.add_annotation(
+                y=end,
+                ax=22,
+                ay=-shift,
+                showarrow=True,
+                arrowhead=0,
+                arrowwidth=0.8,
+                arrowcolor=label.color,
+                standoff=2,
+                **common,
+            )
+
+
+def label_room(labels: Sequence[EndLabel]) -> int:
+    """Pixels that labels need right of a panel."""
+    return 40 + round(6.6 * max((len(label.text) for label in labels), default=0))
+
+
+def value_axis(bounds: tuple[float, float] | None, log: bool) -> dict[str, object]:
+    """Settings of an axis over `bounds`; a log axis has plain numbers at decades, at 2 and 5 where there is room."""
+    if not log or bounds is None:
+        return dict(type="linear", range=bounds)
+    low, high = bounds
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    leaders = (1,) if high - low > 2.4 else (1, 2, 5) if high - low > 0.5 else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+    every = max(1, round(len(decades) / 7))
+    ticks = [leader * 10.0**decade for decade in decades if decade % every == 0 for leader in leaders]
+    shown = [tick for tick in ticks if low <= math.log10(tick) <= high]
+    return dict(
+        type="log",
+        range=bounds,
+        tickvals=shown,
+        ticktext=[f"{tick:,.10g}" if 1e-3 <= tick < 1e5 else f"{tick:.0e}" for tick in shown],
+    )
+
+
+def axis_bounds(values: Iterable[float], log: bool, pad: float = 0.06) -> tuple[float, float] | None:
+    """Range of all finite values with some room, as plotly takes it (decades where `log`); None for no value."""
+    kept = [math.log10(v) if log else float(v) for v in values if math.isfinite(v) and (v > 0 or not log)]
+    if not kept:
+        return None
+    low, high = min(kept), max(kept)
+    room = (high - low) * pad or max(abs(high), 1.0) * pad
+    return low - room, high + room

@@ -1,0 +1,120 @@
+"""NormlabConfig: Llama's fields and the scheme's."""
+
+from __future__ import annotations
+
+import math
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+from normlab.errors import NormlabError
+from normlab.schemes import SCHEMES, get_scheme
+
+# Field of a released BHyT configuration -> ours.
+RELEASED_FIELDS = {
+    "input_layer_lam": "lam_input",
+    "post_layer_lam": "lam_post",
+    "last_layer_lam": "lam_last",
+    "bhyt_kappa": "kappa",
+    "seq_len": "train_seq_len",
+}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise NormlabError(message)
+
+
+@strict
+class NormlabConfig(LlamaConfig):
+    """A Llama configuration plus a normalization scheme.
+
+    Args:
+        scheme: a key of ``normlab.SCHEMES``.
+        lam_input, lam_post, lam_last: lambda at the attention, MLP and final norm. 0 at the final norm: plain RMSNorm.
+        kappa: BHyT's divisor; only lambda/kappa enters the map.
+        learnable_lam: train lambda; if false it is a buffer.
+        carried: statistic at BHyT's MLP site: "uniform" (the paper's correction over T tokens at every position),
+            "causal" (over the tokens a position attends to), "exact" (reduced again). None: the scheme's default.
+        train_seq_len: T of the carried statistic; None: ``max_position_embeddings``.
+        post_fraction: share of the first blocks that are Post-LN in Mix-LN.
+
+    lambda and kappa also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are kept unused.
+
+    Raises:
+        NormlabError: one line naming the field, for an unknown scheme, no layers, heads that do not divide the width,
+            and values outside their range.
+    """
+
+    model_type = "normlab"
+
+    scheme: str = "pre_rmsnorm"
+    lam_input: float | int = 2.0
+    lam_post: float | int = 1.0
+    lam_last: float | int = 0.0
+    kappa: float | int = 10.0
+    learnable_lam: bool = True
+    carried: str | None = None
+    train_seq_len: int | None = None
+    post_fraction: float | int = 0.25
+
+    def __post_init__(self, **kwargs):
+        scheme = get_scheme(self.scheme)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        _require(self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}: give at least 1")
+        _require(self.hidden_size >= 1, f"hidden_size is {self.hidden_size}: give at least 1")
+        _require(
+            heads >= 1 and self.hidden_size % heads == 0,
+            f"{heads} attention heads do not divide hidden_size {self.hidden_size}: change one of the two",
+        )
+        _require(
+            kv_heads >= 1 and heads % kv_heads == 0,
+            f"{kv_heads} key/value heads do not divide {heads} attention heads: change one of the two",
+        )
+        head_dim = self.head_dim or self.hidden_size // heads
+        _require(
+            head_dim % 2 == 0,
+            f"heads of width {head_dim} cannot be rotated: choose hidden_size and num_attention_heads for an even width",
+        )
+        _require(
+            all(0 < value < math.inf for value in (self.lam_input, self.lam_post, self.kappa))
+            and 0 <= self.lam_last < math.inf,
+            f"lam_input {self.lam_input}, lam_post {self.lam_post} and kappa {self.kappa} must be positive, "
+            f"lam_last {self.lam_last} positive or 0, all finite",
+        )
+        _require(0 <= self.post_fraction <= 1, f"post_fraction is {self.post_fraction}: give a share between 0 and 1")
+        if self.carried is None and scheme.carried:
+            self.carried = scheme.carried[0]
+        _require(
+            not scheme.carried or self.carried in scheme.carried,
+            f"carried is {self.carried!r}: scheme {self.scheme} takes {', '.join(scheme.carried)}",
+        )
+        if self.train_seq_len is None:
+            self.train_seq_len = self.max_position_embeddings
+        _require(self.train_seq_len >= 1, f"train_seq_len is {self.train_seq_len}: give at least 1")
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_released(cls, released: dict, scheme: str | None = None) -> NormlabConfig:
+        """Map the configuration of a released checkpoint, a plain dict, to ours.
+
+        Args:
+            released: Llama's fields, ``norm_type`` and the lambda, kappa and length fields of the BHyT release (2601.09719).
+            scheme: used when the configuration has no ``norm_type`` (the LNS and Mix-LN releases choose it elsewhere).
+
+        Raises:
+            NormlabError: neither ``norm_type`` nor ``scheme`` names a scheme.
+        """
+        by_release = {row.released_as: name for name, row in SCHEMES.items() if row.released_as}
+        norm_type = str(released.get("norm_type"))
+        scheme = scheme or by_release.get(norm_type)
+        if scheme is None:
+            raise NormlabError(
+                f"norm_type is {norm_type}, not one of {', '.join(by_release)}: pass scheme=... ({', '.join(SCHEMES)})"
+            )
+        skipped = {"norm_type", "model_type", "architectures", "auto_map", *RELEASED_FIELDS}
+        fields = {name: value for name, value in released.items() if name not in skipped}
+        fields |= {
+            ours: released[theirs] for theirs, ours in RELEASED_FIELDS.items() if released.get(theirs) is not None
+        }
+        return cls(**fields, scheme=scheme)

@@ -1,0 +1,83 @@
+"""Give an existing Hugging Face model another normalization scheme."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from normlab.errors import NormlabError
+from normlab.models.configuration import NormlabConfig
+from normlab.models.modeling import NormlabDecoderLayer
+from normlab.schemes import NormSite, get_scheme
+
+
+def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrainedModel:
+    """Replace the blocks' norms and the final norm of a Llama-shaped model, in place, for continued training.
+
+    Attention (with its biases, QK-norms, sliding windows) and MLP are kept as they are; each block becomes a
+    ``NormlabDecoderLayer`` around them. A norm that stood under the same name hands its gain to the new one, so the outputs
+    change as the scheme says: BHyT's are about lambda/kappa times smaller at the start.
+
+    Args:
+        model: a causal LM whose blocks hold ``self_attn`` (with v_proj, o_proj), ``mlp``, ``input_layernorm`` and
+            ``post_attention_layernorm``: Llama, Mistral, Qwen2, Qwen3 and relatives.
+        scheme: a key of ``normlab.SCHEMES`` without an embedding scale of its own.
+        fields: fields of NormlabConfig, e.g. ``lam_input=3.0, train_seq_len=2048``.
+
+    Returns:
+        The same model. In training, call ``normlab.models.refresh_carried(model)`` every max_steps/50 steps. ``save_pretrained`` writes its weights under their names; to load them, build the original
+        architecture, call ``swap_norms`` with the same arguments, then ``load_state_dict``.
+
+    Raises:
+        NormlabError: a model of another shape, an unknown scheme, or one that scales embeddings.
+    """
+    row = get_scheme(scheme)
+    if row.embedding_scale is not None:
+        raise NormlabError(
+            f"scheme {scheme} also scales the embeddings: train it from scratch, or swap to another scheme"
+        )
+    base: Any = model.base_model
+    blocks = getattr(base, "layers", None)
+    needed = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if (
+        not blocks
+        or not isinstance(getattr(base, "norm", None), nn.Module)
+        or any({name for name, _ in block.named_children()} != needed for block in blocks)
+    ):
+        raise NormlabError(
+            f"{type(model).__name__} has no Llama-shaped blocks ({', '.join(sorted(needed))}, final norm): "
+            "swap_norms supports Llama, Mistral, Qwen2, Qwen3 and relatives"
+        )
+    config = _llama_fields(model.config, scheme, fields)
+    for index, block in enumerate(blocks):
+        blocks[index] = _rebuild(block, config, index)
+    base.norm = _hand_over(base.norm, row.norm(NormSite("final", len(blocks) + 1, config)))
+    return model
+
+
+def _llama_fields(source: Any, scheme: str, fields: dict[str, Any]) -> NormlabConfig:
+    names = set(LlamaConfig().to_dict()) - {"model_type", "architectures", "transformers_version"}
+    known = {name: getattr(source, name) for name in names if hasattr(source, name)}
+    return NormlabConfig(**{**known, "scheme": scheme, **fields})
+
+
+def _hand_over(old: Any, new: Any) -> nn.Module:
+    weight = old.weight.data
+    new.to(weight.device, weight.dtype)
+    new.weight.data.copy_(weight)
+    return new
+
+
+@torch.no_grad()
+def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLayer:
+    rebuilt = NormlabDecoderLayer(config, index, attention=block.self_attn, mlp=block.mlp)
+    template = next(block.mlp.parameters())
+    for _, name in rebuilt.layout.places():
+        norm = getattr(rebuilt, name)
+        _hand_over(getattr(block, name), norm) if hasattr(block, name) else norm.to(template.device, template.dtype)
+    if rebuilt.carried:
+        rebuilt.c_attn = rebuilt.attention_variance_constant()
+    return rebuilt.train(block.training)

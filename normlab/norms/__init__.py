@@ -1,0 +1,17 @@
+"""Normalization layers, y = norm(x), one module a family.
+
+RMSNorm     x / rms(x) * gamma, with an optional starting gain and a constant depth scale
+LayerNorm   centred, with bias
+DyT         gamma * tanh(alpha * x): no statistics
+BHyT        gamma * tanh((lambda/kappa) * x / rms(x)); ``bounded=False`` is the same map without its tanh
+
+Calls: ``norm(x)`` returns y. Where a mean square exists (RMSNorm, BHyT), ``norm(x, return_mean_square=True)`` returns
+(y, ms) with ms (..., 1) in float32, and ``norm(x, mean_square=ms)`` uses ms as given, adding eps only.
+"""
+
+from normlab.norms.bhyt import BHyT
+from normlab.norms.dyt import DyT
+from normlab.norms.layer_norm import LayerNorm
+from normlab.norms.rms import RMSNorm
+
+__all__ = ["BHyT", "DyT", "LayerNorm", "RMSNorm"]

@@ -1,0 +1,43 @@
+"""LayerNorm: centred statistics, gain and bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normlab.norms.rms import check_width
+
+
+class LayerNorm(nn.Module):
+    """y = gamma * (x - mean(x)) / sqrt(var(x) + eps) + beta, with the biased variance, statistics in float32.
+
+    Shapes: x and y (..., d); gamma = ``weight`` and beta = ``bias`` (d,).
+
+    Args:
+        hidden_size: d.
+        eps: added to the variance.
+
+    Raises:
+        NormlabError: hidden_size below 1.
+
+    Source: Ba, Kiros & Hinton, Layer Normalization (1607.06450).
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        check_width(hidden_size)
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.eps = eps
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"

@@ -1,0 +1,62 @@
+"""RMSNorm: the baseline of every comparison, and of its depth-scaled and down-scaled relatives."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from normlab.errors import NormlabError
+
+
+def check_width(hidden_size: int) -> None:
+    """Refuse a width that no vector can have."""
+    if hidden_size < 1:
+        raise NormlabError(f"hidden_size is {hidden_size}: give the width of the vectors to normalize, at least 1")
+
+
+def mean_square(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
+    """Uncentred second moment over the last axis, mean(x^2), always taken in float32."""
+    return x.float().pow(2).mean(-1, keepdim=True)
+
+
+class RMSNorm(nn.Module):
+    """y = scale * gamma * x / sqrt(mean(x^2) + eps), statistics in float32, rounded once before gamma as in Llama.
+
+    Shapes: x and y (..., d); gamma = ``weight`` (d,); the mean square (..., 1) in float32.
+
+    Args:
+        hidden_size: d.
+        eps: added to the mean square.
+        gain: what every element of gamma starts at. lambda/kappa makes the control for BHyT's small output.
+        scale: constant factor after gamma, never trained. LayerNorm Scaling (2502.05795) uses 1/sqrt(layer).
+
+    Raises:
+        NormlabError: hidden_size below 1.
+
+    Source: Zhang & Sennrich, Root Mean Square Layer Normalization (1910.07467).
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, gain: float = 1.0, scale: float = 1.0) -> None:
+        super().__init__()
+        check_width(hidden_size)
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.eps = eps
+        self.gain = gain
+        self.scale = scale
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.gain)
+
+    def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False):
+        x32 = x.float()
+        ms = x32.pow(2).mean(-1, keepdim=True) if mean_square is None else mean_square
+        y = self.weight * (x32 * torch.rsqrt(ms + self.eps)).to(x.dtype)
+        if self.scale != 1.0:
+            y = y * self.scale
+        return (y, ms) if return_mean_square else y
+
+    def extra_repr(self) -> str:
+        scale = "" if self.scale == 1.0 else f", scale={self.scale:.4g}"
+        return f"{self.weight.numel()}, eps={self.eps}, gain={self.gain:g}{scale}"

@@ -1,0 +1,76 @@
+"""Attention scores of any implementation: watch the calls of scaled_dot_product_attention and softmax inside a block.
+
+Fused attention never materialises its scores, so they are recomputed from the query and key it is called with, in
+chunks of queries; explicit attention is read at its softmax. The watched call itself is not altered.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+SCORE_CHUNK = 1 << 21  # 8 MiB of float32 scores at a time
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+
+
+class AttentionWatch(TorchFunctionMode):
+    """While active, keeps the statistics of the first attention call: `found` is (2, batch x queries), or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.found is None and func is functional.scaled_dot_product_attention:
+            self.found = _without_autocast(_from_query_and_key, *args, **kwargs)
+        elif self.found is None and func in _SOFTMAX:
+            scores = args[0] if args else kwargs.get("input")
+            if isinstance(scores, Tensor) and scores.ndim == 4:
+                self.found = _without_autocast(_from_scores, scores)
+        return func(*args, **kwargs)
+
+
+def _without_autocast(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    device = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        return function(*args, **kwargs)
+
+
+def _from_query_and_key(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The statistics from the arguments of `scaled_dot_product_attention`, (batch, heads, tokens, d_head) each."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    keys, transposed = key.shape[-2], key.float().transpose(-1, -2)
+    step = max(1, SCORE_CHUNK // (query.shape[0] * query.shape[1] * keys))
+    pieces = []
+    for start in range(0, query.shape[-2], step):
+        rows = query[..., start : start + step, :]
+        scores = rows.float() @ transposed * scale
+        if is_causal:
+            positions = torch.arange(start, start + rows.shape[-2], device=query.device)
+            scores = scores.masked_fill(positions[:, None] < torch.arange(keys, device=query.device), -torch.inf)
+        if attn_mask is not None:
+            mask = attn_mask[..., start : start + step, :] if attn_mask.shape[-2] > 1 else attn_mask
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+        pieces.append(_row_statistics(scores))
+    return torch.cat(pieces, dim=-1).flatten(1)
+
+
+def _from_scores(scores: Tensor) -> Tensor:
+    return _row_statistics(scores.float()).flatten(1)
+
+
+def _row_statistics(scores: Tensor) -> Tensor:
+    """(2, batch, queries): the largest score over heads and keys, and the entropy (nats) averaged over heads."""
+    entropy = torch.special.entr(torch.softmax(scores, dim=-1)).sum(-1).mean(1)
+    return torch.stack([scores.amax(dim=(1, 3)), entropy])

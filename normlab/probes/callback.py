@@ -1,0 +1,245 @@
+"""Layer statistics during anyone's training: a transformers callback, and the two helpers it is made of.
+
+`LayerStatsCallback`  for any `transformers.Trainer`
+`UpdateRatio`         ||optimizer step|| / ||weights|| by matrix, for any loop
+`LossSpikes`          says when a loss is far above its recent values
+
+A bare loop needs two lines:
+
+    with record(model, METRICS) if step % 100 == 0 else nullcontext() as rec:
+        model(**batch).loss.backward()
+    if rec: tables.append(rec.stats(step=step).to_pandas())
+
+and so does a LightningModule, in its hooks around a batch's backward:
+
+    def on_train_batch_start(self, batch, i): self.rec = record(self.model, METRICS).__enter__()
+    def on_after_backward(self):
+        self.rec.__exit__(None, None, None)
+        self.tables.append(self.rec.stats(self.global_step).to_pandas())
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from normlab.errors import NormlabError
+from normlab.probes.calls import CallInputs, labels_are_shifted
+from normlab.probes.metrics import resolve_metrics
+from normlab.probes.recorder import Recorder, record
+from normlab.probes.sites import Sites, sites
+
+if TYPE_CHECKING:
+    import pandas
+
+DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
+
+
+class UpdateRatio:
+    """||W_after - W_before||_F / ||W_before||_F of every matrix, around one optimizer step.
+
+        ratio = UpdateRatio(model); optimizer.step(); rows = ratio.measure()
+
+    Holds a copy of the matrices between the two.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._before = {name: p.detach().clone() for name, p in model.named_parameters() if p.ndim >= 2}
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """The ratio by parameter name; NaN for a matrix that was zero."""
+        now = dict(self._model.named_parameters())
+        names = list(self._before)
+        pairs = [(now[name].detach().float(), self._before[name].float()) for name in names]
+        ratios = [
+            torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before) for after, before in pairs
+        ]
+        return dict(zip(names, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
+
+
+class LossSpikes:
+    """Flags a loss that is more than `threshold` standard deviations above the mean of the last `window` ones."""
+
+    def __init__(self, window: int = 100, threshold: float = 4.0, least: int = 20):
+        self.threshold, self._least = threshold, least
+        self._recent: deque[float] = deque(maxlen=window)
+
+    def score(self, loss: float) -> float:
+        """Standard deviations above the recent mean (inf if not finite, 0 while fewer than `least` losses are known);
+        then remembers it."""
+        if not math.isfinite(loss):
+            return math.inf
+        known, score = list(self._recent), 0.0
+        if len(known) >= self._least:
+            mean = sum(known) / len(known)
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / len(known))
+            score = (loss - mean) / max(deviation, 1e-8 * abs(mean) + 1e-12)
+        self._recent.append(loss)
+        return score
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether `loss` is a spike."""
+        return self.score(loss) > self.threshold
+
+
+def _callback_base() -> type:
+    try:
+        from transformers import TrainerCallback
+    except ImportError:
+        return object
+    return TrainerCallback
+
+
+class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
+    """Layer statistics of the training batch every so many steps, in any `transformers.Trainer`.
+
+        callback = LayerStatsCallback(every=100)
+        Trainer(..., callbacks=[callback]).train()
+        callback.to_pandas()        # step, site, layer, metric, mask, value
+
+    All micro-batches of a measured step are merged, over all ranks too; gradients are of the summed token loss, with
+    accumulation (`num_items_in_batch`) and fp16 loss scaling undone. Also in the table: `update_ratio` (site =
+    parameter name) and, at every logged loss, `loss_spike` (site "model", standard deviations above the recent losses)
+    when it is one. The layer means are sent to TensorBoard and Weights & Biases when the Trainer logs there. The
+    Trainer must pass labels to the model, or give `loss_tokens`.
+
+    Args:
+        every: optimizer steps between measurements; the first one is measured.
+        metrics: names from `METRICS`.
+        blocks: which modules are the blocks, if they are to be told (see `sites`).
+        loss_tokens: as for `record`; by default counted, and what the Trainer divides or scales the loss by is undone.
+        update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
+        path: write the table here (Parquet) when training ends.
+
+    Raises:
+        NormlabError: `every` below 1, an unknown metric.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        metrics: Sequence[str] = DEFAULT,
+        *,
+        blocks: str | None = None,
+        loss_tokens: Any = None,
+        update_ratio: bool = True,
+        path: str | Path | None = None,
+    ):
+        if every < 1:
+            raise NormlabError(f"every is {every}: measure every 1 step or more")
+        self._metrics = [metric.name for metric in resolve_metrics(metrics)]
+        self._every, self._blocks, self._loss_tokens = every, blocks, loss_tokens
+        self._wants_ratio, self._path = update_ratio, path
+        self._sites: Sites | None = None
+        self._recorder: Recorder | None = None
+        self._ratio: UpdateRatio | None = None
+        self._shifted: bool | None = None
+        self._writer: Any = None
+        self._spikes = LossSpikes()
+        self._tables: list[pandas.DataFrame] = []
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Everything measured so far: columns `step site layer metric mask value`."""
+        import pandas
+
+        columns = ["step", "site", "layer", "metric", "mask", "value"]
+        return pandas.concat(self._tables, ignore_index=True) if self._tables else pandas.DataFrame(columns=columns)
+
+    def _rows(self, step: int, site: list[str], metric: str, value: list[float]) -> None:
+        import pandas
+
+        row = {"step": step, "site": site, "layer": pandas.NA, "metric": metric, "mask": "all", "value": value}
+        self._tables.append(pandas.DataFrame(row).astype({"layer": "Int64"}))
+
+    # -- the Trainer's events; it calls them with keywords -----------------------------------------------------------
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Start recording if this step is to be measured."""
+        self._stop()
+        if state.global_step % self._every == 0 and model is not None:
+            if self._sites is None or self._sites.model is not model:
+                self._sites = sites(model, self._blocks)
+                self._shifted = labels_are_shifted(self._sites.ancestors)
+            tokens = partial(self._summed_loss_factor, args, kwargs.get("optimizer"))
+            self._recorder = record(self._sites, self._metrics, loss_tokens=self._loss_tokens or tokens)
+            self._recorder.__enter__()
+
+    def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
+        """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by."""
+        labels = inputs.loss_tokens(self._shifted)
+        if labels is None:
+            return None
+        scaler = getattr(optimizer, "scaler", None)
+        factor = 1.0 if scaler is None else 1.0 / scaler.get_scale()
+        if "num_items_in_batch" not in inputs.found:  # the Trainer divides the mean loss itself
+            factor *= args.gradient_accumulation_steps
+        elif args.average_tokens_across_devices:  # all ranks' items, and the loss times the number of ranks
+            factor /= max(1, args.world_size)
+        return labels * factor
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """All micro-batches are in: stop recording, and remember the weights."""
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+            if self._wants_ratio and model is not None:
+                self._ratio = UpdateRatio(model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        """Tabulate the step."""
+        if self._recorder is None:
+            return
+        recorder, ratio = self._recorder, self._ratio
+        self._stop()
+        step = state.global_step - 1  # the step that has just ended began with this number done
+        table = recorder.stats(step=step).across_ranks().to_pandas()
+        self._tables.append(table)
+        if ratio is not None:
+            measured = ratio.measure()
+            self._rows(step, list(measured), "update_ratio", list(measured.values()))
+        if state.is_world_process_zero:
+            self._send(args, table, step)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Look out for loss spikes."""
+        if logs and "loss" in logs:
+            score = self._spikes.score(float(logs["loss"]))
+            if score > self._spikes.threshold:
+                self._rows(state.global_step, ["model"], "loss_spike", [score])
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Write the table."""
+        self._stop()
+        if self._path is not None and state.is_world_process_zero:
+            self.to_pandas().to_parquet(self._path, index=False)
+
+    def _stop(self) -> None:
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+        self._recorder = self._ratio = None
+
+    def _send(self, args: Any, table: pandas.DataFrame, step: int) -> None:
+        rows = table[table["mask"] == "all"]
+        scalars = {f"layers/{r.metric}/{r.site}/{r.layer}": r.value for r in rows.itertuples()}
+        report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
+        if "tensorboard" in report_to:
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self._writer is None:
+                self._writer = SummaryWriter(str(Path(args.output_dir) / "layers"))
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        if "wandb" in report_to:
+            import wandb
+
+            if wandb.run is not None:
+                wandb.log(scalars | {"train/global_step": step})

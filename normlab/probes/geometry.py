@@ -1,0 +1,297 @@
+"""How far apart layers are: angles between them, their distance from the identity map, and what they would predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from normlab.errors import NormlabError
+from normlab.probes.estimates import Z95, Hook, RowMeans, Runner, hooked, interval, settled, token_kl
+from normlab.probes.recorder import hidden_state, output_tensor, with_argument
+from normlab.probes.reducers import at_least_float32
+from normlab.probes.sites import Sites
+
+if TYPE_CHECKING:
+    import pandas
+
+
+Keep = Callable[[int, Tensor], None]
+
+
+def _layer_outputs(runner: Runner, batch: dict[str, Any], keep: Keep) -> Tensor:
+    """Runs the model; `keep(layer, h)` sees h_0 .. h_L. Returns the logits."""
+
+    def after(layer: int):
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if layer == 1:
+                keep(0, hidden_state(args, kwargs)[0])
+            keep(layer, output_tensor(output))
+
+        return hook
+
+    with hooked(*((block.module, after(block.index)) for block in runner.sites.blocks)):
+        return runner.logits(batch)
+
+
+def _counted_rows(runner: Runner, batch: dict[str, Any], shape: tuple[int, ...], tokens: str) -> Tensor:
+    counted = runner.counted(batch, shape, "no_first" if tokens == "no_first" else "all")
+    if tokens == "last":
+        last = counted.long().cumsum(1) == counted.long().sum(1, keepdim=True)
+        counted = counted & last & (counted.long().cumsum(1) > 0)
+    return counted
+
+
+@torch.no_grad()
+def angular_distance(
+    model: nn.Module | Sites,
+    batches: Iterable[dict[str, Any]],
+    *,
+    tokens: str = "all",
+    standard_error: float | None = None,
+    progress: bool = True,
+) -> pandas.DataFrame:
+    """Angles between the residual streams of all pairs of layers, arccos(cos(h_l, h_m))/pi, averaged over tokens
+    (2403.17887).
+
+    Computed as 2 atan2(|a - b|, |a + b|)/pi on unit vectors, which keeps its digits where vectors are nearly parallel.
+    One pass over the data; holds the counted tokens of one batch for all layers (layers x tokens x width numbers) and
+    the result.
+
+    Args:
+        model, batches: as for `skip_sensitivity` (no labels needed).
+        tokens: "all" (padding excluded), "no_first", or "last" (each row's last real token, as the paper does).
+        standard_error: stop early once every pair has at most this standard error.
+        progress: show a progress bar.
+
+    Returns:
+        (L + 1) x (L + 1) table, index and columns = layer (0 = embeddings), in [0, 1]; `.attrs["standard_error"]` is
+        the table of errors and `.attrs["half_width_95"]` that of 95% interval half-widths, rows taken as independent.
+
+    Raises:
+        NormlabError: unknown `tokens`, no batch.
+    """
+    import pandas
+
+    if tokens not in ("all", "no_first", "last"):
+        raise NormlabError(f"unknown tokens {tokens!r}: choose from all, no_first, last")
+    runner = Runner(model, batches, progress, "angular distance")
+    count, means = runner.sites.depth + 1, RowMeans()
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+    found = None
+    with runner.evaluating():
+        for batch in runner:
+            units: list[Tensor] = []
+            kept: list[Tensor] = []
+
+            def keep(layer: int, h: Tensor, batch=batch, units=units, kept=kept) -> None:
+                if not kept:
+                    kept.append(_counted_rows(runner, batch, tuple(h.shape[:-1]), tokens))
+                chosen = at_least_float32(h[kept[0]])
+                units.append(chosen / torch.linalg.vector_norm(chosen, dim=-1, keepdim=True))
+
+            _layer_outputs(runner, batch, keep)
+            row_of = kept[0].nonzero()[:, 0]
+            rows = len(kept[0])
+            sums = torch.zeros(len(pairs), rows, dtype=torch.float64)
+            for k, (i, j) in enumerate(pairs):
+                sums[k] = torch.zeros(rows, dtype=torch.float64).index_add_(
+                    0, row_of.cpu(), _angles(units[i], units[j]).double().cpu()
+                )
+            means.add(sums, kept[0].sum(1).cpu())
+            found = means.mean_and_error()
+            if settled(found[1], standard_error):
+                break
+    assert found is not None
+    tables = []
+    for numbers in found:
+        square = torch.zeros(count, count, dtype=torch.float64)
+        for (i, j), value in zip(pairs, numbers.tolist(), strict=True):
+            square[i, j] = square[j, i] = value
+        tables.append(pandas.DataFrame(square.numpy(), index=range(count), columns=range(count)))
+    tables[0].attrs.update(standard_error=tables[1], half_width_95=Z95 * tables[1])
+    return tables[0]
+
+
+def _angles(a: Tensor, b: Tensor) -> Tensor:
+    """Angle between unit vectors over pi, (tokens,)."""
+    return 2 / math.pi * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
+
+
+def jacobian_identity(
+    model: nn.Module | Sites,
+    batches: Iterable[dict[str, Any]],
+    *,
+    probes: int = 4,
+    seed: int = 0,
+    standard_error: float | None = None,
+    progress: bool = True,
+) -> pandas.DataFrame:
+    """How near each block's Jacobian is to the identity: ||J - I||_F / ||I||_F, J = dh_l/dh_{l-1} over all tokens
+    jointly.
+
+    ||J - I||_F^2 = E ||J^T v - v||^2 over v ~ N(0, I), so `probes` vector-Jacobian products a block and batch estimate
+    it; the squares are averaged, then the root is taken. 0 = the block is the identity map, which deep Pre-LN blocks
+    approach (2502.05795). Padding is left out of v. One block's graph is held at a time; no parameter gradient is made.
+
+    Returns:
+        One row a block: `layer value standard_error low high`; the error is over probes, by the delta method.
+        `standard_error` as an argument stops early once every block's is at most that. Other arguments as for
+        `skip_sensitivity`.
+
+    Raises:
+        NormlabError: probes < 1, no batch, or called under inference_mode.
+    """
+    import pandas
+
+    if probes < 1:
+        raise NormlabError(f"probes is {probes}: one random vector or more is needed")
+    if torch.is_inference_mode_enabled():
+        raise NormlabError("jacobian_identity needs gradients: leave inference_mode")
+    runner = Runner(model, batches, progress, "jacobian")
+    generator = torch.Generator().manual_seed(seed)
+    means = RowMeans()
+    with runner.evaluating(), torch.no_grad():
+        for batch in runner:
+            gaps: dict[int, list[float]] = {}
+            sizes: dict[int, int] = {}
+            with _probed_blocks(runner, batch, probes, generator, gaps, sizes):
+                runner.logits(batch)
+            layers = [block.index for block in runner.sites.blocks]
+            means.add(torch.tensor([gaps[layer] for layer in layers]), torch.tensor([sizes[layers[0]]] * probes))
+            squared, squared_error = means.mean_and_error()
+            mean = squared.sqrt()
+            error = squared_error / (2 * mean)
+            if settled(error, standard_error):
+                break
+    numbers = zip(mean.tolist(), error.tolist(), strict=True)
+    return pandas.DataFrame([{"layer": i, "value": m} | interval(m, e) for i, (m, e) in enumerate(numbers, start=1)])
+
+
+@contextmanager
+def _probed_blocks(
+    runner: Runner,
+    batch: dict[str, Any],
+    probes: int,
+    generator: torch.Generator,
+    gaps: dict[int, list[float]],
+    sizes: dict[int, int],
+) -> Iterator[None]:
+    """While active, every block also runs its vector-Jacobian products, on a detached copy of its input."""
+    inside: list[int] = []
+
+    def probe(layer: int) -> Hook:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if inside:  # the block's second run, started below
+                return
+            inside.append(layer)
+            try:
+                x, place = hidden_state(args, kwargs)
+                counted = runner.counted(batch, tuple(x.shape[:-1]))
+                sizes[layer] = int(counted.sum()) * x.shape[-1]
+                gaps[layer] = _identity_gaps(module, args, kwargs, x, place, counted, probes, generator)
+            finally:
+                inside.pop()
+
+        return hook
+
+    with hooked(*((block.module, probe(block.index)) for block in runner.sites.blocks)):
+        yield
+
+
+def _identity_gaps(
+    block: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    x: Tensor,
+    place: int | str,
+    counted: Tensor,
+    probes: int,
+    generator: torch.Generator,
+) -> list[float]:
+    """||J^T v - v||^2 for each random v, which is zero at tokens that do not count."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        args, kwargs = with_argument(args, kwargs, place, leaf.clone())
+        out = output_tensor(block(*args, **kwargs))
+        gaps = []
+        for _ in range(probes):
+            v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
+            (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
+            gaps.append(float((pulled.float() - v.float()).square().sum()))
+    return gaps
+
+
+@torch.no_grad()
+def logit_lens_kl(
+    model: nn.Module | Sites,
+    batches: Iterable[dict[str, Any]],
+    *,
+    mask: str = "all",
+    standard_error: float | None = None,
+    progress: bool = True,
+) -> pandas.DataFrame:
+    """KL(what the head would predict from layer l || what the model predicts), averaged over tokens, in nats.
+
+    The head is whatever the model does after its last block (final norm, unembedding, soft-capping ...): it is run on
+    h_l by making every block a no-op that hands h_l on, so no module needs to be named.
+
+    Returns:
+        One row a layer 0..L: `layer value standard_error low high` (0 at layer L). Arguments as for `skip_sensitivity`.
+    """
+    import pandas
+
+    runner = Runner(model, batches, progress, "logit lens")
+    means, found = RowMeans(), None
+    with runner.evaluating():
+        for batch in runner:
+            states: list[Tensor] = []
+            extras: dict[nn.Module, tuple | None] = {}
+
+            def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any, extras=extras) -> None:
+                extras[module] = None if isinstance(output, Tensor) else tuple(output[1:])
+
+            with hooked(*((block.module, note) for block in runner.sites.blocks)):
+                final = _layer_outputs(runner, batch, partial(_append, states))
+            counted = runner.counted(batch, tuple(states[0].shape[:-1]), mask)
+            sums = []
+            for h in states:
+                with _blocks_hand_on(extras, h):
+                    lens = runner.logits(batch)
+                sums.append(torch.where(counted, token_kl(lens, final), 0).sum(1))
+            means.add(torch.stack(sums), counted.sum(1))
+            found = means.mean_and_error()
+            if settled(found[1], standard_error):
+                break
+    assert found is not None
+    numbers = zip(found[0].tolist(), found[1].tolist(), strict=True)
+    return pandas.DataFrame([{"layer": i, "value": m} | interval(m, e) for i, (m, e) in enumerate(numbers)])
+
+
+def _hand_on(h: Tensor, extra: tuple | None, *args: Any, **kwargs: Any) -> Any:
+    return h if extra is None else (h, *extra)
+
+
+def _append(states: list[Tensor], layer: int, h: Tensor) -> None:
+    states.append(h)
+
+
+@contextmanager
+def _blocks_hand_on(extras: dict[nn.Module, tuple | None], h: Tensor) -> Iterator[None]:
+    """While active, no block computes anything: each returns `h`, with what else it returned in the model's pass."""
+    own = [(module, vars(module).get("forward")) for module in extras]
+    try:
+        for module, extra in extras.items():
+            module.forward = partial(_hand_on, h, extra)
+        yield
+    finally:
+        for module, forward in own:
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward

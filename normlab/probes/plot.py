@@ -1,0 +1,52 @@
+"""One figure for one recording: a metric against layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from normlab.errors import NormlabError
+from normlab.probes.metrics import METRICS
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects
+
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito, colour-blind safe
+LOG_DECADES = 1.5  # a logarithmic axis from this many decades on
+
+
+def layer_figure(table: pandas.DataFrame, metric: str, mask: str = "all") -> plotly.graph_objects.Figure:
+    """`metric` against layer, one labelled line a site. `table`: columns site, layer, metric, mask, value.
+
+    Raises `NormlabError` when the table has no such rows, or plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects as go
+    except ImportError as error:
+        raise NormlabError("plots need plotly: pip install 'normlab[notebooks]'") from error
+    rows = table[(table["metric"] == metric) & (table["mask"] == mask)]
+    if rows.empty:
+        raise NormlabError(f"the table has no rows for metric {metric!r} with mask {mask!r}")
+    figure = go.Figure()
+    for i, (site, line) in enumerate(rows.groupby("site", sort=False)):
+        line = line.sort_values("layer")
+        figure.add_scatter(
+            x=line["layer"].astype(int).tolist(), y=line["value"].tolist(), name=str(site), mode="lines+markers",
+            line={"color": COLORS[i % len(COLORS)]}, hovertemplate=f"{site}, layer %{{x}}: %{{y:.4g}}<extra></extra>",
+        )  # fmt: skip
+    values = rows["value"]
+    wide = bool((values > 0).all()) and values.max() > values.min() * 10**LOG_DECADES
+    figure.update_layout(
+        title={"text": f"{metric} by layer", "subtitle": {"text": METRICS[metric].definition}},
+        xaxis={"title": "layer (0 = embeddings)"}, yaxis={"title": metric, "type": "log" if wide else "linear"},
+        template="simple_white",
+    )  # fmt: skip
+    return figure

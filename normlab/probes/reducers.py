@@ -1,0 +1,103 @@
+"""Streaming reductions: one pass over a hidden state gives every per-token statistic, and running moments keep them.
+
+`token_statistics`  per-token numbers of one activation, in float32, chunk by chunk so that temporaries stay small
+`RunningMoments`    stacked (rows x masks x statistics) count, mean, M2, max on one device, merged by Chan's rule
+`merge_moments`     Chan's rule itself, for tensors or floats
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = (
+    1 << 19
+)  # 2 MiB of float32: small beside any activation worth measuring, large beside a call's overhead
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32, or as it is when already wider: squares of fp16 overflow at |x| >= 256."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def token_statistics(x: Tensor, names: Sequence[str]) -> Tensor:
+    """Per-token statistics of an activation.
+
+    Args:
+        x: (..., d), any float dtype.
+        names: some of l2, var, kurtosis, max_abs.
+
+    Returns:
+        (len(names), tokens) in float32 (float64 for a float64 input). `var` is the biased variance over d; `kurtosis`
+        is m4 / var^2, NaN for a token whose features are all equal.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    step = max(1, CHUNK_ELEMENTS // max(1, rows.shape[-1]))
+    return torch.cat([_chunk_statistics(rows[i : i + step], names) for i in range(0, max(1, len(rows)), step)], dim=1)
+
+
+def _chunk_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
+    rows = at_least_float32(rows)
+    found: dict[str, Tensor] = {}
+    if "l2" in names:
+        found["l2"] = torch.linalg.vector_norm(rows, dim=-1)
+    if "max_abs" in names:
+        found["max_abs"] = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1)
+    if "var" in names or "kurtosis" in names:
+        squares = (rows - rows.mean(dim=-1, keepdim=True)).square_()
+        variance = found["var"] = squares.mean(dim=-1)
+        if "kurtosis" in names:
+            # Dividing before squaring: var^2 underflows in float32 from var = 1e-23 on.
+            found["kurtosis"] = squares.div_(variance[:, None]).square_().mean(dim=-1)
+    return torch.stack([found[name] for name in names])
+
+
+def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
+    """Chan, Golub and LeVeque's merge: (count, mean, M2) of two sets from those of each; tensors or floats."""
+    total = count_a + count_b
+    safe = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
+    share, delta = count_b / safe, mean_b - mean_a
+    return total, mean_a + delta * share, m2_a + m2_b + delta * delta * count_a * share
+
+
+class RunningMoments:
+    """Count, mean, M2 and maximum of per-token statistics: `state`, (4, rows, masks, statistics), on one device.
+
+    The running sums are float64 where the device has it (a few hundred numbers, so free): thousands of merged batches
+    then lose nothing. Created outside inference mode, because tensors made inside it cannot be updated outside.
+    """
+
+    def __init__(self, masks: int, statistics: int, device: torch.device):
+        self._shape, self._device = (masks, statistics), device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.state = self._empty(0)
+
+    def _empty(self, rows: int) -> Tensor:
+        with torch.inference_mode(False):
+            state = torch.zeros(4, rows, *self._shape, dtype=self._dtype, device=self._device)
+            state[3] = -torch.inf
+            return state
+
+    def reserve(self, rows: int) -> None:
+        """Make room for rows 0 .. rows-1."""
+        missing = rows - self.state.shape[1]
+        if missing > 0:
+            with torch.inference_mode(False), torch.no_grad():
+                self.state = torch.cat([self.state, self._empty(missing)], dim=1)
+
+    def update(self, rows: Sequence[int], values: Tensor, masks: Tensor) -> None:
+        """Add one batch. `values`: (rows, statistics, tokens); `masks`: (masks, tokens) bool. A masked-out token may
+        hold NaN."""
+        with torch.inference_mode(False), torch.no_grad():
+            index = torch.as_tensor(list(rows), device=values.device)
+            keep = masks[None, :, None, :]
+            wide = values.to(self._dtype)[:, None]
+            count = keep.sum(-1).to(self._dtype).expand(len(index), -1, values.shape[1])
+            mean = torch.where(keep, wide, 0).sum(-1) / count.clamp(min=1)
+            m2 = torch.where(keep, wide - mean[..., None], 0).square().sum(-1)
+            peak = torch.where(keep, wide, -torch.inf).amax(-1)
+            old = self.state[:, index]
+            merged = merge_moments(old[0], old[1], old[2], count, mean, m2)
+            self.state[:, index] = torch.stack([*merged, torch.maximum(old[3], peak)])

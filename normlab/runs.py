@@ -1,0 +1,298 @@
+"""A run on disk, and many runs as one table.
+
+    <root>/<run id>/manifest.json       everything needed to repeat the run, and what it came to
+                    stats.parquet       the measurements, one value a row
+                    config.json, model.safetensors   the trained model, when it was kept
+    <root>/.partial/<run id>/           a run in progress: checkpoints only, none of them half-written
+
+`load_runs(path)`   one long table of every run below `path`
+`read_run(path)`    one run
+`publish`           sync a finished directory to disk and rename it to its final name, so that it exists whole or not at
+                    all
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from normlab.errors import NormlabError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+PARTIAL = ".partial"
+MANIFEST, STATS, WEIGHTS = "manifest.json", "stats.parquet", "model.safetensors"
+RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status"]
+STATS_COLUMNS = ["step", "tokens", "split", "site", "layer", "metric", "mask", "value"]
+COLUMNS = RUN_COLUMNS + STATS_COLUMNS
+MANIFEST_KEYS = ("run", "status", "eval_loss", "config", "corpus", "measured")
+STATUSES = ("finished", "diverged", "not_learned")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run: its directory and its manifest."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.manifest["run"]
+
+    @property
+    def status(self) -> str:
+        """ "finished"; "diverged": the loss became non-finite; "not_learned": the eval loss never fell below the
+        unigram entropy."""
+        return self.manifest["status"]
+
+    @property
+    def eval_loss(self) -> float:
+        """Held-out loss after the last step, in nats a token; NaN for a diverged run."""
+        return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
+
+    def table(self) -> pd.DataFrame:
+        """This run's rows of the long table (columns COLUMNS).
+
+        Beside what stats.parquet holds, two rows at the last step: the held-out unigram entropy (split "eval") and the
+        training speed (split "train", median over steps of tokens_per_s); speed is kept out of the Parquet file so that
+        it is the same file whenever the run is repeated.
+        """
+        import pandas as pd
+
+        try:
+            stats = pd.read_parquet(self.path / STATS)
+        except Exception as error:  # pyarrow raises several kinds, OSError among them
+            raise NormlabError(
+                f"run {self.path}: {STATS} cannot be read ({_first_line(error)}); delete the run and train it again"
+            ) from error
+        if list(stats.columns) != STATS_COLUMNS:
+            raise NormlabError(
+                f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
+            )
+        last = stats[["step", "tokens"]].max()
+        extra = {
+            "unigram_entropy": ("eval", self.manifest["corpus"]["unigram_entropy"]),
+            "tokens_per_s": ("train", self.manifest["measured"]["tokens_per_s"]),
+        }
+        rows = [
+            (last["step"], last["tokens"], split, "model", None, metric, "all", value)
+            for metric, (split, value) in extra.items()
+            if value is not None
+        ]
+        stats = pd.concat([stats, stats_frame(rows)], ignore_index=True)
+        config = self.manifest["config"]
+        keys = {
+            "run": self.name,
+            "status": self.status,
+            **{k: config[k] for k in ("scheme", "depth", "width", "seed", "lr")},
+        }
+        for position, column in enumerate(RUN_COLUMNS):
+            stats.insert(position, column, keys[column])
+        return stats
+
+    def load_model(self) -> Any:
+        """The trained model (`NormlabForCausalLM`); NormlabError when the weights were not kept."""
+        from normlab.models import NormlabForCausalLM
+
+        if not (self.path / WEIGHTS).is_file():
+            raise NormlabError(f"run {self.path} kept no weights; train it with keep_weights")
+        return NormlabForCausalLM.from_pretrained(self.path)
+
+
+def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:
+    """Rows (step, tokens, split, site, layer or None, metric, mask, value) as a typed table."""
+    import pandas as pd
+
+    frame = pd.DataFrame(list(rows), columns=STATS_COLUMNS)
+    types = {"step": "int64", "tokens": "int64", "layer": "Int64", "value": "float64"}
+    return frame.astype({**dict.fromkeys(("split", "site", "metric", "mask"), "str"), **types})
+
+
+def read_run(path: str | Path) -> Run:
+    """The run in directory `path`. NormlabError when it is no run, of another schema version, or damaged."""
+    path = Path(path)
+    file = path / MANIFEST
+    if not file.is_file():
+        raise NormlabError(f"{path} holds no run: {MANIFEST} is missing")
+    try:
+        manifest = json.loads(file.read_text())
+        version = manifest["schema"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise NormlabError(
+            f"run {path}: {MANIFEST} cannot be read ({_first_line(error)}); delete the run and train it again"
+        ) from error
+    if version != SCHEMA_VERSION:
+        raise NormlabError(
+            f"run {path} has schema version {version}, this normlab reads {SCHEMA_VERSION}; "
+            "train it again or use the version that made it"
+        )
+    if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
+        raise NormlabError(f"run {path}: {MANIFEST} lacks {', '.join(missing)}; delete the run and train it again")
+    if (path / WEIGHTS).is_file():
+        _check_weights(path)
+    return Run(path, manifest)
+
+
+def _check_weights(path: Path) -> None:
+    """A safetensors file says its own length: a truncated one is found without reading the weights."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path / WEIGHTS, framework="numpy"):
+            pass
+    except Exception as error:
+        raise NormlabError(
+            f"run {path}: {WEIGHTS} cannot be read ({_first_line(error)}); delete the run and train it again"
+        ) from error
+
+
+def find_runs(root: str | Path) -> list[Path]:
+    """Directories of finished runs at or below `root`, sorted; runs in progress are not among them."""
+    root = Path(root)
+    if not root.exists():
+        raise NormlabError(f"{root} does not exist")
+    if (root / MANIFEST).exists():
+        return [root]
+    return sorted(p.parent for p in root.rglob(MANIFEST) if PARTIAL not in p.relative_to(root).parts)
+
+
+def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """All runs at or below `path` (or several paths) as one table, a value a row.
+
+    Columns: run scheme depth width seed lr status | step tokens split site layer metric mask value. step: optimizer
+    steps done (0: before training). tokens: trained so far. split: "train", "eval" or "probe". site "model": loss,
+    grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy; other sites as `normlab.probes` names
+    them. layer: 0 the embeddings, 1..L the blocks, missing where it means nothing. mask: "all", or "no_first" without
+    each row's first token.
+
+    A run that cannot be read is named in a warning and left out; NormlabError when none is left.
+    """
+    import pandas as pd
+
+    roots = [path] if isinstance(path, (str, Path)) else list(path)
+    found = [run for root in roots for run in find_runs(root)]
+    where = ", ".join(str(root) for root in roots)
+    if not found:
+        raise NormlabError(f"no runs in {where}; make some with `normlab sweep --preset tiny --out DIR`")
+    tables, errors = [], []
+    for directory in found:
+        try:
+            tables.append(read_run(directory).table())
+        except NormlabError as error:
+            errors.append(str(error))
+    if not tables:
+        raise NormlabError(
+            errors[0]
+            if len(errors) == 1
+            else f"none of the {len(errors)} runs in {where} can be read; the first: {errors[0]}"
+        )
+    for message in errors:
+        warnings.warn(f"left out: {message}", stacklevel=2)
+    return pd.concat(tables, ignore_index=True)
+
+
+# --- writing ---
+
+
+def check_root(root: Path) -> None:
+    """NormlabError when `root` is a file, or a directory that holds something other than runs."""
+    if root.exists() and not root.is_dir():
+        raise NormlabError(f"output {root} is a file; name a directory")
+    if not root.is_dir() or (root / PARTIAL).is_dir():
+        return
+    entries = list(root.iterdir())
+    if entries and not any((entry / MANIFEST).is_file() for entry in entries):
+        other = min(entry.name for entry in entries)
+        raise NormlabError(f"output directory {root} holds something else ({other}); name an empty or new one")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON through a temporary name, so that a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_stats(path: Path, frame: pd.DataFrame) -> None:
+    frame.to_parquet(path, index=False, compression="zstd")
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Sync everything in `staged` to disk and rename it to `final`, replacing what is there: whole or not at all."""
+    for file in _walk(staged):
+        _fsync(file)
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(staged, final)
+    _fsync(final.parent)
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock file that the operating system frees when the process dies; it is removed in the end, and so is its
+    directory when nothing else is in it. NormlabError when another process holds the lock."""
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=0):
+            yield
+            path.unlink(missing_ok=True)
+    except Timeout:
+        raise NormlabError(f"another process is training {path.stem}; wait for it or stop it") from None
+    with suppress(OSError):  # another run is in progress
+        path.parent.rmdir()
+
+
+@contextmanager
+def full_disk_named(root: Path) -> Iterator[None]:
+    """A full disk as one line. The libraries that write do not agree on the exception: OSError, RuntimeError (PyTorch),
+    SafetensorError; only the first of them carries an error number."""
+    try:
+        yield
+    except Exception as error:
+        number = getattr(error, "errno", None)
+        full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+        if full or (isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)):
+            raise NormlabError(
+                f"cannot write to {root}: no space left; free some and start again, runs go on from their checkpoints"
+            ) from error
+        raise
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for entry in root.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry)
+        else:
+            yield entry
+    yield root
+
+
+def _fsync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory to sync it
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,186 @@
+"""From the long table of many runs to the rows that one figure shows.
+
+A table may hold several depths, widths, seeds and learning rates. A figure shows one width and usually one depth; of
+the learning rates it shows, for each scheme and depth, the one that most seeds were run with and, among equals, the one
+with the lowest final loss. Choices are made by rule, never by hand, and `Selection.describe` says in words what was
+chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from normlab.errors import NormlabError
+from normlab.schemes import SCHEMES
+
+NEEDED = (
+    "run",
+    "scheme",
+    "depth",
+    "width",
+    "seed",
+    "lr",
+    "status",
+    "step",
+    "split",
+    "site",
+    "layer",
+    "metric",
+    "mask",
+    "value",
+)
+FINISHED, DIVERGED, NOT_LEARNED = "finished", "diverged", "not_learned"
+
+
+def in_order(schemes: Iterable[str]) -> list[str]:
+    """Schemes in the registry's order, unknown ones (a table from elsewhere) last by name."""
+    rank = {name: place for place, name in enumerate(SCHEMES)}
+    return sorted(set(schemes), key=lambda name: (rank.get(name, len(rank)), name))
+
+
+def title_of(scheme: str) -> str:
+    """A scheme as figures call it; one that is not registered is called by its name."""
+    return SCHEMES[scheme].title if scheme in SCHEMES else scheme
+
+
+def checked(runs: pd.DataFrame) -> pd.DataFrame:
+    """The table, once its columns are seen to be those of `normlab.load_runs`."""
+    missing = [name for name in NEEDED if name not in runs.columns]
+    if missing:
+        raise NormlabError(f"the table lacks the columns {', '.join(missing)}: pass what normlab.load_runs returns")
+    return runs
+
+
+def summarize(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row a run, indexed by its id: `scheme depth width seed lr status steps train_loss eval_loss unigram_entropy`.
+
+    Losses are those of the last step at which they were logged; a diverged run has an infinite eval loss.
+    """
+    checked(runs)
+    about = runs.groupby("run", observed=True)[["scheme", "depth", "width", "seed", "lr", "status"]].first()
+    about["steps"] = runs.groupby("run", observed=True)["step"].max()
+    model = runs[runs["site"] == "model"]
+    for column, metric, split in (
+        ("train_loss", "loss", "train"),
+        ("eval_loss", "loss", "eval"),
+        ("unigram_entropy", "unigram_entropy", None),
+    ):
+        rows = model[model["metric"] == metric]
+        if split is not None:
+            rows = rows[rows["split"] == split]
+        about[column] = rows.sort_values("step", kind="stable").groupby("run", observed=True)["value"].last()
+    about["eval_loss"] = about["eval_loss"].astype(float).mask(about["status"] == DIVERGED, np.inf)
+    return about.astype({"scheme": str, "status": str})
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that a figure shows, and the summary of the runs they come from."""
+
+    table: pd.DataFrame
+    runs: pd.DataFrame
+
+    @property
+    def schemes(self) -> list[str]:
+        return in_order(self.runs["scheme"])
+
+    @property
+    def depths(self) -> list[int]:
+        return sorted(int(depth) for depth in self.runs["depth"].unique())
+
+    def rows(self, site: str, metric: str, mask: str | None = None, split: str | None = None) -> pd.DataFrame:
+        """Rows of one metric at one site."""
+        keep = (self.table["site"] == site) & (self.table["metric"] == metric)
+        if mask is not None:
+            keep &= self.table["mask"] == mask
+        if split is not None:
+            keep &= self.table["split"] == split
+        return self.table[keep]
+
+    def remark(self, scheme: str, depth: int | None = None) -> str:
+        """What a reader must know of a scheme's runs: "diverged", "2 of 3 seeds not learned", or nothing."""
+        own = self.runs[self.runs["scheme"] == scheme]
+        own = own if depth is None else own[own["depth"] == depth]
+        words = []
+        for status, word in ((DIVERGED, "diverged"), (NOT_LEARNED, "not learned")):
+            count = int((own["status"] == status).sum())
+            if count:
+                words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
+        return ", ".join(words)
+
+    def describe(self) -> str:
+        """Width, depth, steps and seeds in words, for a figure's subtitle."""
+        parts = [
+            f"depth {_listed(self.depths)}",
+            f"width {_listed(sorted(int(w) for w in self.runs['width'].unique()))}",
+        ]
+        steps = sorted({int(step) for step in self.runs["steps"]})
+        parts.append(f"{steps[-1]:,} training steps" if steps else "no steps")
+        seeds = self.runs.groupby(["scheme", "depth"])["seed"].nunique()
+        low, high = int(seeds.min()), int(seeds.max())
+        parts.append(f"{low} seed{'s' if low > 1 else ''}" if low == high else f"{low} to {high} seeds")
+        return " · ".join(parts)
+
+
+def choose(
+    runs: pd.DataFrame,
+    depth: int | str | None = "deepest",
+    width: int | None = None,
+    schemes: Sequence[str] | None = None,
+) -> Selection | str:
+    """Pick what a figure shows, or say in one sentence why there is nothing.
+
+    Args:
+        depth: a number of blocks, "deepest" (the deepest of those that most schemes were trained at), or None for all.
+        width: default: the one with most runs.
+        schemes: default all; control schemes in the table are always added, so no claim stands without them.
+    """
+    about = summarize(runs)
+    if about.empty:
+        return "The table is empty: no run has been trained yet."
+    if schemes is not None:
+        known = set(about["scheme"])
+        unknown = [name for name in schemes if name not in known]
+        if unknown:
+            return f"No run of {', '.join(unknown)} in the table, which has {', '.join(in_order(known))}."
+        wanted = set(schemes) | {name for name in known if name in SCHEMES and SCHEMES[name].is_control}
+        about = about[about["scheme"].isin(wanted)]
+    width = int(about["width"].mode().iloc[0]) if width is None else width
+    about = about[about["width"] == width]
+    if about.empty:
+        return f"No run of width {width} in the table."
+    if depth == "deepest":
+        counts = about.groupby("depth")["scheme"].nunique()
+        depth = int(counts[counts == counts.max()].index.max())
+    if depth is not None:
+        had = sorted(int(d) for d in about["depth"].unique())
+        about = about[about["depth"] == depth]
+        if about.empty:
+            return f"No run of depth {depth} in the table, which has depth {_listed(had)}."
+    about = about[_chosen_rate(about)]
+    return Selection(runs[runs["run"].isin(about.index)], about)
+
+
+def _chosen_rate(about: pd.DataFrame) -> pd.Series:
+    """Which runs have the learning rate chosen for their scheme and depth: most seeds, then lowest mean final loss."""
+    keys = ["scheme", "depth", "lr"]
+    loss = about["eval_loss"].fillna(np.inf)
+    rates = (
+        about.assign(eval_loss=loss)
+        .groupby(keys)
+        .agg(seeds=("seed", "nunique"), loss=("eval_loss", "mean"))
+        .reset_index()
+    )
+    best = rates.sort_values(["seeds", "loss", "lr"], ascending=[False, True, True]).drop_duplicates(
+        ["scheme", "depth"]
+    )
+    chosen = set(best[keys].itertuples(index=False, name=None))
+    return pd.Series([row in chosen for row in about[keys].itertuples(index=False, name=None)], index=about.index)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(str(number) for number in numbers)

@@ -1,0 +1,259 @@
+"""Closed-form predictions, in the rows of the long table, for figures to overlay on measurements.
+
+predict(config)            the variance of the residual stream by layer at initialisation, for any scheme, with the
+                           scheme's own constants
+chebyshev_bound(...)       the largest share of a bounded norm's tanh inputs that can exceed lambda
+carried_correction(...)    what BHyT adds to the carried mean square
+lns_scale, lns_variance    LayerNorm Scaling's law, and the growth it leaves
+depth_below_lns(...)       the depth up to which the gain lambda/kappa is below LNS's last gain
+
+How `predict` works. At initialisation weights are independent Gaussians, so at large width the residual stream is,
+feature by feature, a Gaussian process over positions: all there is to know is its kernel K[t, s], the covariance of one
+feature between positions t and s. Each part of a block maps K to K:
+
+    norm        K[t, s] / sqrt((K[t, t] + eps)(K[s, s] + eps)) times the squared gain (a tanh norm: E[tanh u tanh v] of
+                Gaussians)
+    attention   V and O multiply by d var_w each; attention at initialisation is uniform over the past, so K -> P K P^T,
+                P averaging
+    MLP         gate and up multiply by d var_w; E[silu(u) silu(v)] E[u' v']; down multiplies by f var_w
+    residual    kernels add
+
+which is exact in the limit of width (the recursion of Lee et al., 1711.00165, for this block), and within a few per
+cent at width 128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from normlab.errors import NormlabError
+from normlab.norms import BHyT, DyT
+from normlab.schemes import NormSite, get_scheme
+
+if TYPE_CHECKING:
+    import pandas
+
+ORDER = 16  # Hermite terms: the tanh and SiLU of arguments up to unit scale converge long before
+NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
+Kernel = np.ndarray
+
+
+def chebyshev_bound(kappa: float, variance_ratio: float = 1.0) -> float:
+    """Largest possible share of a token's |z| above lambda, z = (lambda/kappa) x / sqrt(ms'): (ms/ms') / kappa^2
+    (2601.09719).
+
+    `variance_ratio` = ms/ms', 1 for the exact statistic. Never more than 1.
+    """
+    if kappa <= 0 or variance_ratio < 0:
+        raise NormlabError(
+            f"kappa is {kappa} and variance_ratio {variance_ratio}: give a positive and a non-negative number"
+        )
+    return min(1.0, variance_ratio / kappa**2)
+
+
+def carried_correction(c: float, lam: float, kappa: float, tokens: float = 1.0, position: int | None = None) -> float:
+    """What is added to the attention site's mean square to stand for the MLP site's: c (lambda/kappa)^2 (2601.09719).
+
+    c = ||W_V W_O||_F^2 / (T d) assumes an average over T independent tokens; at `position` t of a causal model it is
+    over t + 1: times T / (t + 1), T = `tokens`.
+    """
+    uniform = c * (lam / kappa) ** 2
+    return uniform if position is None else uniform * tokens / (position + 1)
+
+
+def lns_scale(layer: int) -> float:
+    """LayerNorm Scaling's factor after the norm of layer l: 1/sqrt(l) (2502.05795)."""
+    return 1.0 / math.sqrt(layer)
+
+
+def lns_variance(depth: int, first: float, largest_step: float) -> float:
+    """The most that `depth` layers of LayerNorm Scaling can make of variance `first` at initialisation: first +
+    largest_step H_depth.
+
+    Gains of 1/sqrt(l) scale what layer l adds by 1/l or less (attention's by 1/l, SwiGLU's by up to 1/l^2), so where
+    Pre-LN adds at most `largest_step` a layer, the harmonic number H_L ~ ln L replaces L.
+    """
+    return first + largest_step * sum(1.0 / layer for layer in range(1, depth + 1))
+
+
+def depth_below_lns(lam: float, kappa: float) -> float:
+    """The depth L at which lambda/kappa = 1/sqrt(L): shallower than this, BHyT's gain is below LNS's at its last layer
+    (2601.09719)."""
+    return (kappa / lam) ** 2
+
+
+def _gaussian_kernel(kernel: Kernel, function: Callable[[np.ndarray], np.ndarray]) -> Kernel:
+    """E[f(u_t) f(u_s)] for jointly Gaussian u with covariance `kernel`, by its expansion in Hermite polynomials."""
+    scale = np.sqrt(np.diag(kernel))
+    values = function(scale[:, None] * NODES) * WEIGHTS / math.sqrt(2 * math.pi)
+    correlation = kernel / np.maximum(np.outer(scale, scale), 1e-300)
+    power, before, polynomial = np.ones_like(kernel), np.zeros_like(NODES), np.ones_like(NODES)
+    total = np.zeros_like(kernel)
+    for k in range(ORDER):
+        coefficient = values @ polynomial
+        total = total + np.outer(coefficient, coefficient) * power
+        power = power * correlation
+        # normalised: He_{k+1}/sqrt((k+1)!) from the two before
+        polynomial, before = (NODES * polynomial - math.sqrt(k) * before) / math.sqrt(k + 1), polynomial
+    return total
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def _normalize(norm: Any, kernel: Kernel, mean_square: np.ndarray | None = None) -> Kernel:
+    """The kernel after a norm at its initial constants; `mean_square` per position when it is given one."""
+    if isinstance(norm, DyT):
+        return _gaussian_kernel(norm.initial_alpha**2 * kernel, np.tanh)
+    used = (np.diag(kernel) if mean_square is None else mean_square) + norm.eps
+    normed = kernel / np.sqrt(np.outer(used, used))
+    if isinstance(norm, BHyT):
+        z = (norm.initial_lam / norm.kappa) ** 2 * normed
+        return _gaussian_kernel(z, np.tanh) if norm.bounded else z
+    return (getattr(norm, "gain", 1.0) * getattr(norm, "scale", 1.0)) ** 2 * normed
+
+
+class _Recursion:
+    """The kernel's way through one model."""
+
+    def __init__(self, config: Any, length: int, collision: float):
+        self.config, self.scheme = config, get_scheme(config.scheme)
+        self.depth, self.width, self.length = config.num_hidden_layers, config.hidden_size, length
+        self.weight_var = config.initializer_range**2
+        heads = config.num_attention_heads
+        self.attention_width = heads * (config.head_dim or self.width // heads)
+        factor = self.scheme.residual_init(self.depth) if self.scheme.residual_init else 1.0
+        self.out_var = self.weight_var * factor**2
+        self.averaging = np.tril(np.ones((length, length))) / np.arange(1, length + 1)[:, None]
+        embedding = self.weight_var * (
+            self.scheme.embedding_scale(self.width) ** 2 if self.scheme.embedding_scale else 1.0
+        )
+        self.kernel = embedding * ((1 - collision) * np.eye(length) + collision)
+        self.rows: list[tuple[str, int, str, str, float]] = []
+
+    def run(self) -> None:
+        self._stream("block_out", 0)
+        for layer in range(1, self.depth + 1):
+            self._block(layer)
+            self._stream("block_out", layer)
+        self._stream("final_norm_in", self.depth)
+        self._tanh("final_norm_in", self.depth, self._norm("final", self.depth + 1), None)
+
+    def _norm(self, place: str, layer: int) -> Any:
+        return self.scheme.norm(NormSite(place, layer, self.config))
+
+    def _block(self, layer: int) -> None:
+        layout = self.scheme.layout_at(layer, self.depth, self.config.post_fraction)
+        norms = {place: self._norm(place, layer) for place, _ in layout.places()}
+        entered = np.diag(self.kernel).copy()
+        carried = None
+        if self.scheme.carried and self.config.carried != "exact":
+            carried = entered + self._correction(norms["attn_in"])
+        self._branch("attn", layer, norms, None, self._attention)
+        self._branch("mlp", layer, norms, carried, self._mlp)
+
+    def _branch(
+        self, part: str, layer: int, norms: dict[str, Any], carried: np.ndarray | None, act: Callable[[Kernel], Kernel]
+    ) -> None:
+        kernel, site = self.kernel, f"{part}_norm_in"
+        if f"{part}_in" in norms:
+            self._stream(site, layer)
+            self._tanh(site, layer, norms[f"{part}_in"], carried)
+            kernel = _normalize(norms[f"{part}_in"], kernel, carried)
+        update = act(kernel)
+        if f"{part}_out" in norms:
+            update = _normalize(norms[f"{part}_out"], update)
+        self._add(part, layer, "relative_contribution", np.sqrt(np.diag(update) / np.diag(self.kernel)))
+        self.kernel = self.kernel + update
+        if f"{part}_sum" in norms:
+            self._stream(site, layer)
+            self.kernel = _normalize(norms[f"{part}_sum"], self.kernel)
+
+    def _attention(self, kernel: Kernel) -> Kernel:
+        gain = self.width * self.weight_var * self.attention_width * self.out_var
+        return gain * self.averaging @ kernel @ self.averaging.T
+
+    def _mlp(self, kernel: Kernel) -> Kernel:
+        entering = self.width * self.weight_var * kernel
+        return self.config.intermediate_size * self.out_var * _gaussian_kernel(entering, _silu) * entering
+
+    def _correction(self, norm: Any) -> np.ndarray:
+        tokens = self.config.train_seq_len or self.config.max_position_embeddings
+        c = self.width * self.attention_width * self.weight_var * self.out_var / tokens
+        causal = self.config.carried == "causal"
+        positions = range(self.length) if causal else [None] * self.length
+        return np.array([carried_correction(c, norm.initial_lam, norm.kappa, tokens, t) for t in positions])
+
+    def _stream(self, site: str, layer: int) -> None:
+        variance = np.diag(self.kernel)
+        self._add(site, layer, "token_l2_mean", np.sqrt(variance * self.width) * (1 - 0.25 / self.width))
+        self._add(site, layer, "feature_var_mean", variance * (1 - 1 / self.width))
+        for mask, kept in self._masks():
+            self.rows.append((site, layer, "rms", mask, float(np.sqrt(variance[kept].mean()))))
+
+    def _tanh(self, site: str, layer: int, norm: Any, carried: np.ndarray | None) -> None:
+        """Shares of a tanh norm's inputs, for Gaussian features."""
+        variance = np.diag(self.kernel)
+        if carried is not None:
+            self._add(site, layer, "carried_var_ratio", variance / carried)
+        if not isinstance(norm, BHyT):
+            return
+        ratio = np.ones(self.length) if carried is None else variance / carried
+        tail = [2 * NormalDist().cdf(-norm.kappa / math.sqrt(r)) for r in ratio]
+        self._add(site, layer, "saturation", np.array(tail))
+        self._add(site, layer, "saturation_bound", np.array([chebyshev_bound(norm.kappa, r) for r in ratio]))
+
+    def _masks(self) -> list[tuple[str, slice]]:
+        return [("all", slice(None)), ("no_first", slice(1, None))] if self.length > 1 else [("all", slice(None))]
+
+    def _add(self, site: str, layer: int, metric: str, per_position: np.ndarray) -> None:
+        for mask, kept in self._masks():
+            self.rows.append((site, layer, metric, mask, float(per_position[kept].mean())))
+
+
+def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -> pandas.DataFrame:
+    """What the probes will measure in a freshly initialised model, by theory.
+
+    Args:
+        config: a NormlabConfig; its scheme, widths, initial scales and depth are the constants.
+        length: tokens a row; default: the length the carried statistic is for (`train_seq_len` or
+            `max_position_embeddings`).
+        collision: probability that two positions of a row hold the same token: sum of p^2 over the vocabulary, about
+            0.01 for text, 1/V for random tokens.
+
+    Returns:
+        Rows of the long table (run = "theory", split = "theory", step 0): `token_l2_mean`, `feature_var_mean`, `rms` at
+        `block_out`, `attn_norm_in`, `mlp_norm_in`, `final_norm_in`; `relative_contribution` at `attn`, `mlp`; and at
+        tanh norms `saturation`, `saturation_bound`, `carried_var_ratio`.
+
+    Raises:
+        NormlabError: an activation other than SiLU, a length or collision out of range.
+    """
+    import pandas
+
+    length = length or config.train_seq_len or config.max_position_embeddings
+    if length < 1 or not 0 <= collision <= 1:
+        raise NormlabError(f"length is {length} and collision {collision}: give at least 1, and a probability")
+    if config.hidden_act != "silu":
+        raise NormlabError(f"hidden_act is {config.hidden_act!r}: the prediction is for SwiGLU, hidden_act 'silu'")
+    recursion = _Recursion(config, length, collision)
+    recursion.run()
+    table = pandas.DataFrame(recursion.rows, columns=["site", "layer", "metric", "mask", "value"])
+    about = {
+        "run": "theory",
+        "scheme": config.scheme,
+        "depth": recursion.depth,
+        "width": recursion.width,
+        "seed": pandas.NA,
+        "lr": math.nan,
+    }
+    about |= {"status": "finished", "step": 0, "tokens": 0, "split": "theory"}
+    for i, (name, value) in enumerate(about.items()):
+        table.insert(i, name, value)
+    return table.astype({"layer": "Int64", "seed": "Int64"})

@@ -1,0 +1,212 @@
+"""What happens around the optimizer steps of a run.
+
+`RunLog`            the run's measurements, one row a value; lives in the checkpoint, so that a resumed run is cut back
+                    to it
+`RefreshCallback`   recomputes the carried statistic's constant on schedule and after the last step
+`ProbeCallback`     layer statistics on a fixed held-out batch
+`EvalCallback`      held-out loss
+`StopCallback`      ends a run whose loss is no longer finite
+`ProgressCallback`  a bar with loss, tokens a second and time left
+
+They run in this order at a step's end, so that what is measured is the model as it goes on. None of them touches the
+training gradients, the parameters or the random number generators.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from normlab.models import NormlabForCausalLM
+from normlab.runs import stats_frame
+
+PROBE_METRICS = ["token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis", "grad_l2_mean", "grad_l2_total"]
+
+
+class RunLog:
+    """Rows of the run's table, in the order in which they were measured."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.rows: list[tuple] = []
+
+    def add(
+        self,
+        step: int,
+        split: str,
+        metric: str,
+        value: float,
+        site: str = "model",
+        layer: Any = None,
+        mask: str = "all",
+    ) -> None:
+        self.rows.append((step, step * self.tokens_per_step, split, site, layer, metric, mask, float(value)))
+
+    def frame(self) -> Any:
+        return stats_frame(self.rows)
+
+    def restore(self, path: Path) -> None:
+        """Go back to the rows that a checkpoint holds."""
+        import pandas as pd
+
+        frame = pd.read_parquet(path)
+        self.rows = [tuple(None if value is pd.NA else value for value in row) for row in frame.itertuples(index=False)]
+
+    def last(self, metric: str, split: str) -> float | None:
+        found = (row[-1] for row in reversed(self.rows) if row[5] == metric and row[2] == split)
+        return next(found, None)
+
+
+def refresh_interval(max_steps: int) -> int:
+    """Steps between two refreshes of the carried constant: clamp(max_steps // 50, 1, 1000), the paper's schedule."""
+    return min(max(max_steps // 50, 1), 1000)
+
+
+class _Scheduled(TrainerCallback):
+    """Acts at step 0, every `every` steps, and after the last step; never when `every` is 0."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if self.every and state.global_step == 0:
+            self.act(model, 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        step = state.global_step
+        if self.every and (step % self.every == 0 or step == state.max_steps):
+            self.act(model, step)
+
+    def act(self, model: nn.Module, step: int) -> None:
+        raise NotImplementedError
+
+
+class RefreshCallback(_Scheduled):
+    """Calls `model.refresh_carried()` on the paper's schedule."""
+
+    def act(self, model: nn.Module, step: int) -> None:
+        cast(NormlabForCausalLM, model).refresh_carried()
+
+
+class ProbeCallback(_Scheduled):
+    """Layer statistics of the model on `blocks`, (blocks, tokens) ids of held-out text.
+
+    Gradients are of the summed token loss and are taken with `torch.autograd.grad` towards block 1's input, so no
+    parameter's `.grad` changes; the random number generator is not used.
+    """
+
+    def __init__(self, log: RunLog, blocks: np.ndarray, every: int) -> None:
+        super().__init__(every)
+        self.log = log
+        self.blocks = blocks
+
+    def act(self, model: nn.Module, step: int) -> None:
+        from normlab.probes import record
+
+        ids = torch.from_numpy(self.blocks).to(_device(model))
+        training = model.training
+        model.eval()
+        try:
+            with torch.enable_grad(), record(model, metrics=PROBE_METRICS) as recorder:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                recorder.backward(loss)
+        finally:
+            model.train(training)
+        self.log.add(step, "probe", "loss", loss.item())
+        table = recorder.stats().to_pandas()
+        for row in table[["site", "layer", "metric", "mask", "value"]].itertuples(index=False):
+            self.log.add(step, "probe", row.metric, row.value, row.site, row.layer, row.mask)
+
+
+class EvalCallback(_Scheduled):
+    """Mean token loss on held-out `blocks`, in nats."""
+
+    def __init__(self, log: RunLog, blocks: np.ndarray, batch_size: int, every: int) -> None:
+        super().__init__(every)
+        self.log = log
+        self.blocks = blocks
+        self.batch_size = batch_size
+
+    def act(self, model: nn.Module, step: int) -> None:
+        self.log.add(step, "eval", "loss", mean_token_loss(model, self.blocks, self.batch_size))
+
+
+@torch.no_grad()
+def mean_token_loss(model: nn.Module, blocks: np.ndarray, batch_size: int) -> float:
+    """Cross-entropy a token over all blocks, in nats; every block has the same number of labels, so batches weigh by
+    their blocks."""
+    training = model.training
+    model.eval()
+    total = 0.0
+    for start in range(0, len(blocks), batch_size):
+        ids = torch.from_numpy(blocks[start : start + batch_size]).to(_device(model))
+        total += model(input_ids=ids, labels=ids, use_cache=False).loss.item() * len(ids)
+    model.train(training)
+    return total / len(blocks)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+class StopCallback(TrainerCallback):
+    """Ends the run at the first training loss that is not finite."""
+
+    diverged = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if not math.isfinite(logs.get("loss", 0.0)):
+            self.diverged = True
+            control.should_training_stop = True
+            control.should_save = False
+
+
+class ProgressCallback(TrainerCallback):
+    """Measures the time of each step, without what other callbacks add, and shows a bar when asked to."""
+
+    def __init__(self, title: str, tokens_per_step: int, show: bool) -> None:
+        self.title = title
+        self.tokens_per_step = tokens_per_step
+        self.show = show
+        self.seconds: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        from tqdm import tqdm
+
+        bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
+        self.bar = tqdm(
+            desc=self.title,
+            total=state.max_steps,
+            initial=state.global_step,
+            disable=not self.show,
+            bar_format=bar_format,
+        )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.started)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs and self.seconds:
+            self.bar.update(state.global_step - self.bar.n)
+            if self.show:
+                self.bar.set_postfix_str(f"loss {logs['loss']:.3f}, {self.tokens_per_s():,.0f} tokens/s", refresh=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+    def tokens_per_s(self) -> float | None:
+        """Tokens by the median step time of the last 200 steps; None before the first step."""
+        if not self.seconds:
+            return None
+        return self.tokens_per_step / statistics.median(self.seconds[-200:])

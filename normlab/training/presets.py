@@ -1,0 +1,99 @@
+"""Sweeps as data: which runs a preset name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from normlab.errors import NormlabError
+from normlab.schemes import SCHEMES, get_scheme
+from normlab.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A sweep over scheme x depth x seed, after a search for each scheme's learning rate.
+
+    depths: depth -> number of seeds (0, 1, ...). learning_rates: tried at `search_depth`, seed 0; the one with the
+    lowest final held-out loss is the scheme's at every depth. One learning rate: no search. fields: of TrainConfig, the
+    same for all runs.
+    """
+
+    name: str
+    depths: Mapping[int, int]
+    learning_rates: tuple[float, ...]
+    search_depth: int = 16
+    schemes: tuple[str, ...] = tuple(SCHEMES)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for scheme in self.schemes:
+            get_scheme(scheme)
+
+    def config(self, scheme: str, depth: int, seed: int, lr: float, **more: Any) -> TrainConfig:
+        return TrainConfig(**{**self.fields, **more, "scheme": scheme, "depth": depth, "seed": seed, "lr": lr})
+
+    def search(self, **more: Any) -> list[TrainConfig]:
+        """The runs that choose each scheme's learning rate; none when there is nothing to choose."""
+        if len(self.learning_rates) == 1:
+            return []
+        return [
+            self.config(scheme, self.search_depth, 0, lr, **more)
+            for scheme in self.schemes
+            for lr in self.learning_rates
+        ]
+
+    def grid(self, lr: Mapping[str, float], **more: Any) -> list[TrainConfig]:
+        """The sweep itself, in the order in which partial results say most: seed 0 at every depth first, shallow before
+        deep."""
+        order = [(seed, depth) for depth, seeds in self.depths.items() for seed in range(seeds)]
+        return [
+            self.config(scheme, depth, seed, lr[scheme], **more)
+            for seed, depth in sorted(order)
+            for scheme in self.schemes
+        ]
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "tiny",
+            depths={2: 1, 4: 1, 8: 1},
+            # Small batches of a small vocabulary learn most in the few minutes that the preset has. At 3e-3 and above
+            # the residual stream of every scheme blows up in so short a run, and says nothing about normalization.
+            learning_rates=(1e-3,),
+            schemes=("pre_rmsnorm", "lns", "rmsnorm_gain", "bhyt_linear", "bhyt", "dyt"),
+            fields={
+                "width": 128,
+                "vocab_size": 1024,
+                "batch_size": 4,
+                "block_length": 64,
+                "steps": 300,
+                "probe_every": 50,
+                "eval_every": 100,
+                "eval_blocks": 96,
+            },
+        ),
+        Preset(
+            "small",
+            depths={4: 3, 8: 3, 16: 3, 32: 1, 64: 1},
+            learning_rates=(1e-3, 3e-3, 1e-2),
+            fields={
+                "width": 128,
+                "vocab_size": 4096,
+                "steps": 300,
+                "probe_every": 50,
+                "eval_every": 100,
+                "eval_blocks": 128,
+            },
+        ),
+    )
+}
+
+
+def get_preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise NormlabError(f"unknown preset {name!r}; known are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,357 @@
+"""One training run: from a `TrainConfig` to a finished run on disk.
+
+`train(config, out)`   train, or resume, or skip what is finished; returns the `Run`
+`RunTrainer`           transformers' Trainer with our data order, decay rule, log and atomic checkpoints
+
+A run in progress is a directory of checkpoints, each of them staged, synced and renamed; the log of measurements is
+part of the checkpoint. So a process killed at any moment leaves the last whole checkpoint, and a resumed run repeats,
+bit for bit on a CPU, what the killed one would have done. The finished run appears under its name in one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import normlab
+from normlab import runs
+from normlab.errors import NormlabError
+from normlab.models import NormlabForCausalLM
+from normlab.training.callbacks import (
+    EvalCallback,
+    ProbeCallback,
+    ProgressCallback,
+    RefreshCallback,
+    RunLog,
+    StopCallback,
+    refresh_interval,
+)
+from normlab.training.config import TrainConfig, require_same
+from normlab.training.corpus import Corpus, corpus_of
+
+PARTIAL_MANIFEST = "partial.json"
+
+
+class Blocks(Dataset):
+    """Rows of a memory-mapped array as int64 tensors."""
+
+    def __init__(self, blocks: np.ndarray) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.blocks[index].astype(np.int64))
+
+
+def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+    ids = torch.stack(rows)
+    return {"input_ids": ids, "labels": ids}
+
+
+class SeededOrder(Sampler[int]):
+    """`length` indices: one permutation of all blocks after another, from `seed` alone, whatever the model."""
+
+    def __init__(self, blocks: int, length: int, seed: int) -> None:
+        self.blocks, self.length, self.seed = blocks, length, seed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed)
+        left = self.length
+        while left > 0:
+            order = torch.randperm(self.blocks, generator=generator).tolist()[:left]
+            yield from order
+            left -= len(order)
+
+
+class RunTrainer(Trainer):
+    """Trainer whose data order hangs on the seed alone, whose log is a `RunLog`, and whose checkpoints are whole or
+    absent."""
+
+    def __init__(self, *args: Any, log: RunLog, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.run_log = log
+        self._staging: Path | None = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return SeededOrder(len(cast(Blocks, self.train_dataset)), self.args.max_steps * batch, self.args.seed)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The model knows; transformers goes by the parameter's name, which is wrong for norms that are to be
+        decayed."""
+        return self.accelerator.unwrap_model(model).decay_parameter_names()
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not counted: transformers walks every module of the model at every step for it."""
+        return 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            for metric in ("loss", "grad_norm", "learning_rate"):
+                self.run_log.add(self.state.global_step, "train", metric, logs[metric])
+        super().log(logs, start_time)
+        self.state.log_history.clear()  # the run log has it; here it would be written again with every checkpoint
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging or self.args.output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Trainer's checkpoint and the log, written aside, synced, renamed; then older ones go."""
+        root = Path(str(self.args.output_dir))
+        self._staging = root / "staging"
+        try:
+            if self.args.should_save:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                runs.write_stats(self._staging / name / runs.STATS, self.run_log.frame())
+                runs.publish(self._staging / name, root / name)
+                for old in checkpoints(root)[:-1]:
+                    shutil.rmtree(old)
+        finally:
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging = None
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Whole checkpoints in a run's working directory, oldest first."""
+    found = [p for p in root.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.rsplit("-", 1)[1].isdigit()]
+    return sorted(found, key=checkpoint_step)
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(path.name.rsplit("-", 1)[1])
+
+
+def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
+    """AdamW, linear warm-up, cosine to a minimum, clipping; a log every step and nothing that costs time."""
+    arguments = TrainingArguments(
+        output_dir=str(work),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch_size,
+        learning_rate=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        max_grad_norm=config.clip,
+        optim="adamw_torch_fused",
+        lr_scheduler_type="cosine_warmup_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": config.min_lr_ratio},
+        warmup_steps=config.warmup,
+        seed=config.seed,
+        logging_strategy="steps",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps" if config.checkpoint_every else "no",
+        save_steps=config.checkpoint_every or config.steps,
+        disable_tqdm=True,
+        report_to="none",
+        dataloader_pin_memory=False,
+        log_level="error",
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # else the Trainer multiplies the batch by the number of GPUs that it sees
+    return arguments
+
+
+def train(
+    config: TrainConfig,
+    out: str | Path = "runs",
+    *,
+    cache_dir: str | Path | None = None,
+    progress: bool = True,
+) -> runs.Run:
+    """Train `config` under directory `out` and return the run; resume a killed one; return a finished one at once.
+
+    Raises NormlabError for bad input: a corpus that cannot be read, an output directory that holds something else, a
+    run of the same name made from other text. A loss that becomes non-finite is no error: the run ends with status
+    "diverged".
+    """
+    root = Path(out)
+    runs.check_root(root)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise NormlabError(
+            "a normlab run is one process; start it without torchrun or accelerate launch (a sweep runs several)"
+        )
+    corpus = corpus_of(config, cache_dir, progress)
+    final, work = root / config.run_id, root / runs.PARTIAL / config.run_id
+    with runs.full_disk_named(root), runs.exclusive(root / runs.PARTIAL / f"{config.run_id}.lock"):
+        if final.exists():
+            run = runs.read_run(final)
+            require_same(run.manifest, config, corpus.identity())
+            shutil.rmtree(work, ignore_errors=True)
+            return run
+        manifest = _manifest(config, corpus)
+        _prepare(work, manifest)
+        with _settings(config.threads):
+            _run(config, corpus, work, final, manifest, progress)
+    return runs.read_run(final)
+
+
+def train_from_manifest(path: str | Path, out: str | Path = "runs", **options: Any) -> runs.Run:
+    """Repeat the run of a manifest.json (or of a run's directory): same configuration, threads and text; options as in
+    `train`.
+
+    NormlabError when the corpus or tokenizer of this machine differs from the manifest's: the numbers could not be the
+    same.
+    """
+    path = Path(path)
+    manifest = runs.read_run(path.parent if path.name == runs.MANIFEST else path).manifest
+    config = TrainConfig.from_dict(manifest["config"])
+    corpus = corpus_of(config, options.get("cache_dir"), options.get("progress", True))
+    require_same(manifest, config, corpus.identity())
+    return train(config, out, **options)
+
+
+def _run(
+    config: TrainConfig, corpus: Corpus, work: Path, final: Path, manifest: dict[str, Any], progress: bool
+) -> None:
+    started = time.perf_counter()
+    trainer, log, stop, bar = build_trainer(config, corpus, work, progress)
+    whole = checkpoints(work)
+    latest = whole[-1] if whole else None
+    if latest is not None:
+        log.restore(latest / runs.STATS)
+    trainer.train(resume_from_checkpoint=str(latest) if latest else None)
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    manifest |= _verdict(log, stop.diverged, corpus.unigram_entropy)
+    manifest |= {
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.global_step * config.tokens_per_step,
+        "model": model.config.to_diff_dict(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "measured": {
+            "wall_s": time.perf_counter() - started,
+            "tokens_per_s": bar.tokens_per_s(),
+            "resumed_from_step": checkpoint_step(latest) if latest else 0,
+        },
+    }
+    staged = work / "final"
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir()
+    if config.keep_weights:
+        model.save_pretrained(staged)
+        corpus.tokenizer().save_pretrained(staged)
+    runs.write_stats(staged / runs.STATS, log.frame())
+    runs.write_json(staged / runs.MANIFEST, manifest)
+    runs.publish(staged, final)
+    shutil.rmtree(work)
+
+
+def _verdict(log: RunLog, stopped: bool, entropy: float) -> dict[str, Any]:
+    """status and the last held-out loss (None when it is not finite, or was never measured: then learning is taken for
+    granted)."""
+    loss = log.last("loss", "eval")
+    if stopped or (loss is not None and not math.isfinite(loss)):
+        return {"status": "diverged", "eval_loss": None}
+    return {"status": "not_learned" if loss is not None and loss >= entropy else "finished", "eval_loss": loss}
+
+
+@contextlib.contextmanager
+def _settings(threads: int) -> Iterator[None]:
+    """The process's thread count for the time of a run, and no bars of transformers' own between ours."""
+    from transformers.utils import logging
+
+    before, bars = torch.get_num_threads(), logging.is_progress_bar_enabled()
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def build_trainer(
+    config: TrainConfig, corpus: Corpus, work: Path, progress: bool
+) -> tuple[RunTrainer, RunLog, StopCallback, ProgressCallback]:
+    """The trainer with a freshly initialised model and all callbacks, in the order in which they must act."""
+    set_seed(config.seed)
+    model = NormlabForCausalLM(config.model_config(corpus.vocab_size, corpus.eos_token_id))
+    log = RunLog(config.tokens_per_step)
+    stop = StopCallback()
+    bar = ProgressCallback(config.run_id, config.tokens_per_step, progress)
+    callbacks = [
+        bar,
+        RefreshCallback(refresh_interval(config.steps)),
+        ProbeCallback(log, corpus.spread(config.probe_blocks), config.probe_every),
+        EvalCallback(log, corpus.spread(config.eval_blocks), config.batch_size, config.eval_every),
+        stop,
+    ]
+    trainer = RunTrainer(
+        model=model,
+        args=training_arguments(config, work),
+        train_dataset=Blocks(corpus.train),
+        data_collator=collate,
+        callbacks=callbacks,
+        log=log,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer, log, stop, bar
+
+
+def _prepare(work: Path, manifest: dict[str, Any]) -> None:
+    """The working directory, emptied when its checkpoints come from other text, versions or threads: they could not be
+    continued to the same numbers."""
+    file = work / PARTIAL_MANIFEST
+    begun = json.loads(file.read_text()) if file.is_file() else None
+    if begun is not None and all(
+        begun[part] == manifest[part] for part in ("schema", "config", "corpus", "environment")
+    ):
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    runs.write_json(file, manifest)
+
+
+def _manifest(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
+    return {
+        "schema": runs.SCHEMA_VERSION,
+        "run": config.run_id,
+        "config": config.to_dict(),
+        "corpus": corpus.identity(),
+        "environment": environment(),
+        "command": f"normlab train {shlex.join(config.to_arguments())}",
+    }
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine: what else the last digits of a number depend on."""
+    import tokenizers
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "normlab": normlab.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }

@@ -1,0 +1,112 @@
+"""Several runs at once: processes of this machine, or Ray's on many.
+
+`finish_in_any_order(configs, ...)` yields (config, Run or exception) as runs end; one that fails does not stop the
+others.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from normlab.errors import NormlabError
+from normlab.runs import Run, read_run
+from normlab.training.config import TrainConfig
+
+Outcome = tuple[TrainConfig, "Run | Exception"]
+
+
+def train_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
+    """What a worker does; returns the run's directory. The transformers stack is imported here, in the worker."""
+    from normlab.training.trainer import train
+
+    return str(train(config, out, cache_dir=cache_dir, progress=False).path)
+
+
+def finish_in_any_order(
+    configs: Sequence[TrainConfig], out: str | Path, workers: int | str, cache_dir: str | Path | None
+) -> Iterator[Outcome]:
+    """Run `configs` in about their order, `workers` at a time ("ray": as many as the cluster has room for)."""
+    arguments = (str(out), str(cache_dir) if cache_dir is not None else None)
+    if workers == "ray":
+        yield from _with_ray(configs, arguments)
+    else:
+        yield from _with_processes(configs, int(workers), arguments)
+
+
+def _with_processes(configs: Sequence[TrainConfig], workers: int, arguments: tuple) -> Iterator[Outcome]:
+    """A pool dies with any of its processes (out of memory, kill -9): the runs that it leaves get one more pool, and go
+    on from their checkpoints there."""
+    left = list(configs)
+    while left:
+        died: list[tuple[TrainConfig, Exception]] = []
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(min(workers, len(left)), mp_context=context, initializer=_start_worker)
+        try:
+            futures = {pool.submit(train_one, config, *arguments): config for config in left}
+            for future in as_completed(futures):
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    died.append((futures[future], NormlabError("its process was killed, perhaps for lack of memory")))
+                else:
+                    yield futures[future], error if isinstance(error, Exception) else read_run(future.result())
+            pool.shutdown()
+        finally:  # reached early on Ctrl-C: runs in progress stop now and go on from their checkpoints next time
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+        if len(died) == len(left):
+            yield from died
+            return
+        left = [config for config, _ in died]
+
+
+def _start_worker() -> None:
+    """Ctrl-C ends a worker without a traceback, and a worker whose parent was killed ends too rather than wait for work
+    for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    if parent is None:  # not in a worker
+        return
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _with_ray(configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
+    ray = import_ray()
+    started = not ray.is_initialized()
+    if started:
+        ray.init(log_to_driver=False)
+    try:
+        task: Any = ray.remote(train_one)
+        waiting = {task.options(num_cpus=config.threads).remote(config, *arguments): config for config in configs}
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1)
+            config = waiting.pop(done[0])
+            try:
+                yield config, read_run(ray.get(done[0]))
+            except Exception as error:  # Ray wraps whatever the task raised
+                cause = getattr(error, "cause", None)
+                yield config, cause if isinstance(cause, Exception) else error
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise NormlabError("--workers ray needs Ray: pip install 'normlab[ray]'") from None
+    return ray

@@ -1,0 +1,86 @@
+"""What every test gets: one thread, no network, fixed seeds, nothing written to the user's home.
+
+The environment is set before torch and transformers are imported and is inherited by the processes that tests start.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+CACHE = Path(__file__).resolve().parents[1] / "build" / "test-cache"
+
+os.environ.update(
+    {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "WANDB_MODE": "disabled",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "XDG_CACHE_HOME": str(CACHE),
+        "HF_HOME": str(CACHE / "huggingface"),
+    }
+)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+torch.set_num_threads(1)
+
+# The same examples every time, and no verdict that depends on how busy the machine is.
+settings.register_profile("reproducible", derandomize=True, deadline=None, database=None, max_examples=50)
+settings.load_profile("reproducible")
+
+_connect = socket.socket.connect
+
+
+def _connect_locally(self: socket.socket, address: object) -> None:
+    local = self.family == socket.AF_UNIX or (
+        isinstance(address, tuple) and str(address[0]) in {"127.0.0.1", "::1", "localhost"}
+    )
+    if not local:
+        raise OSError(f"a test tried to reach {address}: tests use no network")
+    _connect(self, address)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections to anything but this machine fail at once, with the address in the message."""
+    monkeypatch.setattr(socket.socket, "connect", _connect_locally)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """The same random numbers in every test, whichever ran before it; a changed default dtype does not leak."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of a Chromium or Chrome; the test is skipped where there is none."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    pytest.skip("no Chromium here: install chromium for the browser tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that asks for the browser carries the marker, so that `-m 'not browser'` is complete."""
+    for item in items:
+        if "chromium" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.browser)

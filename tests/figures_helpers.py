@@ -1,0 +1,85 @@
+"""Small tables of runs for the tests of figures, comparisons and widgets; values follow a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+COLUMNS = "run scheme depth width seed lr status step tokens split site layer metric mask value".split()
+SCHEMES = ("pre_rmsnorm", "lns", "bhyt", "bhyt_linear", "rmsnorm_gain")
+# Growth with depth, so that schemes are told apart: the last layer's value is 1 + growth * depth * (1 + step).
+GROWTH = {"pre_rmsnorm": 1.0, "lns": 0.5, "bhyt": 0.1, "bhyt_linear": 0.11, "rmsnorm_gain": 0.12}
+UNIGRAM = 6.0
+LAYER_METRICS = {"block_out": ("token_l2_mean", "feature_var_mean"), "block_in_grad": ("grad_l2_mean", "grad_l2_total")}
+
+
+def activation(scheme: str, layer: int, step: int) -> float:
+    return 1.0 + GROWTH.get(scheme, 0.7) * layer * (1 + step / 10)
+
+
+def final_loss(scheme: str, seed: int) -> float:
+    return 4.0 + 0.1 * list(GROWTH).index(scheme) + 0.3 * seed if scheme in GROWTH else 5.0
+
+
+def one_run(
+    scheme: str,
+    depth: int = 4,
+    seed: int = 0,
+    lr: float = 1e-3,
+    steps: Sequence[int] = (0, 10, 20),
+    status: str = "finished",
+) -> pd.DataFrame:
+    """All rows of one run; a diverged run's losses are NaN from the middle on."""
+    about = {
+        "run": f"{scheme}-{depth}-{seed}-{lr}",
+        "scheme": scheme,
+        "depth": depth,
+        "width": 16,
+        "seed": seed,
+        "lr": lr,
+    }
+    rows: list[tuple] = []
+    loss = UNIGRAM + 1 if status == "not_learned" else final_loss(scheme, seed)
+    for step in steps:
+        broken = status == "diverged" and step >= steps[len(steps) // 2]
+        for site, metrics in LAYER_METRICS.items():
+            for metric in metrics:
+                for layer in range(site == "block_in_grad", depth + 1):
+                    value = activation(scheme, layer, step) * (1 + 0.01 * seed)
+                    rows.append((step, "probe", site, layer, metric, np.nan if broken else value))
+        for split in ("train", "eval"):
+            value = np.nan if broken else 8.0 + (loss - 8.0) * step / max(steps[-1], 1)
+            rows.append((step, split, "model", None, "loss", value))
+    rows.append((steps[-1], "eval", "model", None, "unigram_entropy", UNIGRAM))
+    table = pd.DataFrame(rows, columns=["step", "split", "site", "layer", "metric", "value"])
+    table = table.assign(**about, status=status, tokens=table["step"] * 100, mask="all")[COLUMNS]
+    return table.astype({"layer": "Int64", "value": "float64"})
+
+
+def table(
+    schemes: Sequence[str] = SCHEMES,
+    depths: Sequence[int] = (2, 4),
+    seeds: Sequence[int] = (0, 1, 2),
+    statuses: Mapping[tuple[str, int], str] | None = None,
+) -> pd.DataFrame:
+    """Runs of all schemes, depths and seeds; `statuses` by (scheme, depth)."""
+    statuses = statuses or {}
+    runs = [
+        one_run(scheme, depth, seed, status=statuses.get((scheme, depth), "finished"))
+        for scheme in schemes
+        for depth in depths
+        for seed in seeds
+    ]
+    return pd.concat(runs, ignore_index=True)
+
+
+def empty() -> pd.DataFrame:
+    return one_run("bhyt").iloc[:0]
+
+
+def text_of(figure: object) -> str:
+    """All annotations and the title, as one string."""
+    layout = figure.layout  # type: ignore[attr-defined]
+    return " ".join([layout.title.text or "", layout.title.subtitle.text or "", *(a.text for a in layout.annotations)])

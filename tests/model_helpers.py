@@ -1,0 +1,140 @@
+"""What the model tests share.
+
+CASES               every scheme, and BHyT's options, as (scheme, extra config fields)
+tiny_model          a small model with every default moved: norms, weights, lambda, c, kappa, eps
+lively              the same for a model that exists
+assert_fault_is_caught   a check passes on our code and fails once a known fault is patched in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from normlab import SCHEMES, NormlabConfig, NormlabForCausalLM
+
+# Nothing at its default: a formula that drops a factor of 1 or mistakes one eps for another shows.
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "train_seq_len": 24,
+    "rms_norm_eps": 3e-5,
+    "initializer_range": 0.02,
+    "lam_input": 2.3,
+    "lam_post": 1.7,
+    "kappa": 3.0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# The same for stock Llama.
+LLAMA = {name: value for name, value in TINY.items() if name not in {"lam_input", "lam_post", "kappa", "train_seq_len"}}
+
+VARIANTS = [
+    ("bhyt", {"carried": "causal"}),
+    ("bhyt", {"carried": "exact"}),
+    ("bhyt", {"lam_last": 1.4}),
+    ("bhyt", {"learnable_lam": False}),
+    ("bhyt_linear", {"carried": "causal", "lam_last": 1.4}),
+    ("bhyt_exact", {"lam_last": 1.4}),
+    ("rmsnorm_gain", {"lam_last": 1.4}),
+    ("mix_ln", {"post_fraction": 0.6}),
+    ("dyt", {"tie_word_embeddings": True}),
+]
+CASES = [pytest.param(name, {}, id=name) for name in SCHEMES] + [
+    pytest.param(name, extra, id="-".join([name, *(str(value) for value in extra.values())]))
+    for name, extra in VARIANTS
+]
+every_scheme = pytest.mark.parametrize("scheme", list(SCHEMES))
+every_case = pytest.mark.parametrize(("scheme", "extra"), CASES)
+carrying_case = pytest.mark.parametrize(
+    ("scheme", "extra"),
+    [
+        pytest.param(name, {"carried": carried}, id=f"{name}-{carried}")
+        for name in ("bhyt", "bhyt_linear")
+        for carried in ("uniform", "causal")
+    ],
+)
+
+
+@torch.no_grad()
+def lively(model: NormlabForCausalLM, seed: int = 0) -> NormlabForCausalLM:
+    """Move every tensor off its start: matrices perturbed, norm parameters drawn, c a number no formula gives."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def uniform(tensor: torch.Tensor, low: float, high: float) -> None:
+        tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=draw))
+
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.endswith("c_attn"):
+            uniform(tensor, 0.02, 0.12)  # a correction about as large as the mean square it corrects
+        elif name.endswith((".lam", ".alpha")):
+            uniform(tensor, 0.6, 3.1)
+        elif name.endswith("shared_scale"):
+            uniform(tensor, 2.0, 4.0)
+        elif tensor.dim() == 1 and name.endswith("weight"):
+            uniform(tensor, 0.4, 1.8)
+        elif tensor.dim() == 1:
+            uniform(tensor, -0.4, 0.4)
+        else:
+            tensor.add_(torch.randn(tensor.shape, generator=draw), alpha=0.15)
+    return model
+
+
+def tiny_config(scheme: str, **fields: Any) -> NormlabConfig:
+    return NormlabConfig(scheme=scheme, **{**TINY, **fields})
+
+
+def tiny_model(scheme: str, *, seed: int = 0, **fields: Any) -> NormlabForCausalLM:
+    """An evaluating model of 3 blocks and width 32, nothing at its default."""
+    torch.manual_seed(seed)
+    return lively(NormlabForCausalLM(tiny_config(scheme, **fields)), seed).eval()
+
+
+def fresh_model(scheme: str, *, seed: int = 0, **fields: Any) -> NormlabForCausalLM:
+    """The same, as a training run starts: nothing drawn but the initial weights."""
+    torch.manual_seed(seed)
+    return NormlabForCausalLM(tiny_config(scheme, **fields)).eval()
+
+
+def tokens(rows: int = 2, length: int = 10, *, seed: int = 1, vocab: int = 61) -> torch.Tensor:
+    """Random token ids, never the padding id 0."""
+    return torch.randint(1, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_bits(left: torch.Tensor, right: torch.Tensor, note: str = "") -> None:
+    """Equal in type and every bit."""
+    assert left.dtype == right.dtype, f"{note}: {left.dtype} is not {right.dtype}"
+    assert torch.equal(left, right), f"{note}: differ by up to {(left.double() - right.double()).abs().max()}"
+
+
+def assert_near(left: torch.Tensor, right: torch.Tensor, relative: float, note: str = "") -> None:
+    """The largest difference is at most ``relative`` of the largest value of ``right``."""
+    left, right = left.detach().double(), right.detach().double()
+    assert left.shape == right.shape, f"{note}: {tuple(left.shape)} is not {tuple(right.shape)}"
+    gap, size = (left - right).abs().max().item(), right.abs().max().item()
+    assert gap <= relative * size, f"{note}: {gap:.3g} apart, values up to {size:.3g}"
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradient of every parameter that requires one, by name; ``model``'s own .grad untouched."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def assert_fault_is_caught(check: Callable[[], None], patch: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """``check`` passes; with the fault that ``patch`` installs it fails. A check that cannot fail proves nothing."""
+    check()
+    with pytest.MonkeyPatch.context() as faulty:
+        patch(faulty)
+        with pytest.raises(AssertionError):
+            check()
+    check()

@@ -1,0 +1,209 @@
+"""The rules that keep the parts apart, read from the source: floors, scheme names, imports, file sizes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import normlab
+from normlab import SCHEMES
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "normlab"
+KERNELS = ROOT / "kernels" / "normlab_kernels"
+
+# From the ground up: a floor imports only floors named before it.
+FLOORS = (
+    "errors",
+    "norms",
+    "schemes",
+    "models",
+    "probes",
+    "theory",
+    "runs",
+    "training",
+    "published",
+    "labels",
+    "selection",
+    "compare",
+    "profiles",
+    "figures",
+    "export",
+    "export",
+    "widgets",
+    "bench",
+    "cli",
+)
+
+# A callback for transformers' Trainer and a report on a saved model cannot do without transformers.
+EXCEPT = {PACKAGE / "probes" / "callback.py", PACKAGE / "probes" / "report.py"}
+
+
+def library_files(root: Path = PACKAGE) -> list[Path]:
+    return sorted(path for path in root.rglob("*.py"))
+
+
+def floor_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imported_modules(source: str, package: str) -> Iterator[str]:
+    """Absolute dotted names of everything a source file imports, anywhere in it; ``package`` resolves relative imports.
+
+    A name taken from the package's public face (``from normlab import x``, ``import normlab`` and then ``normlab.x``)
+    counts as an import of the module that defines it.
+    """
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name != "normlab")
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (defining_module(f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "normlab":
+            yield defining_module(f"normlab.{node.attr}")
+
+
+def defining_module(name: str) -> str:
+    return normlab._PUBLIC.get(name.removeprefix("normlab."), name)
+
+
+def imports_of(path: Path) -> set[str]:
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    return set(imported_modules(path.read_text(encoding="utf-8"), package))
+
+
+def violations(floor: str, modules: set[str]) -> list[str]:
+    """Modules of the library that a floor must not import: those of a floor above it."""
+    allowed = FLOORS[: FLOORS.index(floor) + 1]
+    wrong = []
+    for module in sorted(modules):
+        if module.split(".")[0] != "normlab" or module == "normlab.__version__":
+            continue
+        if module.split(".")[1] not in allowed:
+            wrong.append(module)
+    return wrong
+
+
+def strings_naming(source: str, names: set[str]) -> list[tuple[int, str]]:
+    """(line, name) of every string in a source file, docstrings aside, that holds one of the names as a whole word."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+        and isinstance(node.body[0].value, ast.Constant)
+    }
+    return [
+        (node.lineno, word)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        for word in re.findall(r"\w+", node.value)
+        if word in names
+    ]
+
+
+def test_every_module_belongs_to_a_floor():
+    unknown = {floor_of(path) for path in library_files()} - {*FLOORS, "__init__", "__main__"}
+    assert not unknown, f"say in FLOORS where they stand: {sorted(unknown)}"
+
+
+@pytest.mark.parametrize("path", library_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_floor_imports_only_floors_below_it(path: Path):
+    floor = floor_of(path)
+    if floor in {"__init__", "__main__"}:
+        floor = FLOORS[-1]
+    assert not violations(floor, imports_of(path))
+
+
+def test_an_import_from_a_floor_above_is_found_in_every_form():
+    for source in (
+        "from normlab.training import corpus",
+        "from normlab import training",
+        "from ..training import corpus",
+        "import normlab.training.corpus",
+        "import normlab\n\nmodel = normlab.NormlabForCausalLM",
+        "def late():\n    from normlab import NormlabForCausalLM",
+    ):
+        assert violations("norms", set(imported_modules(source, "normlab.norms"))), source
+    assert not violations("models", set(imported_modules("from normlab.norms import BHyT", "normlab.models")))
+
+
+def test_no_scheme_is_named_outside_the_registry():
+    found = {
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in library_files()
+        if path != PACKAGE / "schemes.py"
+        for line, name in strings_naming(path.read_text(encoding="utf-8"), set(SCHEMES))
+    }
+    assert not found
+
+
+@pytest.mark.skipif(not KERNELS.is_dir(), reason="the kernels are not in this checkout")
+def test_the_kernels_know_functions_not_schemes():
+    functions = {"bhyt", "dyt"}  # two schemes are called as the function they are made of
+    found = {
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in library_files(KERNELS)
+        for line, name in strings_naming(path.read_text(encoding="utf-8"), set(SCHEMES) - functions)
+    }
+    assert not found
+
+
+def test_a_scheme_named_in_code_is_found_and_one_named_in_a_docstring_is_not():
+    source = 'def f(scheme):\n    """As lns does."""\n    return scheme == "lns" or f"{scheme}, like bhyt"\n'
+    assert strings_naming(source, set(SCHEMES)) == [(3, "lns"), (3, "bhyt")]
+
+
+@pytest.mark.parametrize(
+    ("floor", "forbidden"),
+    [
+        ("norms", {"transformers", "numpy", "pandas"}),
+        ("probes", {"transformers", "normlab.models", "normlab.schemes", "normlab.norms"}),
+        ("figures", {"pathlib", "os", "io", "ipywidgets", "torch", "normlab.runs", "normlab.models"}),
+        ("widgets", {"normlab.cli"}),
+    ],
+)
+def test_a_floor_keeps_to_what_it_knows(floor: str, forbidden: set[str]):
+    found = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in library_files()
+        if floor_of(path) == floor and path not in EXCEPT
+        for module in imports_of(path)
+        if any(module == name or module.startswith(name + ".") for name in forbidden)
+    }
+    assert not found
+
+
+@pytest.mark.skipif(not KERNELS.is_dir(), reason="the kernels are not in this checkout")
+def test_the_kernels_import_torch_and_triton_only():
+    known = {*sys.stdlib_module_names, "torch", "triton", "normlab_kernels"}
+    optional = {"numpy"}  # behind a try: the kernels run without it
+    found = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in library_files(KERNELS)
+        for module in imported_modules(path.read_text(encoding="utf-8"), "normlab_kernels")
+        if module.split(".")[0] not in known | optional
+    }
+    assert not found
+
+
+def test_files_can_be_read_in_one_sitting():
+    folders = [PACKAGE, ROOT / "kernels", ROOT / "tests"]
+    lines = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n")
+        for folder in folders
+        for path in library_files(folder)
+    }
+    assert {path: count for path, count in lines.items() if count > 400} == {}

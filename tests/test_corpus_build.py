@@ -1,0 +1,268 @@
+"""Every kind of source gives the same packed corpus, the same every time; what cannot serve is refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_helpers import WORDS
+
+from normlab import NormlabError
+from normlab.training import corpus as corpora
+from normlab.training import tokens as tokenizers
+from normlab.training.corpus import Corpus, load_corpus, open_documents
+from normlab.training.stdlib import stdlib_documents
+from normlab.training.tokens import unigram_entropy
+
+SETTINGS = {"vocab_size": 300, "block_length": 16}
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[str]:
+    choose = random.Random(1)
+    return [" ".join(choose.choices(WORDS, k=choose.randint(5, 40))) + f" {index}" for index in range(300)]
+
+
+def _write(path: Path, documents: list[str], column: str = "text") -> Path:
+    import pandas as pd
+
+    lines = "\n".join(json.dumps({column: text, "other": 1}) for text in documents)
+    if path.name.endswith(".txt"):
+        path.write_text("\n\n".join(documents))
+    elif path.name.endswith(".jsonl"):
+        path.write_text(lines)
+    elif path.name.endswith(".jsonl.gz"):
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        pd.DataFrame({column: documents, "other": 1}).to_parquet(path)
+    return path
+
+
+def _load(path: Path | str, cache: Path, **options: object) -> Corpus:
+    return load_corpus(str(path), cache_dir=cache, **{**SETTINGS, **options})  # type: ignore[arg-type]
+
+
+def _text(corpus: Corpus, split: str) -> str:
+    return corpus.tokenizer().decode(getattr(corpus, split).reshape(-1))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_every_file_format_gives_the_same_corpus(name: str, documents: list[str], tmp_path: Path) -> None:
+    corpus = _load(_write(tmp_path / name, documents), tmp_path / "cache")
+    reference = _load(_write(tmp_path / "reference.parquet", documents), tmp_path / "cache")
+    assert corpus.content_hash == reference.content_hash
+    assert corpus.tokenizer_hash == reference.tokenizer_hash
+    assert np.array_equal(corpus.train, reference.train)
+    assert np.array_equal(corpus.held_out, reference.held_out)
+    assert corpus.unigram_entropy == reference.unigram_entropy
+
+
+def test_every_source_is_read_as_a_stream(documents: list[str], tmp_path: Path) -> None:
+    from datasets import IterableDataset
+
+    for source in ("stdlib", *(str(_write(tmp_path / f"a{end}", documents)) for end in corpora.BUILDERS)):
+        stream = open_documents(source)
+        assert isinstance(stream, IterableDataset)
+        assert set(next(iter(stream))) == {"key", "text"}
+
+
+def test_a_directory_is_read_in_the_order_of_its_files(documents: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    _write(folder / "b.jsonl", documents[100:])
+    _write(folder / "a.jsonl", documents[:100])
+    whole = _write(tmp_path / "whole.jsonl", documents)
+    assert _load(folder, tmp_path / "cache").content_hash == _load(whole, tmp_path / "cache").content_hash
+
+
+def test_text_comes_from_the_named_column(documents: list[str], tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", documents, column="body")
+    assert len(_load(path, tmp_path / "cache", text_column="body").train) > 0
+    with pytest.raises(NormlabError, match="no column 'text'; name one with --text-column"):
+        _load(path, tmp_path / "cache")
+
+
+def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(documents: list[str], tmp_path: Path) -> None:
+    corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
+    for split in ("train", "held_out"):
+        chosen = [text for text in documents if corpora._is_held_out(text) == (split == "held_out")]
+        whole = "".join(text + tokenizers.END_OF_TEXT for text in chosen)
+        packed = _text(corpus, split)
+        assert whole.startswith(packed)
+        assert len(whole) - len(packed) < 16 * max(map(len, WORDS)) * 2  # less than a block is cut off
+        assert (getattr(corpus, split) == corpus.eos_token_id).sum() >= len(chosen) - 1
+
+
+def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_together(
+    documents: list[str], tmp_path: Path
+) -> None:
+    shuffled = [*documents, *documents[:50]]
+    random.Random(2).shuffle(shuffled)
+    first = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
+    second = _load(_write(tmp_path / "b.jsonl", shuffled), tmp_path / "cache")
+
+    def ids(corpus: Corpus, split: str) -> set[str]:  # every document ends in its own number
+        return {text.split()[-1] for text in _text(corpus, split).split(tokenizers.END_OF_TEXT)[1:-1]}
+
+    assert not ids(second, "train") & ids(second, "held_out")
+    assert not ids(first, "train") & ids(second, "held_out")
+
+
+def test_held_out_share_is_about_five_percent_of_the_files() -> None:
+    keys = [document["key"] for document in stdlib_documents()]
+    share = sum(map(corpora._is_held_out, keys)) / len(keys)
+    assert 0.02 < share < 0.08
+
+
+def test_the_standard_library_is_sorted_without_tests_and_with_help_topics() -> None:
+    keys = [document["key"] for document in stdlib_documents()]
+    assert keys == [document["key"] for document in stdlib_documents()]
+    files = [key for key in keys if not key.startswith("pydoc_data/")]
+    assert files == sorted(files)
+    assert not [key for key in files if {"test", "tests", "idle_test"} & set(key.split("/"))]
+    assert "pydoc_data/lambda" in keys and "asyncio/events.py" in keys and "argparse.py" in keys
+
+
+def test_the_default_corpus_is_the_same_in_two_caches(tmp_path: Path) -> None:
+    first, second = (load_corpus(cache_dir=tmp_path / name, characters=1_200_000, **SETTINGS) for name in "ab")
+    assert first.identity() == second.identity()
+    assert np.array_equal(first.train, second.train)
+    assert first.vocab_size == SETTINGS["vocab_size"]
+
+
+def test_unigram_entropy_is_the_add_one_smoothed_cross_entropy() -> None:
+    train, held_out = np.array([0, 0, 1, 2]), np.array([0, 3])
+    expected = -(np.log(3 / 8) + np.log(1 / 8)) / 2
+    assert unigram_entropy(train, held_out, vocab_size=4) == pytest.approx(expected, rel=1e-12)
+
+
+def test_splits_are_memory_mapped_and_read_only(documents: list[str], tmp_path: Path) -> None:
+    corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
+    for split in (corpus.train, corpus.held_out):
+        assert not split.flags.owndata and not split.flags.writeable
+        assert split.dtype == np.int32 and split.shape[1] == SETTINGS["block_length"]
+    mapped = Path("/proc/self/maps")
+    if mapped.exists():
+        assert "train.arrow" in mapped.read_text()
+
+
+def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(
+    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(tmp_path / "a.jsonl", documents)
+    first = _load(path, tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(corpora, "_read_documents", lambda *_: pytest.fail("read again"))
+        assert np.array_equal(_load(path, tmp_path / "cache").train, first.train)
+    _write(path, documents[:200])
+    assert _load(path, tmp_path / "cache").content_hash != first.content_hash
+
+
+def test_a_build_that_breaks_off_leaves_no_cache(
+    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(tmp_path / "a.jsonl", documents)
+    with monkeypatch.context() as patch:
+        patch.setattr(corpora, "unigram_entropy", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _load(path, tmp_path / "cache")
+    assert list((tmp_path / "cache" / "corpus").iterdir()) == []
+    assert len(_load(path, tmp_path / "cache").train) > 0
+
+
+def test_a_build_that_another_process_finished_first_is_used(
+    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(tmp_path / "a.jsonl", documents)
+    original = corpora.unigram_entropy
+
+    def meanwhile(*args: object) -> float:
+        monkeypatch.setattr(corpora, "unigram_entropy", original)
+        _load(path, tmp_path / "cache")
+        return original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(corpora, "unigram_entropy", meanwhile)
+    assert len(_load(path, tmp_path / "cache").train) > 0
+    assert len(list((tmp_path / "cache" / "corpus").iterdir())) == 1
+
+
+def test_a_saved_tokenizer_is_used_as_it_is(documents: list[str], tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", documents)
+    trained = _load(path, tmp_path / "cache")
+    saved = _load(path, tmp_path / "other", tokenizer=str(trained.tokenizer_path))
+    assert saved.tokenizer_hash == trained.tokenizer_hash
+    assert np.array_equal(saved.train, trained.train)
+    with pytest.raises(NormlabError, match="cannot load tokenizer"):
+        _load(path, tmp_path / "other", tokenizer=str(tmp_path))
+
+
+def test_no_more_than_the_asked_characters_are_read(documents: list[str], tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", documents)
+    half = _load(path, tmp_path / "cache", characters=sum(map(len, documents)) // 2)
+    assert len(half.train) < 0.7 * len(_load(path, tmp_path / "cache").train)
+
+
+def test_spread_takes_the_same_blocks_from_the_whole_split(documents: list[str], tmp_path: Path) -> None:
+    corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
+    blocks = corpus.spread(3)
+    assert blocks.dtype == np.int64
+    middle = round((len(corpus.held_out) - 1) / 2)
+    assert np.array_equal(blocks, corpus.held_out[[0, middle, len(corpus.held_out) - 1]])
+    assert len(corpus.spread(10_000)) == len(corpus.held_out)
+
+
+BAD_SOURCES: dict[str, tuple[bytes | None, str]] = {
+    "missing.txt": (None, "does not exist"),
+    "empty.txt": (b"", "is empty"),
+    "blank.txt": (b"\n\n  \n\n", "is empty"),
+    "binary.txt": (b"\x7fELF\0\0\1", "is binary"),
+    "latin.txt": ("caf\xe9 ".encode("latin-1") * 100, "cannot read"),
+    "bad.jsonl": (b'{"text": "a"}\n{"text": ', "cannot read"),
+    "numbers.jsonl": (b'{"text": 1}\n' * 50, "does not hold text"),
+    "bad.parquet": (b"PAR1 not really", "cannot read"),
+    "bad.jsonl.gz": (b"not gzip", "cannot read"),
+    "small.txt": (b"a few words", "too small"),
+    "notes.md": (b"text", "is not one of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SOURCES)
+def test_what_cannot_serve_is_refused_in_one_line_that_names_it(name: str, tmp_path: Path) -> None:
+    content, reason = BAD_SOURCES[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(NormlabError, match=reason) as caught:
+        _load(tmp_path / name, tmp_path / "cache")
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_needs_files_of_one_kind(documents: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(NormlabError, match="holds none of"):
+        _load(folder, tmp_path / "cache")
+    _write(folder / "a.txt", documents)
+    _write(folder / "a.jsonl", documents)
+    with pytest.raises(NormlabError, match="mixes kinds"):
+        _load(folder, tmp_path / "cache")
+
+
+def test_a_hub_name_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(NormlabError, match="cannot read corpus 'nobody/nothing'") as caught:
+        _load("nobody/nothing", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_below_the_bytes_is_refused(documents: list[str], tmp_path: Path) -> None:
+    with pytest.raises(NormlabError, match="vocabulary size is 200"):
+        _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache", vocab_size=200)
+
+
+def test_a_split_of_less_than_one_block_is_refused(documents: list[str], tmp_path: Path) -> None:
+    with pytest.raises(NormlabError, match="too small"):
+        _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache", block_length=100_000)

@@ -1,0 +1,198 @@
+"""The TransformerLens bridge: bit-identical logits, hooks that show what is computed, probes on it, and logit
+attribution."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.norms import BHyT, RMSNorm
+from normlab.probes import record, sites, skip_sensitivity
+
+pytest.importorskip("transformer_lens")
+from normlab.models.lens import direct_logit_attribution, to_bridge  # noqa: E402
+
+POST = ("post_rmsnorm", "mix_ln")
+
+
+def build(scheme: str, **changes) -> normlab.NormlabForCausalLM:
+    torch.manual_seed(0)
+    fields = dict(
+        scheme=scheme,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        initializer_range=0.3,
+    )
+    model = normlab.NormlabForCausalLM(normlab.NormlabConfig(**{**fields, **changes})).eval()
+    with torch.no_grad():  # constants away from their defaults, which hide errors
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+            if name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.refresh_carried()
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 61, (2, 10), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+def test_logits_are_bit_identical_plain_cached_and_with_every_hook_on(scheme, ids):
+    model = build(scheme)
+    with torch.no_grad():
+        expected = model(ids).logits
+        bridge = to_bridge(model)
+        assert torch.equal(bridge(ids), expected)
+        logits, cache = bridge.run_with_cache(ids)
+    assert torch.equal(logits, expected)
+    assert not any("hook_normalized" in name for name in cache)
+
+
+@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+def test_hooks_show_what_the_norms_compute(scheme, ids):
+    bridge = to_bridge(build(scheme))
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(ids)
+    for layer, block in enumerate(bridge.blocks):
+        norm = block.ln2.original_component
+        x, y = cache[f"blocks.{layer}.ln2.hook_in"], cache[f"blocks.{layer}.ln2.hook_out"]
+        scale = f"blocks.{layer}.ln2.hook_scale"
+        assert (scale in cache) == isinstance(norm, RMSNorm | BHyT)
+        if scale in cache:
+            ms = cache[scale].square() - norm.eps
+            assert torch.allclose(norm(x, mean_square=ms), y, rtol=1e-4, atol=1e-6)
+
+
+def test_the_scale_at_a_carried_site_is_the_carried_one(ids):
+    bridge = to_bridge(build("bhyt"))
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(ids)
+    exact = cache["blocks.1.ln2.hook_in"].square().mean(-1, keepdim=True)
+    shown = cache["blocks.1.ln2.hook_scale"].square() - 1e-6
+    entering = cache["blocks.1.ln1.hook_scale"].square() - 1e-6
+    block = bridge.blocks[1]
+    assert torch.allclose(shown, block.original_component.carried_mean_square(entering, None), rtol=1e-4)
+    assert not torch.allclose(shown, exact, rtol=0.05)
+
+
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm", "lns", "bhyt", "bhyt_linear"])
+def test_an_edited_scale_takes_effect_and_a_frozen_one_changes_nothing(scheme, ids):
+    bridge = to_bridge(build(scheme))
+    with torch.no_grad():
+        plain, cache = bridge.run_with_cache(ids)
+        name = "blocks.2.ln2.hook_scale"
+        doubled = bridge.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: value * 2)])
+        frozen = bridge.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: cache[name].clone())])
+    assert not torch.allclose(doubled, plain, atol=1e-3) and torch.allclose(frozen, plain, atol=1e-4)
+
+
+def test_backward_hooks_on_the_scale_see_its_gradient_and_keep_the_logits(ids):
+    bridge = to_bridge(build("bhyt"))
+    seen = []
+    plain = bridge(ids)
+    bridge.ln_final.hook_scale.add_hook(lambda gradient, hook: seen.append(gradient), dir="bwd")
+    logits = bridge(ids)
+    logits.sum().backward()
+    assert torch.allclose(logits, plain, atol=1e-5) and seen[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+def test_probes_on_the_bridge_give_the_models_own_numbers(scheme, ids):
+    model = build(scheme)
+    metrics = [
+        "token_l2_mean",
+        "grad_l2_mean",
+        "relative_contribution",
+        "saturation",
+        "carried_var_ratio",
+        "attention_entropy",
+    ]
+    tables = []
+    for measured in (copy.deepcopy(model), to_bridge(model)):
+        with record(measured, metrics, loss_tokens=1) as rec:
+            out = measured(ids)
+            logits = out if isinstance(out, torch.Tensor) else out.logits
+            rec.backward(
+                torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+            )
+        tables.append(rec.stats().to_pandas().set_index(["site", "layer", "metric", "mask"])["value"].to_dict())
+    assert tables[1] == pytest.approx(tables[0], rel=1e-5)
+
+
+def test_experiments_run_on_the_bridge(ids):
+    model = build("bhyt")
+    batch = {"input_ids": ids}
+    expected = skip_sensitivity(copy.deepcopy(model), [batch], parts=["block", "attention"], progress=False)
+    found = skip_sensitivity(to_bridge(model), [batch], parts=["block", "attention"], progress=False)
+    assert found["skip_delta_loss"].tolist() == pytest.approx(expected["skip_delta_loss"].tolist(), abs=1e-5)
+    assert sites(to_bridge(build("dyt"))).depth == 4
+
+
+@pytest.mark.parametrize("scheme", [name for name in normlab.SCHEMES if name not in POST])
+@pytest.mark.parametrize("options", [{}, {"lam_last": 6.0}], ids=["", "tanh final norm"])
+def test_frozen_shares_add_up_to_the_logit(scheme, options, ids):
+    bridge = to_bridge(build(scheme, **options))
+    answers = torch.tensor([3, 7])
+    table = direct_logit_attribution(bridge, ids, answers)
+    with torch.no_grad():
+        logit = bridge(ids)[:, -1].gather(1, answers[:, None]).mean()
+    assert table.attrs["logit"] == pytest.approx(float(logit), rel=1e-5)
+    rows = table.set_index("component")["contribution"]
+    assert abs(rows["remainder"]) < 1e-4 * max(1.0, table["contribution"].abs().max())
+    assert table["contribution"].sum() == pytest.approx(float(logit), rel=1e-4, abs=1e-4)
+    assert (rows["bias"] != 0) == (scheme == "pre_layernorm")
+
+
+@pytest.mark.parametrize("scheme", ["dyt", "bhyt"])
+def test_jacobian_shares_are_the_effect_of_a_small_change_where_frozen_ones_are_not(scheme, ids):
+    """A steep tanh after large activations: the secant says a component matters, the slope says it no longer moves the
+    logit."""
+    bridge = to_bridge(build(scheme, **({"lam_last": 30.0} if scheme == "bhyt" else {})))
+    answers = torch.tensor([3, 7])
+    frozen, slope = (
+        direct_logit_attribution(bridge, ids, answers, method=m).set_index(["component", "layer"])["contribution"]
+        for m in ("frozen", "jacobian")
+    )
+    step = 1e-3
+
+    def logit(factor):
+        hook = (bridge.blocks[1].hook_mlp_out.name, lambda value, hook: value)
+        edit = lambda value, hook: value + (factor - 1) * added  # noqa: E731
+        with torch.no_grad():
+            _, cache = bridge.run_with_cache(ids)
+            added = cache[hook[0]]
+            logits = bridge.run_with_hooks(ids, fwd_hooks=[(bridge.ln_final.hook_in.name, edit)])
+        return float(logits[:, -1].gather(1, answers[:, None]).mean())
+
+    effect = (logit(1 + step) - logit(1 - step)) / (2 * step)
+    assert slope["mlp", 2] == pytest.approx(effect, rel=2e-2, abs=2e-3)
+    assert abs(frozen["mlp", 2] - effect) > 5 * abs(slope["mlp", 2] - effect)
+
+
+def test_what_cannot_be_bridged_or_attributed_is_refused(ids):
+    from probe_zoo import tiny_llama
+
+    with pytest.raises(NormlabError, match="to_bridge takes a NormlabForCausalLM, not LlamaForCausalLM"):
+        to_bridge(tiny_llama())
+    answers = torch.tensor([3, 7])
+    for scheme in POST:
+        with pytest.raises(NormlabError, match="Post-LN"):
+            direct_logit_attribution(to_bridge(build(scheme)), ids, answers)
+    bridge = to_bridge(build("bhyt"))
+    with pytest.raises(NormlabError, match="unknown method"):
+        direct_logit_attribution(bridge, ids, answers, method="path")
+    with pytest.raises(NormlabError, match=r"answers \(3,\)"):
+        direct_logit_attribution(bridge, ids, torch.tensor([1, 2, 3]))

@@ -1,0 +1,118 @@
+"""swap_norms on models that others made, and configurations of released checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from normlab.errors import NormlabError
+from normlab.models import NormlabConfig, NormlabForCausalLM, refresh_carried, swap_norms
+from normlab.schemes import SCHEMES
+
+FIELDS = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+FAMILIES = [
+    (LlamaConfig, LlamaForCausalLM),
+    (Qwen2Config, Qwen2ForCausalLM),
+    (Qwen3Config, Qwen3ForCausalLM),
+    (MistralConfig, MistralForCausalLM),
+]
+IDS = torch.arange(24).reshape(2, 12) % 96
+
+
+def foreign(config_class, model_class):
+    """A model whose every parameter, gains included, is away from its default."""
+    torch.manual_seed(0)
+    model = model_class(config_class(**FIELDS)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize(("config_class", "model_class"), FAMILIES, ids=lambda item: item.__name__)
+def test_swapping_rmsnorm_for_rmsnorm_changes_no_bit(config_class, model_class):
+    model = foreign(config_class, model_class)
+    before = model(IDS).logits
+    assert torch.equal(swap_norms(model, "pre_rmsnorm")(IDS).logits, before)
+
+
+@pytest.mark.parametrize(("config_class", "model_class"), FAMILIES, ids=lambda item: item.__name__)
+def test_swapped_bhyt_equals_our_model_where_the_family_is_llama_shaped_and_trains_everywhere(config_class, model_class):
+    model = swap_norms(foreign(config_class, model_class), "bhyt", train_seq_len=32, lam_input=3.0)
+    constants = [layer.c_attn.item() for layer in model.model.layers]
+    assert all(c > 0 for c in constants)
+    if model_class is LlamaForCausalLM:
+        ours = NormlabForCausalLM(NormlabConfig(scheme="bhyt", train_seq_len=32, lam_input=3.0, **FIELDS))
+        ours.load_state_dict(model.state_dict())
+        assert torch.equal(ours(IDS).logits, model(IDS).logits)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(layer.input_layernorm.lam.grad.abs() > 0 for layer in model.model.layers)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(2.0)
+    refresh_carried(model)
+    assert model.model.layers[0].c_attn.item() == pytest.approx(4 * constants[0], rel=1e-5)
+    assert model.model.layers[1].c_attn.item() == constants[1]
+
+
+@pytest.mark.parametrize("scheme", [name for name, row in SCHEMES.items() if row.embedding_scale is None])
+def test_a_swapped_model_generates_the_same_with_and_without_cache(scheme):
+    model = swap_norms(foreign(LlamaConfig, LlamaForCausalLM), scheme)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}
+    assert torch.equal(model.generate(IDS, **options), model.generate(IDS, use_cache=False, **options))
+
+
+def test_a_model_of_another_shape_is_refused_in_one_line_and_left_as_it_was():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)).eval()
+    before = model(IDS % 32).logits
+    with pytest.raises(NormlabError, match="GPT2LMHeadModel has no Llama-shaped blocks") as error:
+        swap_norms(model, "bhyt")
+    assert "\n" not in str(error.value)
+    assert torch.equal(model(IDS % 32).logits, before)
+
+
+def test_a_scheme_that_scales_embeddings_cannot_be_swapped_in():
+    with pytest.raises(NormlabError, match="scales the embeddings"):
+        swap_norms(foreign(LlamaConfig, LlamaForCausalLM), "dyt")
+
+
+@pytest.mark.parametrize(("norm_type", "scheme"), [("bhytline", "bhyt"), ("bhytstar", "bhyt_exact"), ("rms", "pre_rmsnorm")])
+def test_a_released_checkpoint_loads_with_its_own_lambda_kappa_and_length(tmp_path, norm_type, scheme):
+    torch.manual_seed(1)
+    values = {"lam_input": 3.0, "lam_post": 1.5, "lam_last": 0.5, "kappa": 8, "train_seq_len": 48}
+    model = NormlabForCausalLM(NormlabConfig(scheme=scheme, **values, **FIELDS)).eval()
+    model.save_pretrained(tmp_path)
+    names = {"input_layer_lam": 3.0, "post_layer_lam": 1.5, "last_layer_lam": 0.5, "bhyt_kappa": 8, "seq_len": 48}
+    released = {**LlamaConfig(**FIELDS).to_dict(), "norm_type": norm_type, **names}
+    (tmp_path / "config.json").write_text(json.dumps(released))
+    loaded = NormlabForCausalLM.from_released(str(tmp_path))
+    assert {name: getattr(loaded.config, name) for name in values} == values
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_a_release_that_does_not_say_its_scheme_must_be_told():
+    released = LlamaConfig(**FIELDS).to_dict()
+    with pytest.raises(NormlabError, match="pass scheme="):
+        NormlabConfig.from_released(released)
+    assert NormlabConfig.from_released(released, scheme="lns").scheme == "lns"

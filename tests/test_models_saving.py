@@ -1,0 +1,174 @@
+"""Saving, loading, casting and copying: what comes back is what was saved, c included, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from model_helpers import assert_bits, carrying_case, every_case, tiny_config, tiny_model, tokens
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from normlab import NormlabConfig, NormlabForCausalLM
+
+
+def constants(model) -> torch.Tensor:
+    return torch.stack([layer.c_attn for layer in model.model.layers])
+
+
+def assert_same_state(left, right) -> None:
+    theirs = right.state_dict()
+    assert list(left.state_dict()) == list(theirs)
+    for name, tensor in left.state_dict().items():
+        assert_bits(tensor, theirs[name], name)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_comes_back_bit_for_bit(scheme, extra, dtype, tmp_path):
+    model, ids = tiny_model(scheme, **extra).to(dtype), tokens()
+    # A cast rounds stock Llama's rotary frequencies, which are not saved; a model loaded in bf16 has them in float32.
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    model.save_pretrained(tmp_path)
+    for loader in (NormlabForCausalLM, AutoModelForCausalLM):
+        loaded, report = loader.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+        assert type(loaded) is NormlabForCausalLM and not any(report.values()), report
+        assert_same_state(loaded, model)
+        assert_bits(loaded(ids).logits, model(ids).logits)
+        assert {name for name, _ in loaded.named_parameters()} == {name for name, _ in model.named_parameters()}
+
+
+@every_case
+def test_the_configuration_survives_its_json(scheme, extra, tmp_path):
+    config = tiny_config(scheme, **extra)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is NormlabConfig
+    assert {**loaded.to_dict(), "_name_or_path": ""} == config.to_dict()
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["scheme"] == scheme and fields["model_type"] == "normlab" and fields["train_seq_len"] == 24
+    assert not [name for name in fields if "kernel" in name], "how to compute is not part of what the model is"
+
+
+def test_defaults_are_written_out_so_that_a_later_default_cannot_change_a_saved_model(tmp_path):
+    NormlabConfig(scheme="bhyt", max_position_embeddings=48).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    expected = {"lam_input": 2.0, "lam_post": 1.0, "lam_last": 0.0, "kappa": 10.0, "carried": "uniform"}
+    expected |= {"learnable_lam": True, "train_seq_len": 48, "post_fraction": 0.25}
+    assert {name: fields.get(name) for name in expected} == expected
+
+
+@every_case
+def test_the_backbone_loads_alone(scheme, extra, tmp_path):
+    model, ids = tiny_model(scheme, **extra), tokens()
+    model.save_pretrained(tmp_path)
+    backbone = AutoModel.from_pretrained(tmp_path)
+    assert_bits(model.lm_head(backbone(ids).last_hidden_state), model(ids).logits)
+
+
+@carrying_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_c_is_restored_in_float32_whatever_the_weights_are_loaded_as(scheme, extra, dtype, tmp_path):
+    model = tiny_model(scheme, **extra)
+    model.save_pretrained(tmp_path)
+    loaded = NormlabForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert loaded.dtype == dtype and loaded.model.layers[0].input_layernorm.lam.dtype == dtype
+    assert_bits(constants(loaded), constants(model))
+
+
+@carrying_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_saved_without_c_load_with_c_computed_from_them(scheme, extra, dtype, tmp_path):
+    model = tiny_model(scheme, **extra)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(
+        {name: tensor for name, tensor in load_file(path).items() if not name.endswith("c_attn")},
+        path,
+        metadata={"format": "pt"},
+    )
+    loaded, report = NormlabForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+    assert not any(report.values()), report
+    expected = torch.stack([layer.attention_variance_constant() for layer in loaded.model.layers])
+    assert_bits(constants(loaded), expected)
+    assert not torch.equal(constants(loaded), constants(model)), "the odd c came from somewhere"
+
+
+@carrying_case
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.half(),
+        lambda model: model.bfloat16().float(),
+        lambda model: model.to("cpu", torch.bfloat16).to(torch.float16),
+        lambda model: model.double(),
+        lambda model: torch.nn.Sequential(model).bfloat16()[0],
+    ],
+    ids=["bf16", "fp16", "bf16_and_back", "twice", "double", "inside_another_module"],
+)
+def test_casting_keeps_every_bit_of_c(scheme, extra, cast):
+    model = tiny_model(scheme, **extra)
+    before = constants(model).clone()
+    assert not torch.equal(before, before.bfloat16().float()), "a c that bf16 can hold would show nothing"
+    assert_bits(constants(cast(model)), before)
+
+
+@every_case
+def test_a_deep_copy_is_equal_and_separate(scheme, extra):
+    model, ids = tiny_model(scheme, **extra), tokens()
+    clone = copy.deepcopy(model)
+    assert_same_state(clone, model)
+    expected = model(ids).logits
+    assert_bits(clone(ids).logits, expected)
+    with torch.no_grad():
+        for tensor in clone.state_dict().values():
+            tensor.mul_(1.5)
+    clone.refresh_carried()
+    clone.load_state_dict({name: t for name, t in clone.state_dict().items() if not name.endswith("c_attn")})
+    assert_bits(model(ids).logits, expected)
+    assert not torch.equal(clone(ids).logits, expected)
+
+
+@every_case
+def test_a_state_dict_moves_a_model_whole(scheme, extra):
+    source, target = tiny_model(scheme, seed=1, **extra), tiny_model(scheme, seed=2, **extra)
+    ids = tokens()
+    assert not torch.equal(source(ids).logits, target(ids).logits)
+    target.load_state_dict(source.state_dict())
+    assert_same_state(target, source)
+    assert_bits(target(ids).logits, source(ids).logits)
+
+
+@every_case
+def test_a_model_built_without_memory_loads_its_weights(scheme, extra):
+    model, ids = tiny_model(scheme, **extra), tokens()
+    with torch.device("meta"):
+        empty = NormlabForCausalLM(model.config)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    filled = empty.to_empty(device="cpu")
+    filled.load_state_dict(model.state_dict())
+    filled.model.rotary_emb = LlamaRotaryEmbedding(model.config)  # never part of a state dict
+    assert_bits(filled.eval()(ids).logits, model(ids).logits)
+
+
+def test_saving_does_not_recompute_c_and_refreshing_then_saving_does(tmp_path):
+    model = tiny_model("bhyt")
+    odd = constants(model).clone()
+    model.save_pretrained(tmp_path / "odd")
+    model.refresh_carried()
+    model.save_pretrained(tmp_path / "fresh")
+    assert_bits(constants(NormlabForCausalLM.from_pretrained(tmp_path / "odd")), odd)
+    assert_bits(constants(NormlabForCausalLM.from_pretrained(tmp_path / "fresh")), constants(model))
+    assert not torch.equal(odd, constants(model))
+
+
+@every_case
+def test_sharded_checkpoints_come_back_whole(scheme, extra, tmp_path):
+    model = tiny_model(scheme, **extra)
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_same_state(NormlabForCausalLM.from_pretrained(tmp_path), model)

@@ -1,0 +1,185 @@
+"""What training and measuring ask of a model: compilation, checkpointing, half precision, autocast, any depth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_helpers import (
+    assert_bits,
+    assert_near,
+    every_case,
+    every_scheme,
+    fresh_model,
+    gradients,
+    lively,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
+
+from normlab import SCHEMES, NormlabForCausalLM
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "extra"),
+    [pytest.param(name, {}, id=name) for name in SCHEMES]
+    + [pytest.param("bhyt", {"carried": "causal"}, id="bhyt-causal")],
+)
+def test_the_whole_model_compiles_as_one_graph(scheme, extra, fresh_compiler):
+    depth = 2 if SCHEMES[scheme].first_layout else 1  # a block of each kind
+    model, ids = tiny_model(scheme, num_hidden_layers=depth, **extra), tokens(1, 8)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    expected = gradients(model, loss)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    result = compiled(ids, labels=ids, use_cache=False)
+    assert_near(result.loss, loss, 1e-6)
+    for name, gradient in gradients(model, result.loss).items():
+        assert_near(gradient, expected[name], 1e-4, name)
+
+
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm", "bhyt"])
+def test_inductor_compiles_a_training_step_to_the_same_gradients(scheme, fresh_compiler):
+    model, ids = tiny_model(scheme, num_hidden_layers=1), tokens(1, 8)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    expected = gradients(model, loss)
+    result = torch.compile(model, fullgraph=True)(ids, labels=ids, use_cache=False)
+    assert_near(result.loss, loss, 1e-5)
+    for name, gradient in gradients(model, result.loss).items():
+        assert_near(gradient, expected[name], 1e-4, name)
+
+
+def test_a_compiled_model_sees_a_refreshed_c_and_a_changed_lambda(fresh_compiler):
+    model, ids = tiny_model("bhyt", num_hidden_layers=1), tokens(1, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        before = compiled(ids, use_cache=False).logits
+        model.refresh_carried()
+        model.model.layers[0].input_layernorm.lam.mul_(1.5)
+        after = compiled(ids, use_cache=False).logits
+        assert_near(after, model(ids, use_cache=False).logits, 1e-6)
+    assert (after - before).abs().max() > 1e-3
+
+
+@every_case
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(scheme, extra, reentrant):
+    model, ids = tiny_model(scheme, **extra).train(), tokens()
+    plain = model(ids, labels=ids).loss
+    plain.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    runs = []
+    model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: runs.append(1))
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert len(runs) == 2, "the block ran once: nothing was checkpointed"
+    assert_bits(loss, plain)
+    for name, parameter in model.named_parameters():
+        assert_bits(parameter.grad, expected[name], name)
+
+
+@every_case
+def test_bf16_forward_and_backward_are_finite_and_close(scheme, extra):
+    model, ids = tiny_model(scheme, **extra), tokens()
+    expected = model(ids, labels=ids)
+    half = tiny_model(scheme, **extra).bfloat16()
+    result = half(ids, labels=ids)
+    assert result.logits.dtype == torch.bfloat16
+    assert_near(result.logits, expected.logits, 0.1)
+    theirs = gradients(model, expected.loss)
+    for name, gradient in gradients(half, result.loss).items():
+        assert gradient.dtype == torch.bfloat16 and torch.isfinite(gradient).all(), name
+        assert torch.nn.functional.cosine_similarity(gradient.float().flatten(), theirs[name].flatten(), dim=0) > 0.9, (
+            name
+        )
+
+
+@every_case
+def test_mixed_precision_is_finite_and_keeps_float32_gradients(scheme, extra):
+    model, ids = tiny_model(scheme, **extra), tokens()
+    expected = model(ids, labels=ids).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    assert_near(loss, expected, 0.02)
+    for name, gradient in gradients(model, loss).items():
+        assert gradient.dtype == torch.float32 and torch.isfinite(gradient).all(), name
+
+
+@every_scheme
+def test_training_lowers_the_loss(scheme):
+    model, ids = fresh_model(scheme).train(), tokens(4, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+@every_scheme
+def test_evaluation_and_training_mode_compute_the_same(scheme):
+    """A norm that behaved otherwise in training could not be measured in evaluation."""
+    model, ids = tiny_model(scheme), tokens()
+    assert_bits(model.train()(ids, use_cache=False).logits, model.eval()(ids, use_cache=False).logits)
+
+
+NARROW = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 11,
+}
+
+
+@every_scheme
+@pytest.mark.parametrize("depth", [1, 200])
+def test_any_depth_runs_and_is_finite(scheme, depth):
+    torch.manual_seed(0)
+    model = NormlabForCausalLM(tiny_config(scheme, **{**NARROW, "num_hidden_layers": depth}))
+    ids = tokens(1, 5, vocab=11)
+    loss = model(ids, labels=ids).loss
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(model, loss).values())
+
+
+@pytest.mark.parametrize("scheme", ["bhyt", "mix_ln"])
+def test_a_thousand_blocks_run(scheme):
+    torch.manual_seed(0)
+    model = NormlabForCausalLM(tiny_config(scheme, **{**NARROW, "num_hidden_layers": 1000}))
+    ids = tokens(1, 5, vocab=11)
+    with torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
+    assert len(model.model.layers) == 1000
+
+
+@every_case
+def test_hidden_states_and_attentions_are_reported_for_every_block(scheme, extra):
+    model, ids = tiny_model(scheme, attn_implementation="eager", **extra), tokens(1, 6)
+    result = model(ids, output_hidden_states=True, output_attentions=True)
+    assert len(result.hidden_states) == 4 and len(result.attentions) == 3
+    blocks = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda block, args, output: blocks.append(output))
+    model(ids)
+    for reported, returned in zip(result.hidden_states[1:3], blocks[:2], strict=True):
+        assert_bits(reported, returned)
+    assert all(isinstance(output, torch.Tensor) for output in blocks), "a block returns a tensor"
+
+
+def test_an_untied_and_a_tied_head_differ_in_one_matrix():
+    tied = lively(fresh_model("bhyt", tie_word_embeddings=True))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    untied = fresh_model("bhyt", tie_word_embeddings=False)
+    assert set(dict(untied.named_parameters())) - set(dict(tied.named_parameters())) == {"lm_head.weight"}

@@ -1,0 +1,200 @@
+"""What is declared about the package agrees (dependencies, extras, conda, citation), and importing it is quiet."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import normlab
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
+
+# Imported name -> distribution, where they differ.
+DISTRIBUTIONS = {
+    "huggingface_hub": "huggingface-hub",
+    "normlab_kernels": "normlab-kernels",
+    "transformer_lens": "transformer-lens",
+}
+
+# Used where the reader of a run has them; normlab neither needs nor brings them.
+IF_PRESENT = {"wandb"}
+# Imported by transformers' Trainer, which asks for it without declaring it.
+THROUGH_TRANSFORMERS = {"accelerate"}
+
+
+def python(code: str) -> str:
+    """What a fresh Python prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def distribution(requirement: str) -> str:
+    name = re.match(r"[A-Za-z0-9_.-]+", requirement)
+    assert name, requirement
+    return name[0].lower()
+
+
+def test_the_conda_environment_installs_what_pyproject_declares():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    plain = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
+    (pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    assert pip == ["-e .[all]", "-e kernels"]
+    assert sorted(distribution(entry) for entry in plain) == ["pip", "python"], "packages are pyproject's to name"
+    (python_entry,) = [entry for entry in plain if entry.startswith("python")]
+    assert PYPROJECT["project"]["requires-python"] in python_entry
+
+
+def test_the_extra_all_holds_every_extra():
+    (everything,) = EXTRAS["all"]
+    named = re.fullmatch(r"normlab\[(.*)\]", everything)
+    assert named and set(named[1].split(",")) == set(EXTRAS) - {"all"}
+
+
+def test_what_the_library_imports_is_declared_and_what_is_declared_is_used():
+    imported: dict[str, str] = {}
+    for path in sorted((ROOT / "normlab").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            else:
+                continue
+            imported.update({DISTRIBUTIONS.get(top, top): str(path) for top in (name.split(".")[0] for name in names)})
+    third_party = {name: path for name, path in imported.items() if name not in {*sys.stdlib_module_names, "normlab"}}
+    core = {distribution(entry) for entry in PYPROJECT["project"]["dependencies"]}
+    declared = core | {distribution(entry) for entries in EXTRAS.values() for entry in entries}
+    assert {name: path for name, path in third_party.items() if name not in declared | IF_PRESENT} == {}
+    assert core - set(third_party) == THROUGH_TRANSFORMERS, "declared as needed by the library, imported nowhere in it"
+
+
+def test_the_kernels_are_the_dependency_of_that_name_and_ask_for_no_other_torch():
+    kernels = tomllib.loads((ROOT / "kernels" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert kernels["name"] in PYPROJECT["project"]["dependencies"]
+    assert kernels["requires-python"] == PYPROJECT["project"]["requires-python"]
+    torch = [entry for entry in PYPROJECT["project"]["dependencies"] if distribution(entry) == "torch"]
+    assert [entry for entry in kernels["dependencies"] if distribution(entry) == "torch"] == torch
+
+
+def test_one_version_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == normlab.__version__
+    assert PYPROJECT["tool"]["hatch"]["version"]["path"] == "normlab/__init__.py"
+    assert citation["license"] == PYPROJECT["project"]["license"]
+
+
+def test_the_citation_names_both_papers_and_their_authors():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    urls = {reference["url"] for reference in citation["references"]}
+    assert urls == {"https://arxiv.org/abs/2601.09719", "https://arxiv.org/abs/2502.05795"}
+    authors = [author for reference in citation["references"] for author in reference["authors"]]
+    assert len(authors) == 11 and all(author.keys() == {"given-names", "family-names"} for author in authors)
+
+
+def test_the_published_values_travel_with_the_wheel():
+    from normlab import published
+
+    (target,) = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].values()
+    assert ROOT / target in published._PLACES
+    assert (ROOT / "data" / "paper") in published._PLACES
+
+
+def test_importing_normlab_loads_nothing_that_an_extra_brings():
+    """Only what torch and transformers load by themselves, pandas and pyarrow."""
+    code = (
+        "import json, sys\n"
+        "import torch, transformers\n"
+        "from transformers.models.llama import modeling_llama\n"
+        "def loaded(): return {name.split('.')[0] for name in sys.modules}\n"
+        "before = loaded()\n"
+        "import normlab\n"
+        "normlab.NormlabForCausalLM, normlab.record, normlab.load_runs, normlab.SCHEMES\n"
+        "print(json.dumps(sorted(loaded() - before)))"
+    )
+    loaded = set(json.loads(python(code)))
+    heavy = "IPython accelerate anywidget datasets ipywidgets peft plotly ray transformer_lens triton"
+    assert loaded & set(heavy.split()) == set()
+
+
+def test_the_core_works_with_its_core_dependencies_alone():
+    """Models, probes and runs need torch, transformers, numpy, pandas and pyarrow; no extra and no other dependency."""
+    absent = "IPython accelerate anywidget datasets ipywidgets plotly ray transformer_lens triton".split()
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({absent!r}))\n"
+        "import torch, normlab\n"
+        "config = normlab.NormlabConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)\n"
+        "model = normlab.NormlabForCausalLM(config)\n"
+        "with normlab.record(model, metrics=['token_l2_mean']) as rec:\n"
+        "    model(input_ids=torch.arange(8).view(1, 8))\n"
+        "print(len(rec.stats().to_pandas()), callable(normlab.load_runs))"
+    )
+    rows, loads = python(code).split()
+    assert int(rows) > 0 and loads == "True"
+
+
+STATE = """
+import json, logging, os, random, signal, sys, threading, warnings
+import numpy, pandas, pyarrow, torch, transformers
+from transformers.models.llama import modeling_llama
+
+def state():
+    return {
+        "torch RNG": torch.get_rng_state().sum().item(),
+        "numpy RNG": str(numpy.random.get_state()[1][:4]),
+        "random": str(random.getstate()[1][:4]),
+        "dtype": str(torch.get_default_dtype()),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "running threads": threading.active_count(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
+        "root log": [logging.getLogger().level, len(logging.getLogger().handlers)],
+        "warnings": len(warnings.filters),
+        "pandas options": pandas.get_option("display.max_rows"),
+        "printing": str(torch._tensor_str.PRINT_OPTS),
+    }
+"""
+
+
+def test_importing_any_module_changes_no_setting_and_prints_nothing():
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((ROOT / "normlab").rglob("*.py"))
+        if path.name != "__main__.py"
+    ]
+    third_party = "datasets, accelerate, plotly.graph_objects, ipywidgets, tokenizers"
+    code = (
+        f"{STATE}\nimport importlib, {third_party}\nbefore = state()\n"
+        f"for name in {modules!r}:\n    importlib.import_module(name)\n"
+        "after = state()\n"
+        "print(json.dumps({key: [before[key], after[key]] for key in before if before[key] != after[key]}))"
+    )
+    assert json.loads(python(code)) == {}
+
+
+def test_the_public_names_resolve():
+    for name in normlab.__all__:
+        assert getattr(normlab, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = normlab.no_such_name
+
+
+def test_a_connection_to_elsewhere_is_refused():
+    import socket
+
+    with pytest.raises(OSError, match="no network"):
+        socket.create_connection(("192.0.2.1", 80), timeout=1)

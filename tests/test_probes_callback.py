@@ -1,0 +1,186 @@
+"""LayerStatsCallback in a stock Trainer: summed-loss gradients under accumulation, training untouched, logged where the
+Trainer logs."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+
+import pandas
+import pytest
+import torch
+from probe_zoo import build, tiny_llama
+from transformers import Trainer, TrainingArguments
+
+from normlab.errors import NormlabError
+from normlab.probes import record
+from normlab.probes.callback import LayerStatsCallback, LossSpikes, UpdateRatio
+
+METRICS = ["token_l2_mean", "grad_l2_mean", "grad_l2_total"]
+
+
+def data(rows: int = 16) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 64, (rows, 8), generator=generator)
+    labels = ids.clone()
+    labels[::3, 4:] = -100  # rows with unequal numbers of labels
+    return [{"input_ids": i, "labels": l} for i, l in zip(ids, labels, strict=True)]
+
+
+def train(model, tmp_path, callbacks, **options):
+    settings = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+    } | options
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        report_to=settings.pop("report_to", []),
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=0,
+        **settings,
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=data(), callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+def test_the_table_of_a_measured_step_is_that_of_its_whole_batch_before_the_step(tmp_path):
+    callback = LayerStatsCallback(every=2, metrics=METRICS)
+    seen: list[dict] = []
+
+    model = tiny_llama()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = model.register_forward_pre_hook(lambda m, a, k: seen.append(k), with_kwargs=True)
+    train(model, tmp_path, [callback])
+    handle.remove()
+    table = callback.to_pandas()
+    assert list(table.columns) == ["step", "site", "layer", "metric", "mask", "value"] and set(table["step"]) == {0, 2}
+    model.load_state_dict(start)
+    with record(model, METRICS) as rec:
+        for kwargs in seen[:2]:
+            rec.backward(model(input_ids=kwargs["input_ids"], labels=kwargs["labels"]).loss)
+    expected = rec.stats(step=0).to_pandas().set_index(["site", "layer", "metric", "mask"])["value"]
+    found = table[(table["step"] == 0) & table["metric"].isin(METRICS)].set_index(["site", "layer", "metric", "mask"])[
+        "value"
+    ]
+    assert found.to_dict() == pytest.approx(expected.to_dict(), rel=1e-5)
+
+
+def test_a_model_that_ignores_num_items_in_batch_is_corrected_for_accumulation(tmp_path):
+    """A model without loss kwargs: the Trainer divides its mean loss by the accumulation steps."""
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build("gpt2")
+            for module in self.inner.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+            self.loss_function, self.loss_type = self.inner.loss_function, "ForCausalLM"
+
+        def forward(self, input_ids, labels):
+            return {"loss": self.inner(input_ids=input_ids, labels=labels).loss}
+
+    found = []
+    for steps, size in ((1, 4), (2, 2)):
+        callback = LayerStatsCallback(every=1, metrics=METRICS, update_ratio=False)
+        train(
+            Plain(),
+            tmp_path,
+            [callback],
+            max_steps=1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+        )
+        found.append(callback.to_pandas().set_index(["site", "layer", "metric", "mask"])["value"].to_dict())
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_training_is_bit_for_bit_the_same_with_the_callback(tmp_path):
+    weights = []
+    for callbacks in ([], [LayerStatsCallback(every=1)]):
+        model = tiny_llama(attention_dropout=0.1)
+        train(model, tmp_path, callbacks)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_update_ratio_is_the_step_over_the_weights():
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    expected = float(0.1 * weight.grad.norm() / weight.detach().norm())
+    ratio = UpdateRatio(model)
+    optimizer.step()
+    measured = ratio.measure()
+    assert measured["model.layers.0.mlp.up_proj.weight"] == pytest.approx(expected, rel=1e-4)
+    assert "model.norm.weight" not in measured
+
+
+def test_update_ratios_are_in_the_table_by_matrix(tmp_path):
+    callback = LayerStatsCallback(every=1, path=tmp_path / "layers.parquet")
+    train(tiny_llama(), tmp_path, [callback])
+    rows = callback.to_pandas().query("metric == 'update_ratio'")
+    assert (
+        set(rows["step"]) == {0, 1, 2}
+        and (rows["value"] >= 0).all()
+        and "model.layers.0.mlp.up_proj.weight" in set(rows["site"])
+    )
+    assert pandas.read_parquet(tmp_path / "layers.parquet").shape == callback.to_pandas().shape
+
+
+def test_a_spike_is_a_loss_far_above_the_recent_ones():
+    spikes = LossSpikes(window=50, least=10)
+    calm = [2.0 + 0.01 * math.sin(i) for i in range(40)]
+    assert not any(spikes.is_spike(loss) for loss in calm)
+    assert spikes.is_spike(2.5) and spikes.is_spike(math.nan) and not spikes.is_spike(2.0)
+
+
+def test_layers_reach_tensorboard_and_wandb_when_the_trainer_reports_there(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tiny_llama(), tmp_path, [LayerStatsCallback(every=1)], report_to=["tensorboard"])
+    events = EventAccumulator(str(tmp_path / "layers"))
+    events.Reload()
+    assert "layers/token_l2_mean/block_out/1" in events.Tags()["scalars"]
+    assert len(events.Scalars("layers/token_l2_mean/block_out/1")) == 3
+    sent: list[dict] = []
+    fake = types.ModuleType("wandb")
+    fake.run, fake.log = object(), sent.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    callback = LayerStatsCallback(every=1)
+    table = pandas.DataFrame({"site": ["block_out"], "layer": [1], "metric": ["rms"], "mask": ["all"], "value": [2.0]})
+    callback._send(types.SimpleNamespace(report_to=["wandb"], output_dir=str(tmp_path)), table, 7)
+    assert sent == [{"layers/rms/block_out/1": 2.0, "train/global_step": 7}]
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(NormlabError, match="every is 0"):
+        LayerStatsCallback(every=0)
+    with pytest.raises(NormlabError, match="unknown metric"):
+        LayerStatsCallback(metrics=["loss"])
+
+
+def test_the_two_line_recipe_for_a_bare_loop_gives_a_table():
+    from contextlib import nullcontext
+
+    model, tables = tiny_llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, row in enumerate(data(4)):
+        batch = {name: value[None] for name, value in row.items()}
+        with record(model, METRICS) if step % 2 == 0 else nullcontext() as rec:
+            model(**batch).loss.backward()
+        if rec:
+            tables.append(rec.stats(step=step).to_pandas())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert set(pandas.concat(tables)["step"]) == {0, 2}

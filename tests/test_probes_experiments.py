@@ -1,0 +1,287 @@
+"""Skipping, angles, Jacobians and the logit lens against direct computation; errors that cover; early stops."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from probe_zoo import DEPTH, MODELS, WIDTH, batch_for, build, tiny_llama, token_batch
+from torch import nn
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.probes import angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect, skip_sensitivity
+from normlab.probes.estimates import RowMeans
+
+QUIET = {"progress": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [token_batch(3), token_batch(2, 9, torch.Generator().manual_seed(5))]
+
+
+def summed_loss(model, batches) -> float:
+    total = count = 0.0
+    for batch in batches:
+        with torch.no_grad():
+            labels = int((batch["labels"][:, 1:] != -100).sum())
+            total += float(model(**batch, use_cache=False).loss) * labels
+            count += labels
+    return total / count
+
+
+def test_skipping_a_block_equals_deleting_it_in_stock_llama(model, batches):
+    table = skip_sensitivity(model, batches, **QUIET).set_index("layer")
+    base = summed_loss(model, batches)
+    assert table["loss"][1] == pytest.approx(base, abs=1e-6)
+    for layer in range(1, DEPTH + 1):
+        cut = copy.deepcopy(model)
+        cut.model.layers = nn.ModuleList(block for i, block in enumerate(cut.model.layers, start=1) if i != layer)
+        cut.config.num_hidden_layers = DEPTH - 1
+        assert table["skip_delta_loss"][layer] == pytest.approx(summed_loss(cut, batches) - base, abs=1e-6)
+
+
+def test_skipping_a_span_equals_deleting_its_blocks(model, batches):
+    table = skip_sensitivity(model, batches, span=2, **QUIET)
+    assert list(table["layer"]) == [1, 2]
+    cut = copy.deepcopy(model)
+    cut.model.layers = cut.model.layers[2:]
+    cut.config.num_hidden_layers = 1
+    assert table["skip_delta_loss"][0] == pytest.approx(
+        summed_loss(cut, batches) - summed_loss(model, batches), abs=1e-6
+    )
+    with pytest.raises(NormlabError, match="nothing to skip: 3 blocks, span 4"):
+        skip_sensitivity(model, batches, span=4, **QUIET)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "neox"])
+def test_skipping_attention_or_mlp_equals_zeroing_what_it_adds(name):
+    model, batch = build(name), batch_for("llama")
+    table = skip_sensitivity(model, [batch], parts=["attention", "mlp"], **QUIET).set_index(["part", "layer"])
+    layers = model.gpt_neox.layers if name == "neox" else model.model.layers
+    for part, path in {
+        "attention": "attention.dense" if name == "neox" else "self_attn.o_proj",
+        "mlp": "mlp.dense_4h_to_h" if name == "neox" else "mlp.down_proj",
+    }.items():
+        linear = layers[1].get_submodule(path)
+        saved = copy.deepcopy(linear.state_dict())
+        for parameter in linear.parameters():
+            nn.init.zeros_(parameter)  # an RMS output norm of zero is zero
+        assert table["skip_delta_loss"][part, 2] == pytest.approx(
+            summed_loss(model, [batch]) - table["loss"][part, 2], abs=2e-6
+        )
+        linear.load_state_dict(saved)
+
+
+def test_skipping_in_lns_keeps_the_other_layers_scales(batches):
+    torch.manual_seed(0)
+    config = normlab.NormlabConfig(
+        scheme="lns",
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+    )
+    model = normlab.NormlabForCausalLM(config).eval()
+    found = skip_sensitivity(model, batches, **QUIET)["skip_delta_loss"][1]
+    keeping = copy.deepcopy(model)
+    keeping.model.layers[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+    base = summed_loss(model, batches)
+    assert found == pytest.approx(summed_loss(keeping, batches) - base, abs=1e-6)
+    renumbered = copy.deepcopy(model)  # what deleting and rebuilding would do to layer 3
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        setattr(renumbered.model.layers[2], norm, copy.deepcopy(model.model.layers[1].get_submodule(norm)))
+    renumbered.model.layers[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+    assert abs(found - (summed_loss(renumbered, batches) - base)) > 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("vit",)])
+def test_every_language_model_can_be_skipped_and_is_left_as_it_was(name):
+    model, batch = build(name).train(), batch_for(name)
+    before = copy.deepcopy(model.state_dict())
+    table = skip_sensitivity(model, [batch], parts=["block", "attention", "mlp"], **QUIET)
+    assert len(table) == 3 * DEPTH and table["skip_delta_loss"].abs().min() > 0 and (table["output_kl"] > 0).all()
+    assert model.training and all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_output_kl_is_that_of_the_whole_models_prediction_from_the_skipped_ones(model):
+    batch = token_batch(2)
+    found = skip_sensitivity(model, [batch], **QUIET)["output_kl"][0]
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    with torch.no_grad():
+        whole = model(**inputs).logits.double()
+        handle = model.model.layers[0].register_forward_hook(lambda m, a, o: a[0])
+        skipped = model(**inputs).logits.double()
+        handle.remove()
+    counted = nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1))
+    kl = (whole.softmax(-1) * (whole.log_softmax(-1) - skipped.log_softmax(-1))).sum(-1)[counted].mean()
+    assert found == pytest.approx(float(kl), rel=1e-5)
+
+
+def test_unknown_parts_and_empty_batches_are_refused_in_one_line(model):
+    with pytest.raises(NormlabError, match="unknown part 'head': choose from block, attention, mlp"):
+        skip_sensitivity(model, [token_batch()], parts=["head"])
+    with pytest.raises(NormlabError, match="there is no batch to run"):
+        skip_sensitivity(model, [], **QUIET)
+    with pytest.raises(NormlabError, match="a batch must be a dict"):
+        skip_sensitivity(model, [torch.ones(1, 4)], **QUIET)
+    with pytest.raises(NormlabError, match="without logits"):
+        skip_sensitivity(model.model, [{"input_ids": torch.ones(1, 4, dtype=torch.long)}], **QUIET)
+
+
+def test_an_early_stop_uses_fewer_batches_and_reaches_the_error(model):
+    many = [token_batch(4, 12, torch.Generator().manual_seed(i)) for i in range(12)]
+    full = skip_sensitivity(model, many, **QUIET)
+    target = 2 * full["standard_error"].max()
+    early = skip_sensitivity(model, many, standard_error=target, **QUIET)
+    assert early["tokens"][0] < full["tokens"][0] and early["standard_error"].max() <= target
+    assert (early["low"] < early["skip_delta_loss"]).all() and (early["skip_delta_loss"] < early["high"]).all()
+
+
+def test_row_means_intervals_cover_about_95_percent():
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for _ in range(400):
+        means = RowMeans()
+        counts = torch.randint(5, 20, (60,), generator=generator)
+        row_effect = torch.randn(60, generator=generator)  # tokens of one row move together
+        means.add(((1.0 + row_effect) * counts)[None], counts)
+        mean, error = means.mean_and_error()
+        covered += abs(float(mean) - 1) < 1.96 * float(error)
+    assert 0.91 < covered / 400 < 0.98
+
+
+def test_skip_future_effect_equals_the_relative_change_of_later_updates(model):
+    batch = token_batch(2)
+    table = skip_future_effect(model, [batch], **QUIET).set_index(["skipped", "layer"])["value"]
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    updates = []
+    for skip in (False, True):
+        kept = []
+        with torch.no_grad():
+            hooks = [
+                m.register_forward_hook(lambda m, a, o: kept.append((o - a[0]).double()))
+                for m in model.model.layers[1:]
+            ]  # noqa: B023
+            if skip:
+                hooks.append(model.model.layers[0].register_forward_hook(lambda m, a, o: a[0]))
+            model(**inputs)
+        for hook in hooks:
+            hook.remove()
+        updates.append(kept)
+    real = batch["attention_mask"].bool()
+    for i, layer in enumerate((2, 3)):
+        whole, changed = updates[0][i][real], updates[1][i][real]
+        expected = ((changed - whole).norm(dim=1) / whole.norm(dim=1)).mean()
+        assert table[1, layer] == pytest.approx(float(expected), rel=1e-5)
+    assert set(table.index) == {(1, 2), (1, 3), (2, 3)}
+
+
+def inputs_and_outputs(model, batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hooks = [block.register_forward_hook(lambda m, a, o: kept.append((a[0], o))) for block in model.model.layers]
+    with torch.no_grad():
+        model(batch["input_ids"], attention_mask=batch["attention_mask"])
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+@pytest.mark.parametrize("tokens", ["all", "no_first", "last"])
+def test_angular_distance_equals_arccos_in_float64(model, batches, tokens):
+    table = angular_distance(model, batches, tokens=tokens, **QUIET)
+    states: list[list[torch.Tensor]] = [[] for _ in range(DEPTH + 1)]
+    for batch in batches:
+        kept = inputs_and_outputs(model, batch)
+        real = batch["attention_mask"].bool()
+        order = real.cumsum(1)
+        chosen = {"all": real, "no_first": real & (order > 1), "last": real & (order == real.sum(1, keepdim=True))}[
+            tokens
+        ]
+        for i, h in enumerate([kept[0][0], *(o for _, o in kept)]):
+            states[i].append(h[chosen].double())
+    for i in range(DEPTH + 1):
+        for j in range(DEPTH + 1):
+            a, b = torch.cat(states[i]), torch.cat(states[j])
+            cosine = ((a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))).clamp(-1, 1)
+            assert table[i][j] == pytest.approx(float(cosine.arccos().mean() / math.pi), rel=1e-5, abs=1e-7)
+    assert (table.attrs["standard_error"].values >= 0).all()
+
+
+def test_angles_of_nearly_parallel_bf16_vectors_keep_their_digits():
+    from normlab.probes.geometry import _angles
+
+    a = torch.nn.functional.normalize(torch.randn(20, 64), dim=1)
+    b = torch.nn.functional.normalize(a + 1e-4 * torch.randn(20, 64), dim=1)
+    exact = (2 / math.pi) * torch.atan2((a.double() - b.double()).norm(dim=1), (a.double() + b.double()).norm(dim=1))
+    assert torch.allclose(_angles(a, b).double(), exact, rtol=1e-5)
+    naive = ((a * b).sum(1).clamp(-1, 1)).arccos() / math.pi
+    assert not torch.allclose(naive.double(), exact, rtol=1e-2)
+
+
+def test_jacobian_identity_interval_holds_the_exact_value(model):
+    batch = {"input_ids": torch.randint(3, 64, (1, 5))}
+    table = jacobian_identity(model, [batch] * 8, probes=8, **QUIET)
+    kept = []
+    hooks = [
+        m.register_forward_hook(lambda m, a, k, o: kept.append((m, a, k)), with_kwargs=True) for m in model.model.layers
+    ]
+    with torch.no_grad():
+        model(**batch, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for (block, args, kwargs), row in zip(kept, table.itertuples(), strict=True):
+        size = args[0].numel()
+        jacobian = torch.autograd.functional.jacobian(lambda x: block(x, **kwargs), args[0]).reshape(size, size)  # noqa: B023
+        exact = float((jacobian - torch.eye(size)).norm() / math.sqrt(size))
+        assert row.standard_error < 0.05 * exact
+        assert abs(row.value - exact) < 3.5 * row.standard_error
+    assert all(p.grad is None for p in model.parameters()) and not any(m._forward_hooks for m in model.modules())
+
+
+def test_jacobian_identity_is_zero_for_identity_blocks_and_refuses_inference_mode(model):
+    empty = copy.deepcopy(model)
+    for block in empty.model.layers:
+        nn.init.zeros_(block.self_attn.o_proj.weight)
+        nn.init.zeros_(block.mlp.down_proj.weight)
+    assert jacobian_identity(empty, [token_batch()], **QUIET)["value"].max() < 1e-6
+    with torch.inference_mode(), pytest.raises(NormlabError, match="leave inference_mode"):
+        jacobian_identity(model, [token_batch()], **QUIET)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("vit", "bert")])
+def test_logit_lens_runs_whatever_the_model_does_after_its_blocks(name):
+    """Equal to norm and head by hand, soft-capping included, and zero at the last layer."""
+    model, batch = build(name), batch_for("llama")
+    if name == "gemma3":
+        model.config.final_logit_softcapping = 3.0
+    table = logit_lens_kl(model, [batch], **QUIET)["value"]
+    with torch.no_grad():
+        out = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
+    norm = {
+        "neox": "gpt_neox.final_layer_norm",
+        "gpt2": "transformer.ln_f",
+        "opt": "model.decoder.final_layer_norm",
+    }.get(name, "model.norm")
+    with torch.no_grad():
+        logits = model.get_output_embeddings()(model.get_submodule(norm)(out.hidden_states[1])).double()
+    if name == "gemma3":
+        logits = 3.0 * torch.tanh(logits / 3.0)
+    real = batch["attention_mask"].bool()
+    kl = (logits.softmax(-1) * (logits.log_softmax(-1) - out.logits.double().log_softmax(-1))).sum(-1)[real].mean()
+    assert table[1] == pytest.approx(float(kl), rel=1e-4)
+    assert table[DEPTH] == pytest.approx(0, abs=1e-6)
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -1,0 +1,225 @@
+"""Traps of gradient measurement: hooks, checkpoints, frozen models, the loss's normaliser; one test each."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from probe_zoo import DEPTH, batch_for, tiny_llama, token_batch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from normlab.errors import NormlabError
+from normlab.probes import METRICS, record, sites
+
+GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
+EVERYTHING = list(METRICS)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return batch_for("llama")
+
+
+def values(stats) -> dict:
+    table = stats.to_pandas()
+    return {(r.site, int(r.layer), r.metric, r.mask): r.value for r in table.itertuples()}
+
+
+def trained_step(model, batch, metrics=EVERYTHING, **options):
+    with record(model, metrics, **options) as rec:
+        model(**batch).loss.backward()
+    model.zero_grad(set_to_none=True)
+    return values(rec.stats())
+
+
+def hook_dictionaries(model):
+    names = [n for n in vars(nn.Module()) if n.endswith("_hooks") or "hooks_" in n]
+    return [
+        (name, list(getattr(module, name)))
+        for module in model.modules()
+        for name in names
+        if getattr(module, name) is not None
+    ]
+
+
+class InPlace(nn.Module):
+    """Blocks that are called by keyword, write in place into what a module returned, and return a tuple."""
+
+    def __init__(self, in_place: bool):
+        super().__init__()
+        self.in_place = in_place
+        self.layers = nn.ModuleList(InPlaceBlock(in_place) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            (x,) = layer(hidden_states=x)
+        return self.head(x)
+
+
+class InPlaceBlock(nn.Module):
+    def __init__(self, in_place: bool):
+        super().__init__()
+        self.in_place = in_place
+        self.norm = nn.RMSNorm(8)
+        self.attn = nn.Linear(8, 8)
+        self.mlp = nn.Linear(8, 8)
+
+    def forward(self, hidden_states):
+        update = self.attn(self.norm(hidden_states))
+        out = hidden_states + update
+        if self.in_place:
+            return (out.mul_(2).add_(self.mlp(hidden_states)).relu_(),)
+        return (torch.relu(out * 2 + self.mlp(hidden_states)),)
+
+
+def test_in_place_successors_keyword_inputs_and_tuple_returns_are_measured_right():
+    x = torch.randn(2, 5, 8)
+    found = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        model = InPlace(in_place)
+        with record(model, ["token_l2_mean", "grad_l2_mean"], loss_tokens=1) as rec:
+            model(x).square().sum().backward()
+        found.append(values(rec.stats()))
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 2 * (3 + 2 + 2 + 2)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_counts_every_token_once(batch, reentrant):
+    model = tiny_llama().train()
+    plain = trained_step(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert trained_step(model, batch) == pytest.approx(plain, rel=1e-5)
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints whole blocks from outside, so that the blocks' own hooks run twice."""
+
+    def __init__(self, reentrant: bool | None):
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(InPlaceBlock(False) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            (x,) = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_around_blocks_counts_once_too(reentrant):
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    found = []
+    for how in (None, reentrant):
+        torch.manual_seed(0)
+        model = Checkpointed(how)
+        with record(model, ["token_l2_mean", "grad_l2_mean", "grad_l2_total"], loss_tokens=1) as rec:
+            model(x).square().sum().backward()
+        found.append(values(rec.stats()))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradient_metrics_without_gradients_are_refused_not_zero(batch, mode):
+    with pytest.raises(NormlabError, match="leave no_grad/inference_mode"), record(tiny_llama(), GRADIENTS), mode():
+        tiny_llama()  # building is fine
+        raise_from = tiny_llama()
+        with record(raise_from, GRADIENTS):
+            raise_from(**batch)
+
+
+def test_gradient_metrics_without_a_backward_are_refused(batch):
+    model = tiny_llama()
+    with record(model, GRADIENTS) as rec:
+        model(**batch)
+    with pytest.raises(NormlabError, match="no backward pass ran"):
+        rec.stats()
+    with pytest.raises(NormlabError, match="nothing was recorded"):
+        record(model).stats()
+
+
+def test_a_frozen_model_is_measured_and_gets_no_parameter_gradient(batch):
+    model = tiny_llama()
+    expected = trained_step(model, batch)
+    model.requires_grad_(False)
+    for backward in ("loss", "rec"):
+        with record(model, EVERYTHING) as rec:
+            loss = model(**batch).loss
+            loss.backward() if backward == "loss" else rec.backward(loss)
+        assert values(rec.stats()) == pytest.approx(expected, rel=1e-6)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_users_own_input_embeddings_keep_their_requires_grad_flag():
+    model = tiny_llama().requires_grad_(False)
+    embeddings = torch.randn(1, 6, 32)
+    with record(model, GRADIENTS, loss_tokens=1) as rec:
+        rec.backward(model(inputs_embeds=embeddings).logits.sum())
+    assert not embeddings.requires_grad and len(rec.stats().to_pandas()) > 0
+
+
+def test_a_frozen_model_may_write_into_its_first_block_input_in_place():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(8, 8)})])
+            self.layers[0].forward = lambda x: x.add_(1).mul(2)
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    model = Writes().requires_grad_(False)
+    with record(model, GRADIENTS, loss_tokens=1) as rec:
+        model(torch.zeros(1, 3, 8)).sum().backward()
+    assert values(rec.stats())["block_in_grad", 1, "grad_l2_mean", "all"] == pytest.approx(2 * 8**0.5)
+
+
+def test_gradients_are_of_the_summed_loss_and_the_normaliser_is_recorded(batch):
+    model = tiny_llama()
+    from_mean = trained_step(model, batch, GRADIENTS)
+    labels = int((batch["labels"][:, 1:] != -100).sum())
+    with record(model, GRADIENTS, loss_tokens=1) as rec:
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1), reduction="sum"
+        ).backward()
+    assert values(rec.stats()) == pytest.approx(from_mean, rel=1e-5)
+    with record(model, GRADIENTS) as rec:  # as transformers' Trainer accumulates
+        model(**batch, num_items_in_batch=torch.tensor(4 * labels)).loss.backward()
+    assert values(rec.stats()) == pytest.approx(from_mean, rel=1e-5)
+    assert rec.stats().manifest["loss_tokens"] == 4 * labels
+
+
+def test_without_countable_labels_the_caller_is_asked_for_loss_tokens(batch):
+    with pytest.raises(NormlabError, match="pass loss_tokens="), record(tiny_llama(), GRADIENTS):
+        tiny = tiny_llama()
+        with record(tiny, GRADIENTS):
+            tiny(batch["input_ids"])
+
+
+def test_a_masked_language_models_labels_are_not_shifted():
+    from probe_zoo import build
+
+    model, batch = build("bert"), token_batch()
+    with record(model, GRADIENTS) as rec:
+        rec.backward(model(**batch).loss)
+    assert rec.stats().manifest["loss_tokens"] == int((batch["labels"] != -100).sum())
+
+
+def test_the_result_of_two_forwards_before_one_backward_holds_both(batch):
+    model = tiny_llama()
+    halves = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(2)]
+    with record(model, GRADIENTS) as rec:
+        for half in halves:
+            rec.backward(model(**half).loss)
+    one_by_one = values(rec.stats())
+    with record(model, GRADIENTS) as rec:
+        sum(model(**half).loss for half in halves).backward()
+    assert values(rec.stats()) == pytest.approx(one_by_one, rel=1e-5)
+
+

@@ -1,0 +1,386 @@
+"""Metrics of branches, attention, tanh norms and spectra against brute force in float64; how batches are cut does not
+matter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from probe_zoo import DEPTH, WIDTH, batch_for, build, tiny_llama, token_batch
+from torch import nn
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.probes import METRICS, LayerStats, record
+from normlab.probes.metrics import FORWARD_METRICS
+
+
+def values(stats: LayerStats) -> dict:
+    return {(r.site, int(r.layer), r.metric, r.mask): r.value for r in stats.to_pandas().itertuples()}
+
+
+def keep(model, modules: dict) -> dict[str, torch.Tensor]:
+    """Inputs ("name_in") and outputs of modules, filled at the next forward, in float64."""
+    kept = {}
+    for name, module in modules.items():
+        module.register_forward_pre_hook(
+            lambda m, a, n=name: kept.__setitem__(f"{n}_in", a[0].detach().clone()) if a else None
+        )
+
+        def after(m, a, o, n=name):
+            kept[n] = (o if isinstance(o, torch.Tensor) else o[0]).detach().clone()
+
+        module.register_forward_hook(after)
+    return kept
+
+
+def run(model, batch, metrics) -> dict:
+    with record(model, metrics) as rec, torch.no_grad():
+        model(**batch)
+    return values(rec.stats())
+
+
+def cosine(a, b):
+    return (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "neox", "opt"])
+def test_branch_metrics_equal_brute_force(name):
+    model, batch = build(name), batch_for("llama")
+    layers = {
+        "llama": "model.layers",
+        "gemma3": "model.layers",
+        "neox": "gpt_neox.layers",
+        "opt": "model.decoder.layers",
+    }[name]
+    layer = model.get_submodule(layers)[1]
+    parts = {
+        "llama": (layer.self_attn, layer.mlp) if name == "llama" else None,
+        "gemma3": (layer.post_attention_layernorm, layer.post_feedforward_layernorm) if name == "gemma3" else None,
+        "neox": (layer.attention, layer.mlp) if name == "neox" else None,
+        "opt": (layer.self_attn, layer.fc2) if name == "opt" else None,
+    }[name]
+    kept = keep(model, {"block": layer, "attn": parts[0], "mlp": parts[1]})
+    found = run(model, batch, ["relative_contribution", "update_cosine", "block_influence", "update_effective_rank"])
+    real = batch["attention_mask"].bool().flatten()
+    h, out, attn, mlp = (kept[k].reshape(-1, WIDTH)[real].double() for k in ("block_in", "block", "attn", "mlp"))
+    expected = {
+        ("attn", "relative_contribution"): (attn.norm(dim=1) / h.norm(dim=1)).mean(),
+        ("mlp", "relative_contribution"): (mlp.norm(dim=1) / (h + attn).norm(dim=1)).mean(),
+        ("block", "relative_contribution"): ((attn + mlp).norm(dim=1) / h.norm(dim=1)).mean(),
+        ("attn", "update_cosine"): cosine(attn, h).mean(),
+        ("mlp", "update_cosine"): cosine(mlp, h + attn).mean(),
+        ("block", "update_cosine"): cosine(out, h).mean(),
+        ("block", "block_influence"): 1 - cosine(out, h).mean(),
+    }
+    singular = torch.linalg.svdvals(out - h)
+    expected["block", "update_effective_rank"] = torch.special.entr(singular / singular.sum()).sum().exp()
+    for (site, metric), value in expected.items():
+        assert found[site, 2, metric, "all"] == pytest.approx(float(value), rel=1e-5, abs=1e-7), (site, metric)
+
+
+def test_block_influence_keeps_its_digits_where_a_block_is_nearly_the_identity():
+    from normlab.probes.branches import block_statistics
+
+    torch.manual_seed(0)
+    x = torch.randn(50, 512)
+    y = x + 1e-4 * torch.randn(50, 512)
+    exact = 1 - cosine(x.double(), y.double())
+    assert torch.allclose(
+        block_statistics(x, y, None)[2].double(), exact, rtol=2e-3
+    )  # 1 - cos in float32 is 0 or 6e-8 here
+    assert not torch.allclose((1 - cosine(x, y)).double(), exact, rtol=0.5)
+
+
+class InPlaceSum(nn.Module):
+    """Adds the residual to attention's own output in place, as several published models do."""
+
+    def __init__(self, spoil: bool = False):
+        super().__init__()
+        self.attn, self.mlp, self.spoil = nn.Linear(8, 8), nn.Linear(8, 8), spoil
+
+    def forward(self, x):
+        if self.spoil:
+            x.add_(1)
+        mid = self.attn(x)
+        mid += x
+        out = self.mlp(mid)
+        out += mid
+        return out
+
+
+def test_branches_are_measured_before_a_residual_is_added_to_them_in_place():
+    model = nn.ModuleDict({"layers": nn.ModuleList([InPlaceSum()])})
+    model.forward = lambda x: model["layers"][0](x)
+    x = torch.randn(1, 6, 8)
+    with record(model, ["relative_contribution"]) as rec, torch.no_grad():
+        model(x)
+    block = model["layers"][0]
+    attn = block.attn(x)
+    expected = (attn.norm(dim=-1) / x.norm(dim=-1)).mean()
+    assert values(rec.stats())["attn", 1, "relative_contribution", "all"] == pytest.approx(float(expected), rel=1e-5)
+    block.spoil = True
+    with (
+        pytest.raises(NormlabError, match="writes into its own input in place"),
+        record(model, ["block_influence"]),
+        torch.no_grad(),
+    ):
+        model(x)
+
+
+def explicit_scores(model, kept, batch):
+    """Pre-softmax scores of the second layer in float64, computed from its weights."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    attention = model.model.layers[1].self_attn
+    x = kept["norm"].double()
+    cos, sin = (t.double() for t in model.model.rotary_emb(kept["norm"], torch.arange(x.shape[1])[None]))
+    heads = lambda linear: (x @ linear.weight.double().T).view(*x.shape[:2], -1, attention.head_dim).transpose(1, 2)  # noqa: E731
+    query, key = apply_rotary_pos_emb(heads(attention.q_proj), heads(attention.k_proj), cos, sin)
+    scores = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) * attention.scaling
+    hidden = torch.ones(x.shape[1], x.shape[1]).tril() == 0
+    hidden = hidden | (batch["attention_mask"] == 0)[:, None, None, :]
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_attention_metrics_equal_explicit_scores(implementation, padded):
+    model, batch = tiny_llama(attn_implementation=implementation), batch_for("llama")
+    if not padded:
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    kept = keep(model, {"norm": model.model.layers[1].input_layernorm})
+    found = run(
+        model, batch if padded else {"input_ids": batch["input_ids"]}, ["attention_logit_max", "attention_entropy"]
+    )
+    scores = explicit_scores(model, kept, batch)
+    real = batch["attention_mask"].bool()
+    entropy = torch.special.entr(scores.softmax(-1)).sum(-1).mean(1)[real].mean()
+    assert found["attn", 2, "attention_logit_max", "all"] == pytest.approx(
+        float(scores.amax((1, 3))[real].max()), rel=1e-5
+    )
+    assert found["attn", 2, "attention_entropy", "all"] == pytest.approx(float(entropy), rel=1e-5)
+    assert sum(key[0] == "attn" and key[3] == "all" for key in found) == 2 * DEPTH
+
+
+def test_attention_scores_in_chunks_equal_those_in_one_piece(monkeypatch):
+    from normlab.probes import attention
+
+    query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
+    mask = torch.rand(2, 1, 9, 9) > 0.3
+    mask |= torch.eye(9, dtype=torch.bool)
+    whole = [attention._from_query_and_key(query, key, key, m, is_causal=m is None) for m in (None, mask)]
+    monkeypatch.setattr(attention, "SCORE_CHUNK", 100)
+    for m, expected in zip((None, mask), whole, strict=True):
+        assert torch.allclose(attention._from_query_and_key(query, key, key, m, is_causal=m is None), expected)
+
+
+def ours(scheme: str, **options) -> normlab.NormlabForCausalLM:
+    torch.manual_seed(0)
+    config = normlab.NormlabConfig(
+        scheme=scheme,
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        initializer_range=0.3,
+        **options,
+    )
+    return normlab.NormlabForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("carried", ["uniform", "causal", "exact"])
+def test_tanh_metrics_equal_brute_force_and_stay_under_their_bounds(carried):
+    model, batch = ours("bhyt", carried=carried, lam_input=9.0, lam_post=5.0), batch_for("llama")
+    layer = model.model.layers[0]
+    given_statistic = {}
+    layer.post_attention_layernorm.register_forward_pre_hook(
+        lambda m, a, k: given_statistic.update(k), with_kwargs=True
+    )
+    kept = keep(model, {"attn": layer.input_layernorm, "mlp": layer.post_attention_layernorm})
+    names = [
+        "saturation",
+        "saturation_bound",
+        "saturation_95",
+        "tanh_input_max",
+        "tanh_input_max_bound",
+        "carried_var_ratio",
+    ]
+    found = run(model, batch, names)
+    real = batch["attention_mask"].bool()
+    for site, norm, key in (
+        ("attn_norm_in", layer.input_layernorm, "attn_in"),
+        ("mlp_norm_in", layer.post_attention_layernorm, "mlp_in"),
+    ):
+        x = kept[key][real].double()
+        exact = x.square().mean(1, keepdim=True)
+        used = exact if carried == "exact" or key == "attn_in" else given_statistic["mean_square"][real].double()
+        z = float(norm.lam) / norm.kappa * x / (used + norm.eps).sqrt()
+        expected = {
+            "saturation": (z.abs() > float(norm.lam)).double().mean(),
+            "saturation_bound": (exact / used).mean() / norm.kappa**2,
+            "saturation_95": (z.tanh().abs() > 0.95).double().mean(),
+            "tanh_input_max": z.abs().max(),
+            "tanh_input_max_bound": float(norm.lam) / norm.kappa * math.sqrt(WIDTH) * (exact / used).max().sqrt(),
+        }
+        for metric, value in expected.items():
+            assert found[site, 1, metric, "all"] == pytest.approx(float(value), rel=1e-5), (site, metric)
+        assert found[site, 1, "tanh_input_max", "all"] <= found[site, 1, "tanh_input_max_bound", "all"]
+        if carried != "exact" and key == "mlp_in":
+            assert found[site, 1, "carried_var_ratio", "all"] == pytest.approx(float((exact / used).mean()), rel=1e-5)
+    assert ("mlp_norm_in", 1, "carried_var_ratio", "all") in found or carried == "exact"
+    assert ("attn_norm_in", 1, "carried_var_ratio", "all") not in found
+
+
+def test_dyt_has_flatness_but_no_lambda_and_rmsnorm_has_neither_and_says_so():
+    names = ["saturation", "saturation_95", "rms"]
+    batch = batch_for("llama")
+    assert {key[2] for key in run(ours("dyt"), batch, names)} == {"saturation_95", "rms"}
+    model = ours("pre_rmsnorm")
+    with record(model, names) as rec, torch.no_grad():
+        model(**batch)
+    assert rec.stats().absent == ("saturation", "saturation_95")
+
+
+def test_massive_activations_are_found_with_and_without_the_first_token():
+    model = tiny_llama()
+    x = torch.randn(2, 8, WIDTH)
+    x[:, 0, 5] = 4000.0  # at the first token only
+    x[:, :, 9] = 60.0
+    with record(model, ["massive_activation_ratio"]) as rec, torch.no_grad():
+        model(inputs_embeds=x)
+    top = rec.stats().massive(top=2).query("layer == 0").set_index(["mask", "rank"])
+    assert list(top.loc["all"]["feature"]) == [5, 9] and top.loc["all", 1]["max_abs"] == 4000
+    assert top.loc["no_first", 1]["feature"] == 9
+    ratio = values(rec.stats())["block_out", 0, "massive_activation_ratio", "all"]
+    assert ratio == pytest.approx(4000 / float(x.abs().amax((0, 1)).median()), rel=1e-6)
+
+
+# -- properties ------------------------------------------------------------------------------------------------------
+
+MODEL = {scheme: ours(scheme) for scheme in ("bhyt", "peri_ln", "post_rmsnorm")}
+BATCHES = st.builds(
+    lambda rows, length, seed: token_batch(rows, length, torch.Generator().manual_seed(seed)),
+    st.integers(2, 5),
+    st.integers(7, 12),
+    st.integers(0, 1000),
+)
+
+
+def measured(model, batches) -> LayerStats:
+    with record(model, list(METRICS)) as rec:
+        for batch in batches:
+            rec.backward(model(**batch).loss)
+    return rec.stats()
+
+
+def close(found: dict, expected: dict, rel: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(
+            value, rel=rel, abs=1e-6 if key[2] == "update_cosine" else None, nan_ok=True
+        ), key
+
+
+@settings(max_examples=12, deadline=None)
+@given(batch=BATCHES, scheme=st.sampled_from(sorted(MODEL)), data=st.data())
+def test_no_metric_depends_on_how_the_batches_are_cut_or_the_recordings_merged(batch, scheme, data):
+    model, rows = MODEL[scheme], len(batch["input_ids"])
+    inner = data.draw(st.sets(st.integers(1, rows - 1)))
+    cuts = [0, *sorted(inner), rows]
+    pieces = [{name: value[a:b] for name, value in batch.items()} for a, b in zip(cuts, cuts[1:], strict=False)]
+    whole = values(measured(model, [batch]))
+    close(values(measured(model, pieces)), whole)
+    parts = [measured(model, [piece]) for piece in pieces]
+    merged = parts[0]
+    for part in parts[1:]:
+        merged = merged.merge(part)
+    close(values(merged), whole)
+
+
+@settings(max_examples=12, deadline=None)
+@given(batch=BATCHES, seed=st.integers(0, 1000), scale=st.sampled_from([1e-3, 1.0, 300.0]))
+def test_streamed_moments_equal_float64_over_all_counted_tokens(batch, seed, scale):
+    x = scale * torch.randn(*batch["input_ids"].shape, WIDTH, generator=torch.Generator().manual_seed(seed))
+    model = MODEL["peri_ln"]
+    with record(model, ["token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis"]) as rec, torch.no_grad():
+        for row in range(len(x)):
+            model(inputs_embeds=x[row : row + 1], attention_mask=batch["attention_mask"][row : row + 1])
+    found = values(rec.stats())
+    real = batch["attention_mask"].bool()
+    for mask, chosen in (("all", real), ("no_first", real & ~((real.cumsum(1) == 1) & real))):
+        h = x[chosen].double()
+        centred = h - h.mean(1, keepdim=True)
+        expected = {
+            "token_l2_mean": h.norm(dim=1).mean(),
+            "feature_var_mean": centred.square().mean(),
+            "rms": h.square().mean().sqrt(),
+            "max_abs": h.abs().max(),
+            "kurtosis": (centred.pow(4).mean(1) / centred.square().mean(1).square()).mean(),
+        }
+        for metric, value in expected.items():
+            assert found["block_out", 0, metric, mask] == pytest.approx(float(value), rel=1e-5), (metric, mask)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
+def test_half_precision_models_are_measured_to_their_precision(dtype, tolerance):
+    batch = batch_for("llama")
+    full = run(tiny_llama(), batch, ["token_l2_mean", "rms", "feature_var_mean"])
+    half = run(tiny_llama().to(dtype), batch, ["token_l2_mean", "rms", "feature_var_mean"])
+    for key, value in full.items():
+        assert half[key] == pytest.approx(value, rel=8 * tolerance), key  # the model itself rounds in every layer
+
+
+def test_saved_statistics_load_merge_and_tabulate_as_before(tmp_path):
+    model, batch = MODEL["bhyt"], token_batch()
+    stats = measured(model, [batch])
+    stats.step = 40
+    loaded = LayerStats.load(stats.save(tmp_path / "stats.parquet"))
+    assert loaded.to_pandas().equals(stats.to_pandas()) and loaded.manifest == stats.manifest
+    close(values(loaded.merge(stats)), values(measured(model, [batch, batch])))
+    assert loaded.manifest["metrics"]["rms"] == METRICS["rms"].definition and loaded.manifest["versions"]["torch"]
+    (tmp_path / "other.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(NormlabError, match="holds no layer statistics"):
+        LayerStats.load(tmp_path / "other.parquet")
+
+
+def test_recordings_of_different_metrics_or_widths_do_not_merge():
+    batch = token_batch()
+
+    def stats(metrics, **changes):
+        model = tiny_llama(**changes)
+        with record(model, metrics) as rec, torch.no_grad():
+            model(**batch)
+        return rec.stats()
+
+    with pytest.raises(NormlabError, match="different metrics"):
+        stats(["rms"]).merge(stats(["max_abs"]))
+    with pytest.raises(NormlabError, match="different models"):
+        stats(["rms"]).merge(stats(["rms"], hidden_size=16))
+    with pytest.raises(NormlabError, match="different models"):
+        stats(["massive_activation_ratio"]).merge(stats(["massive_activation_ratio"], hidden_size=16))
+
+
+def test_plot_has_one_line_a_site_and_the_definition():
+    pytest.importorskip("plotly")
+    stats = measured(MODEL["bhyt"], [token_batch()])
+    figure = stats.plot("token_l2_mean")
+    assert [trace.name for trace in figure.data] == ["block_out", "attn_norm_in", "mlp_norm_in", "final_norm_in"]
+    assert list(figure.data[0].x) == [0, 1, 2] and "||h||_2" in figure.layout.title.subtitle.text
+    with pytest.raises(NormlabError, match="was not recorded"):
+        measured(MODEL["bhyt"], [token_batch()]).plot("perplexity")
+
+
+def test_standard_errors_shrink_with_tokens():
+    model, batch = MODEL["bhyt"], token_batch()
+    with record(model, FORWARD_METRICS) as rec, torch.no_grad():
+        model(**batch)
+    once = rec.stats().to_pandas(errors=True).set_index(["site", "layer", "metric", "mask"])
+    row = once.loc["block_out", 1, "token_l2_mean", "all"]
+    assert row["tokens"] == int(batch["attention_mask"].sum()) and 0 < row["standard_error"] < row["value"]

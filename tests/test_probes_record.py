@@ -1,0 +1,158 @@
+"""record(): its numbers against brute force in float64, however the batches are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from normlab.errors import NormlabError
+from normlab.probes import METRICS, LayerStats, record, sites
+
+VOCABULARY, DEPTH, LENGTH = 61, 3, 12
+METRIC_NAMES = list(METRICS)[:7]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=DEPTH, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (4, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, -5:] = 0  # right padding
+    mask[1, :3] = 0  # left padding
+    mask[2, -1:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[3, 4:7] = -100
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
+
+
+def rows(batch, start, stop):
+    return {name: value[start:stop] for name, value in batch.items()}
+
+
+def keep_activations(model, kept: dict[tuple[str, int], torch.Tensor]) -> list:
+    """Hooks that store every measured tensor under (site, layer)."""
+    handles = []
+    for i, layer in enumerate(model.model.layers, start=1):
+        for module, site in ((layer.input_layernorm, "attn_norm_in"), (layer.post_attention_layernorm, "mlp_norm_in")):
+            handles.append(module.register_forward_pre_hook(lambda m, a, s=(site, i): kept.__setitem__(s, a[0])))
+        handles.append(layer.register_forward_pre_hook(lambda m, a, s=("block_in", i): kept.__setitem__(s, a[0])))
+        handles.append(layer.register_forward_hook(lambda m, a, o, s=("block_out", i): kept.__setitem__(s, o)))
+    final = ("final_norm_in", DEPTH)
+    return [*handles, model.model.norm.register_forward_pre_hook(lambda m, a: kept.__setitem__(final, a[0]))]
+
+
+def brute_force(model, batches) -> dict[tuple[str, int, str, str], float]:
+    """Every metric in float64 from stored activations and gradients of the summed loss."""
+    stored: dict[tuple[str, int], list[torch.Tensor]] = {}
+    masks: dict[str, list[torch.Tensor]] = {"all": [], "no_first": []}
+    for batch in batches:
+        kept: dict[tuple[str, int], torch.Tensor] = {}
+        handles = keep_activations(model, kept)
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        for handle in handles:
+            handle.remove()
+        kept["block_out", 0] = kept["block_in", 1]
+        labels = batch["labels"][:, 1:]
+        total = torch.nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, VOCABULARY).double(), labels.reshape(-1), ignore_index=-100, reduction="sum"
+        )
+        for place, gradient in zip(kept, torch.autograd.grad(total, list(kept.values())), strict=True):
+            stored.setdefault((f"{place[0]}_grad", place[1]), []).append(gradient.reshape(-1, gradient.shape[-1]))
+            stored.setdefault(place, []).append(kept[place].detach().reshape(-1, gradient.shape[-1]))
+        real = batch["attention_mask"].bool()
+        first = (real.cumsum(1) == 1) & real
+        masks["all"].append(real.reshape(-1))
+        masks["no_first"].append((real & ~first).reshape(-1))
+    found = {}
+    for (site, layer), pieces in stored.items():
+        if site in ("block_in", "block_out_grad"):
+            continue
+        for mask, kept_tokens in masks.items():
+            x = torch.cat(pieces).double()[torch.cat(kept_tokens)]
+            if site.endswith("_grad"):
+                values = {"grad_l2_mean": x.norm(dim=1).mean(), "grad_l2_total": x.norm()}
+            else:
+                centred = x - x.mean(1, keepdim=True)
+                values = {
+                    "token_l2_mean": x.norm(dim=1).mean(), "feature_var_mean": x.var(1, unbiased=False).mean(),
+                    "rms": x.square().mean().sqrt(), "max_abs": x.abs().max(),
+                    "kurtosis": (centred.pow(4).mean(1) / centred.pow(2).mean(1) ** 2).mean(),
+                }  # fmt: skip
+            found |= {(site, layer, metric, mask): float(value) for metric, value in values.items()}
+    return found
+
+
+def as_dict(stats: LayerStats) -> dict[tuple[str, int, str, str], float]:
+    table = stats.to_pandas()
+    return {(r.site, int(r.layer), r.metric, r.mask): float(r.value) for r in table.itertuples()}
+
+
+def recorded(model, batches) -> LayerStats:
+    with record(model, METRIC_NAMES) as rec:
+        for batch in batches:
+            rec.backward(model(**batch).loss)
+    return rec.stats()
+
+
+@pytest.mark.parametrize("cuts", [[0, 4], [0, 1, 4], [0, 1, 2, 3, 4]], ids=str)
+def test_every_metric_equals_brute_force_in_float64_however_the_batch_is_cut(model, batch, cuts):
+    batches = [rows(batch, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    expected = brute_force(model, [batch])
+    found = as_dict(recorded(model, batches))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=1e-5), key
+
+
+def test_training_backward_and_rec_backward_give_the_same_table_and_the_latter_allocates_no_parameter_gradient(
+    model, batch
+):
+    quiet = recorded(model, [batch])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with record(model, METRIC_NAMES) as rec:
+        model(**batch).loss.backward()
+    model.zero_grad(set_to_none=True)
+    assert as_dict(rec.stats()) == pytest.approx(as_dict(quiet), rel=1e-6)
+
+
+def test_outputs_are_bit_identical_and_no_hook_stays(model, batch):
+    plain = model(**batch).logits
+    before = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    with record(model, METRIC_NAMES):
+        assert torch.equal(model(**batch).logits, plain)
+    with pytest.raises(ZeroDivisionError), record(model):
+        _ = 1 / 0
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before
+
+
+def test_step_is_the_first_column_when_given(model, batch):
+    with record(model) as rec, torch.no_grad():
+        model(**batch)
+    assert list(rec.stats(step=7).to_pandas().columns) == ["step", "site", "layer", "metric", "mask", "value"]
+    assert list(rec.stats().to_pandas().columns) == ["site", "layer", "metric", "mask", "value"]
+
+
+def test_unknown_metric_and_unknown_mask_name_the_known_ones(model):
+    with pytest.raises(NormlabError, match="unknown metric 'l2': choose from token_l2_mean"):
+        record(model, ["l2"])
+    with pytest.raises(NormlabError, match="choose from all, no_first"):
+        record(model, masks=["first"])
+
+
+def test_sites_finds_blocks_branches_and_norms_of_llama(model):
+    found = sites(model)
+    assert found.depth == DEPTH
+    assert found.blocks[0].attention is model.model.layers[0].self_attn
+    assert found.blocks[0].mlp is model.model.layers[0].mlp
+    assert found.outer_norms == (model.model.norm,)

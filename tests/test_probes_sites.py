@@ -1,0 +1,204 @@
+"""sites(): structure found in every architecture, through wrappers, and said plainly where it is not found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from probe_zoo import DEPTH, MODELS, WIDTH, batch_for, build, tiny_llama
+from torch import nn
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.probes import record, sites
+
+PRE_NORM = {"block_out": 4, "attn_norm_in": 3, "mlp_norm_in": 3, "final_norm_in": 1, "attn": 3, "mlp": 3, "block": 3}
+EXPECTED = dict.fromkeys(MODELS, PRE_NORM) | {
+    "olmo2": {k: v for k, v in PRE_NORM.items() if k not in ("attn_norm_in", "mlp_norm_in")},  # output norms only
+    "bert": {k: v for k, v in PRE_NORM.items() if k != "final_norm_in"},
+}
+
+
+def found_sites(model, batch) -> dict[str, int]:
+    with record(model, ["token_l2_mean", "relative_contribution"]) as rec, torch.no_grad():
+        model(**batch)
+    table = rec.stats().to_pandas()
+    return table[table["mask"] == "all"].groupby("site").size().to_dict()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_has_all_its_sites(name):
+    model = build(name)
+    found = sites(model)
+    assert found.depth == DEPTH
+    assert all(block.attention is not None and block.mlp is not None for block in found.blocks)
+    assert found_sites(model, batch_for(name)) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_block_outputs_are_the_models_own_hidden_states(name):
+    model, batch = build(name), batch_for(name)
+    with record(model, ["max_abs"]) as rec, torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    table = rec.stats().to_pandas().query("site == 'block_out' and mask == 'all'").set_index("layer")["value"]
+    real = (
+        batch["attention_mask"].bool()
+        if "attention_mask" in batch
+        else torch.ones(states[0].shape[:2], dtype=torch.bool)
+    )
+    for layer, state in enumerate(states[:-1]):  # the last one is after the final norm
+        assert table[layer] == pytest.approx(float(state[real].abs().max()), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
+def test_branch_contributions_add_up_to_the_blocks_update(name):
+    """attn + mlp (after output norms) is what the block adds. (Not in BERT: Post-LN normalises the sum.)"""
+    model, batch = build(name), batch_for(name)
+    with record(model, ["relative_contribution"]) as rec, torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    table = rec.stats().to_pandas().query("site == 'block' and mask == 'all'").set_index("layer")["value"]
+    real = (
+        batch["attention_mask"].bool()
+        if "attention_mask" in batch
+        else torch.ones(states[0].shape[:2], dtype=torch.bool)
+    )
+    h, out = states[0][real], states[1][real]
+    assert table[1] == pytest.approx(float(((out - h).norm(dim=1) / h.norm(dim=1)).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+def test_every_scheme_of_ours_has_both_norm_sites_in_every_block(scheme):
+    config = normlab.NormlabConfig(
+        scheme=scheme,
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    found = found_sites(normlab.NormlabForCausalLM(config), batch_for("llama"))
+    expected = {
+        "block_out": 5,
+        "attn_norm_in": 4,
+        "mlp_norm_in": 4,
+        "final_norm_in": 1,
+        "attn": 4,
+        "mlp": 4,
+        "block": 4,
+    }
+    assert found == expected
+
+
+def test_post_ln_norms_read_the_residual_sum_and_the_mlps_stream_is_their_output():
+    model, batch = build("bert"), batch_for("bert")
+    layer = model.bert.encoder.layer[0]
+    kept = {}
+    layer.attention.output.LayerNorm.register_forward_pre_hook(lambda m, a: kept.__setitem__("sum", a[0]))
+    layer.attention.output.LayerNorm.register_forward_hook(lambda m, a, o: kept.__setitem__("stream", o))
+    layer.output.dense.register_forward_hook(lambda m, a, o: kept.__setitem__("mlp", o))
+    with record(model, ["max_abs", "relative_contribution"]) as rec, torch.no_grad():
+        model(**batch)
+    table = rec.stats().to_pandas().query("layer == 1 and mask == 'all'").set_index(["site", "metric"])["value"]
+    real = batch["attention_mask"].bool()
+    assert table["attn_norm_in", "max_abs"] == pytest.approx(float(kept["sum"][real].abs().max()))
+    ratio = (kept["mlp"].norm(dim=-1) / kept["stream"].norm(dim=-1))[real].mean()
+    assert table["mlp", "relative_contribution"] == pytest.approx(float(ratio), rel=1e-5)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.module = inner
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def test_wrappers_are_looked_through_and_give_the_same_numbers():
+    from peft import LoraConfig, get_peft_model
+
+    batch = batch_for("llama")
+    plain = tiny_llama()
+    with record(plain) as rec, torch.no_grad():
+        plain(**batch)
+    expected = rec.stats().to_pandas()
+    lora = get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj", "v_proj"]))
+    for wrapped in (Wrapper(tiny_llama()), lora.eval()):
+        with record(wrapped) as rec, torch.no_grad():
+            wrapped(**batch)
+        assert rec.stats().to_pandas().equals(expected)
+
+
+class Plain(nn.Module):
+    """A model of no known kind: blocks are attributes, so no list tells them."""
+
+    def __init__(self, count=2):
+        super().__init__()
+        for i in range(count):
+            block = nn.ModuleDict({"mix_norm": nn.RMSNorm(8), "mix": nn.Linear(8, 8), "ff": nn.Linear(8, 8)})
+            self.add_module(f"stage{i}", Stage(block))
+
+    def forward(self, x):
+        for stage in self.children():
+            x = stage(x)
+        return x
+
+
+class Stage(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x):
+        x = x + self.parts["mix"](self.parts["mix_norm"](x))
+        return x + self.parts["ff"](x)
+
+
+def test_blocks_can_be_told_by_pattern_or_list_and_their_parts_by_name():
+    model = Plain()
+    told = sites(model, "stage*", attention="parts.mix", mlp="parts.ff", norms=["parts.mix_norm"])
+    assert [block.name for block in told.blocks] == ["stage0", "stage1"]
+    assert sites(model, [model.stage1]).blocks[0].module is model.stage1
+    with record(told, ["max_abs", "relative_contribution"]) as rec:
+        model(torch.randn(2, 5, 8))
+    table = rec.stats().to_pandas()
+    assert set(table["site"]) == {"block_out", "attn_norm_in", "attn", "mlp", "block"}
+
+
+def test_what_is_not_found_is_said_with_likely_candidates():
+    with pytest.raises(
+        NormlabError, match=r"no stack of blocks was found in Plain: pass blocks='<pattern>' \(likely: stage0, stage1"
+    ):
+        sites(Plain())
+    with pytest.raises(NormlabError, match="no module is named like 'layers"):
+        sites(Plain(), "layers.*")
+    with pytest.raises(NormlabError, match="has no module 'attn': it has parts"):
+        sites(Plain(), "stage*", attention="attn")
+    two = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    )
+    with pytest.raises(
+        NormlabError,
+        match=r"several stacks of blocks: choose one with blocks='decoder.block.\*' or blocks='encoder.block",
+    ):
+        sites(two)
+    assert sites(two, "decoder.block.*").depth == 2
+    assert sites(Plain(), "stage*").missing == ("attention", "norm after the blocks")
+
+
+def test_a_layer_scale_and_a_query_norm_are_no_norm_sites():
+    found = sites(build("qwen3")).blocks[0]
+    assert len(found.norms) == 2
+
+    class LayerScale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(8))
+
+    from normlab.probes.sites import is_norm
+
+    assert (
+        not is_norm(LayerScale()) and is_norm(nn.LayerNorm(8, elementwise_affine=False)) and not is_norm(nn.Dropout())
+    )

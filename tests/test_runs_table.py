@@ -1,0 +1,213 @@
+"""Runs on disk: one table of all that can be read, a name for what cannot, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from normlab import NormlabError, load_runs, runs
+
+
+def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
+    """A finished run written by hand, with weights."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    path = root / name
+    path.mkdir(parents=True)
+    rows = [(step, 10 * step, "train", "model", None, "loss", "all", 5.0 - step) for step in range(1, 4)]
+    rows += [
+        (3, 30, "probe", "block_out", layer, "token_l2_mean", mask, layer + 0.5)
+        for layer in (0, 1)
+        for mask in ("all", "no_first")
+    ]
+    runs.write_stats(path / runs.STATS, runs.stats_frame(rows))
+    save_file({"weight": np.zeros((8, 8), dtype=np.float32)}, path / runs.WEIGHTS)
+    content = {
+        "schema": runs.SCHEMA_VERSION,
+        "run": name,
+        "status": "finished",
+        "eval_loss": 2.0,
+        "config": {"scheme": "bhyt", "depth": 1, "width": 8, "seed": 0, "lr": 0.1},
+        "corpus": {"unigram_entropy": 6.5},
+        "measured": {"tokens_per_s": 100.0, "wall_s": 1.0},
+    }
+    runs.write_json(path / runs.MANIFEST, {**content, **manifest})
+    return path
+
+
+def test_the_table_has_the_agreed_columns_and_types(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    table = load_runs(tmp_path)
+    assert list(table.columns) == (
+        "run scheme depth width seed lr status step tokens split site layer metric mask value".split()
+    )
+    types = {column: str(kind) for column, kind in table.dtypes.items()}
+    assert {types[c] for c in ("depth", "width", "seed", "step", "tokens")} == {"int64"}
+    assert types["layer"] == "Int64" and types["lr"] == types["value"] == "float64"
+    assert {types[c] for c in ("run", "scheme", "status", "split", "site", "metric", "mask")} == {"str"}
+    assert table.layer.isna().sum() == (table.site == "model").sum()
+    assert not table.drop(columns="layer").isna().any().any()
+
+
+def test_the_table_holds_every_value_once(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    table = load_runs(tmp_path)
+    losses = table[table.metric == "loss"]
+    assert losses.value.tolist() == [4.0, 3.0, 2.0] and losses.tokens.tolist() == [10, 20, 30]
+    assert table.query("metric == 'token_l2_mean' and mask == 'no_first' and layer == 1").value.tolist() == [1.5]
+    assert not table.duplicated(["run", "step", "split", "site", "layer", "metric", "mask"]).any()
+
+
+def test_entropy_and_speed_are_rows_of_the_last_step(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    table = load_runs(tmp_path).set_index("metric")
+    assert tuple(table.loc["unigram_entropy", ["step", "tokens", "split", "site", "value"]]) == (
+        3,
+        30,
+        "eval",
+        "model",
+        6.5,
+    )
+    assert tuple(table.loc["tokens_per_s", ["step", "tokens", "split", "site", "value"]]) == (
+        3,
+        30,
+        "train",
+        "model",
+        100.0,
+    )
+
+
+def test_many_directories_become_one_table_and_runs_in_progress_are_left_out(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "one")
+    make_run(tmp_path / "b" / "deep", "two", status="diverged", eval_loss=None)
+    make_run(tmp_path / "a" / runs.PARTIAL / "three", "final")
+    assert set(load_runs(tmp_path).run) == {"one", "two"}
+    assert set(load_runs([tmp_path / "a" / "one", tmp_path / "b"]).run) == {"one", "two"}
+    assert load_runs(tmp_path / "b").status.unique().tolist() == ["diverged"]
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _drop_column(path: Path) -> None:
+    pd.read_parquet(path).drop(columns="mask").to_parquet(path)
+
+
+def _set_schema(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
+
+
+DAMAGE = {
+    "truncated table": (runs.STATS, _truncate, "stats.parquet cannot be read"),
+    "missing table": (runs.STATS, Path.unlink, "stats.parquet cannot be read"),
+    "table of other columns": (runs.STATS, _drop_column, "stats.parquet has columns"),
+    "truncated weights": (runs.WEIGHTS, _truncate, "model.safetensors cannot be read"),
+    "truncated manifest": (runs.MANIFEST, _truncate, "manifest.json cannot be read"),
+    "empty manifest": (runs.MANIFEST, lambda path: path.write_text(""), "manifest.json cannot be read"),
+    "manifest that is no object": (runs.MANIFEST, lambda path: path.write_text("[1]"), "manifest.json cannot be read"),
+    "incomplete manifest": (runs.MANIFEST, lambda path: path.write_text('{"schema": 1}'), "manifest.json lacks"),
+    "other version": (runs.MANIFEST, _set_schema, "has schema version 99, this normlab reads 1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_run_is_named_and_the_others_load(damage: str, tmp_path: Path) -> None:
+    name, harm, message = DAMAGE[damage]
+    harm(make_run(tmp_path, "bad") / name)
+    with pytest.raises(NormlabError, match=message) as caught:
+        load_runs(tmp_path)
+    assert "\n" not in str(caught.value) and str(tmp_path / "bad") in str(caught.value)
+    make_run(tmp_path, "good")
+    with pytest.warns(UserWarning, match=message) as warned:
+        table = load_runs(tmp_path)
+    assert set(table.run) == {"good"}
+    assert len(warned) == 1 and "bad" in str(warned[0].message) and "\n" not in str(warned[0].message)
+
+
+def test_whole_runs_load_without_a_warning(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_runs(tmp_path)
+
+
+def test_a_place_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NormlabError, match="no runs in"):
+        load_runs(tmp_path)
+    with pytest.raises(NormlabError, match="does not exist"):
+        load_runs(tmp_path / "nowhere")
+    with pytest.raises(NormlabError, match="holds no run"):
+        runs.read_run(tmp_path)
+
+
+def test_publishing_syncs_every_file_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, final = tmp_path / "staged", tmp_path / "final"
+    (staged / "inner").mkdir(parents=True)
+    (staged / "a").write_text("a")
+    (staged / "inner" / "b").write_text("b")
+    events: list[str] = []
+    sync, rename = os.fsync, os.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle))[1]
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b))[1])
+    runs.publish(staged, final)
+    before = events[: events.index("rename")]
+    assert {Path(name).relative_to(staged).as_posix() for name in before} == {"a", "inner/b", "inner", "."}
+    assert events[-1] == str(tmp_path)
+    assert (final / "inner" / "b").read_text() == "b" and not staged.exists()
+
+
+def test_publishing_replaces_what_a_killed_process_left(tmp_path: Path) -> None:
+    for name, text in (("staged", "new"), ("final", "old")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(text)
+    runs.publish(tmp_path / "staged", tmp_path / "final")
+    assert (tmp_path / "final" / "file").read_text() == "new"
+
+
+def test_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    runs.write_json(path, {"a": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError):
+            runs.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path: Path) -> None:
+    lock = tmp_path / runs.PARTIAL / "run.lock"
+    with runs.exclusive(lock):
+        assert lock.exists()
+    assert not lock.parent.exists()
+    (tmp_path / runs.PARTIAL).mkdir()
+    (tmp_path / runs.PARTIAL / "other").mkdir()
+    with runs.exclusive(lock):
+        pass
+    assert [path.name for path in lock.parent.iterdir()] == ["other"]
+
+
+def test_shipped_runs_can_be_read_where_there_are_some() -> None:
+    shipped = Path(__file__).resolve().parents[1] / "data" / "runs"
+    if not shipped.is_dir() or not list(shipped.rglob(runs.MANIFEST)):
+        pytest.skip("no shipped runs in this checkout")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = load_runs(shipped)
+    assert set(table.status) <= set(runs.STATUSES)
+
+
+def test_a_copied_run_is_still_the_run(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    shutil.copytree(path, tmp_path / "elsewhere" / "renamed")
+    assert load_runs(tmp_path / "elsewhere").run.unique().tolist() == [path.name]

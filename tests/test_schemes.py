@@ -1,0 +1,292 @@
+"""The registry: what each scheme is, what it starts at, what decays, and that schemes differ in nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from model_helpers import assert_bits, assert_near, every_scheme, fresh_model, tiny_config, tiny_model, tokens
+from reference_model import as_float64, rms_norm
+
+import normlab
+from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
+from normlab.norms import BHyT, DyT, LayerNorm, RMSNorm
+from normlab.schemes import NormSite, get_scheme
+
+NAMES = """pre_rmsnorm pre_layernorm rmsnorm_gain bhyt_linear pre_rmsnorm_scaled_init lns peri_ln post_rmsnorm mix_ln
+dyt bhyt bhyt_exact""".split()
+
+
+def test_the_twelve_schemes_are_registered_under_their_names():
+    assert sorted(SCHEMES) == sorted(NAMES)
+    assert all(scheme.name == name for name, scheme in SCHEMES.items())
+    assert normlab.SCHEMES is SCHEMES
+
+
+@every_scheme
+def test_a_scheme_says_who_it_is(scheme):
+    row = SCHEMES[scheme]
+    assert row.title and re.fullmatch(r"#[0-9a-f]{6}", row.color) and row.dash in {"solid", "dot", "dash", "dashdot"}
+    assert re.search(r"\d{4}\.\d{5}|GPT-2", row.paper), "a source"
+    assert row.is_control == (scheme in {"rmsnorm_gain", "bhyt_linear"})
+    assert row.carries_statistic == (scheme in {"bhyt", "bhyt_linear"})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        row.title = "another"
+
+
+def test_no_two_schemes_look_alike_in_a_figure():
+    looks = [(row.color, row.dash) for row in SCHEMES.values()]
+    assert len(set(looks)) == len(looks)
+    assert len({row.title for row in SCHEMES.values()}) == len(SCHEMES)
+
+
+BLOCK_NORMS = {
+    "pre_layernorm": (LayerNorm, ["input_layernorm", "post_attention_layernorm"]),
+    "peri_ln": (
+        RMSNorm,
+        ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"],
+    ),
+    "post_rmsnorm": (RMSNorm, ["post_attention_layernorm", "post_feedforward_layernorm"]),
+    "dyt": (DyT, ["input_layernorm", "post_attention_layernorm"]),
+    "bhyt": (BHyT, ["input_layernorm", "post_attention_layernorm"]),
+    "bhyt_exact": (BHyT, ["input_layernorm", "post_attention_layernorm"]),
+    "bhyt_linear": (BHyT, ["input_layernorm", "post_attention_layernorm"]),
+}
+
+
+@every_scheme
+def test_norms_stand_where_the_scheme_says(scheme):
+    kind, names = BLOCK_NORMS.get(scheme, (RMSNorm, ["input_layernorm", "post_attention_layernorm"]))
+    model = fresh_model(scheme, num_hidden_layers=8)
+    for index, layer in enumerate(model.model.layers):
+        expected = names
+        if scheme == "mix_ln" and index < 2:
+            expected = ["post_attention_layernorm", "post_feedforward_layernorm"]
+        norms = {name: type(module) for name, module in layer.named_children() if name.endswith("norm")}
+        assert norms == dict.fromkeys(expected, kind)
+    final = {"dyt": DyT, "pre_layernorm": LayerNorm}.get(scheme, RMSNorm)
+    assert type(model.model.norm) is final
+
+
+@every_scheme
+def test_norms_start_where_the_scheme_says(scheme):
+    model = fresh_model(scheme, lam_input=2.5, lam_post=0.75, kappa=4.0)
+    for name, tensor in model.state_dict().items():
+        site = name.split(".")[-2]
+        attention = site == "input_layernorm"
+        if name.endswith("bias"):
+            expected = 0.0
+        elif name.endswith(".lam"):
+            expected = 2.5 if attention else 0.75
+        elif name.endswith(".alpha"):
+            expected = 1.0
+        elif name.endswith("shared_scale"):
+            expected = math.sqrt(32)
+        elif tensor.dim() == 1:
+            gain = (2.5 if attention else 0.75) / 4.0
+            expected = gain if scheme == "rmsnorm_gain" and "layers" in name else 1.0
+        else:
+            continue
+        if not name.endswith("c_attn"):
+            assert_bits(tensor, torch.full_like(tensor, expected), name)
+
+
+def test_the_gain_control_starts_where_bhyt_starts():
+    """lambda small against kappa: tanh is the identity, and the control is BHyT with the exact statistic."""
+    fields = {"lam_input": 0.02, "lam_post": 0.01, "kappa": 10.0, "rms_norm_eps": 1e-6}
+    control, bhyt = fresh_model("rmsnorm_gain", **fields), fresh_model("bhyt_exact", **fields)
+    assert_near(control(tokens()).logits, bhyt(tokens()).logits, 1e-4)
+    linear = fresh_model("bhyt_linear", **fields)
+    assert_near(linear(tokens()).logits, control(tokens()).logits, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("width", "attention", "other"),
+    [(128, 1.0, 1.0), (1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05)],
+)
+def test_dyts_alpha_starts_by_width(width, attention, other):
+    config = tiny_config("dyt", hidden_size=width, num_attention_heads=width // 64, num_key_value_heads=1)
+    for place, expected in (("attn_in", attention), ("mlp_in", other), ("final", other)):
+        alpha = get_scheme("dyt").norm(NormSite(place, 1, config)).alpha
+        assert alpha.shape == (1,) and alpha.item() == pytest.approx(expected)
+
+
+def test_dyts_embedding_scale_starts_at_the_root_of_the_width_and_learns():
+    model, ids = fresh_model("dyt"), tokens()
+    scale = dict(model.named_parameters())["model.shared_scale"]
+    assert scale.item() == pytest.approx(math.sqrt(32)) and scale.shape == (1,)
+    hidden = model(ids, output_hidden_states=True).hidden_states[0]
+    assert_near(hidden, model.model.embed_tokens.weight[ids] * math.sqrt(32), 1e-6)
+    assert torch.autograd.grad(model(ids, labels=ids).loss, scale)[0].abs() > 0
+
+
+@every_scheme
+def test_tensors_shared_with_pre_ln_start_bit_identical_at_one_seed(scheme):
+    for seed in (0, 7):
+        base = fresh_model("pre_rmsnorm", seed=seed).state_dict()
+        shared = {
+            name: tensor
+            for name, tensor in fresh_model(scheme, seed=seed).state_dict().items()
+            if tensor.dim() == 2
+            and not (SCHEMES[scheme].residual_init and name.endswith(("o_proj.weight", "down_proj.weight")))
+        }
+        assert len(shared) >= 2 + 5 * 3
+        for name, tensor in shared.items():
+            assert_bits(tensor, base[name], name)
+            assert tensor.std() == pytest.approx(0.02, rel=0.15)
+
+
+@every_scheme
+def test_the_random_state_after_building_is_the_same_for_every_scheme(scheme):
+    """Whatever is drawn next, data order included, does not depend on the scheme."""
+    fresh_model("pre_rmsnorm")
+    expected = torch.rand(4)
+    fresh_model(scheme)
+    assert_bits(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+def test_scaled_init_is_the_same_draws_over_the_root_of_2L(depth):
+    scaled = fresh_model("pre_rmsnorm_scaled_init", num_hidden_layers=depth).state_dict()
+    for name, plain in fresh_model("pre_rmsnorm", num_hidden_layers=depth).state_dict().items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert_near(scaled[name], plain.double() / math.sqrt(2 * depth), 2e-7, name)
+        else:
+            assert_bits(scaled[name], plain, name)
+
+
+def test_scaled_init_is_for_scaled_init_only():
+    """LNS in particular is not combined with it."""
+    assert [name for name, row in SCHEMES.items() if row.residual_init] == ["pre_rmsnorm_scaled_init"]
+
+
+MATRIX = re.compile(r"(embed_tokens|lm_head|_proj)\.weight$")
+
+
+@every_scheme
+def test_weight_decay_acts_on_matrices_and_on_what_the_scheme_adds(scheme):
+    model = fresh_model(scheme, lam_last=1.4)
+    names = [name for name, _ in model.named_parameters()]
+    expected = [name for name in names if scheme == "dyt" or MATRIX.search(name)]
+    assert model.decay_parameter_names() == expected
+    assert scheme == "dyt" or len(expected) < len(names)
+
+
+def test_weight_decay_spares_biases_and_counts_tied_matrices_once():
+    biased = fresh_model("bhyt", attention_bias=True, mlp_bias=True)
+    assert not [name for name in biased.decay_parameter_names() if name.endswith("bias")]
+    tied = fresh_model("bhyt", tie_word_embeddings=True).decay_parameter_names()
+    assert "model.embed_tokens.weight" in tied and "lm_head.weight" not in tied
+
+
+@pytest.mark.parametrize("scheme", ["bhyt", "bhyt_exact", "bhyt_linear"])
+def test_a_lambda_that_does_not_learn_is_no_parameter(scheme):
+    fixed, free = fresh_model(scheme, learnable_lam=False, lam_last=1.4), fresh_model(scheme, lam_last=1.4)
+    assert not [name for name, _ in fixed.named_parameters() if name.endswith("lam")]
+    assert sum(name.endswith("lam") for name, _ in free.named_parameters()) == 2 * 3 + 1
+    assert set(fixed.state_dict()) == set(free.state_dict())
+    assert_bits(fixed(tokens()).logits, free(tokens()).logits)
+
+
+@pytest.mark.parametrize("scheme", ["bhyt", "bhyt_exact", "bhyt_linear"])
+def test_lam_last_gives_the_final_norm_a_tanh_site_of_its_own(scheme):
+    norm = fresh_model(scheme, lam_last=1.4).model.norm
+    assert type(norm) is BHyT and norm.lam.item() == pytest.approx(1.4) and norm.kappa == 3.0
+    assert norm.bounded == (scheme != "bhyt_linear")
+    assert type(fresh_model(scheme).model.norm) is RMSNorm
+
+
+def test_each_scheme_takes_its_own_eps():
+    """BHyT's is 1e-6 whatever the configuration says, LayerNorm's 1e-5, RMSNorm's the configuration's."""
+    expected = {BHyT: 1e-6, LayerNorm: 1e-5, RMSNorm: 3e-4}
+    for scheme in SCHEMES:
+        for module in fresh_model(scheme, rms_norm_eps=3e-4, lam_last=1.0).modules():
+            if type(module) in expected:
+                assert module.eps == expected[type(module)], scheme
+
+
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_skipping_an_lns_block_leaves_the_others_scale(gone):
+    model = tiny_model("lns", num_hidden_layers=5)
+    state = as_float64(model.state_dict())
+    del model.model.layers[gone]
+    kept = [layer for layer in range(1, 6) if layer != gone + 1]
+    x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0))
+    for layer, block in zip(kept, model.model.layers, strict=True):
+        for site in ("input_layernorm", "post_attention_layernorm"):
+            gamma = state[f"model.layers.{layer - 1}.{site}.weight"]
+            expected = rms_norm(x.double(), gamma, 3e-5) / math.sqrt(layer)
+            assert_near(getattr(block, site)(x), expected, 1e-6, f"layer {layer}")
+    assert torch.isfinite(model(tokens(), use_cache=False).logits).all()
+
+
+@every_scheme
+def test_a_block_does_the_same_whatever_stands_before_it(scheme):
+    """Deleting a block gives each other block's own map of its new input: no block counts the others."""
+    model, ids = tiny_model(scheme, num_hidden_layers=4), tokens()
+    calls = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda block, args, kwargs, y: calls.append((args[0], kwargs, y)), with_kwargs=True)
+    del model.model.layers[1]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+        whole = tiny_model(scheme, num_hidden_layers=4)
+        for index, (x, kwargs, y) in zip((0, 2, 3), calls, strict=True):
+            assert_bits(whole.model.layers[index](x, **kwargs), y, f"block {index + 1}")
+
+
+def test_lns_leaves_embeddings_and_final_norm_unscaled():
+    model = fresh_model("lns")
+    assert model.model.norm.scale == 1.0
+    assert [layer.input_layernorm.scale for layer in model.model.layers] == [1 / math.sqrt(l) for l in (1, 2, 3)]
+
+
+BAD = {
+    "scheme": ({"scheme": "bhty"}, "unknown scheme 'bhty'"),
+    "no_scheme": ({"scheme": None}, "unknown scheme None"),
+    "depth_0": ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "depth_negative": ({"num_hidden_layers": -4}, "num_hidden_layers is -4"),
+    "heads": ({"num_attention_heads": 5}, "5 attention heads do not divide hidden_size 32"),
+    "no_heads": ({"num_attention_heads": 0}, "0 attention heads"),
+    "kv_heads": ({"num_key_value_heads": 3}, "3 key/value heads do not divide 4 attention heads"),
+    "odd_head": ({"hidden_size": 36, "num_attention_heads": 12, "num_key_value_heads": 12}, "heads of width 3"),
+    "width": ({"hidden_size": 0}, "hidden_size is 0"),
+    "kappa": ({"kappa": 0.0}, "kappa 0.0 must be positive"),
+    "kappa_negative": ({"kappa": -10.0}, "must be positive"),
+    "kappa_nan": ({"kappa": math.nan}, "must be positive"),
+    "lam_infinite": ({"lam_input": math.inf}, "finite"),
+    "lam_input": ({"lam_input": 0.0}, "lam_input 0.0"),
+    "lam_post": ({"lam_post": -1.0}, "lam_post -1.0"),
+    "lam_last": ({"lam_last": -0.5}, "lam_last -0.5"),
+    "carried_exact": ({"scheme": "bhyt_exact", "carried": "uniform"}, "scheme bhyt_exact takes exact"),
+    "carried_unknown": ({"scheme": "bhyt", "carried": "mean"}, "takes uniform, causal, exact"),
+    "length": ({"train_seq_len": 0}, "train_seq_len is 0"),
+    "fraction": ({"scheme": "mix_ln", "post_fraction": 1.5}, "post_fraction is 1.5"),
+    "fraction_negative": ({"scheme": "mix_ln", "post_fraction": -0.1}, "post_fraction is -0.1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_configuration_is_refused_in_one_line_that_says_what_is_wrong(case):
+    fields, message = BAD[case]
+    with pytest.raises(NormlabError, match=re.escape(message)) as caught:
+        tiny_config(**{"scheme": "pre_rmsnorm", **fields})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_an_unknown_scheme_names_the_known_ones():
+    with pytest.raises(NormlabError) as caught:
+        NormlabConfig(scheme="rmsnorm")
+    assert all(name in str(caught.value) for name in NAMES)
+
+
+@every_scheme
+def test_every_scheme_builds_from_its_name_alone(scheme):
+    config = NormlabConfig(scheme=scheme, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=32)
+    carried = {"bhyt": "uniform", "bhyt_linear": "uniform", "bhyt_exact": "exact"}.get(scheme)
+    assert config.carried == carried and config.train_seq_len == config.max_position_embeddings
+    with torch.device("meta"):
+        NormlabForCausalLM(config)

@@ -1,0 +1,374 @@
+"""Many runs: which ones, in which order, on how many workers, and what a failing or killed one does to the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_helpers
+from training_helpers import TINY, tiny, write_run, write_text
+
+import normlab
+from normlab import NormlabError, runs
+from normlab.schemes import SCHEMES
+from normlab.training import sweep as sweep_module
+from normlab.training import workers as workers_module
+from normlab.training.config import TrainConfig
+from normlab.training.presets import PRESETS, Preset, get_preset
+from normlab.training.sweep import best_learning_rates, default_workers, sweep
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def configs(text: Path) -> list[TrainConfig]:
+    return [tiny(text, seed=seed) for seed in range(4)]
+
+
+class InProcess:
+    """In place of the workers: writes runs at once and remembers the order. `losses`: final held-out loss by learning rate."""
+
+    def __init__(
+        self, losses: dict[float, float | None] | None = None, failing: Callable[[TrainConfig], bool] | None = None
+    ):
+        self.losses, self.failing, self.started = losses or {}, failing or (lambda config: False), []
+
+    def __call__(self, configs: Sequence[TrainConfig], out: Path, workers: Any, cache_dir: Any) -> Iterator[tuple]:
+        for config in configs:
+            self.started.append(config)
+            if self.failing(config):
+                yield config, RuntimeError("it broke\nin many lines")
+            else:
+                yield config, runs.read_run(write_run(config, out, self.losses.get(config.lr, 2.0)))
+
+
+def _sweep(what: Any, tmp_path: Path, **options: Any) -> sweep_module.SweepResult:
+    return sweep(what, tmp_path / "out", cache_dir=tmp_path / "cache", progress=False, **options)
+
+
+def _preset(text: Path, **fields: Any) -> Preset:
+    shared = {name: value for name, value in TINY.items() if name != "depth"} | {"corpus": str(text)}
+    defaults = dict(depths={1: 2, 2: 2, 4: 1}, learning_rates=(0.1, 0.2, 0.3), search_depth=2, schemes=("lns", "bhyt"))
+    return Preset("test", **{**defaults, "fields": shared, **fields})
+
+
+# --- which runs ---
+
+
+def test_preset_small_is_the_promised_sweep() -> None:
+    preset = get_preset("small")
+    search = preset.search()
+    assert preset.schemes == tuple(SCHEMES) and len(SCHEMES) == 12
+    assert len(search) == 12 * 3 and {(c.depth, c.seed) for c in search} == {(16, 0)}
+    grid = preset.grid({scheme: 1e-3 for scheme in preset.schemes})
+    seeds = {depth: {c.seed for c in grid if c.depth == depth} for depth in (4, 8, 16, 32, 64)}
+    assert seeds == {4: {0, 1, 2}, 8: {0, 1, 2}, 16: {0, 1, 2}, 32: {0}, 64: {0}}
+    assert len(grid) == 12 * (3 + 3 + 3 + 1 + 1)
+    shapes = {(c.width, c.batch_size, c.block_length, c.steps, c.vocab_size) for c in search + grid}
+    assert shapes == {(128, 8, 128, 300, 4096)}
+    assert len({c.run_id for c in grid} & {c.run_id for c in search}) == 12  # searched at 1e-3 already
+
+
+def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
+    preset = get_preset("tiny")
+    grid = preset.grid(dict.fromkeys(preset.schemes, preset.learning_rates[0]))
+    assert not preset.search()
+    assert (
+        len(preset.schemes) >= 6 and len(preset.depths) >= 3 and len(grid) == len(preset.schemes) * len(preset.depths)
+    )
+    assert {scheme.name for scheme in SCHEMES.values() if scheme.is_control} <= set(preset.schemes)
+    assert {c.width for c in grid} == {128}
+
+
+def test_every_preset_names_known_schemes() -> None:
+    assert all(set(preset.schemes) <= set(SCHEMES) for preset in PRESETS.values())
+    with pytest.raises(NormlabError, match="unknown scheme"):
+        replace(PRESETS["tiny"], schemes=("nonorm",))
+    with pytest.raises(NormlabError, match="unknown preset 'huge'; known are tiny, small"):
+        get_preset("huge")
+
+
+def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = InProcess({0.1: 3.0, 0.2: 2.0, 0.3: None})
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    result = _sweep(_preset(text), tmp_path)
+    assert result.learning_rates == {"lns": 0.2, "bhyt": 0.2}
+    searched, rest = fake.started[:6], fake.started[6:]
+    assert {(c.scheme, c.lr) for c in searched} == {(s, lr) for s in ("lns", "bhyt") for lr in (0.1, 0.2, 0.3)}
+    assert [(c.seed, c.depth) for c in rest] == [(0, 1)] * 2 + [(0, 4)] * 2 + [(1, 1)] * 2 + [(1, 2)] * 2
+    assert {c.lr for c in rest} == {0.2}
+    assert len(result.runs) == 6 + 8 and not result.failures  # depth 2, seed 0 was a search run
+    assert not any(c.keep_weights for c in fake.started)
+
+
+def test_the_learning_rate_with_the_lowest_final_loss_wins_and_diverged_runs_never_do(text: Path) -> None:
+    search = [tiny(text, scheme=s, lr=lr) for s in ("lns", "bhyt", "dyt") for lr in (0.1, 0.2, 0.3)]
+    losses = dict(zip(search, [3.0, 2.0, None, None, None, None, 2.0, 2.0, 2.5], strict=True))
+    done = {
+        config.run_id: runs.Run(Path(), {"eval_loss": loss})
+        for config, loss in zip(search, losses.values(), strict=True)
+    }
+    assert best_learning_rates(search, done) == {"lns": 0.2, "bhyt": 0.1, "dyt": 0.1}
+    assert best_learning_rates(search[:3], {}) == {}
+
+
+def test_a_sweep_started_again_trains_only_what_is_missing(
+    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = InProcess(failing=lambda config: config.seed == 2)
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    first = _sweep(configs, tmp_path)
+    assert len(fake.started) == 4 and list(first.failures) == [configs[2].run_id]
+    fake.failing = lambda config: False
+    second = _sweep(configs, tmp_path)
+    assert fake.started[4:] == [replace(configs[2], threads=default_workers()[1])]
+    assert [run.name for run in second.runs] == [config.run_id for config in configs] and not second.failures
+
+
+def test_a_failing_run_is_reported_and_stops_no_other(
+    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = InProcess(failing=lambda config: config.seed == 0)
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    result = _sweep(configs, tmp_path)
+    assert [run.name for run in result.runs] == [config.run_id for config in configs[1:]]
+    assert result.failures == {configs[0].run_id: "RuntimeError: it broke"}
+
+
+def test_a_scheme_whose_search_failed_is_left_out_of_the_grid(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = InProcess(failing=lambda config: config.scheme == "lns")
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    result = _sweep(_preset(text), tmp_path)
+    assert {run.manifest["config"]["scheme"] for run in result.runs} == {"bhyt"}
+    assert len(result.failures) == 3
+
+
+def test_a_damaged_or_different_run_in_the_way_is_a_failure_of_that_run(
+    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", InProcess())
+    out = tmp_path / "out"
+    manifest = write_run(configs[0], out) / runs.MANIFEST
+    manifest.write_text(manifest.read_text()[:100])
+    corpus = runs.read_run(write_run(configs[1], out)).manifest["corpus"]
+    write_run(configs[2], out)
+    runs.write_json(
+        out / configs[1].run_id / runs.MANIFEST,
+        runs.read_run(out / configs[1].run_id).manifest | {"corpus": corpus | {"content_hash": "other"}},
+    )
+    result = _sweep(configs, tmp_path)
+    assert len(result.runs) == 2
+    assert "manifest.json cannot be read" in result.failures[configs[0].run_id]
+    assert "has content_hash 'other'" in result.failures[configs[1].run_id]
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, (1, 1)), (2, (2, 1)), (3, (2, 1)), (16, (2, 8))):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        assert default_workers() == expected
+    assert default_workers(4) == (4, 4)
+    assert sweep_module._share(8, None) == (8, 2)
+    assert sweep_module._share(32, None) == (32, 1)
+    assert sweep_module._share(3, 7) == (3, 7)
+    assert sweep_module._share("ray", None) == ("ray", 1)
+    for workers, threads in ((0, None), ("some", None), (2, 0)):
+        with pytest.raises(NormlabError):
+            sweep_module._share(workers, threads)
+
+
+def test_bad_input_is_refused_before_any_run_starts(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", lambda *_: pytest.fail("started"))
+    with pytest.raises(NormlabError, match="does not exist"):
+        _sweep([tiny(text, corpus=str(tmp_path / "missing.txt"))], tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(NormlabError, match="is a file"):
+        sweep([tiny(text)], tmp_path / "file", progress=False)
+
+
+# --- processes ---
+
+
+def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(text: Path, tmp_path: Path) -> None:
+    configs = [tiny(text, scheme=scheme, keep_weights=False, threads=1) for scheme in ("lns", "bhyt", "dyt")]
+    lock = tmp_path / "out" / runs.PARTIAL / f"{configs[2].run_id}.lock"
+    with runs.exclusive(lock):
+        result = normlab.sweep(
+            configs, tmp_path / "out", workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False
+        )
+    assert [run.name for run in result.runs] == [config.run_id for config in configs[:2]]
+    assert "another process is training" in result.failures[configs[2].run_id]
+    for config, run in zip(configs, result.runs, strict=False):
+        alone = normlab.train(config, tmp_path / "alone", cache_dir=tmp_path / "cache", progress=False)
+        assert (alone.path / runs.STATS).read_bytes() == (run.path / runs.STATS).read_bytes()
+    assert set(normlab.load_runs(tmp_path / "out").scheme) == {"lns", "bhyt"}
+
+
+def test_a_killed_worker_costs_no_run(
+    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "train_one", training_helpers.die_the_first_time)
+    result = _sweep(configs, tmp_path, workers=2, threads=1)
+    assert (tmp_path / "died-1").exists()
+    assert len(result.runs) == 4 and not result.failures
+
+
+def test_a_run_that_kills_its_worker_every_time_is_given_up(
+    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "train_one", training_helpers.always_die)
+    result = _sweep(configs[:1], tmp_path, workers=1, threads=1)
+    assert not result.runs and "its process was killed" in result.failures[configs[0].run_id]
+
+
+SLEEPING_SWEEP = """
+import sys
+import training_helpers
+from pathlib import Path
+from normlab.training import workers
+from normlab.training.sweep import sweep
+
+if __name__ == "__main__":
+    workers.train_one = training_helpers.work_for_ever
+    root = Path(sys.argv[1])
+    configs = [training_helpers.tiny(root / "text.txt", seed=seed) for seed in range(2)]
+    sweep(configs, root / "out", workers=2, threads=1, cache_dir=root / "cache", progress=False)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path: Path) -> None:
+    script = tmp_path / "sleeping.py"
+    script.write_text(SLEEPING_SWEEP)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.Popen([sys.executable, script, tmp_path], env=environment, stderr=subprocess.DEVNULL)
+    files = [tmp_path / f"worker-{seed}" for seed in range(2)]
+    _wait(lambda: all(file.exists() and file.read_text() for file in files) or process.poll() is not None, 120)
+    workers = [int(file.read_text()) for file in files]
+    assert all(map(_alive, workers))
+    process.send_signal(how)
+    process.wait(60)
+    _wait(lambda: not any(map(_alive, workers)), 30)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+# --- Ray ---
+
+
+class FakeRay(types.ModuleType):
+    """The part of Ray's interface that a sweep uses, run in threads of this process."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.running, self.cpus = False, []
+
+    def is_initialized(self) -> bool:
+        return self.running
+
+    def init(self, **options: Any) -> None:
+        self.running = True
+
+    def shutdown(self) -> None:
+        self.running = False
+
+    def remote(self, function: Callable) -> Any:
+        ray = self
+
+        class Task:
+            def options(self, num_cpus: int) -> Task:
+                ray.cpus.append(num_cpus)
+                return self
+
+            def remote(self, *arguments: Any) -> Any:
+                return _Reference(function, arguments)
+
+        return Task()
+
+    def wait(self, references: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        return [references[-1]], references[:-1]
+
+    def get(self, reference: Any) -> Any:
+        reference.thread.join()
+        if reference.error is not None:
+            wrapped = RuntimeError("ray::train_one() failed on some node")
+            wrapped.cause = reference.error  # type: ignore[attr-defined]
+            raise wrapped
+        return reference.value
+
+
+class _Reference:
+    def __init__(self, function: Callable, arguments: tuple) -> None:
+        self.value, self.error = None, None
+        self.thread = threading.Thread(target=self._run, args=(function, arguments))
+        self.thread.start()
+
+    def _run(self, function: Callable, arguments: tuple) -> None:
+        try:
+            self.value = function(*arguments)
+        except Exception as error:
+            self.error = error
+
+
+def _fail_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
+    if config.seed == 1:
+        raise NormlabError("this one cannot")
+    return str(write_run(config, out))
+
+
+def test_ray_runs_what_processes_would(
+    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(workers_module, "train_one", _fail_one)
+    result = _sweep(configs, tmp_path, workers="ray", threads=3)
+    assert [run.name for run in result.runs] == [c.run_id for c in configs if c.seed != 1]
+    assert result.failures == {configs[1].run_id: "this one cannot"}
+    assert ray.cpus == [3] * 4 and not ray.running
+
+
+def test_without_ray_the_message_names_what_to_install(
+    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(NormlabError, match=r"pip install 'normlab\[ray\]'"):
+        _sweep(configs, tmp_path, workers="ray")
+
+
+@pytest.mark.slow
+def test_ray_itself_runs_a_sweep(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    configs = [tiny(text, seed=seed, keep_weights=False) for seed in range(2)]
+    result = _sweep(configs, tmp_path, workers="ray", threads=1)
+    assert [run.name for run in result.runs] == [config.run_id for config in configs], result.failures

@@ -1,0 +1,170 @@
+"""Predictions against measurements of freshly initialised models, and the laws against direct computation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import normlab
+from normlab import theory
+from normlab.errors import NormlabError
+from normlab.norms import BHyT
+from normlab.probes import record
+from normlab.runs import COLUMNS
+
+KEYS = ["site", "layer", "metric", "mask"]
+SEEDS = 3  # one seed moves a deep layer's variance by 7% at this width, 2% at width 512: the theory is its mean
+TOLERANCE = {
+    "token_l2_mean": 0.08,
+    "rms": 0.08,
+    "feature_var_mean": 0.15,
+    "relative_contribution": 0.12,
+    "carried_var_ratio": 0.08,
+    "saturation_bound": 0.08,
+    "saturation": 0.0,
+}
+
+
+def config(scheme: str, depth: int = 6, **changes) -> normlab.NormlabConfig:
+    fields = dict(
+        scheme=scheme,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=depth,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=48,
+    )
+    return normlab.NormlabConfig(**{**fields, **changes})
+
+
+def measured_and_predicted(cfg):
+    total = 0.0
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        model = normlab.NormlabForCausalLM(cfg)
+        ids = torch.randint(0, 1024, (4, 48), generator=torch.Generator().manual_seed(seed))
+        with record(model, list(TOLERANCE)) as rec, torch.no_grad():
+            model(ids)
+        total = total + rec.stats().to_pandas().set_index(KEYS)["value"] / SEEDS
+    return total, theory.predict(cfg, collision=1 / 1024).set_index(KEYS)["value"]
+
+
+@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+def test_every_schemes_initial_variance_is_predicted_at_every_site_and_layer(scheme):
+    measured, predicted = measured_and_predicted(config(scheme))
+    left_out = {(site, metric) for site, _, metric, _ in measured.index.difference(predicted.index)}
+    assert left_out == {("block", "relative_contribution")} and predicted.index.difference(measured.index).empty
+    for key, value in predicted.items():
+        assert value == pytest.approx(
+            measured[key], rel=TOLERANCE[key[2]], abs=1e-3 if key[2] == "saturation" else None
+        ), key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"carried": "causal"},
+        {"carried": "exact"},
+        {"lam_input": 8.0, "lam_post": 6.0, "lam_last": 5.0},
+        {"initializer_range": 0.05},
+    ],
+    ids=str,
+)
+def test_the_prediction_uses_the_models_own_constants(changes):
+    measured, predicted = measured_and_predicted(config("bhyt", depth=4, **changes))
+    common = predicted.index.intersection(measured.index)
+    for key in common:
+        assert predicted[key] == pytest.approx(
+            measured[key], rel=TOLERANCE[key[2]], abs=1e-3 if key[2] == "saturation" else None
+        ), key
+
+
+def test_repeated_tokens_make_attention_add_more():
+    cfg = config("pre_rmsnorm")
+    ids = torch.full((2, 48), 7)
+    torch.manual_seed(0)
+    model = normlab.NormlabForCausalLM(cfg)
+    with record(model, ["rms"]) as rec, torch.no_grad():
+        model(ids)
+    measured = rec.stats().to_pandas().query("site == 'mlp_norm_in' and layer == 1 and mask == 'all'")["value"].item()
+    same, distinct = (
+        theory.predict(cfg, collision=c)
+        .query("site == 'mlp_norm_in' and layer == 1 and metric == 'rms' and mask == 'all'")["value"]
+        .item()
+        for c in (1.0, 0.0)
+    )
+    assert same > 1.5 * distinct and same == pytest.approx(measured, rel=0.15)
+
+
+def test_predictions_are_rows_of_the_long_table():
+    table = theory.predict(config("bhyt"))
+    assert list(table.columns) == COLUMNS
+    assert set(table["split"]) == {"theory"} and set(table["step"]) == {0} and str(table["layer"].dtype) == "Int64"
+    assert set(theory.predict(config("bhyt"), length=1)["mask"]) == {"all"}
+
+
+def test_gaussian_expectations_equal_numerical_integration():
+    kernel = np.array([[0.5, 0.3], [0.3, 0.8]])
+    generator = np.random.default_rng(0)
+    u = generator.multivariate_normal([0, 0], kernel, size=1_000_000)
+    for function in (np.tanh, theory._silu):
+        values = function(u)
+        assert theory._gaussian_kernel(kernel, function) == pytest.approx(values.T @ values / len(u), rel=1e-2)
+
+
+@pytest.mark.parametrize("kappa", [1.5, 3.0, 10.0])
+def test_the_chebyshev_bound_holds_for_any_vector_and_is_reached(kappa):
+    norm = BHyT(900, lam=2.0, kappa=kappa, eps=1e-12)
+    generator = torch.Generator().manual_seed(0)
+    spikes = torch.zeros(900)
+    spikes[: int(900 / kappa**2 * 0.999)] = 1.0  # all the mass in the largest share the bound allows
+    rows = torch.stack([torch.randn(900, generator=generator), torch.randn(900, generator=generator) ** 9, spikes])
+    share = (norm.tanh_input(rows).abs() > 2.0).float().mean(1)
+    bound = theory.chebyshev_bound(kappa)
+    assert (share <= bound).all() and share[2] > 0.95 * bound - 1 / 900
+    carried = 0.5 * rows.square().mean(1, keepdim=True)  # a statistic half as large: the bound doubles
+    assert ((norm.tanh_input(rows, carried).abs() > 2.0).float().mean(1) <= theory.chebyshev_bound(kappa, 2.0)).all()
+
+
+def test_lns_grows_with_the_logarithm_of_depth_where_pre_ln_grows_linearly():
+    variance = {}
+    for scheme in ("pre_rmsnorm", "lns"):
+        table = theory.predict(config(scheme, depth=64)).query(
+            "site == 'block_out' and metric == 'feature_var_mean' and mask == 'all'"
+        )
+        variance[scheme] = table.set_index("layer")["value"]
+    pre, lns = variance["pre_rmsnorm"], variance["lns"]
+    assert (pre[64] - pre[32]) == pytest.approx(pre[32] - pre[0], rel=0.35)
+    largest_step = pre.diff().max()  # Pre-LN's step with the tokens' directions aligned: the most one layer can add
+    assert lns[64] - lns[0] < theory.lns_variance(64, 0.0, largest_step) < 0.2 * (pre[64] - pre[0])
+    assert theory.lns_scale(16) == 0.25
+
+
+def test_the_gain_condition_names_the_depth_where_bhyt_and_lns_meet():
+    depth = theory.depth_below_lns(2.0, 10.0)
+    assert depth == 25 and pytest.approx(theory.lns_scale(int(depth))) == 2.0 / 10.0
+
+
+def test_the_carried_correction_of_a_model_is_its_c_times_the_squared_gain():
+    model = normlab.NormlabForCausalLM(config("bhyt", depth=1))
+    block = model.model.layers[0]
+    c = float(block.c_attn)
+    predicted = theory.carried_correction(c, 2.0, 10.0)
+    x = torch.rand(1, 3, 1)
+    assert torch.allclose(block.carried_mean_square(x, None), x + predicted)
+    assert theory.carried_correction(c, 2.0, 10.0, tokens=48, position=0) == pytest.approx(48 * predicted)
+    assert math.isclose(c, 128 * 128 * 0.02**4 * 128 / (48 * 128) * 128 / 128, rel_tol=0.1)
+
+
+def test_what_cannot_be_predicted_is_refused():
+    with pytest.raises(NormlabError, match="hidden_act is 'gelu'"):
+        theory.predict(config("dyt", hidden_act="gelu"))
+    with pytest.raises(NormlabError, match="collision 2"):
+        theory.predict(config("dyt"), collision=2)
+    with pytest.raises(NormlabError, match="kappa is 0"):
+        theory.chebyshev_bound(0)

@@ -1,0 +1,218 @@
+"""A run killed at any moment and started again ends as one that was never killed, bit for bit, and leaves nothing
+half-written."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from training_helpers import tiny, write_text
+
+from normlab import runs
+from normlab.training.config import TrainConfig
+
+# The server imports torch and transformers once; each child that it forks starts to train at once.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
+
+
+def _train(config: TrainConfig, out: Path, cache: Path, pause_in: str | None, marker: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if pause_in is not None:
+        _pause(pause_in, marker)
+    from normlab.training.trainer import train
+
+    train(config, out, cache_dir=cache, progress=False)
+
+
+def _pause(where: str, marker: Path) -> None:
+    """Stop for ever at a place inside a checkpoint's writing, once the marker says that it was reached the second
+    time."""
+    import normlab.runs
+    from normlab.training.trainer import RunTrainer
+
+    calls = []
+
+    def stop_before(original: Callable) -> Callable:
+        def stopped(*args: Any, **kwargs: Any) -> Any:
+            calls.append(where)
+            if len(calls) == 2:
+                marker.touch()
+                time.sleep(600)
+            return original(*args, **kwargs)
+
+        return stopped
+
+    def stop_after(original: Callable) -> Callable:
+        def stopped(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            calls.append(where)
+            if len(calls) == 2:
+                marker.touch()
+                time.sleep(600)
+            return result
+
+        return stopped
+
+    if where == "weights written, optimizer not":
+        RunTrainer._save_optimizer_and_scheduler = stop_before(RunTrainer._save_optimizer_and_scheduler)
+    elif where == "log half-written":
+        original = normlab.runs.write_stats
+
+        def half(path: Path, frame: pd.DataFrame) -> None:
+            original(path, frame)
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+            stop_before(lambda: original(path, frame))()
+
+        normlab.runs.write_stats = half
+    elif where == "written, not renamed":
+        normlab.runs.os.rename = stop_before(os.rename)
+    elif where == "renamed, older one not deleted":
+        normlab.runs.os.rename = stop_after(os.rename)
+    else:
+        raise AssertionError(where)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def config(corpus: Path) -> TrainConfig:
+    return tiny(corpus, steps=24, checkpoint_every=3, probe_every=6, eval_every=6)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: TrainConfig, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[runs.Run, float]:
+    """The run that nobody kills, and how long its process took."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    _finish(config, out, cache)  # builds the corpus and starts the fork server
+    shutil.rmtree(out)
+    started = time.perf_counter()
+    _finish(config, out, cache)
+    return runs.read_run(out / config.run_id), time.perf_counter() - started
+
+
+def _start(config: TrainConfig, out: Path, cache: Path, pause_in: str | None = None) -> Any:
+    process = FORKS.Process(target=_train, args=(config, out, cache, pause_in, out.with_suffix(".reached")))
+    process.start()
+    return process
+
+
+def _finish(config: TrainConfig, out: Path, cache: Path) -> None:
+    process = _start(config, out, cache)
+    process.join()
+    assert process.exitcode == 0
+
+
+def _kill(process: Any) -> bool:
+    """Whether it was still running."""
+    process.join(0)
+    running = process.exitcode is None
+    if running:
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert running or process.exitcode == 0
+    return running
+
+
+def _assert_whole(out: Path, config: TrainConfig) -> None:
+    """Under the run's name there is nothing, or a whole run; every checkpoint can be read."""
+    final = out / config.run_id
+    if final.exists():
+        assert len(runs.read_run(final).table()) > 0
+        assert (final / runs.WEIGHTS).is_file()
+    for checkpoint in (out / runs.PARTIAL / config.run_id).glob("checkpoint-*"):
+        if checkpoint == max((out / runs.PARTIAL / config.run_id).glob("checkpoint-*"), key=lambda p: int(p.name[11:])):
+            assert len(pd.read_parquet(checkpoint / runs.STATS)) > 0
+            assert {p.name for p in checkpoint.iterdir()} >= {
+                "model.safetensors",
+                "optimizer.pt",
+                "scheduler.pt",
+                "rng_state.pth",
+            }
+
+
+def _assert_equal(run: runs.Run, reference: runs.Run) -> None:
+    assert (run.path / runs.STATS).read_bytes() == (reference.path / runs.STATS).read_bytes()
+    assert (run.path / runs.WEIGHTS).read_bytes() == (reference.path / runs.WEIGHTS).read_bytes()
+    left_out = {"measured"}
+    assert {k: v for k, v in run.manifest.items() if k not in left_out} == {
+        k: v for k, v in reference.manifest.items() if k not in left_out
+    }
+
+
+def _kill_at_random(config: TrainConfig, out: Path, cache: Path, kills: int, seconds: float, seed: int) -> int:
+    """Start and kill until `kills` processes died or the run is finished; then finish it."""
+    choose = random.Random(seed)
+    killed = 0
+    while killed < kills and not (out / config.run_id).exists():
+        process = _start(config, out, cache)
+        time.sleep(choose.uniform(0.2, 1.0) * seconds)
+        killed += _kill(process)
+        _assert_whole(out, config)
+    _finish(config, out, cache)
+    return killed
+
+
+def test_killed_at_random_moments_a_run_ends_as_if_never_killed(
+    config: TrainConfig, cache: Path, undisturbed: tuple[runs.Run, float], tmp_path: Path
+) -> None:
+    reference, seconds = undisturbed
+    kills, attempt = 0, 0
+    while kills < 10:
+        out = tmp_path / str(attempt)
+        kills += _kill_at_random(config, out, cache, 10 - kills, seconds, attempt)
+        _assert_equal(runs.read_run(out / config.run_id), reference)
+        attempt += 1
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["weights written, optimizer not", "log half-written", "written, not renamed", "renamed, older one not deleted"],
+)
+def test_killed_inside_a_checkpoint_write_a_run_ends_as_if_never_killed(
+    where: str, config: TrainConfig, cache: Path, undisturbed: tuple[runs.Run, float], tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    process = _start(config, out, cache, pause_in=where)
+    marker = out.with_suffix(".reached")
+    while not marker.exists():
+        assert process.exitcode is None, "the process ended before it reached the place"
+        time.sleep(0.01)
+    assert _kill(process)
+    _assert_whole(out, config)
+    assert not (out / config.run_id).exists()
+    _finish(config, out, cache)
+    _assert_equal(runs.read_run(out / config.run_id), undisturbed[0])
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_at_random_moments(
+    config: TrainConfig, cache: Path, undisturbed: tuple[runs.Run, float], tmp_path: Path
+) -> None:
+    reference, seconds = undisturbed
+    kills, attempt = 0, 0
+    while kills < 200:
+        out = tmp_path / str(attempt)
+        kills += _kill_at_random(config, out, cache, 5, seconds, 1000 + attempt)
+        _assert_equal(runs.read_run(out / config.run_id), reference)
+        shutil.rmtree(out)
+        attempt += 1

@@ -1,0 +1,89 @@
+"""Small runs for the training tests: a text of a few kilobytes and models that train in a second."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from normlab.training.config import TrainConfig
+
+WORDS = "the residual stream grows with depth because every block adds its branch to what it was given before".split()
+TINY: dict[str, Any] = dict(
+    depth=2,
+    width=32,
+    heads=2,
+    steps=8,
+    batch_size=2,
+    block_length=16,
+    vocab_size=300,
+    probe_every=4,
+    probe_blocks=2,
+    eval_every=4,
+    eval_blocks=4,
+    checkpoint_every=3,
+    warmup=0.0,
+)
+
+
+def write_text(path: Path, paragraphs: int = 300) -> Path:
+    """A .txt corpus of short paragraphs, the same every time."""
+    choose = random.Random(0)
+    path.write_text("\n\n".join(" ".join(choose.choices(WORDS, k=20)) for _ in range(paragraphs)))
+    return path
+
+
+def tiny(corpus: Path, **fields: Any) -> TrainConfig:
+    return TrainConfig(**{**TINY, "scheme": "bhyt", "corpus": str(corpus), **fields})
+
+
+def write_run(config: TrainConfig, out: str | Path, eval_loss: float | None = 2.0, **manifest: Any) -> Path:
+    """A finished run written by hand, in no time."""
+    from normlab import runs
+    from normlab.training.corpus import corpus_of
+
+    staged = Path(out) / runs.PARTIAL / config.run_id
+    staged.mkdir(parents=True)
+    rows = [(step, step * config.tokens_per_step, "train", "model", None, "loss", "all", 3.0) for step in (1, 2)]
+    runs.write_stats(staged / runs.STATS, runs.stats_frame(rows))
+    content = {
+        "schema": runs.SCHEMA_VERSION,
+        "run": config.run_id,
+        "status": "finished" if eval_loss is not None else "diverged",
+        "eval_loss": eval_loss,
+        "config": config.to_dict(),
+        "corpus": corpus_of(config, Path(out).parent / "cache").identity(),
+        "measured": {"wall_s": 0.0, "tokens_per_s": 1.0},
+    }
+    runs.write_json(staged / runs.MANIFEST, {**content, **manifest})
+    runs.publish(staged, Path(out) / config.run_id)
+    return Path(out) / config.run_id
+
+
+# What workers do in tests of the sweep; in a module of their own, so that a fresh process can import them.
+
+
+def work_at_once(config: TrainConfig, out: str, cache_dir: str | None) -> str:
+    return str(write_run(config, out))
+
+
+def die_the_first_time(config: TrainConfig, out: str, cache_dir: str | None) -> str:
+    marker = Path(out).parent / f"died-{config.seed}"
+    if config.seed == 1 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return work_at_once(config, out, cache_dir)
+
+
+def always_die(config: TrainConfig, out: str, cache_dir: str | None) -> str:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def work_for_ever(config: TrainConfig, out: str, cache_dir: str | None) -> str:
+    (Path(out).parent / f"worker-{config.seed}").write_text(str(os.getpid()))
+    time.sleep(600)
+    raise AssertionError
