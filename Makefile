@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= build
 JOBS   ?= 2
+RUNS   ?= $(OUT)/runs
 
 BIN       := $(VENV)/bin
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 PAGES     := $(NOTEBOOKS:notebooks/%.ipynb=$(OUT)/%.html)
 
-.PHONY: help reproduce lab test test-slow lint bench gpu clean
+.PHONY: help reproduce site notebooks lab test test-slow lint bench gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -36,10 +37,24 @@ pages: $(PAGES)
 
 $(OUT)/%.html: notebooks/%.ipynb
 	@mkdir -p $(OUT)
-	$(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(OUT))/runs $< $(OUT)/$*.ipynb
+	$(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(RUNS)) $< $(OUT)/$*.ipynb
 	$(BIN)/jupyter nbconvert --to html --template html_template --TemplateExporter.extra_template_basedirs=notebooks \
 	  --TemplateExporter.extra_template_paths="$$($(BIN)/python -c 'import plotly; print(*plotly.__path__)')/package_data" \
 	  --log-level WARN --output-dir $(OUT) $(OUT)/$*.ipynb
+
+site: $(VENV)/.installed-notebooks ## the notebooks and the explorer on the shipped runs, as pages that need no kernel: build/site/
+	@$(MAKE) --no-print-directory --always-make pages OUT=$(OUT)/site RUNS=data/runs
+	$(BIN)/python -c "import normlab; from normlab.widgets.page import explorer_page; \
+	  explorer_page(normlab.load_runs('data/runs'), '$(OUT)/site/explorer.html')"
+	@echo "Open $(CURDIR)/$(OUT)/site/explorer.html, or put $(OUT)/site on any web server."
+
+notebooks: $(VENV)/.installed-notebooks ## run the notebooks on the shipped runs and keep their figures as images, as they are committed
+	@mkdir -p $(OUT)
+	@for name in $(basename $(notdir $(NOTEBOOKS))); do \
+	  $(BIN)/papermill --cwd notebooks --log-level WARNING -p IMAGES True notebooks/$$name.ipynb $(OUT)/$$name.ipynb && \
+	  $(BIN)/python -c "from normlab.export import keep_images_only as keep; \
+	    print('$$name:', keep('$(OUT)/$$name.ipynb', 'notebooks/$$name.ipynb'), 'images')" || exit 1; \
+	done
 
 lab: $(VENV)/.installed-notebooks ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir notebooks

@@ -3,7 +3,8 @@
 SCHEMES                              the normalization schemes, as data
 NormlabConfig, NormlabForCausalLM    models that differ in their scheme only
 swap_norms                           another scheme for an existing Llama, Mistral or Qwen model
-record, sites, LayerStats            measure the layers of any model
+record, sites, LayerStats            measure the layers of any model; LayerStatsCallback: in any transformers Trainer
+skip_sensitivity, angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect: experiments on its layers
 TrainConfig, train, sweep            train models and measure them on the way
 load_runs                            runs on disk -> one tidy table
 figures, widgets                     table -> plotly figure -> figure with controls
@@ -26,6 +27,12 @@ _PUBLIC = {
     "LayerStats": "normlab.probes",
     "record": "normlab.probes",
     "sites": "normlab.probes",
+    "skip_sensitivity": "normlab.probes",
+    "skip_future_effect": "normlab.probes",
+    "angular_distance": "normlab.probes",
+    "jacobian_identity": "normlab.probes",
+    "logit_lens_kl": "normlab.probes",
+    "LayerStatsCallback": "normlab.probes.callback",
     "TrainConfig": "normlab.training.config",
     "train": "normlab.training.trainer",
     "sweep": "normlab.training.sweep",

@@ -50,7 +50,10 @@ TRAIN_HELP = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with errors in our one-line form."""
+    """argparse, with errors in our one-line form, and no flag that is guessed from its beginning."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str) -> Any:
         raise NormlabError(f"{message} (see `{self.prog} --help`)")
@@ -152,6 +155,7 @@ def _add_probe(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="time whole training steps against each other")
     parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs; at least 9 for a result to quote")
+    parser.add_argument("--schemes", help="schemes to set against Pre-LN, comma-separated")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     _add_output(parser, "bench.csv", "CSV file for the ratios")
     parser.set_defaults(act=_bench)
@@ -231,7 +235,7 @@ def _whole(text: str, flag: str) -> int:
 def _figures(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from normlab.export import save
+    from normlab.export import save_images
     from normlab.published import load_published
     from normlab.runs import load_runs
 
@@ -239,17 +243,19 @@ def _figures(options: argparse.Namespace) -> int:
         from normlab.figures import FIGURES
     except ImportError as error:
         raise NormlabError(str(error)) from error
-    table = load_runs(options.runs)
-    if Path(options.out).exists() and not Path(options.out).is_dir():
-        raise NormlabError(f"output {options.out} is a file; name a directory")
-    said: list[str] = []
-    published = load_published()
+    out = Path(options.out)
+    if out.exists() and not out.is_dir():
+        raise NormlabError(f"output {out} is a file; name a directory")
+    table, published = load_runs(options.runs), load_published()
+    drawn = {}
     for name, draw in tqdm(FIGURES.items(), "figures", disable=options.quiet, leave=False):
-        files, notes = save(draw(table, published), Path(options.out) / name)
-        tqdm.write("\n".join(map(str, files)))
-        said += notes
-    for note in said[:1]:  # one line is enough: what one figure lacks, all lack
-        print(f"normlab: {note}", file=sys.stderr)
+        drawn[name] = draw(table, published)
+        out.mkdir(parents=True, exist_ok=True)
+        drawn[name].write_html(out / f"{name}.html", include_plotlyjs=True)
+    images, missing = save_images(drawn, out)
+    print("\n".join(str(path) for path in [*(out / f"{name}.html" for name in drawn), *images]))
+    if missing:
+        print(f"normlab: {missing}", file=sys.stderr)
     return 0
 
 
@@ -264,7 +270,9 @@ def _probe(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from normlab.training.bench import bench
 
-    table = bench(options.pairs, threads=options.threads, cache_dir=options.cache_dir, progress=not options.quiet)
+    chosen = {"schemes": options.schemes.split(",")} if options.schemes else {}
+    shared = {"threads": options.threads, "cache_dir": options.cache_dir, "progress": not options.quiet}
+    table = bench(options.pairs, **chosen, **shared)
     print(table.round(4).to_string(index=False))
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ _FAILURES = (ValueError, RuntimeError, OSError)
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 
-def save(figure: Any, stem: str | Path, *, width: int = 1280, scale: float = 1.5) -> tuple[list[Path], str]:
+def save(figure: Any, stem: str | Path, *, width: int = 1280, scale: float = 1.5) -> tuple[list[Path], list[str]]:
     """Write `stem`.html, self-contained, and `stem`.png where a browser is at hand.
 
     Args:
@@ -28,14 +28,14 @@ def save(figure: Any, stem: str | Path, *, width: int = 1280, scale: float = 1.5
         width, scale: pixels across, and image pixels a pixel.
 
     Returns:
-        The files written, and one line that says what an image would need ("" when there is one).
+        The files written, and notes: one line that says what an image would need, where none was made.
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = stem.with_name(stem.name + ".html")
     figure.write_html(page, include_plotlyjs=True)
     images, note = save_images({stem.name: figure}, stem.parent, width=width, scale=scale)
-    return [page, *images], note
+    return [page, *images], [note] if note else []
 
 
 def save_images(

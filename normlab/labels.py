@@ -74,4 +74,7 @@ MASKS: dict[str, str] = {"all": "all tokens", "no_first": "without each row's fi
 
 def metric_row(name: str) -> Metric:
     """The row of a metric; one that is not in the table is shown under its own name, on a linear axis."""
-    return METRICS.get(name, Metric(name, name, "", "defined by whoever measured it", False))
+    if name in METRICS:
+        return METRICS[name]
+    definition = probed.METRICS[name].definition if name in probed.METRICS else "defined by whoever measured it"
+    return Metric(name, name.replace("_", " "), "", definition, False)

@@ -60,7 +60,7 @@ class Profile:
 
 
 @dataclass
-class _Cube:
+class Cube:
     """Values of one scheme and depth: seeds x steps x layers, NaN where nothing was measured."""
 
     seeds: list[int]
@@ -97,7 +97,7 @@ class Profiles:
             (str(key[0]), str(key[1]), str(key[2])): rows[columns]
             for key, rows in layered.groupby(["site", "metric", "mask"], observed=True)
         }
-        self._cubes: dict[tuple[str, str, str], dict[tuple[str, int], _Cube]] = {}
+        self._cubes: dict[tuple[str, str, str], dict[tuple[str, int], Cube]] = {}
 
     @property
     def schemes(self) -> list[str]:
@@ -122,10 +122,11 @@ class Profiles:
 
     def steps(self, metric: str, site: str, mask: str, depth: int) -> list[int]:
         """Training steps at which any scheme of that depth was measured."""
-        cubes = self._cubes_of(site, metric, mask)
+        cubes = self.cubes(site, metric, mask)
         return sorted({step for (_, at), cube in cubes.items() if at == depth for step in cube.steps})
 
-    def _cubes_of(self, site: str, metric: str, mask: str) -> dict[tuple[str, int], _Cube]:
+    def cubes(self, site: str, metric: str, mask: str) -> dict[tuple[str, int], Cube]:
+        """All values of one metric at one site, by scheme and depth; made at the first call."""
         key = (site, metric, mask)
         if key not in self._cubes:
             rows = self._parts.get(key)
@@ -134,7 +135,7 @@ class Profiles:
 
     def lines(self, view: View) -> list[Profile]:
         """The profiles of a view in the order of its schemes, without schemes that have none there."""
-        cubes = self._cubes_of(view.site, view.metric, view.mask)
+        cubes = self.cubes(view.site, view.metric, view.mask)
         reference = cubes.get((view.reference, view.depth)) if view.reference is not None else None
         if view.reference is not None and reference is None:
             return []
@@ -187,7 +188,7 @@ def _at(view: View, step: int) -> View:
     return View(**{**view.__dict__, "step": step})
 
 
-def _cubes(rows: pd.DataFrame) -> dict[tuple[str, int], _Cube]:
+def _cubes(rows: pd.DataFrame) -> dict[tuple[str, int], Cube]:
     cubes = {}
     for key, part in rows.groupby(["scheme", "depth"], observed=True):
         seeds, steps, layers = (sorted(int(v) for v in part[name].unique()) for name in ("seed", "step", "layer"))
@@ -197,11 +198,11 @@ def _cubes(rows: pd.DataFrame) -> dict[tuple[str, int], _Cube]:
             for name, known in (("seed", seeds), ("step", steps), ("layer", layers))
         ]
         values[tuple(places)] = part["value"].to_numpy(dtype=float)
-        cubes[str(key[0]), int(key[1])] = _Cube(seeds, steps, np.array(layers), values)
+        cubes[str(key[0]), int(key[1])] = Cube(seeds, steps, np.array(layers), values)
     return cubes
 
 
-def _line(scheme: str, cube: _Cube, view: View, reference: _Cube | None) -> Profile | None:
+def _line(scheme: str, cube: Cube, view: View, reference: Cube | None) -> Profile | None:
     own = _seeds_at(cube, view)
     if reference is not None:
         base = _seeds_at(reference, view)
@@ -227,7 +228,7 @@ def _line(scheme: str, cube: _Cube, view: View, reference: _Cube | None) -> Prof
     return Profile(scheme, cube.layers, mean, low, high, len(own))
 
 
-def _seeds_at(cube: _Cube, view: View) -> dict[int, np.ndarray]:
+def _seeds_at(cube: Cube, view: View) -> dict[int, np.ndarray]:
     """Each seed's profile at the view's step; a seed with no finite value there is left out."""
     if view.step not in cube.steps:
         return {}

@@ -219,3 +219,9 @@ SCHEMES: dict[str, Scheme] = {
         ),
     )
 }
+
+# What other files need by name, so that names stay here.
+BASELINE = "pre_rmsnorm"  # what the others are compared with; stock Llama
+DEFAULT = "bhyt"  # of `normlab train`
+SHORT_LIST = (BASELINE, "lns", "peri_ln", "rmsnorm_gain", "bhyt_linear", "bhyt")  # of a sweep of minutes
+TIMED = ("bhyt", "bhyt_exact", "lns", "peri_ln", "dyt")  # whose training step is timed against the baseline's

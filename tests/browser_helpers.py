@@ -78,7 +78,7 @@ def run_all(page: Any, address: str, notebook: str, timeout: float = 120) -> Non
         dialog.first.click()
         page.wait_for_selector(".jp-Dialog", state="detached")
     page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_text("Run All Cells", exact=True).click()
+    page.locator("#jp-mainmenu-run").get_by_text("Run All Cells", exact=True).click()
     page.wait_for_selector(".widget-vbox .js-plotly-plot", timeout=timeout * 1000)
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 import transformers as hf
 
+import normlab
+from normlab.probes import LayerStats, record
+
 VOCABULARY, WIDTH, DEPTH, LENGTH = 64, 32, 3, 12
 _COMMON = dict(
     vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=DEPTH, num_attention_heads=4,
@@ -93,3 +96,39 @@ def token_batch(
 def tiny_llama(**changes) -> hf.LlamaForCausalLM:
     torch.manual_seed(0)
     return hf.LlamaForCausalLM(hf.LlamaConfig(**{**_GROUPED, **changes})).eval()
+
+
+def values(stats: LayerStats) -> dict[tuple[str, int, str, str], float]:
+    """The table as (site, layer, metric, mask) -> value."""
+    return {(r.site, int(r.layer), r.metric, r.mask): r.value for r in stats.to_pandas().itertuples()}
+
+
+def trained_step(model, batch, metrics, **options) -> dict[tuple[str, int, str, str], float]:
+    """The metrics of one forward and backward pass."""
+    with record(model, metrics, **options) as rec:
+        model(**batch).loss.backward()
+    model.zero_grad(set_to_none=True)
+    return values(rec.stats())
+
+
+def ours(scheme: str, **options) -> normlab.NormlabForCausalLM:
+    torch.manual_seed(0)
+    config = normlab.NormlabConfig(
+        scheme=scheme,
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        initializer_range=0.3,
+        **options,
+    )
+    return normlab.NormlabForCausalLM(config).eval()
+
+
+def run(model, batch, metrics) -> dict:
+    with record(model, metrics) as rec, torch.no_grad():
+        model(**batch)
+    return values(rec.stats())

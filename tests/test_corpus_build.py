@@ -134,6 +134,14 @@ def test_the_default_corpus_is_the_same_in_two_caches(tmp_path: Path) -> None:
     assert first.vocab_size == SETTINGS["vocab_size"]
 
 
+def test_rows_without_text_are_passed_over(documents: list[str], tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", documents)
+    with path.open("a") as file:
+        file.write('\n{"text": null, "other": 1}\n{"text": "  ", "other": 1}')
+    reference = _load(_write(tmp_path / "b.jsonl", documents), tmp_path / "cache")
+    assert _load(path, tmp_path / "cache").content_hash == reference.content_hash
+
+
 def test_unigram_entropy_is_the_add_one_smoothed_cross_entropy() -> None:
     train, held_out = np.array([0, 0, 1, 2]), np.array([0, 3])
     expected = -(np.log(3 / 8) + np.log(1 / 8)) / 2

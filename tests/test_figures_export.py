@@ -16,8 +16,8 @@ def test_html_is_self_contained_and_a_missing_browser_is_one_line(tmp_path: Path
         raise RuntimeError("Kaleido requires Google Chrome to be installed.")
 
     monkeypatch.setattr("plotly.io.write_images", fails)
-    files, note = save(loss_curves(table()), tmp_path / "new" / "loss.v1")
-    assert files == [tmp_path / "new" / "loss.v1.html"] and note == NO_BROWSER and "\n" not in note
+    files, notes = save(loss_curves(table()), tmp_path / "new" / "loss.v1")
+    assert files == [tmp_path / "new" / "loss.v1.html"] and notes == [NO_BROWSER] and "\n" not in NO_BROWSER
     page = files[0].read_text()
     assert "<script src=" not in page and len(page) > 1_000_000  # plotly itself is inside
 
@@ -33,8 +33,8 @@ def test_an_image_that_cannot_be_made_is_none(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_images_are_written_where_there_is_a_browser(tmp_path: Path, chromium: str):
-    files, note = save(loss_curves(table()), tmp_path / "loss")
-    assert [file.suffix for file in files] == [".html", ".png"] and note == ""
+    files, notes = save(loss_curves(table()), tmp_path / "loss")
+    assert [file.suffix for file in files] == [".html", ".png"] and notes == []
     assert files[1].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     drawn = {"one": loss_curves(table()), "two": layer_growth(table())}
     files, note = save_images(drawn, tmp_path / "new", kind="svg")

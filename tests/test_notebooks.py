@@ -7,10 +7,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from figures_helpers import SCHEMES, activation
 from notebook_helpers import NOTEBOOKS, PLOTLY, execute, figures_in, printed, write_runs
 
 from normlab.export import keep_images_only
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
@@ -31,7 +33,7 @@ def test_a_notebook_has_a_title_parameters_and_what_would_falsify_it(name: str):
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     assert first.metadata.get("tags") == ["parameters"] and "FAST = True" in first.source
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    assert "falsify" in prose and "**Claim**" in prose and "## Exercises" in prose
+    assert "falsify" in prose and "**Claim" in prose and "## Exercises" in prose
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -64,6 +66,50 @@ def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(t
     assert "the runs behind them" in said and ("no image was made" in said or "7 figures as images" in said)
 
 
+def test_start_here_opens_the_explorer_and_its_static_twin(tmp_path: Path, runs: Path):
+    notebook = execute("00_start_here", tmp_path, RUNS=str(runs))
+    widgets = [o for c in notebook.cells for o in c.get("outputs", []) if WIDGET in o.get("data", {})]
+    assert len(widgets) == 1
+    (figure,) = figures_in(notebook)
+    lines = {trace["name"]: trace["y"] for trace in figure["data"] if "scheme" in trace.get("meta", {})}
+    assert set(lines) == set(SCHEMES)
+    assert lines["bhyt"] == pytest.approx([1.01 * activation("bhyt", layer, 20) for layer in range(5)])
+
+
+def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path: Path, runs: Path):
+    notebook = execute("03_norm_explorer", tmp_path, RUNS=str(runs))
+    (figure,) = figures_in(notebook)
+    (line,) = [trace for trace in figure["data"] if trace["name"] == "lns"]
+    assert line["y"][-1] == pytest.approx(activation("lns", 4, 20) / activation("pre_rmsnorm", 4, 20))
+    assert "paired by seed" in figure["layout"]["yaxis"]["title"]["text"]
+
+
+def test_bhyt_stability_keeps_the_controls_and_measures_the_bound(tmp_path: Path, runs: Path):
+    notebook = execute("02_bhyt_stability", tmp_path, RUNS=str(runs))
+    *drawn, saturation, intervene = figures_in(notebook)
+    assert len(drawn) == 4
+    for figure in drawn:
+        assert schemes_of(figure) == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
+    bound, measured, planted = (trace["y"] for trace in saturation["data"])
+    assert all(share <= limit for share, limit in zip(measured, bound, strict=True)) and measured[0] > 0.2
+    # Only the planted outlier is still beyond lambda at kappa = 10, and nothing is beyond sqrt(128) = 11.3.
+    assert measured[-2] == 0.0 < planted[-2] <= bound[-2] and planted[-1] == 0.0
+    ratios = [line.split() for line in printed(notebook).split("layer  value")[1].strip().splitlines()]
+    assert len(ratios) == 8 and all(0.9 < float(value) < 1.2 for _, value in ratios)
+    assert {"as it is size", "intervened size"} <= {trace["name"] for trace in intervene["data"]}
+
+
+def test_your_own_model_measures_two_kinds_of_models(tmp_path: Path):
+    notebook = execute("06_your_own_model", tmp_path)
+    size, contribution, by_hand, skipped = figures_in(notebook)
+    lines = {trace["name"]: trace for trace in size["data"]}
+    assert list(lines["block_out"]["x"]) == list(range(11)) and min(lines["block_out"]["y"]) > 0
+    assert {"attn", "mlp", "block"} == {trace["name"] for trace in contribution["data"]}
+    assert {len(trace["x"]) for trace in by_hand["data"] if trace["name"] == "block_out"} == {7}
+    shown = {trace["name"]: trace["y"] for trace in skipped["data"]}
+    assert shown["intervened size"][5] == pytest.approx(shown["intervened size"][4])
+
+
 def test_keeping_images_only_drops_everything_that_needs_a_kernel(tmp_path: Path):
     outputs = [
         {"output_type": "display_data", "data": {PLOTLY: {}, "image/png": "iVBO"}, "metadata": {}},
@@ -85,3 +131,14 @@ def test_keeping_images_only_drops_everything_that_needs_a_kernel(tmp_path: Path
     (cell,) = kept.cells
     assert [list(o.get("data", {"text": 0})) for o in cell.outputs] == [["image/png"], ["text"], ["text/html"]]
     assert cell.execution_count is None and "papermill" not in kept.metadata
+
+
+def test_layer_skip_trains_models_that_learn_and_skips_every_block(tmp_path: Path):
+    notebook = execute("04_layer_skip", tmp_path)
+    costs, skip_map, contribution = figures_in(notebook)
+    assert [trace["name"] for trace in costs["data"]] == ["pre_rmsnorm", "lns"]
+    assert all(list(trace["x"]) == list(range(1, 9)) for trace in costs["data"])
+    assert printed(notebook).count(": finished") == 2
+    heat = next(trace for trace in skip_map["data"] if trace["type"] == "heatmap")
+    assert list(heat["x"]) == list(range(1, 8)) and list(heat["y"]) == list(range(2, 9))
+    assert {trace["name"] for trace in contribution["data"]} == {"attn", "mlp", "block"}

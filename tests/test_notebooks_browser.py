@@ -19,7 +19,7 @@ SCREENSHOTS = Path(__file__).resolve().parents[1] / "build" / "screenshots"
 def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("lab")
     runs = write_runs(folder / "data" / "runs")
-    for name in ("00_start_here", "03_norm_explorer"):
+    for name in ("00_start_here", "03_norm_explorer", "06_your_own_model"):
         notebook = (NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8")
         (folder / f"{name}.ipynb").write_text(notebook.replace("../data/runs", json.dumps(str(runs))[1:-1]))
     with jupyter_lab(folder) as address:
@@ -88,9 +88,30 @@ def test_the_explorer_answers_every_control(address: str, chromium: str):
         wait_for(page, "bhyt", expected("bhyt", 2, 20))
         page.get_by_role("button", name="compare two views").click()
         page.wait_for_function("() => document.querySelectorAll('.widget-vbox .js-plotly-plot').length === 2")
+        # Neither plot is wider than its half.
+        width = "plot => plot.querySelector('.main-svg').getBoundingClientRect().width"
+        page.wait_for_function(
+            f"() => [...document.querySelectorAll('.widget-vbox .js-plotly-plot')].every(plot => ({width})(plot) < 760)"
+        )
         page.get_by_role("button", name="code").click()
         page.get_by_text("normlab.figures.profile(runs, 'feature_var_mean'").wait_for(timeout=20_000)
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SCREENSHOTS / "03_norm_explorer.png")
         assert len(line(page, "bhyt")) == 3
+        assert errors == []
+
+
+@pytest.mark.timeout(300)
+def test_a_model_answers_while_its_gain_is_moved(address: str, chromium: str):
+    with page_of(chromium) as (page, errors):
+        run_all(page, address, "06_your_own_model.ipynb")
+        page.wait_for_function(f"() => {PLOT}.data[0].y.length > 0", timeout=20_000)
+        page.locator(".widget-hslider").filter(has_text="γ").locator(".noUi-handle").focus()
+        for _ in range(8):
+            page.keyboard.press("ArrowRight")
+        moved = f"() => {PLOT}.data.find(t => t.name === 'intervened size').y.at(-1) > 1.5 * {PLOT}.data[0].y.at(-1)"
+        page.wait_for_function(moved, timeout=20_000)
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.locator(".widget-vbox").first.scroll_into_view_if_needed()
+        page.screenshot(path=SCREENSHOTS / "06_your_own_model.png")
         assert errors == []

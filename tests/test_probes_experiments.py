@@ -173,9 +173,9 @@ def test_skip_future_effect_equals_the_relative_change_of_later_updates(model):
         kept = []
         with torch.no_grad():
             hooks = [
-                m.register_forward_hook(lambda m, a, o: kept.append((o - a[0]).double()))
+                m.register_forward_hook(lambda m, a, o, kept=kept: kept.append((o - a[0]).double()))
                 for m in model.model.layers[1:]
-            ]  # noqa: B023
+            ]
             if skip:
                 hooks.append(model.model.layers[0].register_forward_hook(lambda m, a, o: a[0]))
             model(**inputs)
@@ -285,3 +285,35 @@ def test_logit_lens_runs_whatever_the_model_does_after_its_blocks(name):
     assert table[1] == pytest.approx(float(kl), rel=1e-4)
     assert table[DEPTH] == pytest.approx(0, abs=1e-6)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_skipping_a_branch_removes_its_output_norms_bias_too():
+    """Zero into an output norm with a bias is the bias, not zero: the norm's output is what must vanish."""
+    model, batch = build("gemma3"), batch_for("llama")
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = nn.LayerNorm(WIDTH)
+        nn.init.normal_(layer.post_attention_layernorm.bias)
+    found = skip_sensitivity(model, [batch], parts=["attention"], **QUIET).set_index("layer")["skip_delta_loss"][2]
+    base = summed_loss(model, [batch])
+    model.model.layers[1].post_attention_layernorm.register_forward_hook(lambda m, a, o: torch.zeros_like(o))
+    assert found == pytest.approx(summed_loss(model, [batch]) - base, abs=2e-6)
+
+
+def test_angular_distance_of_many_layers_holds_one_copy_of_the_kept_tokens(monkeypatch):
+    """Beyond the forward pass: (kept tokens x width x layers) numbers and the result, in one pass over the data."""
+    from normlab.probes import geometry
+
+    model = tiny_llama(num_hidden_layers=24)
+    passes, held = [], []
+    model.register_forward_hook(lambda m, a, o: passes.append(1))
+    measure = geometry._angles
+
+    def counting(a, b):
+        held.append(a.numel())
+        return measure(a, b)
+
+    monkeypatch.setattr(geometry, "_angles", counting)
+    batch = token_batch()
+    table = angular_distance(model, [batch], tokens="last", **QUIET)
+    assert table.shape == (25, 25) and len(passes) == 1 and len(held) == 24 * 25 // 2
+    assert max(held) == 3 * WIDTH  # one pair of layers at a time, the kept tokens only

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
-from probe_zoo import DEPTH, batch_for, tiny_llama, token_batch
+from probe_zoo import batch_for, build, tiny_llama, token_batch, trained_step, values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normlab.errors import NormlabError
-from normlab.probes import METRICS, record, sites
+from normlab.probes import METRICS, record
 
 GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
 EVERYTHING = list(METRICS)
@@ -20,28 +18,6 @@ EVERYTHING = list(METRICS)
 @pytest.fixture(scope="module")
 def batch():
     return batch_for("llama")
-
-
-def values(stats) -> dict:
-    table = stats.to_pandas()
-    return {(r.site, int(r.layer), r.metric, r.mask): r.value for r in table.itertuples()}
-
-
-def trained_step(model, batch, metrics=EVERYTHING, **options):
-    with record(model, metrics, **options) as rec:
-        model(**batch).loss.backward()
-    model.zero_grad(set_to_none=True)
-    return values(rec.stats())
-
-
-def hook_dictionaries(model):
-    names = [n for n in vars(nn.Module()) if n.endswith("_hooks") or "hooks_" in n]
-    return [
-        (name, list(getattr(module, name)))
-        for module in model.modules()
-        for name in names
-        if getattr(module, name) is not None
-    ]
 
 
 class InPlace(nn.Module):
@@ -91,10 +67,10 @@ def test_in_place_successors_keyword_inputs_and_tuple_returns_are_measured_right
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_counts_every_token_once(batch, reentrant):
     model = tiny_llama().train()
-    plain = trained_step(model, batch)
+    plain = trained_step(model, batch, EVERYTHING)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    assert trained_step(model, batch) == pytest.approx(plain, rel=1e-5)
+    assert trained_step(model, batch, EVERYTHING) == pytest.approx(plain, rel=1e-5)
 
 
 class Checkpointed(nn.Module):
@@ -126,11 +102,9 @@ def test_checkpointing_around_blocks_counts_once_too(reentrant):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradient_metrics_without_gradients_are_refused_not_zero(batch, mode):
-    with pytest.raises(NormlabError, match="leave no_grad/inference_mode"), record(tiny_llama(), GRADIENTS), mode():
-        tiny_llama()  # building is fine
-        raise_from = tiny_llama()
-        with record(raise_from, GRADIENTS):
-            raise_from(**batch)
+    model = tiny_llama()
+    with pytest.raises(NormlabError, match="leave no_grad/inference_mode"), record(model, GRADIENTS), mode():
+        model(**batch)
 
 
 def test_gradient_metrics_without_a_backward_are_refused(batch):
@@ -145,7 +119,7 @@ def test_gradient_metrics_without_a_backward_are_refused(batch):
 
 def test_a_frozen_model_is_measured_and_gets_no_parameter_gradient(batch):
     model = tiny_llama()
-    expected = trained_step(model, batch)
+    expected = trained_step(model, batch, EVERYTHING)
     model.requires_grad_(False)
     for backward in ("loss", "rec"):
         with record(model, EVERYTHING) as rec:
@@ -196,15 +170,12 @@ def test_gradients_are_of_the_summed_loss_and_the_normaliser_is_recorded(batch):
 
 
 def test_without_countable_labels_the_caller_is_asked_for_loss_tokens(batch):
-    with pytest.raises(NormlabError, match="pass loss_tokens="), record(tiny_llama(), GRADIENTS):
-        tiny = tiny_llama()
-        with record(tiny, GRADIENTS):
-            tiny(batch["input_ids"])
+    model = tiny_llama()
+    with pytest.raises(NormlabError, match="pass loss_tokens="), record(model, GRADIENTS):
+        model(batch["input_ids"])
 
 
 def test_a_masked_language_models_labels_are_not_shifted():
-    from probe_zoo import build
-
     model, batch = build("bert"), token_batch()
     with record(model, GRADIENTS) as rec:
         rec.backward(model(**batch).loss)
@@ -221,5 +192,3 @@ def test_the_result_of_two_forwards_before_one_backward_holds_both(batch):
     with record(model, GRADIENTS) as rec:
         sum(model(**half).loss for half in halves).backward()
     assert values(rec.stats()) == pytest.approx(one_by_one, rel=1e-5)
-
-

@@ -6,9 +6,8 @@ import threading
 
 import pytest
 import torch
-from probe_zoo import DEPTH, batch_for, tiny_llama, token_batch
+from probe_zoo import DEPTH, batch_for, tiny_llama, trained_step, values
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from normlab.errors import NormlabError
 from normlab.probes import METRICS, record, sites
@@ -20,18 +19,6 @@ EVERYTHING = list(METRICS)
 @pytest.fixture(scope="module")
 def batch():
     return batch_for("llama")
-
-
-def values(stats) -> dict:
-    table = stats.to_pandas()
-    return {(r.site, int(r.layer), r.metric, r.mask): r.value for r in table.itertuples()}
-
-
-def trained_step(model, batch, metrics=EVERYTHING, **options):
-    with record(model, metrics, **options) as rec:
-        model(**batch).loss.backward()
-    model.zero_grad(set_to_none=True)
-    return values(rec.stats())
 
 
 def hook_dictionaries(model):
@@ -68,7 +55,7 @@ def test_200_contexts_some_left_by_exception_leave_the_hook_dictionaries_as_they
 
 def test_a_forward_that_raises_leaves_no_trace_and_does_not_count(batch):
     model = tiny_llama()
-    clean = trained_step(model, batch)
+    clean = trained_step(model, batch, EVERYTHING)
     with record(model, EVERYTHING) as rec:
         broken = model.model.layers[2].mlp.register_forward_pre_hook(lambda m, a: 1 / 0)
         for _ in range(2):
@@ -107,7 +94,7 @@ def test_outputs_and_gradients_are_bit_identical_while_everything_is_recorded(ba
 
 def test_nested_and_concurrent_recordings_do_not_disturb_each_other(batch):
     model = tiny_llama()
-    alone = trained_step(model, batch)
+    alone = trained_step(model, batch, EVERYTHING)
     with record(model, EVERYTHING) as outer, record(model, EVERYTHING) as inner:
         model(**batch).loss.backward()
     assert values(outer.stats()) == alone == values(inner.stats())
@@ -115,7 +102,7 @@ def test_nested_and_concurrent_recordings_do_not_disturb_each_other(batch):
     found: list[dict] = [{}] * 3
 
     def work(i):
-        found[i] = trained_step(models[i], batch)
+        found[i] = trained_step(models[i], batch, EVERYTHING)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for thread in threads:
@@ -152,6 +139,7 @@ def test_a_recording_begun_in_inference_mode_goes_on_outside_and_the_other_way_r
     with record(model, forward) as rec:
         with torch.inference_mode():
             model(**batch)
+            model(**batch)  # merges the first one, inside
         inside = values(rec.stats())
         model(**batch)
         with torch.inference_mode():
@@ -221,6 +209,18 @@ def test_autocast_does_not_round_the_statistics(batch):
     assert values(rec.stats())["block_out", 0, "token_l2_mean", "all"] == pytest.approx(
         float(h.norm(dim=1).mean()), rel=1e-6
     )
+
+
+def test_autocast_does_not_round_recomputed_attention_scores():
+    from normlab.probes.attention import AttentionWatch
+
+    query, key = (torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    found = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), AttentionWatch() as watch:
+            nn.functional.scaled_dot_product_attention(query, key, key)
+        found.append(watch.found)
+    assert torch.equal(*found)
 
 
 def test_half_precision_activations_are_squared_in_float32():

@@ -265,6 +265,8 @@ BAD = {
     "carried_unknown": ({"scheme": "bhyt", "carried": "mean"}, "takes uniform, causal, exact"),
     "length": ({"train_seq_len": 0}, "train_seq_len is 0"),
     "fraction": ({"scheme": "mix_ln", "post_fraction": 1.5}, "post_fraction is 1.5"),
+    "misspelt": ({"lambda_input": 3.0}, "unknown field lambda_input: do you mean lam_input?"),
+    "text": ({"lam_post": "2"}, "lam_post is '2': give a number"),
     "fraction_negative": ({"scheme": "mix_ln", "post_fraction": -0.1}, "post_fraction is -0.1"),
 }
 

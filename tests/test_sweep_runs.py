@@ -39,12 +39,18 @@ def configs(text: Path) -> list[TrainConfig]:
 
 
 class InProcess:
-    """In place of the workers: writes runs at once and remembers the order. `losses`: final held-out loss by learning rate."""
+    """In place of the workers: writes runs at once and remembers the order.
+
+    `losses`: final held-out loss by learning rate. `failing`: which runs raise.
+    """
 
     def __init__(
-        self, losses: dict[float, float | None] | None = None, failing: Callable[[TrainConfig], bool] | None = None
-    ):
-        self.losses, self.failing, self.started = losses or {}, failing or (lambda config: False), []
+        self,
+        losses: dict[float, float | None] | None = None,
+        failing: Callable[[TrainConfig], bool] = lambda config: False,
+    ) -> None:
+        self.losses, self.failing = losses or {}, failing
+        self.started: list[TrainConfig] = []
 
     def __call__(self, configs: Sequence[TrainConfig], out: Path, workers: Any, cache_dir: Any) -> Iterator[tuple]:
         for config in configs:
@@ -73,7 +79,7 @@ def test_preset_small_is_the_promised_sweep() -> None:
     search = preset.search()
     assert preset.schemes == tuple(SCHEMES) and len(SCHEMES) == 12
     assert len(search) == 12 * 3 and {(c.depth, c.seed) for c in search} == {(16, 0)}
-    grid = preset.grid({scheme: 1e-3 for scheme in preset.schemes})
+    grid = preset.grid(dict.fromkeys(preset.schemes, 0.001))
     seeds = {depth: {c.seed for c in grid if c.depth == depth} for depth in (4, 8, 16, 32, 64)}
     assert seeds == {4: {0, 1, 2}, 8: {0, 1, 2}, 16: {0, 1, 2}, 32: {0}, 64: {0}}
     assert len(grid) == 12 * (3 + 3 + 3 + 1 + 1)
@@ -118,11 +124,8 @@ def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
 
 def test_the_learning_rate_with_the_lowest_final_loss_wins_and_diverged_runs_never_do(text: Path) -> None:
     search = [tiny(text, scheme=s, lr=lr) for s in ("lns", "bhyt", "dyt") for lr in (0.1, 0.2, 0.3)]
-    losses = dict(zip(search, [3.0, 2.0, None, None, None, None, 2.0, 2.0, 2.5], strict=True))
-    done = {
-        config.run_id: runs.Run(Path(), {"eval_loss": loss})
-        for config, loss in zip(search, losses.values(), strict=True)
-    }
+    losses = [3.0, 2.0, None, None, None, None, 2.0, 2.0, 2.5]
+    done = {c.run_id: runs.Run(Path(), {"eval_loss": loss}) for c, loss in zip(search, losses, strict=True)}
     assert best_learning_rates(search, done) == {"lns": 0.2, "bhyt": 0.1, "dyt": 0.1}
     assert best_learning_rates(search[:3], {}) == {}
 
@@ -198,7 +201,7 @@ def test_bad_input_is_refused_before_any_run_starts(
 ) -> None:
     monkeypatch.setattr(sweep_module, "finish_in_any_order", lambda *_: pytest.fail("started"))
     with pytest.raises(NormlabError, match="does not exist"):
-        _sweep([tiny(text, corpus=str(tmp_path / "missing.txt"))], tmp_path)
+        _sweep([tiny(tmp_path / "missing.txt")], tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(NormlabError, match="is a file"):
         sweep([tiny(text)], tmp_path / "file", progress=False)
@@ -227,16 +230,18 @@ def test_a_killed_worker_costs_no_run(
 ) -> None:
     monkeypatch.setattr(workers_module, "train_one", training_helpers.die_the_first_time)
     result = _sweep(configs, tmp_path, workers=2, threads=1)
-    assert (tmp_path / "died-1").exists()
+    assert (tmp_path / "died-1").exists()  # with all four runs still to be finished
     assert len(result.runs) == 4 and not result.failures
 
 
-def test_a_run_that_kills_its_worker_every_time_is_given_up(
+def test_a_run_that_kills_its_worker_every_time_is_given_up_and_takes_no_other_with_it(
     configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "train_one", training_helpers.always_die)
-    result = _sweep(configs[:1], tmp_path, workers=1, threads=1)
-    assert not result.runs and "its process was killed" in result.failures[configs[0].run_id]
+    result = _sweep(configs[1:3], tmp_path, workers=2, threads=1)
+    assert [run.name for run in result.runs] == [configs[2].run_id]  # that was in progress beside it
+    assert list(result.failures) == [configs[1].run_id]
+    assert "its process was killed" in result.failures[configs[1].run_id]
 
 
 SLEEPING_SWEEP = """
@@ -261,9 +266,9 @@ def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     process = subprocess.Popen([sys.executable, script, tmp_path], env=environment, stderr=subprocess.DEVNULL)
     files = [tmp_path / f"worker-{seed}" for seed in range(2)]
-    _wait(lambda: all(file.exists() and file.read_text() for file in files) or process.poll() is not None, 120)
+    _wait(lambda: all(file.exists() and file.read_text() for file in files) or process.poll() is not None, 300)
     workers = [int(file.read_text()) for file in files]
-    assert all(map(_alive, workers))
+    assert len(set(workers)) == 2 and all(map(_alive, workers))
     process.send_signal(how)
     process.wait(60)
     _wait(lambda: not any(map(_alive, workers)), 30)

@@ -357,7 +357,7 @@ def test_checkpoints_of_another_thread_count_are_not_continued(
     "error",
     [
         OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:668] . PytorchStreamWriter failed writing file data/0"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5952 vs 5844"),
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )

@@ -104,7 +104,7 @@ def test_bands_axis_theme_and_published_values_can_be_switched(explorer: NormExp
     pane.band.value = False
     assert not bands["bhyt band"].visible
     pane.log.value = False
-    assert explorer.figure.layout.yaxis.type == "linear"
+    assert explorer.figure.layout.yaxis.type == "linear" and explorer.figure.layout.yaxis.tickmode == "auto"
     pane.papers.value = True
     assert sorted(bands["published"].y) == [139, 366, 704]
     light = explorer.figure.layout.template.layout.paper_bgcolor

@@ -186,7 +186,7 @@ def compile_build(build: Build, target: str) -> Any:
         constants["FORM"] = PORTABLE
     types, attributes = _signature(build)
     source = ASTSource(build.kernel, types, constants, attributes)
-    options = {"num_warps": build.warps, "num_stages": build.stages}
+    options = {"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True}
     return triton.compile(source, target=TARGETS[target], options=options)
 
 

@@ -2,11 +2,11 @@
 
 What it saves against the naive formula under autograd:
 
-* nothing of the input's size is kept for the backward pass but the input itself (the naive RMSNorm keeps the
-  normalised rows as well, the naive BHyT also the tanh and its argument); the rest is computed again from the input
-  and the row's statistic;
+* nothing of the input's size is kept for the backward pass but the input itself (the naive forms keep the normalised
+  rows or the tanh as well); the rest is computed again from the input and the row's statistic;
 * the sum of squares is one pass (`vector_norm`), not a square and a mean;
-* temporaries are row chunks that stay in the cache and are written in place, so a large tensor costs no fresh pages;
+* fp32 results are worked out in place, chunk by chunk of rows that stay in the cache: one temporary of a chunk's size
+  backward, none forward;
 * tanh, by far the dearest operation (2 ns an element in PyTorch 2.13, against 0.07 for a product), goes through NumPy's
   vectorised one (0.16 ns, within 2 units in the last place), when NumPy is there.
 
@@ -47,29 +47,33 @@ def _mean_square(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
 
 
-def _argument(x: torch.Tensor, factor: torch.Tensor | None, shift: torch.Tensor | None) -> torch.Tensor:
-    """z = factor x + shift as a fresh tensor."""
-    z = x.clone() if factor is None else x * factor
-    return z if shift is None else z.add_(shift)
-
-
 def _activate_(z: torch.Tensor, act: Act) -> torch.Tensor:
     if act is Act.TANH:
         return tanh_(z)
     return z.erf_() if act is Act.ERF else z
 
 
-def _factor(spec: RowSpec, ms: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """What multiplies x: (scale / kappa) rsqrt(ms + eps), as far as the function has these."""
-    factor = None if ms is None else torch.rsqrt(ms + spec.eps)
-    if scale is None:
-        return factor
-    gain = scale.float() * (1.0 / spec.kappa)
-    return gain if factor is None else factor.mul_(gain)
+def _scales(
+    spec: RowSpec, ms: torch.Tensor | None, scale: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(rstd, factor): rsqrt(ms + eps), and what multiplies x, (scale / kappa) rstd, as far as the function has
+    these."""
+    rstd = None if ms is None else torch.add(ms, spec.eps).rsqrt_()
+    gain = None if scale is None else scale.float() * (1.0 / spec.kappa)
+    if rstd is None:
+        assert gain is not None
+        return None, gain
+    return rstd, rstd if gain is None else rstd * gain
 
 
 def rows_per_chunk(width: int) -> int:
+    """How many rows make a chunk."""
     return max(1, CHUNK_ELEMENTS // max(1, width))
+
+
+def _chunks(rows: int, width: int) -> list[slice]:
+    step = rows_per_chunk(width)
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def forward(
@@ -83,20 +87,24 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(y, ms) of 2-D x; `given` is the carried (rows, 1) mean square, used in place of a reduction (ms is then
     None)."""
-    rows, width = x.shape
-    out = torch.empty(rows, width, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    in_place = x.dtype == out.dtype == torch.float32  # z is then worked out where y will be
     squares = []
-    shift32 = None if shift is None else shift.float()
-    step = rows_per_chunk(width)
-    for start in range(0, rows, step):
-        values = x[start : start + step].float()
-        ms = None if given is None else given[start : start + step]
+    for rows in _chunks(*x.shape):
+        values, target = x[rows].float(), out[rows]
+        ms = None if given is None else given[rows]
         if spec.stat is Stat.RMS:
             ms = _mean_square(values)
             squares.append(ms)
-        z = _activate_(_argument(values, _factor(spec, ms, scale), shift32), spec.act)
-        target = out[start : start + step]
-        torch.mul(z.to(x.dtype), weight, out=target)  # round to x's dtype first, then the gain: Llama's order
+        factor = _scales(spec, ms, scale)[1]
+        z = torch.mul(values, factor, out=target) if in_place else values * factor
+        if shift is not None:
+            z.add_(shift)
+        _activate_(z, spec.act)
+        if in_place:
+            z.mul_(weight)
+        else:
+            torch.mul(z.to(x.dtype), weight, out=target)  # round to x's dtype first, then the gain: Llama's order
         if bias is not None:
             target.add_(bias)
     if len(squares) > 1:
@@ -130,25 +138,22 @@ def backward(
     needs: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, _Gradients]:
     """(dx, dms, sums) for 2-D x; `needs` = which of x, weight, bias, scale, shift, given want a gradient."""
-    rows, width = x.shape
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
-    dms = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if needs[5] else None
+    dms = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if needs[5] else None
     sums = _Gradients()
-    step = rows_per_chunk(width)
-    for start in range(0, rows, step):
-        rows_here = slice(start, start + step)
+    for rows in _chunks(*x.shape):
         _backward_chunk(
-            grad[rows_here].float(),
-            None if grad_ms is None else grad_ms[rows_here],
-            x[rows_here].float(),
+            grad[rows].float(),
+            None if grad_ms is None else grad_ms[rows],
+            x[rows].float(),
             weight,
             scale,
             shift,
-            None if ms is None else ms[rows_here],
+            None if ms is None else ms[rows],
             spec,
             needs,
-            None if dx is None else dx[rows_here],
-            None if dms is None else dms[rows_here],
+            None if dx is None else dx[rows],
+            None if dms is None else dms[rows],
             sums,
         )
     return dx, dms, sums
@@ -168,48 +173,41 @@ def _backward_chunk(
     dms: torch.Tensor | None,
     sums: _Gradients,
 ) -> None:
-    """dx and dms of some rows, written into the given tensors, and these rows' share of the sums."""
-    width = x.shape[-1]
-    factor = _factor(spec, ms, scale)
-    slope_at = None
-    z = _argument(x, factor, None if shift is None else shift.float())
-    if spec.act is Act.ERF:
-        slope_at = (z * z).neg_().exp_().mul_(_ERF_SLOPE)
-    t = _activate_(z, spec.act)
+    """dx and dms of some rows, written into the given tensors, and these rows' share of the sums.
+
+    Two buffers serve: t = act(z), later q x; and q = d loss / d z, which is worked out where dx will be.
+    """
+    rstd, factor = _scales(spec, ms, scale)
+    q = torch.empty_like(x) if dx is None or dx.dtype != torch.float32 else dx
+    t = x * factor
+    if shift is not None:
+        t.add_(shift)
+    slope = (t * t).neg_().exp_().mul_(_ERF_SLOPE) if spec.act is Act.ERF else None
+    _activate_(t, spec.act)
     if needs[2]:
         sums.add("bias", g.sum(0))
-    scratch = torch.mul(g, t)
     if needs[1]:
-        sums.add("weight", scratch.sum(0))
-    q = g * weight  # d loss / d z
+        sums.add("weight", torch.mul(g, t, out=q).sum(0))
+    torch.mul(g, weight.float(), out=q)
     if spec.act is Act.TANH:
         torch.ops.aten.tanh_backward.grad_input(q, t, grad_input=q)
-    elif slope_at is not None:
-        q.mul_(slope_at)
+    elif slope is not None:
+        q.mul_(slope)
     if needs[4]:
         sums.add("shift", q.sum())
-    if factor is None or not (needs[0] or needs[3] or needs[5]):
-        if dx is not None:
-            dx.copy_(q)
-        return
-    along = None  # sum over the row of q x, which d scale and d ms share
-    if spec.stat is not Stat.NONE or needs[3]:
-        along = torch.mul(q, x, out=scratch).sum(-1, keepdim=True)
+    if rstd is not None or needs[3]:
+        along = torch.mul(q, x, out=t).sum(-1, keepdim=True)  # what d scale and d ms share
     if needs[3]:
-        assert along is not None
-        sums.add("scale", (along if ms is None else along * torch.rsqrt(ms + spec.eps)).sum().mul_(1.0 / spec.kappa))
-    pull = None  # d loss / d ms
-    if ms is not None and along is not None:
-        pull = (along * factor).div_(ms + spec.eps).mul_(-0.5)
+        total = along.sum() if rstd is None else torch.dot(along.view(-1), rstd.view(-1))
+        sums.add("scale", total.mul_(1.0 / spec.kappa))
+    q.mul_(factor)
+    if rstd is not None:
+        pull = along.mul_(factor).mul_(rstd).mul_(rstd).mul_(-0.5)  # d loss / d ms
         if dms is not None:
             dms.copy_(pull)
-        if grad_ms is not None:
-            pull = pull + grad_ms
-    if dx is None:
-        return
-    if spec.stat is Stat.RMS:
-        assert pull is not None
-        torch.addcmul(q.mul_(factor), x, pull.mul_(2.0 / width), out=dx)
-    else:
-        torch.mul(q, factor, out=dx)
-
+        if spec.stat is Stat.RMS:
+            if grad_ms is not None:
+                pull.add_(grad_ms)
+            q.addcmul_(x, pull.mul_(2.0 / x.shape[-1]))
+    if dx is not None and dx is not q:
+        dx.copy_(q)

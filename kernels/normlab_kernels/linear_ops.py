@@ -10,6 +10,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from normlab_kernels import ladder
+from normlab_kernels.launch import on_device
 from normlab_kernels.linear_kernel import linear_add_norm_kernel
 from normlab_kernels.ops import row_norm_backward, tanh_form
 from normlab_kernels.spec import Act, Stat
@@ -43,7 +44,7 @@ def linear_add_norm(
     operands = [TensorDescriptor.from_tensor(t.contiguous(), [block, launch.block_k]) for t, block in pairs]
     slice_shape = [launch.block_m, launch.block_n // launch.slices]
     outputs = [TensorDescriptor.from_tensor(t, slice_shape) for t in (residual.contiguous(), h, y)]
-    linear_add_norm_kernel[(programs,)](
+    on_device(linear_add_norm_kernel, (programs,), a.device)(
         *operands, *outputs, weight, weight if bias is None else bias.contiguous(), scale,
         scale if given is None else given.contiguous(),
         rows, width, a.shape[1], eps, 1.0 / kappa,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from normlab_kernels import ladder
+from normlab_kernels.launch import on_device
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def launch(x: torch.Tensor) -> torch.Tensor:
     rows, width = x.shape
     out = torch.empty(6, rows, dtype=torch.float32, device=x.device)
     chosen = ladder.moments(width)
-    row_moments_kernel[(triton.cdiv(rows, chosen.rows),)](
+    on_device(row_moments_kernel, (triton.cdiv(rows, chosen.rows),), x.device)(
         x, out, rows, width, x.stride(0), BLOCK=chosen.block, ROWS=chosen.rows, num_warps=chosen.warps
     )
     return out

@@ -15,6 +15,7 @@ import triton
 from normlab_kernels import ladder
 from normlab_kernels.cpu import unit_stride
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
+from normlab_kernels.launch import on_device
 from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel
 from normlab_kernels.spec import Stat
 from normlab_kernels.split_kernels import row_pull_kernel, row_statistics_kernel
@@ -76,7 +77,7 @@ def row_norm(
     has_residual = residual is not None
     if reduces and not whole:
         launch = ladder.reduction(width)
-        row_statistics_kernel[(rows,)](
+        on_device(row_statistics_kernel, (rows,), x.device)(
             x, residual_rows, total, mean, ms, rows, width, x.stride(0), residual_rows.stride(0),
             STAT=stat, HAS_RESIDUAL=has_residual, BLOCK=launch.block, num_warps=launch.warps,
         )  # fmt: skip
@@ -84,7 +85,7 @@ def row_norm(
             x, has_residual = total, False
     launch = ladder.whole_forward(width) if whole else ladder.tile_forward(width)
     grid = (triton.cdiv(rows, launch.rows), triton.cdiv(width, launch.block))
-    norm_forward_kernel[grid](
+    on_device(norm_forward_kernel, grid, x.device)(
         x, residual_rows, weight.contiguous(), _or(bias, weight), _or(scale, weight), _or(shift, weight),
         mean, _or(given, ms), y, total,
         rows, width, x.stride(0), residual_rows.stride(0), eps, 1.0 / kappa,
@@ -151,7 +152,7 @@ def row_norm_backward(
     if stat != Stat.NONE and not whole:
         along, mean_q = torch.empty(2, rows, dtype=torch.float32, device=x.device).unbind(0)
         reduction = ladder.reduction(width)
-        row_pull_kernel[(rows,)](
+        on_device(row_pull_kernel, (rows,), x.device)(
             grad, x, weight.contiguous(), _or(scale, weight), _or(shift, weight), _or(mean, unused), unused,
             along, mean_q, width, grad.stride(0), x.stride(0), eps, 1.0 / kappa,
             STAT=stat, ACT=act, FORM=form, HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None,
@@ -160,7 +161,7 @@ def row_norm_backward(
     dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     dbias = torch.empty_like(dweight) if has_bias else dweight
     dscale, dshift = torch.empty(2, programs * columns, dtype=torch.float32, device=x.device).unbind(0)
-    norm_backward_kernel[(programs, columns)](
+    on_device(norm_backward_kernel, (programs, columns), x.device)(
         grad, grad_sum_rows, _or(grad_ms, unused), x, weight.contiguous(), _or(scale, weight), _or(shift, weight),
         _or(mean, unused), unused, along, mean_q, dx, dms, dweight, dbias, dscale, dshift,
         rows, width, grad.stride(0), grad_sum_rows.stride(0), x.stride(0), eps, 1.0 / kappa,

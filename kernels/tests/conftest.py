@@ -3,7 +3,12 @@ marker."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
+
+# Before Triton is imported: what it compiles stays with the checkout, not in the user's home.
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).resolve().parents[2] / "build" / "test-cache" / "triton"))
 
 import pytest
 import torch

@@ -4,6 +4,7 @@ recorded."""
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def test_the_fused_projection_uses_tensor_cores_and_the_copy_engine_on_hopper() 
         code = aot.compile_build(build, "sm_90").asm["ptx"]
         assert "wgmma.mma_async" in code
         assert "cp.async.bulk.tensor" in code
+
+
+@pytest.mark.parametrize("function", ["add_bhyt", "layer_norm", "derf"])
+def test_one_column_and_one_row_compile_as_constants(function: str) -> None:
+    """Triton turns an integer argument of 1 into a constant, which is another program."""
+    for build in aot.row_builds(function, 1):
+        ones = {name: 1 for name in build.kernel.arg_names if name in ("rows", "width") or name.startswith("stride")}
+        aot.compile_build(dataclasses.replace(build, constants=build.constants | ones), "sm_90")
 
 
 def test_backward_rows_are_fetched_ahead() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_harness import DEVICE
-
 from normlab_kernels import dispatch
 
 normlab = pytest.importorskip("normlab", reason="the models are normlab's: pip install -e .")

@@ -112,3 +112,19 @@ def test_any_leading_shape(name: str) -> None:
     shaped = {k: v.view(2, 3, -1) if k in ("x", "residual", "given") else v for k, v in flat.items()}
     for key, value in case.call(flat).items():
         assert torch.equal(value.view(2, 3, -1), case.call(shaped)[key]), key
+
+
+@pytest.mark.parametrize("name", ["bhyt", "rms_norm", "dyt"])
+def test_nothing_of_the_size_of_x_is_kept_but_x(name: str) -> None:
+    case = CASES[name]
+    arguments = {k: v.requires_grad_() for k, v in make_inputs(case, 40, 30, torch.float32).items()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = case.call(arguments)
+    assert [size for size in kept.values() if size >= 40 * 30] == [40 * 30]
+    assert out["y"].requires_grad

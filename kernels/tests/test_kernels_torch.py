@@ -3,12 +3,14 @@ graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import normlab_kernels as nk
 import pytest
 import torch
 from kernel_harness import CASES, DEVICE, KERNELS, formula, make_inputs, results
+from normlab_kernels import launch
 from normlab_kernels.reference import row_norm_reference
 from torch.utils.checkpoint import checkpoint
 
@@ -173,3 +175,18 @@ def test_the_choice_of_kernels_is_checked() -> None:
     if not KERNELS:
         with pytest.raises(ValueError, match="cannot run"):
             nk.rms_norm(x, weight, kernels="triton")
+
+
+def test_a_launch_goes_to_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        entered.append(chosen)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel = {(1,): lambda value: value + 1}
+    assert [launch.on_device(kernel, (1,), torch.device("cuda", index))(4) for index in (0, 1)] == [5, 5]
+    assert entered == [torch.device("cuda", 1)]

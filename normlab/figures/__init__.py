@@ -7,6 +7,8 @@ loss_curves           training and held-out loss by step (B2)
 depth_scaling         held-out loss against depth, and differences paired by seed (C5)
 growth_before_after   the last layer before and after training, with the controls (N1)
 profile               one training step, all schemes in one panel: what the explorer shows
+skip_cost             loss added by skipping a block, from a probe's table (C2)
+future_effect         what later blocks do then (D2)
 METRICS               label, unit and definition of every metric
 themed                a figure for a light or a dark page
 
@@ -25,6 +27,7 @@ from normlab.figures.endpoints import growth_before_after
 from normlab.figures.growth import gradient_growth, layer_growth
 from normlab.figures.profile import profile
 from normlab.figures.registry import FIGURES, FigureRow
+from normlab.figures.skipping import future_effect, skip_cost
 from normlab.figures.theme import message_figure, themed
 from normlab.labels import METRICS
 
@@ -33,11 +36,13 @@ __all__ = [
     "METRICS",
     "FigureRow",
     "depth_scaling",
+    "future_effect",
     "gradient_growth",
     "growth_before_after",
     "layer_growth",
     "loss_curves",
     "message_figure",
     "profile",
+    "skip_cost",
     "themed",
 ]

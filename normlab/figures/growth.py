@@ -54,7 +54,7 @@ def layer_growth(
         where = SITES.get(site, site)
         return theme.message_figure(f"{metric} was not measured at: {where}, {MASKS.get(mask, mask)}.", title)
     points = _published_points(published, metric, chosen.schemes) if site == "block_out" else None
-    subtitle = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)} · {chosen.describe()}"
+    subtitle = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0"
     figure = _panels(chosen, rows, points, row, row.log if log is None else log, columns)
     return theme.titled(figure, title, subtitle, int(figure.layout.height))
 
@@ -243,9 +243,7 @@ def _published_key(figure: go.Figure, points: pd.DataFrame) -> None:
     sources = sorted({f"{p.paper} {p.where}, {p.model}" for p in points.itertuples()})
     error = points["relative_error"].max()
     reading = f", read off the plot ±{error:.0%}" if error > 0 else ""
-    text = (
-        f"◇ published at that layer of its own model: {'; '.join(sources)}{reading}.   - - -  step 0, before training."
-    )
+    text = f"◇ published at that layer of its own model: {'; '.join(sources)}{reading}."
     figure.add_annotation(
         text=text,
         x=0,

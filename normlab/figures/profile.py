@@ -232,7 +232,7 @@ def _lay_out(figure: go.Figure, view: View, bounds: tuple[float, float] | None, 
     line = dict(type="line", xref="x domain", x0=0, x1=1, y0=neutral, y1=neutral, line=neutral_line)
     figure.update_layout(
         template=look.template(theme),
-        xaxis=dict(range=[0, view.depth]),
+        xaxis=dict(range=[0, view.depth], dtick=max(1, round(view.depth / 8))),
         yaxis=dict(title=dict(text=put)) | look.value_axis(bounds, log),
         shapes=[line] if view.reference is not None else [],
     )

@@ -228,7 +228,7 @@ def label_room(labels: Sequence[EndLabel]) -> int:
 def value_axis(bounds: tuple[float, float] | None, log: bool) -> dict[str, object]:
     """Settings of an axis over `bounds`; a log axis has plain numbers at decades, at 2 and 5 where there is room."""
     if not log or bounds is None:
-        return dict(type="linear", range=bounds)
+        return dict(type="linear", range=bounds, tickmode="auto")
     low, high = bounds
     decades = range(math.floor(low), math.ceil(high) + 1)
     leaders = (1,) if high - low > 2.4 else (1, 2, 5) if high - low > 0.5 else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
@@ -237,10 +237,15 @@ def value_axis(bounds: tuple[float, float] | None, log: bool) -> dict[str, objec
     shown = [tick for tick in ticks if low <= math.log10(tick) <= high]
     return dict(
         type="log",
+        tickmode="array",
         range=bounds,
         tickvals=shown,
-        ticktext=[f"{tick:,.10g}" if 1e-3 <= tick < 1e5 else f"{tick:.0e}" for tick in shown],
+        ticktext=[_tick_text(tick) for tick in shown],
     )
+
+
+def _tick_text(tick: float) -> str:
+    return f"{tick:,.10g}" if 1e-3 <= tick < 1e5 else f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def axis_bounds(values: Iterable[float], log: bool, pad: float = 0.06) -> tuple[float, float] | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
 
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from normlab.errors import NormlabError
-from normlab.schemes import SCHEMES, get_scheme
+from normlab.schemes import BASELINE, SCHEMES, get_scheme
 
 # Field of a released BHyT configuration -> ours.
 RELEASED_FIELDS = {
@@ -40,6 +42,7 @@ class NormlabConfig(LlamaConfig):
         post_fraction: share of the first blocks that are Post-LN in Mix-LN.
 
     lambda and kappa also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are kept unused.
+    Loading weights with another ``train_seq_len`` keeps the c that they hold: call ``refresh_carried()`` to have its own.
 
     Raises:
         NormlabError: one line naming the field, for an unknown scheme, no layers, heads that do not divide the width,
@@ -48,7 +51,7 @@ class NormlabConfig(LlamaConfig):
 
     model_type = "normlab"
 
-    scheme: str = "pre_rmsnorm"
+    scheme: str = BASELINE
     lam_input: float | int = 2.0
     lam_post: float | int = 1.0
     lam_last: float | int = 0.0
@@ -59,6 +62,12 @@ class NormlabConfig(LlamaConfig):
     post_fraction: float | int = 0.25
 
     def __post_init__(self, **kwargs):
+        for name in kwargs.keys() - _FIELDS:
+            close = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.75)
+            _require(not close, f"unknown field {name}: do you mean {''.join(close)}?")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            _require(isinstance(value, int | float), f"{name} is {value!r}: give a number")
         scheme = get_scheme(self.scheme)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         _require(self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}: give at least 1")
@@ -118,3 +127,7 @@ class NormlabConfig(LlamaConfig):
             ours: released[theirs] for theirs, ours in RELEASED_FIELDS.items() if released.get(theirs) is not None
         }
         return cls(**fields, scheme=scheme)
+
+
+_NUMBERS = ("lam_input", "lam_post", "lam_last", "kappa", "post_fraction")
+_FIELDS = {field.name for field in dataclasses.fields(NormlabConfig)}

@@ -90,11 +90,7 @@ class NormlabArchitectureAdapter(LlamaArchitectureAdapter):
         """Wrap the norms of a block: TransformerLens's name -> attribute in our block. They may be absent in some
         blocks (Mix-LN)."""
         mapping: Any = self.component_mapping
-        parts = {
-            name: component
-            for name, component in mapping["blocks"].submodules.items()
-            if name in ("attn", "mlp")
-        }
+        parts = {name: component for name, component in mapping["blocks"].submodules.items() if name in ("attn", "mlp")}
         norms = {
             name: NormBridge(name=attribute, config=self.cfg, optional=True) for name, attribute in attributes.items()
         }

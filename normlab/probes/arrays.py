@@ -3,6 +3,7 @@
 `gram`             sum over tokens of u u^T (d x d, float64): its eigenvalues are the squared singular values of the
                    update
 `coordinate_peak`  largest |h| of each feature (d): massive activations live in a few of them
+`carried_position` tokens counted and sum of exact / carried mean square at each position of a row (2 x positions)
 """
 
 from __future__ import annotations
@@ -11,8 +12,21 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"gram": torch.add, "coordinate_peak": torch.maximum}
+
+def _add_padded(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of (2, positions) tables of unequal length: what a shorter row does not reach counts as zero."""
+    length = max(a.shape[-1], b.shape[-1])
+    return functional.pad(a, (0, length - a.shape[-1])) + functional.pad(b, (0, length - b.shape[-1]))
+
+
+MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gram": torch.add,
+    "coordinate_peak": torch.maximum,
+    "carried_position": _add_padded,
+}
+FIXED_SHAPE = ("gram", "coordinate_peak")  # a different one means a different model
 
 
 def gram(rows: Tensor, mask: Tensor) -> Tensor:
@@ -28,7 +42,20 @@ def gram(rows: Tensor, mask: Tensor) -> Tensor:
 
 def coordinate_peak(rows: Tensor, mask: Tensor) -> Tensor:
     """(d,): largest |h| of each feature over the counted tokens; 0 when none counts."""
-    return torch.where(mask[:, None], rows, 0).abs().amax(0).double()
+    kept = torch.where(mask[:, None], rows, 0)
+    return torch.maximum(kept.amax(0), -kept.amin(0)).double()
+
+
+def by_position(values: Tensor, positions: Tensor, mask: Tensor, length: int) -> Tensor:
+    """(2, length): how many counted tokens stand at each position, and the sum of their values.
+
+    `values`, `positions`, `mask`: (tokens,), a token's number, its position among its row's real tokens, and whether
+    it counts.
+    """
+    dtype = torch.float32 if values.device.type == "mps" else torch.float64
+    table = torch.zeros(2, length, dtype=dtype, device=values.device)
+    counted = torch.stack([mask.to(dtype), torch.where(mask, values, 0).to(dtype)])
+    return table.index_add_(1, positions, counted)
 
 
 def effective_rank(matrix: Tensor) -> float:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-SCORE_CHUNK = 1 << 21  # 8 MiB of float32 scores at a time
+SCORE_CHUNK = 1 << 19  # 2 MiB of float32 scores at a time: they stay in cache between passes
+NOTHING = -80.0  # e^-80 is nothing beside 1, and unlike e^-inf it can be multiplied by its exponent
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
 
 
@@ -55,13 +56,14 @@ def _from_query_and_key(
     pieces = []
     for start in range(0, query.shape[-2], step):
         rows = query[..., start : start + step, :]
-        scores = rows.float() @ transposed * scale
+        seen = min(keys, start + rows.shape[-2]) if is_causal else keys  # later keys are hidden from these queries
+        scores = (rows.float() * scale) @ transposed[..., :seen]
         if is_causal:
             positions = torch.arange(start, start + rows.shape[-2], device=query.device)
-            scores = scores.masked_fill(positions[:, None] < torch.arange(keys, device=query.device), -torch.inf)
+            scores.masked_fill_(positions[:, None] < torch.arange(seen, device=query.device), -torch.inf)
         if attn_mask is not None:
-            mask = attn_mask[..., start : start + step, :] if attn_mask.shape[-2] > 1 else attn_mask
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+            mask = attn_mask[..., start : start + step, :seen] if attn_mask.shape[-2] > 1 else attn_mask[..., :seen]
+            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask.float())
         pieces.append(_row_statistics(scores))
     return torch.cat(pieces, dim=-1).flatten(1)
 
@@ -71,6 +73,13 @@ def _from_scores(scores: Tensor) -> Tensor:
 
 
 def _row_statistics(scores: Tensor) -> Tensor:
-    """(2, batch, queries): the largest score over heads and keys, and the entropy (nats) averaged over heads."""
-    entropy = torch.special.entr(torch.softmax(scores, dim=-1)).sum(-1).mean(1)
-    return torch.stack([scores.amax(dim=(1, 3)), entropy])
+    """(2, batch, queries): the largest score over heads and keys, and the entropy (nats) averaged over heads.
+
+    With t = s - max s: entropy = log(sum e^t) - sum(t e^t) / sum(e^t), one exponential and no logarithm a score.
+    """
+    largest = scores.amax(dim=-1)
+    shifted = (scores - largest[..., None]).clamp_(min=NOTHING)
+    weight = shifted.exp()
+    total = weight.sum(-1)
+    entropy = total.log() - torch.linalg.vecdot(weight, shifted) / total
+    return torch.stack([largest.amax(1), entropy.mean(1)])

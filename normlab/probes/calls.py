@@ -135,6 +135,24 @@ class Call:
             self._masks[device] = token_masks(mask, self.tokens, device, self.mask_names)
         return self._masks[device]
 
+    def first_tokens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(batch,) positions, in the flattened tokens, of each row's first real token, and whether the row has one."""
+        everything = token_masks(self.inputs.found.get("attention_mask"), self.tokens, device, ["all"])[0]
+        rows = everything.view(1 if len(self.tokens) == 1 else self.tokens[0], -1)
+        start = torch.arange(len(rows), device=device) * rows.shape[1]
+        return start + rows.int().argmax(dim=1), rows.any(dim=1)
+
+    def positions(self, device: torch.device) -> tuple[Tensor, int]:
+        """(tokens,): each token's position among its row's real tokens, the cached past included, and their limit.
+
+        Padding on the left is given position 0; masks leave it out.
+        """
+        mask, length = self.inputs.found.get("attention_mask"), self.tokens[-1]
+        if mask is None:
+            return torch.arange(length, device=device).expand(self.tokens).reshape(-1), length
+        order = ((mask.to(device) != 0).long().cumsum(1) - 1).clamp(min=0)
+        return order[:, -length:].reshape(-1), mask.shape[1]
+
     def close(self) -> None:
         """Let go of every activation."""
         self.flow = self.last_out = self.measured = self.hooked = None

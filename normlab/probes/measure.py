@@ -76,7 +76,12 @@ class Measurer:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             x, ms = x.detach(), None if mean_square is None else mean_square.detach().reshape(*x.shape[:-1], 1)
             if carries and ms is not None:
-                self._stage(call, "carried", place, carried_ratio(x, ms), 1)
+                ratio = carried_ratio(x, ms)
+                self._stage(call, "carried", place, ratio, 1)
+                positions, length = call.positions(x.device)
+                for index, mask in enumerate(call.masks(x.device)):
+                    table = arrays.by_position(ratio[0], positions, mask, length)
+                    call.arrays.append(("carried_position", place, index, table))
             if bends is not None and "tanh" in self.kinds:
                 self._stage(call, "tanh", place, tanh_statistics(bends, x, ms), x.shape[-1])
             if bends is not None and "bounded" in self.kinds and hasattr(bends, "lam") and hasattr(bends, "kappa"):
@@ -125,8 +130,13 @@ class Measurer:
         call.values.append((kind, place, values, width))
 
     def _stage_arrays(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
+        """An array for every mask. Few tokens separate the masks, so the long reduction is made once."""
+        reduce = arrays.gram if statistic == "gram" else arrays.coordinate_peak
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            rows = x.detach().reshape(-1, x.shape[-1])
-            for index, mask in enumerate(call.masks(x.device)):
-                reduce = arrays.gram if statistic == "gram" else arrays.coordinate_peak
-                call.arrays.append((statistic, place, index, reduce(rows, mask)))
+            rows, masks = x.detach().reshape(-1, x.shape[-1]), call.masks(x.device)
+            shared = masks.all(0)
+            common = reduce(rows, shared)
+            first, kept = call.first_tokens(x.device)
+            for index, mask in enumerate(masks):
+                extra = reduce(rows[first], (mask & ~shared)[first] & kept)
+                call.arrays.append((statistic, place, index, arrays.MERGE[statistic](common, extra)))

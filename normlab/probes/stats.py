@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from normlab.errors import NormlabError
-from normlab.probes.arrays import MERGE, READOUT
+from normlab.probes.arrays import FIXED_SHAPE, MERGE, READOUT
 from normlab.probes.metrics import METRICS, Metric
 from normlab.probes.reducers import merge_moments
 
@@ -143,6 +143,26 @@ class LayerStats:
             raise NormlabError("no coordinates were recorded: ask for the metric massive_activation_ratio")
         return pandas.DataFrame(rows, columns=["layer", "mask", "rank", "feature", "max_abs"])
 
+    def carried_by_position(self) -> pandas.DataFrame:
+        """`carried_var_ratio` by position in a row (0 = first real token): `site layer position mask value tokens`.
+
+        Raises `NormlabError` when the metric was not recorded or no norm was handed a statistic.
+        """
+        import pandas
+
+        rows = []
+        for (site, layer, mask, statistic), table in self.arrays.items():
+            if statistic == "carried_position":
+                counted = table[0] > 0
+                values = (table[1] / table[0].clamp(min=1))[counted].tolist()
+                positions, tokens = counted.nonzero()[:, 0].tolist(), table[0][counted].long().tolist()
+                rows += [(site, layer, p, mask, v, n) for p, v, n in zip(positions, values, tokens, strict=True)]
+        if not rows:
+            raise NormlabError(
+                "no carried statistic was recorded: ask for carried_var_ratio on a model that carries one"
+            )
+        return pandas.DataFrame(rows, columns=["site", "layer", "position", "mask", "value", "tokens"])
+
     def merge(self, other: LayerStats) -> LayerStats:
         """Both recordings as one: what a single recording over all their tokens would have found."""
         if self.metrics != other.metrics:
@@ -152,7 +172,7 @@ class LayerStats:
             moments[key] = moments[key].merge(found) if key in moments else found
         arrays = dict(self.arrays)
         for key, array in other.arrays.items():
-            if key in arrays and arrays[key].shape != array.shape:
+            if key[3] in FIXED_SHAPE and key in arrays and arrays[key].shape != array.shape:
                 raise NormlabError("cannot merge recordings of different widths: they are of different models")
             arrays[key] = MERGE[key[3]](arrays[key], array) if key in arrays else array
         about = dict(self.manifest)

@@ -13,7 +13,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from transformers import TrainerCallback, set_seed
 
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
+from normlab.schemes import BASELINE, TIMED
 from normlab.training.callbacks import refresh_interval
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import Corpus, load_corpus
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 STEPS = 6  # a side of a pair: as many as lie between two refreshes of a 300-step run
-BASE = "pre_rmsnorm"
-CONTENDERS = ("bhyt", "bhyt_exact", "lns", "peri_ln", "dyt")
 
 
 class BareLoop:
@@ -119,6 +118,7 @@ def interleaved(
 def bench(
     pairs: int = 9,
     *,
+    schemes: Sequence[str] = TIMED,
     depth: int = 16,
     width: int = 128,
     threads: int = 1,
@@ -139,18 +139,18 @@ def bench(
         probe_every=0,
         eval_every=0,
         checkpoint_every=0,
-        scheme=BASE,
+        scheme=BASELINE,
         keep_weights=False,
     )
     corpus = load_corpus(
         vocab_size=config.vocab_size, block_length=config.block_length, cache_dir=cache_dir, progress=progress
     )
     rows = []
-    with _threads(threads), tqdm(total=pairs * (len(CONTENDERS) + 1), desc="bench", disable=not progress) as bar:
-        for scheme in CONTENDERS:
-            left, right = (BareLoop(_with_scheme(config, name), corpus) for name in (scheme, BASE))
+    with _threads(threads), tqdm(total=pairs * (len(schemes) + 1), desc="bench", disable=not progress) as bar:
+        for scheme in schemes:
+            left, right = (BareLoop(_with_scheme(config, name), corpus) for name in (scheme, BASELINE))
             times = interleaved(partial(left.run, STEPS), partial(right.run, STEPS), pairs, bar.update)
-            rows.append(_row(f"{scheme} step", f"{BASE} step", times))
+            rows.append(_row(f"{scheme} step", f"{BASELINE} step", times))
         times = interleaved(
             partial(trainer_seconds, config, corpus, STEPS),
             partial(bare_seconds, config, corpus, STEPS),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.schemes import get_scheme
+from normlab.schemes import DEFAULT, get_scheme
 from normlab.training.corpus import DEFAULT_CHARACTERS, DEFAULT_CORPUS
 
 # Fields that leave the numbers as they are: not part of a run's identity. Threads change sums in the last digits only;
@@ -36,7 +36,7 @@ class TrainConfig:
     Raises NormlabError for values out of range.
     """
 
-    scheme: str = "bhyt"
+    scheme: str = DEFAULT
     depth: int = 16
     width: int = 128
     seed: int = 0

@@ -253,6 +253,8 @@ def _read_documents(source: str, text_column: str, characters: int, progress: bo
         with bar:
             for document in open_documents(source, text_column):
                 text = document["text"]
+                if text is None:  # a row without text, as many data sets have
+                    continue
                 if not isinstance(text, str):
                     raise NormlabError(f"corpus {source!r}: column {text_column!r} does not hold text")
                 if not text.strip():

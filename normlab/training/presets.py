@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.schemes import SCHEMES, get_scheme
+from normlab.schemes import SCHEMES, SHORT_LIST, get_scheme
 from normlab.training.config import TrainConfig
 
 
@@ -64,7 +64,7 @@ PRESETS = {
             # Small batches of a small vocabulary learn most in the few minutes that the preset has. At 3e-3 and above
             # the residual stream of every scheme blows up in so short a run, and says nothing about normalization.
             learning_rates=(1e-3,),
-            schemes=("pre_rmsnorm", "lns", "rmsnorm_gain", "bhyt_linear", "bhyt", "dyt"),
+            schemes=SHORT_LIST,
             fields={
                 "width": 128,
                 "vocab_size": 1024,

@@ -10,8 +10,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -41,31 +42,47 @@ def finish_in_any_order(
         yield from _with_processes(configs, int(workers), arguments)
 
 
-def _with_processes(configs: Sequence[TrainConfig], workers: int, arguments: tuple) -> Iterator[Outcome]:
-    """A pool dies with any of its processes (out of memory, kill -9): the runs that it leaves get one more pool, and go
-    on from their checkpoints there."""
-    left = list(configs)
+def _with_processes(
+    configs: Sequence[TrainConfig], workers: int, arguments: tuple, again: bool = True
+) -> Iterator[Outcome]:
+    """A pool dies with any of its processes (out of memory, kill -9). Each run that was in progress then gets one more
+    try, alone, so that one that always dies takes no other with it; the rest go on in a new pool."""
+    left = deque(configs)
     while left:
-        died: list[tuple[TrainConfig, Exception]] = []
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(min(workers, len(left)), mp_context=context, initializer=_start_worker)
-        try:
-            futures = {pool.submit(train_one, config, *arguments): config for config in left}
-            for future in as_completed(futures):
+        lost = yield from _one_pool(left, workers, arguments)
+        for config in lost:
+            if again:
+                yield from _with_processes([config], 1, arguments, again=False)
+            else:
+                yield config, NormlabError("its process was killed, perhaps for lack of memory")
+
+
+def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Generator[Outcome, None, list[TrainConfig]]:
+    """Take runs from `left`, as many at a time as there are workers, until none is left or the pool dies; return the
+    runs that were in progress then."""
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        min(workers, len(left)), mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
+    )
+    running: dict[Future, TrainConfig] = {}
+    try:
+        while left or running:
+            while left and len(running) < workers:
+                running[pool.submit(train_one, left[0], *arguments)] = left[0]
+                left.popleft()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    died.append((futures[future], NormlabError("its process was killed, perhaps for lack of memory")))
-                else:
-                    yield futures[future], error if isinstance(error, Exception) else read_run(future.result())
-            pool.shutdown()
-        finally:  # reached early on Ctrl-C: runs in progress stop now and go on from their checkpoints next time
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                child.terminate()
-        if len(died) == len(left):
-            yield from died
-            return
-        left = [config for config, _ in died]
+                    return list(running.values())
+                yield running.pop(future), error if isinstance(error, Exception) else read_run(future.result())
+        pool.shutdown()
+        return []
+    except BrokenProcessPool:  # it died between two runs: `submit` says so
+        return list(running.values())
+    finally:  # reached early on Ctrl-C: runs in progress stop now and go on from their checkpoints next time
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
 
 
 def _start_worker() -> None:

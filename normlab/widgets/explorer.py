@@ -81,7 +81,12 @@ class NormExplorer(widgets.VBox):
         pane = Pane(self.profiles, view, self._published, self._theme)
         pane.box.layout.width = "100%"
         self.panes.append(pane)
-        self._side_by_side.children = tuple(p.box for p in self.panes)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Show the views side by side, each anew: a plot takes its width from its place when it is first drawn."""
+        self._side_by_side.children = ()
+        self._side_by_side.children = tuple(pane.box for pane in self.panes)
 
     def _toggle_compare(self, _: object) -> None:
         if len(self.panes) == 1:
@@ -89,7 +94,7 @@ class NormExplorer(widgets.VBox):
             self.compare.description = "one view"
         else:
             self.panes.pop().box.close()
-            self._side_by_side.children = tuple(p.box for p in self.panes)
+            self._arrange()
             self.compare.description = "compare two views"
 
     def _themed(self, change: dict[str, Any]) -> None:

@@ -1,0 +1,35 @@
+"""The package by itself: it needs torch, and neither Triton nor NumPy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+sys.modules["triton"] = None
+import torch
+import normlab_kernels.cpu as cpu
+import normlab_kernels as nk
+cpu.np = None
+x = torch.randn(3, 8, requires_grad=True)
+weight, lam = torch.ones(8), torch.ones(1)
+y, ms = nk.bhyt(x, weight, lam)
+(y.sum() + ms.sum()).backward()
+assert torch.equal(nk.bhyt(x, weight, lam, kernels="torch")[0], y)
+torch.testing.assert_close(y, torch.tanh(0.1 * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)))
+assert nk.row_moments(x).l2.shape == (3,)
+try:
+    nk.rms_norm(x, weight, kernels="triton")
+except ValueError as error:
+    print(error)
+print(sorted(name for name in ("normlab", "transformers", "pandas") if name in sys.modules))
+"""
+
+
+def test_it_works_without_triton_and_numpy_and_says_so() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    said = run.stdout.splitlines()
+    assert "Triton is not installed" in said[0]
+    assert said[1] == "[]"

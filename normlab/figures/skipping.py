@@ -1,0 +1,81 @@
+"""What blocks are good for: the loss that skipping one adds (C2), and what later blocks then do differently (D2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from normlab.figures import theme as look
+
+# Dark is much, in both themes legible on the page.
+_SCALE = ((0.0, "#f3f6fb"), (0.5, "#5b8def"), (1.0, "#3b1f6b"))
+
+
+def skip_cost(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Loss with block l skipped minus loss of the whole model, by layer, a line a model with its 95% interval.
+
+    Args:
+        tables: by scheme (or any name of a model), what `normlab.skip_sensitivity` returns.
+    """
+    title = "Loss added by skipping a block"
+    rows = {name: table[table["part"] == "block"].sort_values("layer") for name, table in tables.items() if len(table)}
+    if not any(len(table) for table in rows.values()):
+        return look.message_figure("No block was skipped: pass tables of normlab.skip_sensitivity.", title)
+    figure = go.Figure()
+    ends = []
+    for name, table in rows.items():
+        style = look.style_of(name)
+        mean = table["skip_delta_loss"].to_numpy(float)
+        up, down = (np.nan_to_num(np.abs(table[side].to_numpy(float) - mean)) for side in ("high", "low"))
+        figure.add_scatter(
+            x=[int(layer) for layer in table["layer"]],
+            y=mean.tolist(),
+            error_y=dict(type="data", array=up.tolist(), arrayminus=down.tolist(), thickness=1, width=3),
+            mode="lines+markers",
+            name=name,
+            meta=dict(scheme=name),
+            line=dict(color=style.color, dash=style.dash, width=2),
+            hovertemplate=f"<b>{style.title}</b><br>block %{{x}} skipped: %{{y:+.4f}} nats per token"
+            "<br><i>skip_delta_loss: loss with the block as identity minus loss of the whole</i><extra></extra>",
+        )
+        ends.append(look.EndLabel(float(mean[-1]), style.title, style.color))
+    height, margin = 480, dict(l=72, r=look.label_room(ends), t=96, b=58)
+    reach = [value for table in rows.values() for value in (*table["low"], *table["high"], *table["skip_delta_loss"])]
+    bounds = look.axis_bounds([0.0, *map(float, reach)], False) or (-1.0, 1.0)
+    figure.update_yaxes(range=bounds, title_text="nats per token")
+    figure.update_xaxes(title_text="skipped block", dtick=max(1, max(len(table) for table in rows.values()) // 12))
+    figure.add_hline(y=0, line=dict(color=look.NEUTRAL, width=1.2, dash="dot"))
+    look.label_ends(figure, ends, bounds, height - margin["t"] - margin["b"], False)
+    figure.update_layout(showlegend=False, margin=margin)
+    return look.titled(figure, title, "the others keep their place and their scales · bars: 95% interval", height)
+
+
+def future_effect(table: pd.DataFrame, title: str = "What later blocks do when one is skipped") -> go.Figure:
+    """Relative change of block l's update when block s is skipped, as a heat map: s across, l upwards.
+
+    Args:
+        table: what `normlab.probes.skip_future_effect` returns.
+    """
+    if not len(table):
+        return look.message_figure("No pair of blocks: that needs a model of two blocks or more.", title)
+    wide = table.pivot(index="layer", columns="skipped", values="value")
+    figure = go.Figure(
+        go.Heatmap(
+            x=[int(s) for s in wide.columns],
+            y=[int(layer) for layer in wide.index],
+            z=[[float(v) if np.isfinite(v) else None for v in row] for row in wide.to_numpy(float)],
+            colorscale=[list(stop) for stop in _SCALE],
+            zmin=0.0,
+            zmax=float(table["value"].max()),
+            colorbar=dict(title=dict(text="relative<br>change", side="top"), thickness=10, outlinewidth=0),
+            hovertemplate="block %{x} skipped: block %{y}'s update changes by %{z:.3f} of its size"
+            "<br><i>skip_future_effect: mean over tokens of ‖u' − u‖/‖u‖</i><extra></extra>",
+        )
+    )
+    every = max(1, len(wide) // 12)
+    figure.update_xaxes(title_text="skipped block", showgrid=False, dtick=every)
+    figure.update_yaxes(title_text="later block", showgrid=False, dtick=every)
+    return look.titled(figure, title, "change of a later block's update, relative to its size", 480)

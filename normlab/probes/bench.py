@@ -1,0 +1,227 @@
+"""What recording costs: time and memory beside a bare pass, and beside TransformerLens and torchlens on the same model.
+
+    python -m normlab.probes.bench --out data/bench
+
+Times are medians over interleaved rounds, in CPU seconds of this process (all its threads) and in wall seconds; CPU
+seconds are the ones to read on a machine that does other work. Extra memory is the growth of peak resident memory over
+a bare pass, one process a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from normlab.errors import NormlabError
+from normlab.probes.metrics import DEFAULT_METRICS, FORWARD_METRICS
+from normlab.probes.recorder import record
+
+TWO_REDUCTIONS = ("token_l2_mean", "feature_var_mean")
+ALL_BUT_RANK = tuple(name for name in FORWARD_METRICS if name != "update_effective_rank")
+Case = Callable[[], Any]
+
+
+def _model(options: argparse.Namespace) -> tuple[Any, torch.Tensor]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.width,
+        intermediate_size=int(options.width * 8 / 3) // 32 * 32,
+        num_hidden_layers=options.depth,
+        num_attention_heads=max(1, options.width // 64),
+        num_key_value_heads=max(1, options.width // 128),
+        max_position_embeddings=options.length,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval(), torch.randint(3, options.vocabulary, (options.rows, options.length))
+
+
+def _recorded(run: Case, model: Any, metrics: Sequence[str]) -> None:
+    with record(model, metrics) as recorder:
+        run()
+    recorder.stats()
+
+
+def forward_cases(options: argparse.Namespace, only: str | None = None) -> dict[str, Case]:
+    """Forward passes without gradients: bare, recorded, and by the other tools that are installed."""
+    model, ids = _model(options)
+
+    def bare() -> Any:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False).logits
+
+    cases: dict[str, Case] = {
+        "bare": bare,
+        "normlab, two reductions": lambda: _recorded(bare, model, TWO_REDUCTIONS),
+        "normlab, default metrics": lambda: _recorded(bare, model, DEFAULT_METRICS),
+        "normlab, all forward metrics but effective rank": lambda: _recorded(bare, model, ALL_BUT_RANK),
+    }
+    if only is None or only.startswith("TransformerLens"):
+        with contextlib.suppress(ImportError):
+            cases |= _lens_cases(options)
+    if only is None or only.startswith("torchlens"):
+        with contextlib.suppress(ImportError):
+            import torchlens
+
+            plain, _ = _model(options)
+
+            def torchlens_pass() -> None:
+                with torch.no_grad():
+                    torchlens.trace(plain, ids)
+
+            cases["torchlens trace"] = torchlens_pass
+    return cases
+
+
+def _lens_cases(options: argparse.Namespace) -> dict[str, Case]:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    model, ids = _model(options)
+    bridge = build_bridge_from_module(model, "LlamaForCausalLM", hf_config=model.config)
+
+    def cached(names_filter: Callable[[str], bool] | None) -> None:
+        with torch.no_grad():
+            bridge.run_with_cache(ids, names_filter=names_filter)
+
+    return {
+        "TransformerLens bridge, bare": lambda: bridge(ids).detach(),
+        "TransformerLens run_with_cache, block outputs": lambda: cached(
+            lambda name: name.endswith("hook_out") and name.count(".") == 2
+        ),
+        "TransformerLens run_with_cache": lambda: cached(None),
+    }
+
+
+def training_cases(options: argparse.Namespace) -> dict[str, Case]:
+    """Forward and backward passes: bare, and recorded with ever more metrics."""
+    model, ids = _model(options)
+
+    def bare() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    recorded = {
+        "normlab, default metrics and gradients": (*DEFAULT_METRICS, "grad_l2_mean", "grad_l2_total"),
+        "normlab, all forward metrics but effective rank": ALL_BUT_RANK,
+        "normlab, effective rank": ("update_effective_rank",),
+    }
+    cases: dict[str, Case] = {"bare": bare}
+    return cases | {name: partial(_recorded, bare, model, metrics) for name, metrics in recorded.items()}
+
+
+def interleaved(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, float]]:
+    """Median (CPU seconds, wall seconds) of each case, run in turns; a first round warms up and leaves out what fails."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = []
+        except Exception as error:
+            print(f"{name} left out: {type(error).__name__}", file=sys.stderr)
+    for _ in range(rounds):
+        for name in found:
+            cpu, wall = time.process_time(), time.perf_counter()
+            cases[name]()
+            found[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    return {name: tuple(map(statistics.median, zip(*times, strict=True))) for name, times in found.items()}
+
+
+def extra_memory(options: argparse.Namespace, case: str) -> float | None:
+    """MiB that a case adds to the peak resident memory of a bare pass, measured in a process of its own."""
+    command = [sys.executable, "-m", "normlab.probes.bench", "--memory", case]
+    for name in ("width", "depth", "rows", "length", "vocabulary", "threads"):
+        command += [f"--{name}", str(getattr(options, name))]
+    run = subprocess.run(command, capture_output=True, text=True)
+    return json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else None
+
+
+def _peak() -> float:
+    """Peak resident memory of this process in MiB; the system counts in KiB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def _measure_memory(options: argparse.Namespace) -> float:
+    cases = forward_cases(options, only=options.memory)
+    baseline = "TransformerLens bridge, bare" if options.memory.startswith("TransformerLens") else "bare"
+    cases[baseline]()
+    before = _peak()
+    cases[options.memory]()
+    return _peak() - before
+
+
+def _table(options: argparse.Namespace) -> Any:
+    import pandas
+
+    rows = []
+    for kind, cases in (("forward", forward_cases(options)), ("forward and backward", training_cases(options))):
+        times = interleaved(cases, options.rounds)
+        for name, (cpu, wall) in times.items():
+            row = {
+                "pass": kind,
+                "case": name,
+                "cpu_s": cpu,
+                "cpu_ratio": cpu / times["bare"][0],
+                "wall_s": wall,
+                "wall_ratio": wall / times["bare"][1],
+            }
+            row["extra_peak_mib"] = extra_memory(options, name) if kind == "forward" else float("nan")
+            rows.append(row)
+    table = pandas.DataFrame(rows)
+    about = {
+        "width": options.width,
+        "depth": options.depth,
+        "tokens": options.rows * options.length,
+        "threads": options.threads,
+    }
+    about |= {
+        "rounds": options.rounds,
+        "torch": torch.__version__,
+        "processor": platform.machine(),
+        "load_1min": round(os.getloadavg()[0], 1),
+    }
+    return table.assign(**about)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and write `probes.csv` into --out."""
+    parser = argparse.ArgumentParser(prog="python -m normlab.probes.bench", description="what recording costs")
+    defaults = {"width": 512, "depth": 16, "rows": 8, "length": 512, "vocabulary": 4096, "threads": 2, "rounds": 5}
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", help="directory for probes.csv")
+    parser.add_argument("--memory", metavar="CASE", help="only measure the extra memory of this case, in MiB")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    if options.memory:
+        print(_measure_memory(options))
+        return 0
+    table = _table(options)
+    print(table.iloc[:, :7].round(3).to_string(index=False))
+    if options.out:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+        table.to_csv(Path(options.out) / "probes.csv", index=False)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except NormlabError as error:
+        sys.exit(f"normlab: error: {error}")

@@ -1,0 +1,278 @@
+"""Intervene: change a model's norms, skip its blocks, and see at once what every layer does about it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ipywidgets as widgets
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from plotly.subplots import make_subplots
+from torch import nn
+
+from normlab.errors import NormlabError
+from normlab.figures import theme as look
+from normlab.labels import metric_row
+from normlab.probes import record, sites
+
+_HEIGHT = 460
+_TOP = 8  # tokens of the next-token distribution that are shown
+_MEASURED = ("token_l2_mean", "saturation", "saturation_bound")
+_BEFORE, _AFTER = "as it is", "intervened"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to a model: factors on lambda, kappa and gamma, the exact statistic, blocks to skip."""
+
+    lam: float = 1.0
+    kappa: float = 1.0
+    gain: float = 1.0
+    exact: bool = False
+    skip: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model did: loss in nats a token, next-token probabilities at the last position, and layer statistics."""
+
+    loss: float
+    next_token: np.ndarray
+    stats: pd.DataFrame
+
+    def profile(self, metric: str, site: str) -> pd.Series:
+        rows = self.stats[
+            (self.stats["metric"] == metric) & (self.stats["site"] == site) & (self.stats["mask"] == "all")
+        ]
+        return rows.set_index("layer")["value"].sort_index()
+
+
+@contextmanager
+def changed(model: nn.Module, change: Change) -> Iterator[None]:
+    """The model with the change made to every block; afterwards it is bit for bit what it was.
+
+    Gamma, lambda and kappa are multiplied (only lambda/kappa enters a tanh norm). A skipped block returns its input.
+
+    Raises:
+        NormlabError: a block that the model does not have.
+    """
+    found = sites(model).blocks
+    blocks: list[Any] = [block.module for block in found]
+    wrong = [layer for layer in change.skip if not 1 <= layer <= len(blocks)]
+    if wrong:
+        raise NormlabError(f"no block {wrong[0]} to skip: the model has blocks 1 to {len(blocks)}")
+    with ExitStack() as undo, torch.no_grad():
+        for norm in (norm for block in found for norm in block.norms):
+            _multiply(norm, change, undo)
+        for block in blocks:
+            if change.exact and getattr(block, "carried", None):
+                undo.callback(setattr, block, "carried", block.carried)
+                block.carried = None
+        for layer in change.skip:
+            handle = blocks[layer - 1].register_forward_hook(_identity, with_kwargs=True)
+            undo.callback(handle.remove)
+        yield
+
+
+def _multiply(norm: Any, change: Change, undo: ExitStack) -> None:
+    for name, factor in (("weight", change.gain), ("lam", change.lam)):
+        value = getattr(norm, name, None)
+        if isinstance(value, torch.Tensor) and factor != 1.0:
+            undo.callback(_restore, value, value.detach().clone())
+            value.mul_(factor)
+    if isinstance(getattr(norm, "kappa", None), float) and change.kappa != 1.0:
+        undo.callback(setattr, norm, "kappa", norm.kappa)
+        norm.kappa = norm.kappa * change.kappa
+
+
+def _restore(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(before)
+
+
+def _identity(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """A block's input in the form of its output: a tensor, or a tuple whose first element is the hidden state."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+
+
+def ask(model: nn.Module, tokens: torch.Tensor, change: Change) -> Answer:
+    """Run the changed model on `tokens` (batch, length) and measure every layer."""
+    was_training = model.training
+    model.eval()
+    try:
+        with changed(model, change), torch.no_grad(), record(model, metrics=list(_MEASURED)) as recorder:
+            output = model(input_ids=tokens, labels=tokens, use_cache=False)
+    finally:
+        model.train(was_training)
+    chances = torch.softmax(output.logits[-1, -1].float(), dim=-1).cpu().numpy()
+    return Answer(float(output.loss), chances, recorder.stats().to_pandas())
+
+
+class Intervene(widgets.VBox):
+    """Sliders on lambda, kappa and gamma of all norms, the exact statistic, blocks to skip: the answer is live.
+
+    Left: size of the residual stream by layer. Middle: share of tanh inputs beyond lambda, beside its Chebyshev bound
+    (models without a tanh norm have none). Right: the next token's distribution. Grey: the model as it is.
+
+    Args:
+        model: a Hugging Face causal language model, ours or another.
+        text: what the model reads: a string (with `tokenizer`), or token ids (batch, length).
+        tokenizer: encodes the text and names tokens; without one, tokens are shown by number.
+
+    Raises:
+        NormlabError: a string without a tokenizer, or fewer than two tokens.
+    """
+
+    def __init__(self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None, theme: str = "light") -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.theme = model, tokenizer, theme
+        self.tokens = _encode(text, tokenizer)
+        self._lock = threading.RLock()
+        depth = len(sites(model).blocks)
+        self.before = self.now = ask(model, self.tokens, Change())
+        self.bounded = bool(len(self.before.profile("saturation", "attn_norm_in")))
+        self._make_controls(depth)
+        self.said = widgets.HTML()
+        self.figure = go.FigureWidget(self._blank(depth))
+        self.figure._config = {"responsive": True, "displaylogo": False}
+        self.redraw()
+        rows = [widgets.HBox([self.lam, self.kappa, self.gain]), widgets.HBox([self.exact, self.skip, self.reset])]
+        self.children = [*rows, self.said, self.figure]
+
+    def _make_controls(self, depth: int) -> None:
+        def factor(name: str, on: bool) -> widgets.FloatLogSlider:
+            return widgets.FloatLogSlider(
+                value=1.0,
+                base=2,
+                min=-4,
+                max=4,
+                step=0.25,
+                description=f"{name} ×",
+                readout_format=".3g",
+                disabled=not on,
+            )
+
+        self.lam, self.kappa = factor("λ", self.bounded), factor("κ", self.bounded)
+        self.gain = factor("γ", True)
+        carries = any(getattr(block.module, "carried", None) for block in sites(self.model).blocks)
+        self.exact = widgets.Checkbox(value=False, description="exact statistic", indent=False, disabled=not carries)
+        self.skip = widgets.SelectMultiple(options=range(1, depth + 1), rows=4, description="skip blocks")
+        self.reset = widgets.Button(description="as it is", icon="undo")
+        self.reset.on_click(lambda _: self.undo())
+        self._quiet = False
+        for control in (self.lam, self.kappa, self.gain, self.exact, self.skip):
+            control.observe(self._changed, names="value")
+
+    @property
+    def change(self) -> Change:
+        """What the controls say."""
+        return Change(self.lam.value, self.kappa.value, self.gain.value, self.exact.value, tuple(self.skip.value))
+
+    def _changed(self, _: object) -> None:
+        with self._lock:
+            if not self._quiet:
+                self.now = ask(self.model, self.tokens, self.change)
+                self.redraw()
+
+    def undo(self) -> None:
+        """All controls back to the model as it is."""
+        with self._lock:
+            self._quiet = True
+            try:
+                for slider in (self.lam, self.kappa, self.gain):
+                    slider.value = 1.0
+                self.exact.value, self.skip.value = False, ()
+            finally:
+                self._quiet = False
+            self._changed(None)
+
+    def _blank(self, depth: int) -> go.Figure:
+        titles = ["size of the residual stream", "share of tanh inputs beyond λ", "next token"]
+        figure = make_subplots(
+            rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.08, column_widths=[0.38, 0.34, 0.28]
+        )
+        figure.update_annotations(font=dict(size=13))
+        accent = look.ink("#0072b2", self.theme)
+        for name, color in ((_BEFORE, look.NEUTRAL), (_AFTER, accent)):
+            line = dict(color=color, width=2.2)
+            size, share = _hover(name, "token_l2_mean"), _hover(name, "saturation")
+            figure.add_scatter(name=f"{name} size", line=line, hovertemplate=size, row=1, col=1)
+            figure.add_scatter(name=f"{name} share", mode="lines+markers", line=line, hovertemplate=share, row=1, col=2)
+            bar = dict(marker=dict(color=color), orientation="h", hovertemplate="%{x:.3f}<extra></extra>")
+            figure.add_bar(name=f"{name} token", **bar, row=1, col=3)
+        bound = dict(color=accent, width=1.2, dash="dot")
+        figure.add_scatter(
+            name="bound", line=bound, hovertemplate="Chebyshev bound %{y:.4~g}<extra></extra>", row=1, col=2
+        )
+        figure.update_xaxes(title_text="layer", range=[0, depth], col=1)
+        figure.update_xaxes(title_text="layer", range=[0.5, depth + 0.5], col=2)
+        figure.update_xaxes(title_text="probability", col=3)
+        figure.update_yaxes(type="log", title_text=metric_row("token_l2_mean").axis, col=1)
+        figure.update_yaxes(rangemode="tozero", col=2)
+        figure.update_yaxes(autorange="reversed", type="category", col=3)
+        if not self.bounded:
+            note = dict(text="no tanh norm here", x=0.5, y=0.5, xref="x2 domain", yref="y2 domain", showarrow=False)
+            figure.add_annotation(**note, font=dict(color=look.NEUTRAL))
+        return figure.update_layout(
+            template=look.template(self.theme),
+            height=_HEIGHT,
+            showlegend=False,
+            autosize=True,
+            margin=dict(t=48, l=66, r=24, b=54),
+        )
+
+    def redraw(self) -> None:
+        """Show the model as it is beside the model as it now answers."""
+        with self._lock, self.figure.batch_update():
+            traces = {trace.name: trace for trace in self.figure.data}
+            top = np.argsort(-np.maximum(self.before.next_token, self.now.next_token), kind="stable")[:_TOP]
+            words = [self._word(int(token)) for token in top]
+            for name, answer in ((_BEFORE, self.before), (_AFTER, self.now)):
+                _put(traces[f"{name} size"], answer.profile("token_l2_mean", "block_out"))
+                _put(traces[f"{name} share"], answer.profile("saturation", "attn_norm_in"))
+                traces[f"{name} token"].update(x=[float(p) for p in answer.next_token[top]], y=words)
+            _put(traces["bound"], self.now.profile("saturation_bound", "attn_norm_in"))
+            self.said.value = self._sentence()
+
+    def static(self) -> go.Figure:
+        """What is shown now as a plain figure, for pages without a kernel."""
+        with self._lock:
+            return go.Figure(self.figure)
+
+    def _sentence(self) -> str:
+        before, now = self.before.loss, self.now.loss
+        told = f"{now:.4f} ({now - before:+.4f})" if math.isfinite(now) else "not finite: the model broke"
+        return f"loss as it is <b>{before:.4f}</b>, now <b>{told}</b> nats per token, over {self.tokens.numel()} tokens"
+
+    def _word(self, token: int) -> str:
+        # Never a bare number: an axis would take it for one.
+        return f"#{token}" if self.tokenizer is None else f"{self.tokenizer.decode([token])!r} #{token}"
+
+
+def _hover(name: str, metric: str) -> str:
+    return f"{name}<br>layer %{{x}}: %{{y:.4~g}}<br><i>{metric_row(metric).definition}</i><extra></extra>"
+
+
+def _put(trace: go.Scatter, values: pd.Series) -> None:
+    trace.update(x=[int(layer) for layer in values.index], y=[float(v) if math.isfinite(v) else None for v in values])
+
+
+def _encode(text: str | torch.Tensor | Sequence[Sequence[int]], tokenizer: Any) -> torch.Tensor:
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise NormlabError("a text needs a tokenizer: pass tokenizer=..., or token ids instead of the text")
+        text = [tokenizer.encode(text)]
+    tokens = torch.as_tensor(text)
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise NormlabError(
+            f"tokens have the shape {tuple(tokens.shape)}: pass (batch, length) with at least 2 tokens a row"
+        )
+    return tokens

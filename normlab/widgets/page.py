@@ -1,0 +1,109 @@
+"""The explorer as one HTML page that needs no kernel and no network: data, plotly and the sliders' code are inside.
+
+The page computes as `normlab.profiles` does (means, ranges, paired intervals), from the same numbers, seed by seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from plotly.offline import get_plotlyjs
+
+from normlab.compare import t_quantile
+from normlab.errors import NormlabError
+from normlab.figures.theme import ink, style_of
+from normlab.labels import MASKS, SITES, metric_row
+from normlab.profiles import Profiles
+
+DEFAULT_SITES = ("block_out", "block_in_grad")
+_DIGITS = 4  # significant ones: what a plot can show, at half the size
+
+
+def explorer_page(
+    runs: pd.DataFrame | Profiles, path: str | Path, *, sites: Sequence[str] | None = DEFAULT_SITES
+) -> Path:
+    """Write the explorer as one page; returns its path.
+
+    Args:
+        runs: the table of `normlab.load_runs`, or an index made from it.
+        path: the HTML file to write; its folder is made.
+        sites: those to include (None: all that were measured; the page grows with each).
+
+    Raises:
+        NormlabError: nothing to show in the table.
+    """
+    profiles = runs if isinstance(runs, Profiles) else Profiles(runs)
+    if profiles.missing:
+        raise NormlabError(f"no page to write: {profiles.missing}")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page = files("normlab.widgets").joinpath("page.html").read_text(encoding="utf-8")
+    data = json.dumps(page_data(profiles, sites), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    page = page.replace("/*data*/", data).replace("/*plotly*/", get_plotlyjs())
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -> dict[str, Any]:
+    """What the page needs: series by "site|metric|mask", depth and scheme, and how to call and draw them."""
+    series: dict[str, Any] = {}
+    by_metric: dict[str, list[list[str]]] = {}
+    masks: dict[str, list[list[str]]] = {}
+    for metric in profiles.metrics():
+        for site in profiles.sites(metric):
+            if sites is not None and site not in sites:
+                continue
+            by_metric.setdefault(metric, []).append([SITES.get(site, site), site])
+            masks[f"{site}|{metric}"] = [[MASKS.get(mask, mask), mask] for mask in profiles.masks(metric, site)]
+            for mask in profiles.masks(metric, site):
+                series[f"{site}|{metric}|{mask}"] = _series(profiles, site, metric, mask)
+    most = int(profiles.chosen.runs.groupby(["scheme", "depth"])["seed"].nunique().max()) if profiles.chosen else 1
+    return {
+        "schemes": [_scheme(name) for name in profiles.schemes],
+        "depths": profiles.depths,
+        "metrics": {name: _metric(name) for name in by_metric},
+        "sites": by_metric,
+        "masks": masks,
+        "series": series,
+        "t": {count: t_quantile(0.95, count - 1) for count in range(2, most + 1)},
+        "remarks": {depth: _remarks(profiles, depth) for depth in profiles.depths},
+    }
+
+
+def _series(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for (scheme, depth), cube in profiles.cubes(site, metric, mask).items():
+        values = [[[_short(v) for v in layer] for layer in step] for step in cube.values.tolist()]
+        about = {"seeds": cube.seeds, "steps": cube.steps, "layers": cube.layers.tolist(), "values": values}
+        found.setdefault(depth, {})[scheme] = about
+    return found
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.{_DIGITS}g}") if np.isfinite(value) else None
+
+
+def _scheme(name: str) -> dict[str, Any]:
+    style = style_of(name)
+    look = {"color": style.color, "dark": ink(style.color, "dark"), "dash": style.dash, "control": style.is_control}
+    return {"name": name, "title": style.title} | look
+
+
+def _metric(name: str) -> dict[str, Any]:
+    row = metric_row(name)
+    label = row.label[0].upper() + row.label[1:]
+    return {"label": label, "axis": row.axis, "definition": row.definition, "log": row.log}
+
+
+def _remarks(profiles: Profiles, depth: int) -> list[str]:
+    assert profiles.chosen is not None
+    known = set(profiles.chosen.runs.loc[profiles.chosen.runs["depth"] == depth, "scheme"])
+    remark = profiles.chosen.remark
+    said = [(name, remark(name, depth) if name in known else "not trained") for name in profiles.schemes]
+    return [f"{style_of(name).title}: {text}" for name, text in said if text]

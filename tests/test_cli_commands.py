@@ -1,0 +1,259 @@
+"""The command line: what it runs, and one line with exit code 2 for everything that cannot be done."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_helpers import TINY, tiny, write_run, write_text
+
+import normlab
+from normlab import runs
+from normlab.cli import main
+from normlab.schemes import SCHEMES
+from normlab.training import sweep as sweep_module
+
+TINY_FLAGS = [item for name, value in TINY.items() for item in ("--" + name.replace("_", "-"), str(value))]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """The one line that the command says when it refuses; its exit code is 2 and it prints nothing else."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("normlab: error: ") and err.count("\n") == 1
+    return err
+
+
+def _train(text: Path, *more: Any) -> list[str]:
+    root = text.parent
+    fixed = ["train", "--corpus", text, "--out", root / "out", "--cache-dir", root / "cache", "--quiet", *TINY_FLAGS]
+    return [str(argument) for argument in [*fixed, *more]]
+
+
+# --- bad input ---
+
+BAD_TRAIN = {
+    "unknown scheme": (["--scheme", "nonorm"], list(SCHEMES)),
+    "depth 0": (["--depth", "0"], ["depth is 0"]),
+    "heads that do not divide the width": (["--heads", "3"], ["3 heads do not divide width 32"]),
+    "no number": (["--depth", "deep"], ["--depth", "'deep'"]),
+    "unknown flag": (["--dept", "4"], ["--dept"]),
+    "missing corpus": (["--corpus", "nowhere.txt"], ["nowhere.txt", "does not exist"]),
+    "model field that is none": (["--model", "lambda=2"], ["unknown model fields lambda"]),
+    "model field without a value": (["--model", "kappa"], ["FIELD=VALUE"]),
+    "model value out of range": (["--model", "kappa=-1"], ["kappa"]),
+    "manifest and flags": (["--from-manifest", "nowhere"], ["--from-manifest", "leave out", "--depth"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TRAIN)
+def test_bad_training_input_is_one_line(case: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, words = BAD_TRAIN[case]
+    line = _refused(capsys, *_train(text), *flags)
+    assert all(word in line for word in words), line
+    assert not (text.parent / "out").exists() or not list((text.parent / "out").glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("content, message", [(b"", "is empty"), (b"\0\1\2", "is binary"), (b"word", "too small")])
+def test_a_corpus_that_cannot_serve_is_one_line(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.txt").write_bytes(content)
+    assert message in _refused(capsys, *_train(tmp_path / "bad.txt"))
+
+
+def test_an_output_folder_that_holds_something_else_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = text.parent / "out"
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    assert "holds something else (thesis.tex)" in _refused(capsys, *_train(text))
+    assert "holds something else" in _refused(capsys, "sweep", "--preset", "tiny", "--out", out, "--quiet")
+
+
+def test_bad_sweeps_are_one_line(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", lambda *_: pytest.fail("started"))
+    out = text.parent / "out"
+    assert "--out" in _refused(capsys, "sweep", "--preset", "tiny")
+    assert "known are tiny, small" in _refused(capsys, "sweep", "--preset", "huge", "--out", out)
+    assert "unknown scheme 'no'" in _refused(capsys, "sweep", "--schemes", "no", "--out", out)
+    assert "'many' is no whole number" in _refused(capsys, "sweep", "--workers", "many", "--out", out)
+    assert "workers is 0" in _refused(capsys, "sweep", "--workers", "0", "--out", out)
+    assert "'a' is no whole number" in _refused(capsys, "sweep", "--depths", "a", "--out", out)
+    assert "depth is 0" in _refused(capsys, "sweep", "--depths", "0", "--out", out)
+
+
+def test_runs_that_cannot_be_read_are_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, out = text.parent, text.parent / "out"
+    assert "does not exist" in _refused(capsys, "figures", root / "nowhere", "--out", root / "figures")
+    out.mkdir()
+    assert "no runs in" in _refused(capsys, "figures", out, "--out", root / "figures")
+    old = write_run(tiny(text), out, schema=0)
+    assert "schema version 0, this normlab reads 1" in _refused(capsys, "figures", out, "--out", root / "figures")
+    shutil.rmtree(old)
+    stats = write_run(tiny(text), out) / runs.STATS
+    stats.write_bytes(stats.read_bytes()[:50])
+    assert "stats.parquet cannot be read" in _refused(capsys, "figures", out, "--out", root / "figures")
+
+
+def test_a_run_of_another_version_in_the_way_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tiny(text, scheme="lns"), text.parent / "out", schema=0)
+    assert "schema version 0" in _refused(capsys, *_train(text, "--scheme", "lns"))
+    assert path.exists()
+
+
+def test_a_full_disk_is_one_line(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(runs, "write_stats", full)
+    assert "no space left" in _refused(capsys, *_train(text))
+    assert not list((text.parent / "out").glob("*/manifest.json"))
+
+
+def test_an_unreadable_place_is_one_line(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/some/where")
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    assert "Permission denied: /some/where" in _refused(capsys, *_train(text))
+
+
+def test_a_manifest_sets_everything(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = _refused(capsys, "train", "--from-manifest", "a", "--lr", "0.1", "--keep-weights")
+    assert "leave out --lr, --keep-weights" in line
+    assert "nowhere holds no run" in _refused(capsys, "train", "--from-manifest", "nowhere")
+
+
+# --- what it does ---
+
+
+def test_training_from_the_command_equals_training_from_python(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_train(text, "--scheme", "lns", "--no-keep-weights")) == 0
+    out, err = capsys.readouterr()
+    config = tiny(text, scheme="lns", keep_weights=False)
+    path = text.parent / "out" / config.run_id
+    assert str(path) in out and "eval loss" in out and "unigram entropy" in out
+    run = normlab.train(config, text.parent / "python", cache_dir=text.parent / "cache", progress=False)
+    assert (run.path / runs.STATS).read_bytes() == (path / runs.STATS).read_bytes()
+    assert json.loads((path / runs.MANIFEST).read_text())["config"] == config.to_dict()
+    repeated = ["--out", str(text.parent / "again"), "--cache-dir", str(text.parent / "cache"), "--quiet"]
+    assert main(["train", "--from-manifest", str(path), *repeated]) == 0
+    again = text.parent / "again" / config.run_id / runs.STATS
+    assert again.read_bytes() == (path / runs.STATS).read_bytes()
+
+
+def test_the_bar_shows_loss_speed_and_time_left(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [flag for flag in _train(text, "--no-keep-weights") if flag != "--quiet"]
+    assert main(flags) == 0
+    last = capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
+    for part in ("8/8 steps", "left", "loss ", "tokens/s"):
+        assert part in last
+    assert "Writing" not in last
+
+
+def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def fake(preset: Any, out: str, **options: Any) -> sweep_module.SweepResult:
+        asked.update(options, preset=preset)
+        run = runs.read_run(write_run(tiny(text), text.parent / "out"))
+        return sweep_module.SweepResult(Path(out), [run], {"other-run": "it broke"}, {"lns": 0.1})
+
+    monkeypatch.setattr(sweep_module, "sweep", fake)
+    flags = ["--preset", "small", "--schemes", "lns,bhyt", "--depths", "4,7", "--workers", "3", "--threads", "2"]
+    assert main(["sweep", *flags, "--out", str(text.parent / "out"), "--quiet"]) == 1
+    assert asked["preset"].schemes == ("lns", "bhyt") and dict(asked["preset"].depths) == {4: 3, 7: 1}
+    assert (asked["workers"], asked["threads"], asked["progress"]) == (3, 2, False)
+    out, err = capsys.readouterr()
+    assert "1 runs, 1 finished" in out and "normlab: failed: other-run: it broke" in err
+
+
+def test_figures_are_written_and_an_unreadable_run_is_a_warning(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("plotly")
+    from normlab import export
+    from normlab.figures import FIGURES
+
+    monkeypatch.setattr(export, "save_images", lambda *_: ([], export.NO_BROWSER))
+    out = text.parent / "out"
+    write_run(tiny(text), out)
+    (write_run(tiny(text, seed=1), out) / runs.STATS).write_bytes(b"PAR1")
+    assert main(["figures", str(out), "--out", str(text.parent / "figures"), "--quiet"]) == 0
+    printed, err = capsys.readouterr()
+    assert {path.name for path in (text.parent / "figures").iterdir()} == {f"{name}.html" for name in FIGURES}
+    assert printed.count(".html") == len(FIGURES)
+    assert "normlab: warning: left out: run" in err and export.NO_BROWSER in err
+
+
+def test_the_bench_writes_ratios_of_interleaved_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from normlab.training import bench
+
+    order = []
+
+    def side(name: str, seconds: float) -> Any:
+        return lambda: order.append(name) or seconds
+
+    times = bench.interleaved(side("a", 3.0), side("b", 2.0), 3, lambda: None)
+    assert order == ["a", "b", "a", "b", "b", "a", "a", "b"] and times == [(3.0, 2.0)] * 3
+    row = bench._row("a", "b", [(1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
+    assert (row["ratio"], row["low"], row["high"], row["pairs"]) == (2.0, 1.0, 9.0, 3)
+
+
+def test_the_bare_loop_trains_exactly_as_the_trainer_does(text: Path, tmp_path: Path) -> None:
+    """Else the bench would compare the speed of two different things."""
+    import torch
+
+    from normlab.training.bench import BareLoop
+    from normlab.training.corpus import corpus_of
+    from normlab.training.trainer import build_trainer
+
+    config = tiny(text, probe_every=0, eval_every=0, checkpoint_every=0, min_lr_ratio=0.999999)
+    corpus = corpus_of(config, tmp_path / "cache")
+    bare = BareLoop(config, corpus)
+    bare.run(config.steps)
+    trainer = build_trainer(config, corpus, tmp_path, False)[0]
+    trainer.train()
+    for (name, left), right in zip(bare.model.named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.allclose(left, right, atol=1e-4), name
+
+
+def test_help_names_every_command_and_what_a_run_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("train", "sweep", "probe", "figures", "bench"))
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "--min-lr-ratio" in capsys.readouterr().out
+
+
+def test_the_command_needs_no_training_stack_to_refuse(tmp_path: Path) -> None:
+    code = (
+        "import sys; from normlab.cli import main; code = main(['figures', 'nowhere', '--out', 'x']);"
+        "assert 'transformers.trainer' not in sys.modules; sys.exit(code)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 2 and process.stderr == "normlab: error: nowhere does not exist\n"

@@ -1,0 +1,130 @@
+"""Intervening: the answer is the changed model's, and the model is bit for bit as before once it was asked."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from normlab import NormlabConfig, NormlabForCausalLM
+from normlab.errors import NormlabError
+from normlab.probes import skip_sensitivity
+from normlab.widgets import Intervene
+from normlab.widgets.intervene import Change, ask, changed
+
+TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(scheme: str, **fields: object) -> NormlabForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
+    config = NormlabConfig(scheme=scheme, num_hidden_layers=3, max_position_embeddings=12, **sizes, **fields)
+    return NormlabForCausalLM(config).eval()
+
+
+def loss_of(model: torch.nn.Module) -> float:
+    with torch.no_grad():
+        return float(model(input_ids=TOKENS, labels=TOKENS).loss)
+
+
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm", "lns", "post_rmsnorm", "dyt", "bhyt", "bhyt_linear"])
+def test_the_model_is_bit_for_bit_as_before(scheme: str):
+    model = model_of(scheme).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kappas = [m.kappa for m in model.modules() if hasattr(m, "kappa")]
+    change = Change(lam=3.0, kappa=0.3, gain=0.7, exact=True, skip=(2,))
+    assert ask(model, TOKENS, change).loss != loss_of(model)
+    with pytest.raises(RuntimeError, match="on purpose"), changed(model, change):
+        raise RuntimeError("on purpose")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [m.kappa for m in model.modules() if hasattr(m, "kappa")] == kappas and model.training
+    assert not any(m._forward_hooks for m in model.modules())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_lambda_up_is_kappa_down_and_pushes_tanh_inputs_beyond_their_bound():
+    model = model_of("bhyt")
+    up, down = ask(model, TOKENS, Change(lam=4.0)), ask(model, TOKENS, Change(kappa=0.25))
+    assert up.loss == pytest.approx(down.loss, abs=1e-6)
+    # |z| <= lambda sqrt(d)/kappa: at width 32 nothing exceeds lambda until kappa falls below sqrt(32).
+    assert ask(model, TOKENS, Change()).profile("saturation", "attn_norm_in").max() == 0.0
+    assert down.profile("saturation", "attn_norm_in").min() > 0.0
+    bound = down.profile("saturation_bound", "attn_norm_in")
+    assert (down.profile("saturation", "attn_norm_in") <= bound).all() and bound.iloc[0] == pytest.approx(
+        0.16, rel=0.05
+    )
+
+
+def test_the_exact_statistic_is_that_of_the_exact_scheme():
+    carried = model_of("bhyt")
+    exact = model_of("bhyt_exact")
+    exact.load_state_dict(carried.state_dict(), strict=False)
+    assert ask(carried, TOKENS, Change(exact=True)).loss == pytest.approx(loss_of(exact), abs=1e-6)
+    assert ask(carried, TOKENS, Change()).loss == pytest.approx(loss_of(carried), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "model", [model_of("lns"), GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50)).eval()]
+)
+def test_skipping_a_block_costs_what_the_probe_says(model: torch.nn.Module):
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    probed = skip_sensitivity(model, [batch], progress=False).set_index("layer")["skip_delta_loss"]
+    whole = ask(model, TOKENS, Change()).loss
+    for layer in (1, 2, 3):
+        assert ask(model, TOKENS, Change(skip=(layer,))).loss - whole == pytest.approx(probed[layer], abs=1e-5)
+
+
+def test_the_controls_change_what_is_shown():
+    widget = Intervene(model_of("bhyt"), TOKENS)
+    traces = {trace.name: trace for trace in widget.figure.data}
+    assert list(traces["intervened size"].y) == list(traces["as it is size"].y)
+    widget.gain.value = 4.0
+    assert traces["intervened size"].y[-1] > 1.1 * traces["as it is size"].y[-1]
+    widget.skip.value = (1,)
+    assert traces["intervened size"].y[1] == pytest.approx(traces["intervened size"].y[0])
+    assert f"{widget.now.loss:.4f}" in widget.said.value
+    assert sum(traces["intervened token"].x) <= 1.0 and len(traces["intervened token"].y) == 8
+    widget.kappa.value = 0.25
+    assert max(traces["intervened share"].y) > 0.0 == max(traces["as it is share"].y)
+    widget.reset.click()
+    assert widget.change == Change() and list(traces["intervened size"].y) == list(traces["as it is size"].y)
+
+
+def test_a_model_without_tanh_has_no_lambda_to_move():
+    widget = Intervene(model_of("pre_rmsnorm"), TOKENS)
+    assert widget.lam.disabled and widget.kappa.disabled and widget.exact.disabled and not widget.gain.disabled
+    assert any("no tanh norm" in a.text for a in widget.figure.layout.annotations)
+
+
+def test_moved_from_many_threads_it_ends_on_what_the_controls_say():
+    model = model_of("bhyt")
+    widget = Intervene(model, TOKENS)
+    before = loss_of(model)
+    failed: list[BaseException] = []
+
+    def shake(place: int) -> None:
+        try:
+            for step in range(6):
+                widget.lam.value = 2.0 ** ((step * 3 + place) % 5 - 2)
+                widget.skip.value = (1 + (step + place) % 3,)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=shake, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not failed and loss_of(model) == before
+    assert widget.now.loss == pytest.approx(ask(model, TOKENS, widget.change).loss, abs=1e-6)
+
+
+def test_what_cannot_be_asked_is_one_sentence():
+    with pytest.raises(NormlabError, match="needs a tokenizer"):
+        Intervene(model_of("lns"), "some text")
+    with pytest.raises(NormlabError, match="at least 2 tokens"):
+        Intervene(model_of("lns"), torch.zeros(1, 1, dtype=torch.long))
+    with pytest.raises(NormlabError, match="no block 4 to skip: the model has blocks 1 to 3"):
+        ask(model_of("lns"), TOKENS, Change(skip=(4,)))

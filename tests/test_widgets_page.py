@@ -1,0 +1,129 @@
+"""The explorer as a page: it shows what the library computes, answers every control, and fetches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from browser_helpers import page_of
+from figures_helpers import SCHEMES, empty, one_run, table
+
+from normlab.errors import NormlabError
+from normlab.profiles import Profiles, View
+from normlab.widgets.page import explorer_page, page_data
+
+
+def noisy() -> pd.DataFrame:
+    """Seeds that differ, so that intervals are open; a scheme that diverged and a value that is missing."""
+    runs = table(statuses={("lns", 4): "diverged"})
+    random = np.random.default_rng(0)
+    layered = runs["layer"].notna()
+    runs.loc[layered, "value"] = runs.loc[layered, "value"] * np.exp(random.normal(0, 0.2, int(layered.sum())))
+    gone = (runs["scheme"] == "bhyt") & (runs["depth"] == 4) & (runs["layer"] == 2) & (runs["seed"] == 1)
+    runs.loc[gone, "value"] = np.inf
+    return runs
+
+
+def test_a_page_is_one_file_that_fetches_nothing(tmp_path: Path):
+    path = explorer_page(table(), tmp_path / "site" / "explorer.html")
+    text = path.read_text(encoding="utf-8")
+    assert "<script src=" not in text and "/*data*/" not in text and "/*plotly*/" not in text
+    with pytest.raises(NormlabError, match="no run has been trained yet"):
+        explorer_page(empty(), tmp_path / "empty.html")
+
+
+def test_the_data_are_the_tables_to_four_digits():
+    data = page_data(Profiles(noisy()))
+    cube = data["series"]["block_out|token_l2_mean|all"][4]["bhyt"]
+    assert cube["seeds"] == [0, 1, 2] and cube["steps"] == [0, 10, 20] and cube["layers"] == [0, 1, 2, 3, 4]
+    assert cube["values"][1][0][2] is None
+    runs = noisy()
+    one = runs[(runs["scheme"] == "bhyt") & (runs["depth"] == 4) & (runs["seed"] == 2) & (runs["step"] == 20)]
+    one = one[(one["metric"] == "token_l2_mean") & (one["layer"] == 3)]["value"].item()
+    assert cube["values"][2][2][3] == pytest.approx(one, rel=1e-3)
+    assert "LNS: diverged" in data["remarks"][4] and page_data(Profiles(one_run("bhyt")))["t"] == {}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[Any]:
+    path = explorer_page(noisy(), tmp_path_factory.mktemp("site") / "explorer.html")
+    with page_of(chromium) as (page, errors):
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector(".js-plotly-plot .main-svg")
+        yield page
+        assert errors == [] and [url for url in requests if not url.startswith("file:")] == []
+
+
+def curve(page: Any, name: str) -> dict[str, Any]:
+    read = "name => (t => [t.visible, t.y])(document.getElementById('plot').data.find(t => t.name === name))"
+    visible, y = page.evaluate(read, name)
+    return {"visible": visible, "y": [np.nan if v is None else v for v in y]}
+
+
+def slide(page: Any, name: str, key: str) -> None:
+    page.locator(f"#{name}").focus()
+    page.keyboard.press(key)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [("absolute", {}), ("relative", {"relative": True}), ("pre_rmsnorm", {"reference": "pre_rmsnorm"})],
+)
+def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: dict[str, Any]):
+    profiles = Profiles(noisy())
+    page.select_option("#way", way)
+    slide(page, "depth", "End")
+    for key, step in (("Home", 0), ("ArrowRight", 10), ("End", 20)):
+        slide(page, "step", key)
+        lines = {
+            line.scheme: line
+            for line in profiles.lines(View("token_l2_mean", "block_out", "all", 4, step, tuple(SCHEMES), **options))
+        }
+        for scheme in SCHEMES:
+            shown, band = curve(page, scheme), curve(page, f"{scheme} band")
+            if scheme not in lines:
+                assert not shown["visible"]
+                continue
+            line = lines[scheme]
+            assert np.allclose(shown["y"], line.values, rtol=2e-3, equal_nan=True), (scheme, step)
+            edges = np.concatenate([line.low, line.high[::-1]])
+            assert np.allclose(band["y"], edges, rtol=1e-2, equal_nan=True), (scheme, step)
+    page.select_option("#way", "absolute")
+
+
+def test_every_control_of_the_page_answers_the_keyboard(page: Any):
+    slide(page, "depth", "Home")
+    assert page.evaluate("document.getElementById('plot').layout.xaxis.range") == [0, 2]
+    page.locator("#scheme-bhyt").focus()
+    page.keyboard.press("Space")
+    assert not curve(page, "bhyt")["visible"]
+    page.keyboard.press("Space")
+    assert curve(page, "bhyt")["visible"]
+    page.locator("#dark").focus()
+    page.keyboard.press("Space")
+    assert page.evaluate("document.documentElement.classList.contains('dark')")
+    page.keyboard.press("Space")
+    page.select_option("#metric", "grad_l2_total")
+    assert page.evaluate("document.getElementById('site').value") == "block_in_grad"
+    assert len(curve(page, "bhyt")["y"]) == 2
+    page.locator("#log").focus()
+    page.keyboard.press("Space")
+    assert page.evaluate("document.getElementById('plot').layout.yaxis.type") == "linear"
+
+
+def test_the_address_keeps_the_view(page: Any):
+    page.select_option("#metric", "feature_var_mean")
+    slide(page, "step", "Home")
+    address, before = page.url, curve(page, "lns")
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector(".js-plotly-plot .main-svg")
+    assert (
+        curve(page, "lns") == before and page.evaluate("document.getElementById('metric').value") == "feature_var_mean"
+    )

@@ -1,0 +1,72 @@
+"""The skip map shows what the probes measured, and answers slider and click alike."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from normlab import NormlabConfig, NormlabForCausalLM
+from normlab.errors import NormlabError
+from normlab.figures.skipping import future_effect, skip_cost
+from normlab.probes import skip_future_effect, skip_sensitivity
+from normlab.widgets import SkipMap
+
+TOKENS = torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(0))
+BATCHES = [{"input_ids": TOKENS}]
+
+
+def model_of(depth: int) -> NormlabForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
+    return NormlabForCausalLM(NormlabConfig(scheme="lns", num_hidden_layers=depth, **sizes)).eval()
+
+
+def test_it_shows_what_was_measured_and_answers_the_slider():
+    model = model_of(4)
+    cost = skip_sensitivity(model, BATCHES, progress=False)
+    effect = skip_future_effect(model, BATCHES, progress=False)
+    widget = SkipMap(model, BATCHES, name="lns")
+    traces = {trace.name: trace for trace in widget.figure.data}
+    assert list(traces["cost"].y) == pytest.approx(cost["skip_delta_loss"].tolist())
+    heat = np.array(traces["effect"].z, dtype=float)
+    assert list(traces["effect"].x) == [1, 2, 3] and list(traces["effect"].y) == [2, 3, 4]
+    assert heat[2, 0] == pytest.approx(effect.query("skipped == 1 and layer == 4")["value"].item())
+    assert np.isnan(heat[0, 1])  # block 2 cannot change when block 2 is skipped
+    widget.block.value = 2
+    assert list(traces["column"].x) == [3, 4] and list(traces["chosen"].x) == [2]
+    assert f"{cost['skip_delta_loss'].iloc[1]:+.4f}" in widget.said.value
+
+
+def test_a_click_chooses_the_block_under_it():
+    widget = SkipMap(model_of(3), BATCHES)
+    traces = {trace.name: trace for trace in widget.figure.data}
+    widget._clicked(traces["effect"], SimpleNamespace(xs=[2]), None)
+    assert widget.block.value == 2 and list(traces["column"].x) == [3]
+    widget._clicked(traces["column"], SimpleNamespace(xs=[3]), None)
+    assert widget.block.value == 2
+    widget._clicked(traces["cost"], SimpleNamespace(xs=[3]), None)
+    assert widget.block.value == 3 and "no block comes after it" in widget.said.value
+
+
+def test_a_model_of_one_block_is_refused_in_one_sentence():
+    with pytest.raises(NormlabError, match="the model has only one"):
+        SkipMap(model_of(1), BATCHES)
+
+
+def test_the_figures_say_when_there_is_nothing():
+    assert "skip_sensitivity" in skip_cost({}).layout.annotations[0].text
+    assert "two blocks" in future_effect(pd.DataFrame(columns=["skipped", "layer", "value"])).layout.annotations[0].text
+
+
+def test_costs_of_two_schemes_have_their_colours_and_intervals():
+    table = skip_sensitivity(model_of(3), BATCHES, progress=False)
+    figure = skip_cost({"lns": table, "bhyt": table.assign(skip_delta_loss=0.5, low=0.4, high=0.7)})
+    lns, bhyt = figure.data
+    assert lns.line.color == "#009e73" and bhyt.line.color == "#0072b2"
+    assert list(bhyt.error_y.array) == pytest.approx([0.2] * 3) and list(bhyt.error_y.arrayminus) == pytest.approx(
+        [0.1] * 3
+    )
