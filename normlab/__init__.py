@@ -6,6 +6,7 @@ swap_norms                           another scheme for an existing Llama, Mistr
 record, sites, LayerStats            measure the layers of any model; LayerStatsCallback: in any transformers Trainer
 skip_sensitivity, angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect: experiments on its layers
 TrainConfig, train, sweep            train models and measure them on the way
+skip_sensitivity, angular_distance, ...   what a layer is worth, and how layers differ
 load_runs                            runs on disk -> one tidy table
 figures, widgets                     table -> plotly figure -> figure with controls
 """
@@ -52,3 +53,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Registers model_type="normlab" with transformers: AutoModelForCausalLM loads our models once normlab is imported.
+importlib.import_module("normlab.models")

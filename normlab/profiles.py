@@ -83,7 +83,7 @@ class Profiles:
 
     def __post_init__(self) -> None:
         self._spans: dict[View, list[float]] = {}
-        found = choose(self.runs, depth=None)
+        found = choose(self.runs, depth=None, same_rate=True)
         self.chosen = found if isinstance(found, Selection) else None
         if self.chosen is None:
             self.missing = str(found)

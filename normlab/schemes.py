@@ -1,4 +1,5 @@
-"""A scheme is data: which norm, where in the block, what it starts at. This is the only file that knows schemes by name.
+"""A scheme is data: which norm, where in the block, what it starts at. This is the only file that knows schemes by
+name.
 
 Layout    which of a block's six places hold a norm, and the attribute that holds it (the name in released checkpoints)
 NormSite  one such place in one model: what a scheme needs to know to build the norm there
@@ -50,7 +51,8 @@ PERI = Layout(
 
 @dataclass(frozen=True)
 class NormSite:
-    """Where a norm is built: ``place`` is a field of Layout, or "final"; ``layer`` counts from 1 (L+1 for the final norm)."""
+    """Where a norm is built: ``place`` is a field of Layout, or "final"; ``layer`` counts from 1 (L+1 for the final
+    norm)."""
 
     place: str
     layer: int

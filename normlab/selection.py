@@ -1,9 +1,10 @@
 """From the long table of many runs to the rows that one figure shows.
 
-A table may hold several depths, widths, seeds and learning rates. A figure shows one width and usually one depth; of
-the learning rates it shows, for each scheme and depth, the one that most seeds were run with and, among equals, the one
-with the lowest final loss. Choices are made by rule, never by hand, and `Selection.describe` says in words what was
-chosen.
+A table may hold several depths, widths, seeds and learning rates. A figure shows one width and usually one depth. A
+figure of losses shows each scheme at its own learning rate: the one that most seeds were run with and, among equals,
+the one with the lowest final loss. A figure of magnitudes shows all schemes of a depth at one rate wherever they share
+one, because the rate moves magnitudes far more than the scheme does. Choices are made by rule, never by hand, and
+`Selection.describe` says in words what was chosen.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Selection:
         return self.table[keep]
 
     def remark(self, scheme: str, depth: int | None = None) -> str:
-        """What a reader must know of a scheme's runs: "diverged", "2 of 3 seeds not learned", or nothing."""
+        """What a reader must know of a scheme's runs: "diverged", "2 of 3 seeds not learned", its learning rate where
+        it is not that of all, or nothing."""
         own = self.runs[self.runs["scheme"] == scheme]
         own = own if depth is None else own[own["depth"] == depth]
         words = []
@@ -110,6 +112,9 @@ class Selection:
             count = int((own["status"] == status).sum())
             if count:
                 words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
+        beside = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
+        if beside["lr"].nunique() > 1:
+            words.append("learning rate " + " and ".join(f"{rate:g}" for rate in sorted(own["lr"].unique())))
         return ", ".join(words)
 
     def describe(self) -> str:
@@ -123,6 +128,8 @@ class Selection:
         seeds = self.runs.groupby(["scheme", "depth"])["seed"].nunique()
         low, high = int(seeds.min()), int(seeds.max())
         parts.append(f"{low} seed{'s' if low > 1 else ''}" if low == high else f"{low} to {high} seeds")
+        rates = sorted(self.runs["lr"].unique())
+        parts.append(f"learning rate {rates[0]:g}" if len(rates) == 1 else "each scheme's own learning rate")
         return " · ".join(parts)
 
 
@@ -131,6 +138,7 @@ def choose(
     depth: int | str | None = "deepest",
     width: int | None = None,
     schemes: Sequence[str] | None = None,
+    same_rate: bool = False,
 ) -> Selection | str:
     """Pick what a figure shows, or say in one sentence why there is nothing.
 
@@ -138,6 +146,7 @@ def choose(
         depth: a number of blocks, "deepest" (the deepest of those that most schemes were trained at), or None for all.
         width: default: the one with most runs.
         schemes: default all; control schemes in the table are always added, so no claim stands without them.
+        same_rate: at each depth show all schemes at one learning rate, if there is one that all were run with.
     """
     about = summarize(runs)
     if about.empty:
@@ -161,7 +170,8 @@ def choose(
         about = about[about["depth"] == depth]
         if about.empty:
             return f"No run of depth {depth} in the table, which has depth {_listed(had)}."
-    about = about[_chosen_rate(about)]
+    own = about[_chosen_rate(about)]
+    about = pd.concat([_at_one_rate(about, own, depth) for depth in own["depth"].unique()]) if same_rate else own
     return Selection(runs[runs["run"].isin(about.index)], about)
 
 
@@ -180,6 +190,18 @@ def _chosen_rate(about: pd.DataFrame) -> pd.Series:
     )
     chosen = set(best[keys].itertuples(index=False, name=None))
     return pd.Series([row in chosen for row in about[keys].itertuples(index=False, name=None)], index=about.index)
+
+
+def _at_one_rate(about: pd.DataFrame, own: pd.DataFrame, depth: int) -> pd.DataFrame:
+    """Runs of a depth at the rate that most schemes do best with, of those that all were run with; else at their
+    own."""
+    here, own = about[about["depth"] == depth], own[own["depth"] == depth]
+    schemes = here.groupby("lr")["scheme"].nunique()
+    common = schemes.index[schemes == here["scheme"].nunique()]
+    if common.empty:
+        return own
+    votes = own.drop_duplicates("scheme")["lr"].value_counts()
+    return here[here["lr"] == max(common, key=lambda rate: (votes.get(rate, 0), -rate))]
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -72,7 +72,7 @@ def test_failed_runs_are_marked_wherever_they_appear():
         assert "diverged" in words and "not learned" in words
     scaling = depth_scaling(runs)
     (cross,) = lines(scaling, scheme="lns", diverged=True)
-    assert list(cross.x) == [4] and cross.marker.symbol == "x"
+    assert list(cross.customdata) == [4] and cross.marker.symbol == "x"
     (line,) = lines(scaling, scheme="pre_rmsnorm", panel="loss")
     assert line.marker.symbol == ("circle", "circle-open")
 
@@ -80,7 +80,7 @@ def test_failed_runs_are_marked_wherever_they_appear():
 def test_depth_scaling_compares_by_pairs_and_shows_intervals():
     figure = depth_scaling(table())
     (loss,) = lines(figure, scheme="bhyt", panel="loss")
-    assert list(loss.x) == [2, 4] and loss.y[0] == pytest.approx(4.5)
+    assert list(loss.customdata) == [2, 4] and loss.y[0] == pytest.approx(4.5)
     # Seeds at 4.2, 4.5 and 4.8: standard error 0.3 / sqrt(3), times 4.303.
     assert loss.error_y.array[0] == pytest.approx(4.303 * 0.3 / math.sqrt(3), rel=1e-3)
     (gap,) = lines(figure, scheme="bhyt", panel="difference")

@@ -7,12 +7,22 @@ import json
 
 import pytest
 import torch
-from model_helpers import assert_bits, carrying_case, every_case, tiny_config, tiny_model, tokens
+from model_helpers import (
+    assert_bits,
+    carrying_case,
+    every_case,
+    every_scheme,
+    fresh_model,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from normlab import NormlabConfig, NormlabForCausalLM
+from normlab import NormlabConfig, NormlabError, NormlabForCausalLM
+from normlab.models.modeling import NORM_CLASSES
 
 
 def constants(model) -> torch.Tensor:
@@ -172,3 +182,23 @@ def test_sharded_checkpoints_come_back_whole(scheme, extra, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_same_state(NormlabForCausalLM.from_pretrained(tmp_path), model)
+
+
+@every_scheme
+def test_the_choice_of_kernels_reaches_every_norm_and_is_not_saved(scheme, tmp_path):
+    model = fresh_model(scheme)
+    model.save_pretrained(tmp_path)
+    loaded = NormlabForCausalLM.from_pretrained(tmp_path, kernels="torch")
+    chosen = [module.kernels for module in loaded.modules() if isinstance(module, NORM_CLASSES)]
+    assert chosen and set(chosen) == {"torch"}
+    assert "kernels" not in (tmp_path / "config.json").read_text()
+    with pytest.raises(NormlabError, match="choose one of auto, triton, torch"):
+        NormlabForCausalLM(model.config, kernels="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
+def test_triton_kernels_that_cannot_run_are_refused_in_one_line():
+    model = NormlabForCausalLM(tiny_config(scheme="pre_rmsnorm"), kernels="triton")
+    with pytest.raises(ValueError, match="the kernels cannot run") as caught:
+        model(tokens())
+    assert "\n" not in str(caught.value)

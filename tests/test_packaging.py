@@ -27,7 +27,7 @@ DISTRIBUTIONS = {
 }
 
 # Used where the reader of a run has them; normlab neither needs nor brings them.
-IF_PRESENT = {"wandb"}
+IF_PRESENT = {"torchlens", "wandb"}
 # Imported by transformers' Trainer, which asks for it without declaring it.
 THROUGH_TRANSFORMERS = {"accelerate"}
 
@@ -176,7 +176,7 @@ def test_importing_any_module_changes_no_setting_and_prints_nothing():
         for path in sorted((ROOT / "normlab").rglob("*.py"))
         if path.name != "__main__.py"
     ]
-    third_party = "datasets, accelerate, plotly.graph_objects, plotly.tools, ipywidgets, tokenizers, transformer_lens"
+    third_party = "datasets, accelerate, plotly.tools, ipywidgets, tokenizers, transformer_lens.model_bridge.sources"
     code = (
         f"{STATE}\nimport importlib, {third_party}\nbefore = state()\n"
         f"for name in {modules!r}:\n    importlib.import_module(name)\n"

@@ -229,9 +229,9 @@ def test_a_killed_worker_costs_no_run(
     configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "train_one", training_helpers.die_the_first_time)
-    result = _sweep(configs, tmp_path, workers=2, threads=1)
-    assert (tmp_path / "died-1").exists()  # with all four runs still to be finished
-    assert len(result.runs) == 4 and not result.failures
+    result = _sweep(configs[:3], tmp_path, workers=2, threads=1)
+    assert (tmp_path / "died-1").exists()
+    assert len(result.runs) == 3 and not result.failures
 
 
 def test_a_run_that_kills_its_worker_every_time_is_given_up_and_takes_no_other_with_it(

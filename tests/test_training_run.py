@@ -1,59 +1,24 @@
-"""One run: what it measures, what it leaves alone, what it writes, and how it ends."""
+"""One run: where it starts, what it measures, what it leaves alone, and how it ends."""
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from training_helpers import tiny, write_text
+from training_helpers import tiny
 
-import normlab
-from normlab import NormlabError, runs
+from normlab import runs
 from normlab.schemes import SCHEMES
-from normlab.training import trainer as trainer_module
 from normlab.training.callbacks import mean_token_loss, refresh_interval
-from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus, corpus_of
-from normlab.training.trainer import SeededOrder, build_trainer, train, train_from_manifest
+from normlab.training.corpus import Corpus
+from normlab.training.trainer import SeededOrder, build_trainer
 
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def corpus(text: Path, cache: Path) -> Corpus:
-    return corpus_of(tiny(text), cache)
-
-
-@pytest.fixture(scope="module")
-def go(cache: Path) -> Callable[..., runs.Run]:
-    def go(config: TrainConfig, out: Path, **options: Any) -> runs.Run:
-        return train(config, out, cache_dir=cache, progress=False, **options)
-
-    return go
-
-
-@pytest.fixture(scope="module")
-def done(text: Path, go: Callable, tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
-    """One finished run that several tests look at and none changes."""
-    return go(tiny(text), tmp_path_factory.mktemp("done"))
+pytest_plugins = ["training_fixtures"]
 
 
 # --- data order and start ---
@@ -244,218 +209,3 @@ def test_a_loss_below_the_unigram_entropy_counts_as_learned(text: Path, go: Call
     run = go(tiny(text, scheme="pre_rmsnorm", lr=1e-2, steps=80, batch_size=8, probe_every=0, eval_every=80), tmp_path)
     assert run.status == "finished"
     assert run.eval_loss < run.manifest["corpus"]["unigram_entropy"]
-
-
-# --- what is written ---
-
-
-def test_a_manifest_tells_everything_that_the_numbers_depend_on(done: runs.Run, corpus: Corpus) -> None:
-    manifest = json.loads((done.path / runs.MANIFEST).read_text())
-    assert TrainConfig.from_dict(manifest["config"]).run_id == done.path.name == manifest["run"]
-    assert manifest["corpus"] == corpus.identity()
-    assert {"python", "torch", "transformers", "tokenizers", "normlab", "system", "device"} <= set(
-        manifest["environment"]
-    )
-    assert manifest["environment"]["normlab"] == normlab.__version__
-    assert manifest["model"]["scheme"] == "bhyt" and manifest["model"]["lam_input"] == 2.0
-    assert manifest["parameters"] == sum(p.numel() for p in done.load_model().parameters())
-    assert set(manifest["measured"]) == {"wall_s", "tokens_per_s", "resumed_from_step"}
-
-
-def test_the_command_in_a_manifest_gives_its_configuration(text: Path) -> None:
-    from normlab.cli import _model_fields, build_parser
-
-    config = tiny(text, keep_weights=False, model={"lam_input": 3.0, "carried": "causal"}, tokenizer="some/where")
-    options = vars(build_parser().parse_args(["train", *config.to_arguments()]))
-    given = {name: options[name] for name in config.to_dict() if options[name] is not None}
-    assert TrainConfig(**{**given, "model": _model_fields(given["model"])}) == config
-
-
-def test_the_same_manifest_gives_the_same_numbers(done: runs.Run, cache: Path, tmp_path: Path) -> None:
-    again = train_from_manifest(done.path / runs.MANIFEST, tmp_path, cache_dir=cache, progress=False)
-    assert again.path != done.path
-    assert (again.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
-    assert (again.path / runs.WEIGHTS).read_bytes() == (done.path / runs.WEIGHTS).read_bytes()
-
-
-def test_a_kept_model_loads_with_its_tokenizer(done: runs.Run) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(done.path)
-    stored = load_file(done.path / runs.WEIGHTS)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in stored.items())
-    assert len(AutoTokenizer.from_pretrained(done.path)) == model.config.vocab_size
-
-
-def test_weights_are_left_out_on_request(text: Path, go: Callable, tmp_path: Path) -> None:
-    run = go(tiny(text, keep_weights=False), tmp_path)
-    assert {path.name for path in run.path.iterdir()} == {runs.MANIFEST, runs.STATS}
-    with pytest.raises(NormlabError, match="kept no weights"):
-        run.load_model()
-
-
-def test_nothing_but_the_run_is_left(text: Path, go: Callable, tmp_path: Path) -> None:
-    run = go(tiny(text), tmp_path)
-    assert list(tmp_path.iterdir()) == [run.path]
-
-
-# --- starting again ---
-
-
-def test_a_finished_run_is_not_trained_again(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = go(tiny(text), tmp_path)
-    monkeypatch.setattr(trainer_module, "_run", lambda *_: pytest.fail("trained again"))
-    assert go(replace(tiny(text), threads=2, keep_weights=False, checkpoint_every=0), tmp_path).path == run.path
-
-
-def test_a_finished_run_on_other_text_is_an_error_that_names_the_difference(go: Callable, tmp_path: Path) -> None:
-    text = write_text(tmp_path / "text.txt")
-    run = go(tiny(text), tmp_path / "out")
-    write_text(text, paragraphs=200)
-    with pytest.raises(NormlabError, match="has content_hash '.*', here it is '.*': .*delete the run"):
-        go(tiny(text), tmp_path / "out")
-    with pytest.raises(NormlabError, match="content_hash"):
-        train_from_manifest(run.path, tmp_path / "again", cache_dir=tmp_path, progress=False)
-
-
-def test_a_name_stands_for_every_field_that_changes_numbers(text: Path) -> None:
-    config = tiny(text)
-    changes: dict[str, Any] = {"lr": 0.5, "steps": 9, "batch_size": 3, "weight_decay": 0.0, "model": {"kappa": 5.0}}
-    names = {replace(config, **{name: value}).run_id for name, value in changes.items()} | {config.run_id}
-    assert len(names) == len(changes) + 1
-    assert replace(config, threads=5, keep_weights=False, checkpoint_every=1).run_id == config.run_id
-
-
-def _break_off(monkeypatch: pytest.MonkeyPatch, go: Callable, config: TrainConfig, out: Path, error: Exception) -> None:
-    """Raise at the second checkpoint; the first one stays."""
-    original, calls = runs.write_stats, []
-
-    def breaking(path: Path, frame: Any) -> None:
-        original(path, frame)
-        calls.append(path)
-        if len(calls) == 2:
-            raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runs, "write_stats", breaking)
-        with pytest.raises(type(error) if not isinstance(error, OSError | RuntimeError) else NormlabError):
-            go(config, out)
-
-
-def test_checkpoints_of_another_thread_count_are_not_continued(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny(text)
-    _break_off(monkeypatch, go, config, tmp_path, KeyboardInterrupt())  # type: ignore[arg-type]
-    assert list((tmp_path / runs.PARTIAL / config.run_id).glob("checkpoint-*"))
-    assert go(replace(config, threads=2), tmp_path).manifest["measured"]["resumed_from_step"] == 0
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5952 vs 5844"),
-        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_is_one_line_leaves_nothing_half_written_and_the_run_goes_on_later(
-    error: Exception, done: runs.Run, text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny(text)
-    _break_off(monkeypatch, go, config, tmp_path, error)
-    work = tmp_path / runs.PARTIAL / config.run_id
-    assert not (tmp_path / config.run_id).exists()
-    assert {path.name for path in work.iterdir()} == {"partial.json", "checkpoint-3"}
-    run = go(config, tmp_path)
-    assert run.manifest["measured"]["resumed_from_step"] == 3
-    assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
-
-
-def test_optimizer_and_random_states_are_read_as_plain_data(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _break_off(monkeypatch, go, tiny(text), tmp_path, KeyboardInterrupt())  # type: ignore[arg-type]
-    load, safe = torch.load, []
-    monkeypatch.setattr(
-        torch, "load", lambda *args, **kwargs: (safe.append(kwargs.get("weights_only")), load(*args, **kwargs))[1]
-    )
-    go(tiny(text), tmp_path)
-    assert len(safe) >= 3 and all(safe)
-
-
-# --- output directories ---
-
-
-def test_an_output_directory_that_holds_something_else_is_refused(text: Path, go: Callable, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(NormlabError, match="holds something else .notes.txt."):
-        go(tiny(text), tmp_path)
-    with pytest.raises(NormlabError, match="is a file"):
-        go(tiny(text), tmp_path / "notes.txt")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_a_directory_of_runs_may_hold_other_files(done: runs.Run, text: Path, go: Callable, tmp_path: Path) -> None:
-    shutil.copytree(done.path.parent, tmp_path / "runs")
-    (tmp_path / "runs" / "README.md").write_text("how these were made")
-    assert go(tiny(text), tmp_path / "runs").name == done.name
-
-
-def test_a_run_that_another_process_trains_is_refused(text: Path, go: Callable, tmp_path: Path) -> None:
-    config = tiny(text)
-    with (
-        runs.exclusive(tmp_path / runs.PARTIAL / f"{config.run_id}.lock"),
-        pytest.raises(NormlabError, match=f"another process is training {config.scheme}"),
-    ):
-        go(config, tmp_path)
-
-
-def test_several_processes_for_one_run_are_refused(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NormlabError, match="one process"):
-        go(tiny(text), tmp_path)
-
-
-# --- configuration ---
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"scheme": "nonorm"}, "unknown scheme 'nonorm'"),
-        ({"depth": 0}, "depth is 0"),
-        ({"heads": 3}, "3 heads do not divide width 32"),
-        ({"heads": 4, "kv_heads": 3}, "3 key-value heads do not divide 4 heads"),
-        ({"heads": 32}, "head size 1 is odd"),
-        ({"width": 40, "heads": None}, "width 40 is no multiple of 32"),
-        ({"lr": 0.0}, "lr is 0.0"),
-        ({"steps": 0}, "steps is 0"),
-        ({"block_length": 1}, "block_length is 1"),
-        ({"warmup": 1.5}, "warmup is 1.5"),
-        ({"probe_every": -1}, "probe_every is -1"),
-        ({"model": {"lamda": 1}}, "unknown model fields lamda"),
-    ],
-)
-def test_a_bad_field_is_named(fields: dict[str, Any], message: str, text: Path) -> None:
-    with pytest.raises(NormlabError, match=message):
-        tiny(text, **fields)
-
-
-def test_defaults_follow_the_width() -> None:
-    config = TrainConfig(width=128)
-    assert (config.heads, config.kv_heads, config.intermediate) == (4, 2, 352)
-    model = config.model_config(vocab_size=512, eos_token_id=0)
-    assert model.max_position_embeddings == model.train_seq_len == config.block_length
-    assert model.tie_word_embeddings and model.rms_norm_eps == 1e-6
-
-
-def test_a_configuration_survives_its_dictionary(text: Path) -> None:
-    config = tiny(text, model={"kappa": 5.0})
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(NormlabError, match="unknown training fields colour"):
-        TrainConfig.from_dict({"colour": "red"})

@@ -1,6 +1,6 @@
 """Draw the tables of run.py: achieved bandwidth against the bytes a call must move, and time of decode and step.
 
-    python kernels/benchmarks/plot.py data/bench        # writes an .html beside each table; needs plotly
+python kernels/benchmarks/plot.py data/bench        # writes an .html beside each table; needs plotly
 """
 
 from __future__ import annotations

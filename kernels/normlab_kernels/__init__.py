@@ -1,5 +1,6 @@
 """Fused row norms for transformers: Triton on a GPU, cache-blocked PyTorch on a CPU."""
 
+from normlab_kernels.dispatch import chooses_kernels
 from normlab_kernels.functions import add_bhyt, add_rms_norm, bhyt, bhyt_carried, derf, dyt, layer_norm, rms_norm
 from normlab_kernels.linear import linear_add_bhyt, linear_add_dyt
 from normlab_kernels.moments import RowMoments, row_moments
@@ -10,6 +11,7 @@ __all__ = [
     "add_rms_norm",
     "bhyt",
     "bhyt_carried",
+    "chooses_kernels",
     "derf",
     "dyt",
     "layer_norm",

@@ -102,9 +102,7 @@ def make_inputs(case: Case, rows: int, width: int, dtype: torch.dtype, seed: int
 def formula(case: Case, a: dict[str, Tensor]) -> dict[str, Tensor]:
     """The case's outputs by the plain formula, at the dtype of the arguments."""
     x = a["residual"] + a["x"] if case.residual else a["x"]
-    y, ms = row_norm_reference(
-        x, a["weight"], a.get("bias"), a.get("scale"), a.get("shift"), a.get("given"), case.spec
-    )
+    y, ms = row_norm_reference(x, a["weight"], a.get("bias"), a.get("scale"), a.get("shift"), a.get("given"), case.spec)
     out = {"y": y}
     if case.spec == BHYT:
         assert ms is not None

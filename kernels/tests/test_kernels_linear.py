@@ -34,9 +34,7 @@ def arguments_of(name: str, rows: int, width: int, inner: int, dtype: torch.dtyp
 
 def call(name: str, fused: bool | None, a: dict[str, Tensor]) -> dict[str, Tensor]:
     if name == "bhyt":
-        h, y = nk.linear_add_bhyt(
-            a["a"], a["proj"], a["residual"], a["weight"], a["scale"], a["given"], fused=fused
-        )
+        h, y = nk.linear_add_bhyt(a["a"], a["proj"], a["residual"], a["weight"], a["scale"], a["given"], fused=fused)
     else:
         h, y = nk.linear_add_dyt(a["a"], a["proj"], a["residual"], a["weight"], a["bias"], a["scale"], fused=fused)
     return {"h": h, "y": y}

@@ -10,7 +10,7 @@ from normlab_kernels import dispatch
 normlab = pytest.importorskip("normlab", reason="the models are normlab's: pip install -e .")
 
 
-def outcome(scheme: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def outcome(scheme: str, kernels: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits and parameter gradients of a tiny model with outlying residuals, always the same."""
     torch.manual_seed(0)
     config = normlab.NormlabConfig(
@@ -23,7 +23,7 @@ def outcome(scheme: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         num_key_value_heads=1,
         max_position_embeddings=8,
     )
-    model = normlab.NormlabForCausalLM(config).to(DEVICE)
+    model = normlab.NormlabForCausalLM(config, kernels=kernels).to(DEVICE)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 3] *= 30
     tokens = torch.arange(12, device=DEVICE).view(2, 6) % 32
@@ -35,9 +35,14 @@ def outcome(scheme: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.mark.kernels
 @pytest.mark.parametrize("scheme", sorted(normlab.SCHEMES))
 def test_kernels_and_torch_agree_on_logits_and_gradients(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, gradients = outcome(scheme)
-    monkeypatch.setattr(dispatch, "takes_kernels", lambda x: False)
-    expected_logits, expected = outcome(scheme)
+    launched = []
+    launch = dispatch._triton_path
+    monkeypatch.setattr(dispatch, "_triton_path", lambda *args: launched.append(1) or launch(*args))
+    logits, gradients = outcome(scheme, "triton")
+    assert launched
+    launched.clear()
+    expected_logits, expected = outcome(scheme, "torch")
+    assert not launched
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
     assert gradients.keys() == expected.keys()
     for name, value in expected.items():

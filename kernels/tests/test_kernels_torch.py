@@ -93,6 +93,7 @@ def twice(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_used_twice_in_one_graph_gradients_add_up() -> None:
     arguments = make_inputs(CASES["bhyt"], 4, 10, torch.float32)
     got, upstream = results(twice, arguments, None)
+
     def chain(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         y, ms = row_norm_reference(a["x"], a["weight"], None, a["scale"], None, None, CASES["bhyt"].spec)
         second = CASES["bhyt_carried"].spec

@@ -228,6 +228,7 @@ def _add_depth_line(figure: go.Figure, points: pd.DataFrame, name: str, top: flo
     figure.add_trace(
         go.Scatter(
             x=[float(d) * shift for d in drawn["depth"]],
+            customdata=[int(d) for d in drawn["depth"]],
             y=[float(v) for v in drawn["mean"]],
             error_y=dict(type="data", array=half, thickness=1, width=3, color=theme.faded(style.color, 0.55)),
             mode="lines+markers",
@@ -239,7 +240,7 @@ def _add_depth_line(figure: go.Figure, points: pd.DataFrame, name: str, top: flo
             ],
             line=dict(color=style.color, dash=style.dash, width=2),
             marker=dict(color=style.color, size=7, symbol=symbols),
-            hovertemplate=f"<b>{style.title}</b><br>depth %{{x}}: %{{y:.4f}}, %{{text}}"
+            hovertemplate=f"<b>{style.title}</b><br>depth %{{customdata}}: %{{y:.4f}}, %{{text}}"
             f"<br><i>loss: {_LOSS.definition}</i><extra></extra>",
         ),
         row=1,
@@ -250,13 +251,14 @@ def _add_depth_line(figure: go.Figure, points: pd.DataFrame, name: str, top: flo
         figure.add_trace(
             go.Scatter(
                 x=[float(d) * shift for d in broken["depth"]],
+                customdata=[int(d) for d in broken["depth"]],
                 y=[top] * len(broken),
                 mode="markers",
                 name=f"{name} diverged",
                 meta=dict(scheme=name, panel="loss", diverged=True),
                 cliponaxis=False,
                 marker=dict(symbol="x", size=9, color=style.color),
-                hovertemplate=f"<b>{style.title}</b><br>depth %{{x}}: diverged<extra></extra>",
+                hovertemplate=f"<b>{style.title}</b><br>depth %{{customdata}}: diverged<extra></extra>",
             ),
             row=1,
             col=1,

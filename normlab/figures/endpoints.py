@@ -43,7 +43,7 @@ def growth_before_after(
     """
     row = metric_row(metric)
     title = f"{row.label[0].upper()}{row.label[1:]} after the last layer: before and after training"
-    chosen = choose(runs, depth, width, schemes)
+    chosen = choose(runs, depth, width, schemes, same_rate=True)
     if isinstance(chosen, str):
         return theme.message_figure(chosen, title)
     start = last_values(chosen, metric, site=site, mask=mask, step=0)

@@ -46,7 +46,7 @@ def layer_growth(
     """
     row = metric_row(metric)
     title = f"{row.label[0].upper()}{row.label[1:]} by layer"
-    chosen = choose(runs, depth, width, schemes)
+    chosen = choose(runs, depth, width, schemes, same_rate=True)
     if isinstance(chosen, str):
         return theme.message_figure(chosen, title)
     rows = _mean_over_seeds(chosen.rows(site, metric, mask))

@@ -1,6 +1,7 @@
 """Models: configuration, modeling, conversion of existing models, TransformerLens bridge.
 
-Importing this package registers ``model_type="normlab"`` with transformers, so that ``AutoModelForCausalLM`` loads our models.
+Importing this package registers ``model_type="normlab"`` with transformers, so that ``AutoModelForCausalLM`` loads our
+models.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

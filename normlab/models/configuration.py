@@ -41,8 +41,9 @@ class NormlabConfig(LlamaConfig):
         train_seq_len: T of the carried statistic; None: ``max_position_embeddings``.
         post_fraction: share of the first blocks that are Post-LN in Mix-LN.
 
-    lambda and kappa also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are kept unused.
-    Loading weights with another ``train_seq_len`` keeps the c that they hold: call ``refresh_carried()`` to have its own.
+    lambda and kappa also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are kept
+    unused. Loading weights with another ``train_seq_len`` keeps the c that they hold: call ``refresh_carried()`` to
+    have its own.
 
     Raises:
         NormlabError: one line naming the field, for an unknown scheme, no layers, heads that do not divide the width,
@@ -83,7 +84,7 @@ class NormlabConfig(LlamaConfig):
         head_dim = self.head_dim or self.hidden_size // heads
         _require(
             head_dim % 2 == 0,
-            f"heads of width {head_dim} cannot be rotated: choose hidden_size and num_attention_heads for an even width",
+            f"heads of width {head_dim} cannot be rotated: choose hidden_size and num_attention_heads for an even one",
         )
         _require(
             all(0 < value < math.inf for value in (self.lam_input, self.lam_post, self.kappa))
@@ -108,7 +109,8 @@ class NormlabConfig(LlamaConfig):
         """Map the configuration of a released checkpoint, a plain dict, to ours.
 
         Args:
-            released: Llama's fields, ``norm_type`` and the lambda, kappa and length fields of the BHyT release (2601.09719).
+            released: Llama's fields, ``norm_type`` and the lambda, kappa and length fields of the BHyT release
+                (2601.09719).
             scheme: used when the configuration has no ``norm_type`` (the LNS and Mix-LN releases choose it elsewhere).
 
         Raises:

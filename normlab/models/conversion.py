@@ -18,8 +18,8 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
     """Replace the blocks' norms and the final norm of a Llama-shaped model, in place, for continued training.
 
     Attention (with its biases, QK-norms, sliding windows) and MLP are kept as they are; each block becomes a
-    ``NormlabDecoderLayer`` around them. A norm that stood under the same name hands its gain to the new one, so the outputs
-    change as the scheme says: BHyT's are about lambda/kappa times smaller at the start.
+    ``NormlabDecoderLayer`` around them. A norm that stood under the same name hands its gain to the new one, so the
+    outputs change as the scheme says: BHyT's are about lambda/kappa times smaller at the start.
 
     Args:
         model: a causal LM whose blocks hold ``self_attn`` (with v_proj, o_proj), ``mlp``, ``input_layernorm`` and
@@ -28,8 +28,9 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         fields: fields of NormlabConfig, e.g. ``lam_input=3.0, train_seq_len=2048``.
 
     Returns:
-        The same model. In training, call ``normlab.models.refresh_carried(model)`` every max_steps/50 steps. ``save_pretrained`` writes its weights under their names; to load them, build the original
-        architecture, call ``swap_norms`` with the same arguments, then ``load_state_dict``.
+        The same model. In training, call ``normlab.models.refresh_carried(model)`` every max_steps/50 steps.
+        ``save_pretrained`` writes its weights under their names; to load them, build the original architecture, call
+        ``swap_norms`` with the same arguments, then ``load_state_dict``.
 
     Raises:
         NormlabError: a model of another shape, an unknown scheme, or one that scales embeddings.

@@ -1,7 +1,7 @@
 """NormlabForCausalLM: Hugging Face Llama whose blocks take their norms from a scheme.
 
-Attention, rotary embedding, MLP, KV cache, masks, loss and generation are transformers' own. Ours is the block: where the
-norms sit, and the mean square that BHyT carries from the attention site to the MLP site.
+Attention, rotary embedding, MLP, KV cache, masks, loss and generation are transformers' own. Ours is the block: where
+the norms sit, and the mean square that BHyT carries from the attention site to the MLP site.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from normlab.norms import BHyT, DyT, LayerNorm, RMSNorm
 from normlab.schemes import NormSite, get_scheme
 
 NORM_CLASSES = (RMSNorm, LayerNorm, DyT, BHyT)
+KERNELS = ("auto", "triton", "torch")
 
 
 def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
@@ -39,9 +40,9 @@ def _complete_constant(block: NormlabDecoderLayer, incompatible_keys) -> None:
 class NormlabDecoderLayer(GradientCheckpointingLayer):
     """One block: h = sum(x + out(attn(in(x)))), then the same with the MLP; absent norms are the identity.
 
-    With a carried statistic the MLP norm divides by sqrt(ms + c lambda_in^2/kappa^2 + eps), ms being the attention norm's
-    mean square: no second reduction. c = ||W_V W_O||_F^2 / (T d) is the persistent float32 buffer ``c_attn``; it and lambda
-    are constants there, ms is not: its gradient reaches the block's input.
+    With a carried statistic the MLP norm divides by sqrt(ms + c lambda_in^2/kappa^2 + eps), ms being the attention
+    norm's mean square: no second reduction. c = ||W_V W_O||_F^2 / (T d) is the persistent float32 buffer ``c_attn``;
+    it and lambda are constants there, ms is not: its gradient reaches the block's input.
     """
 
     c_attn: Tensor
@@ -81,8 +82,8 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
     def attention_variance_constant(self) -> Tensor:
         """c = ||W_V W_O||_F^2 / (T d), in float32, W_V's heads repeated to match the query heads; a scalar tensor.
 
-        Times the variance of the attention's input it is the variance that attention adds to the residual stream when every
-        position averages T independent tokens (2601.09719).
+        Times the variance of the attention's input it is the variance that attention adds to the residual stream when
+        every position averages T independent tokens (2601.09719).
         """
         attention = self.self_attn
         value = attention.v_proj.weight.float()
@@ -102,7 +103,8 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         return x if norm is None else norm(x)
 
     def carried_mean_square(self, mean_square: Tensor, position_ids: Tensor | None) -> Tensor:
-        """ms + c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch, tokens, 1), float32."""
+        """ms + c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch, tokens, 1),
+        float32."""
         norm = self.norm_at("attn_in")
         correction = self.c_attn * (norm.lam.detach().float() / norm.kappa).square()
         if self.carried == "causal":
@@ -225,15 +227,26 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
 
     >>> model = NormlabForCausalLM(NormlabConfig(scheme="bhyt", hidden_size=128, num_hidden_layers=16))
 
-    Parameter names are Llama's. ``pre_rmsnorm`` gives stock Llama's logits bit for bit with the same weights. Weights that
-    lack BHyT's ``c_attn`` (released checkpoints, plain Llama) load as they are, and c is computed from them.
+    Parameter names are Llama's. ``pre_rmsnorm`` gives stock Llama's logits bit for bit with the same weights. Weights
+    that lack BHyT's ``c_attn`` (released checkpoints, plain Llama) load as they are, and c is computed from them.
+
+    Args:
+        config: the model and its scheme.
+        kernels: what computes the norms, also an argument of ``from_pretrained`` and never saved: "auto" (Triton on
+            CUDA, PyTorch elsewhere), "triton" (an error where it cannot run), "torch" (PyTorch, rounding as Llama
+            does).
     """
 
-    def __init__(self, config: NormlabConfig) -> None:
+    def __init__(self, config: NormlabConfig, kernels: str = "auto") -> None:
+        if kernels not in KERNELS:
+            raise NormlabError(f"kernels is {kernels!r}: choose one of {', '.join(KERNELS)}")
         NormlabPreTrainedModel.__init__(self, config)
         self.model = NormlabModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, NORM_CLASSES):
+                module.kernels = kernels
         self.post_init()
 
     @classmethod

@@ -7,6 +7,9 @@ BHyT        gamma * tanh((lambda/kappa) * x / rms(x)); ``bounded=False`` is the 
 
 Calls: ``norm(x)`` returns y. Where a mean square exists (RMSNorm, BHyT), ``norm(x, return_mean_square=True)`` returns
 (y, ms) with ms (..., 1) in float32, and ``norm(x, mean_square=ms)`` uses ms as given, adding eps only.
+
+``norm.kernels`` chooses what computes it: "auto" (Triton on CUDA, PyTorch elsewhere), "triton", or "torch" (rounds as
+Llama does).
 """
 
 from normlab.norms.bhyt import BHyT

@@ -56,6 +56,7 @@ class BHyT(nn.Module):
         self.kappa = kappa
         self.eps = eps
         self.bounded = bounded
+        self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -72,9 +73,10 @@ class BHyT(nn.Module):
             ms = exact_mean_square(x) if mean_square is None else mean_square
             y = self.weight * self.tanh_input(x, ms).to(x.dtype)
         elif mean_square is None:
-            y, ms = nk.bhyt(x, self.weight, self.lam, self.kappa, self.eps)
+            y, ms = nk.bhyt(x, self.weight, self.lam, self.kappa, self.eps, kernels=self.kernels)
         else:
-            y, ms = nk.bhyt_carried(x, self.weight, self.lam, mean_square, self.kappa, self.eps), mean_square
+            ms = mean_square
+            y = nk.bhyt_carried(x, self.weight, self.lam, ms, self.kappa, self.eps, kernels=self.kernels)
         return (y, ms) if return_mean_square else y
 
     def extra_repr(self) -> str:

@@ -30,6 +30,7 @@ class DyT(nn.Module):
         self.alpha = nn.Parameter(torch.empty(1))
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.initial_alpha = alpha
+        self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -41,7 +42,7 @@ class DyT(nn.Module):
         return self.alpha.float() * x.float()
 
     def forward(self, x: Tensor) -> Tensor:
-        return nk.dyt(x, self.weight, None, self.alpha)
+        return nk.dyt(x, self.weight, None, self.alpha, kernels=self.kernels)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, alpha={self.initial_alpha:g}"

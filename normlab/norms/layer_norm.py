@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,6 +31,7 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size))
         self.eps = eps
+        self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -37,6 +39,8 @@ class LayerNorm(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if nk.chooses_kernels(x, self.kernels):
+            return nk.layer_norm(x, self.weight, self.bias, self.eps, kernels=self.kernels)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:

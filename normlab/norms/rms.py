@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import normlab_kernels as nk
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -44,12 +45,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.gain = gain
         self.scale = scale
+        self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, self.gain)
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False):
+        if mean_square is None and not return_mean_square and nk.chooses_kernels(x, self.kernels):
+            weight = self.weight if self.scale == 1.0 else self.weight * self.scale
+            return nk.rms_norm(x, weight, self.eps, kernels=self.kernels)
         x32 = x.float()
         ms = x32.pow(2).mean(-1, keepdim=True) if mean_square is None else mean_square
         y = self.weight * (x32 * torch.rsqrt(ms + self.eps)).to(x.dtype)

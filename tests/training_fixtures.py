@@ -1,0 +1,44 @@
+"""Fixtures of the tests of whole training runs: a text, its corpus, a short way to train, one finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_helpers import tiny, write_text
+
+from normlab import runs
+from normlab.training.config import TrainConfig
+from normlab.training.corpus import Corpus, corpus_of
+from normlab.training.trainer import train
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def corpus(text: Path, cache: Path) -> Corpus:
+    return corpus_of(tiny(text), cache)
+
+
+@pytest.fixture(scope="module")
+def go(cache: Path) -> Callable[..., runs.Run]:
+    def go(config: TrainConfig, out: Path, **options: Any) -> runs.Run:
+        return train(config, out, cache_dir=cache, progress=False, **options)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def done(text: Path, go: Callable, tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
+    """One finished run that several tests look at and none changes."""
+    return go(tiny(text), tmp_path_factory.mktemp("done"))
