@@ -85,6 +85,7 @@ def test_the_explorer_answers_every_control(address: str, chromium: str):
         page.get_by_text("log axis").click()
         page.wait_for_function(f"() => {PLOT}.layout.yaxis.type === 'linear'", timeout=20_000)
         page.locator(".jupyter-widget-play button, .widget-play button").first.click()
+        wait_for(page, "bhyt", expected("bhyt", 2, 10))  # one step after the other
         wait_for(page, "bhyt", expected("bhyt", 2, 20))
         page.get_by_role("button", name="compare two views").click()
         page.wait_for_function("() => document.querySelectorAll('.widget-vbox .js-plotly-plot').length === 2")

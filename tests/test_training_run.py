@@ -27,6 +27,7 @@ pytest_plugins = ["training_fixtures"]
 def test_one_seed_gives_one_data_order_to_every_scheme(text: Path, corpus: Corpus, tmp_path: Path) -> None:
     def first_batches(scheme: str, seed: int) -> torch.Tensor:
         loader = build_trainer(tiny(text, scheme=scheme, seed=seed), corpus, tmp_path, False)[0].get_train_dataloader()
+        torch.manual_seed(len(scheme))  # whatever a scheme's model drew for its weights
         return torch.stack([batch["input_ids"] for batch in loader])
 
     reference = first_batches("pre_rmsnorm", 0)
@@ -44,13 +45,16 @@ def test_every_block_is_read_once_before_any_is_read_again() -> None:
 
 
 def test_tensors_that_schemes_share_start_equal(text: Path, corpus: Corpus, tmp_path: Path) -> None:
-    def start(scheme: str) -> dict[str, torch.Tensor]:
-        return build_trainer(tiny(text, scheme=scheme), corpus, tmp_path, False)[0].model.state_dict()
+    def start(scheme: str, seed: int = 0) -> dict[str, torch.Tensor]:
+        torch.manual_seed(len(scheme))
+        return build_trainer(tiny(text, scheme=scheme, seed=seed), corpus, tmp_path, False)[0].model.state_dict()
 
     reference = start("pre_rmsnorm")
     for scheme in ("bhyt", "lns", "dyt", "peri_ln", "post_rmsnorm"):
         matrices = {name: value for name, value in start(scheme).items() if value.ndim == 2}
         assert matrices and all(torch.equal(value, reference[name]) for name, value in matrices.items())
+    other = start("pre_rmsnorm", seed=1)
+    assert not torch.equal(other["model.embed_tokens.weight"], reference["model.embed_tokens.weight"])
 
 
 # --- optimizer ---

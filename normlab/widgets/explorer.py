@@ -89,6 +89,8 @@ class NormExplorer(widgets.VBox):
         self._side_by_side.children = tuple(pane.box for pane in self.panes)
 
     def _toggle_compare(self, _: object) -> None:
+        for pane in self.panes:  # a plot that is being drawn anew takes no updates
+            pane.play.playing = False
         if len(self.panes) == 1:
             self._add_pane(self.view)
             self.compare.description = "one view"
