@@ -14,6 +14,11 @@ import pytest
 import torch
 from kernel_harness import DEVICE, KERNELS
 
+# PyTorch lists its constructors at the first use of a device context and keeps the list: made under the patch below, it
+# would hold the patched `empty`, and `with torch.device("meta")` would do nothing to the real one for ever after.
+with torch.device("cpu"):
+    torch.empty(0)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
