@@ -242,7 +242,7 @@ def _run(
     manifest |= {
         "steps": trainer.state.global_step,
         "tokens": trainer.state.global_step * config.tokens_per_step,
-        "model": model.config.to_diff_dict(),
+        "model": _model_facts(model.config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "measured": {
             "wall_s": time.perf_counter() - started,
@@ -260,6 +260,12 @@ def _run(
     runs.write_json(staged / runs.MANIFEST, manifest)
     runs.publish(staged, final)
     shutil.rmtree(work)
+
+
+def _model_facts(config: Any) -> dict[str, Any]:
+    """The model's configuration without the two fields that saving a checkpoint writes into it: whether a process saved
+    one before its run ended must not show."""
+    return {name: value for name, value in config.to_diff_dict().items() if name not in ("architectures", "dtype")}
 
 
 def _verdict(log: RunLog, stopped: bool, entropy: float) -> dict[str, Any]:
