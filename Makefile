@@ -9,7 +9,7 @@ BIN       := $(VENV)/bin
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 PAGES     := $(NOTEBOOKS:notebooks/%.ipynb=$(OUT)/%.html)
 
-.PHONY: help reproduce site notebooks lab test test-slow lint bench gpu clean
+.PHONY: help reproduce site notebooks lab voila test test-slow lint bench gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -59,6 +59,9 @@ notebooks: $(VENV)/.installed-notebooks ## run the notebooks on the shipped runs
 lab: $(VENV)/.installed-notebooks ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir notebooks
 
+voila: $(VENV)/.installed-notebooks ## serve the explorer alone, as a page of controls and plots without code
+	$(BIN)/voila notebooks/03_norm_explorer.ipynb
+
 # Triton decides at import whether it interprets, so the kernels are tested interpreted in processes of their own; the second
 # run has everything else, and its summary comes last.
 test: $(VENV)/.installed-test ## the whole test suite
@@ -73,7 +76,9 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on the CPU; quiet machines only
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
+	$(BIN)/python -m normlab.training.probe_bench --out $(OUT)/bench
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows --out $(OUT)/bench
+	$(BIN)/python -m normlab.widgets.latency data/runs --out $(OUT)/bench/latency.csv
 
 gpu: $(VENV)/.installed-test ## on a CUDA machine: test the compiled kernels, then measure them against every installed peer
 	$(BIN)/python -m pytest -m gpu kernels

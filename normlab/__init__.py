@@ -6,8 +6,7 @@ swap_norms                           another scheme for an existing Llama, Mistr
 record, sites, LayerStats            measure the layers of any model; LayerStatsCallback: in any transformers Trainer
 skip_sensitivity, angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect: experiments on its layers
 TrainConfig, train, sweep            train models and measure them on the way
-skip_sensitivity, angular_distance, ...   what a layer is worth, and how layers differ
-load_runs                            runs on disk -> one tidy table
+load_runs, load_configs              runs on disk -> one tidy table; what each run was told to do, a row a run
 figures, widgets                     table -> plotly figure -> figure with controls
 """
 
@@ -38,6 +37,7 @@ _PUBLIC = {
     "train": "normlab.training.trainer",
     "sweep": "normlab.training.sweep",
     "load_runs": "normlab.runs",
+    "load_configs": "normlab.runs",
 }
 _SUBPACKAGES = ("figures", "widgets")
 __all__ = [*_PUBLIC, *_SUBPACKAGES, "__version__"]

@@ -1,4 +1,4 @@
-"""The command `normlab`: train, sweep, probe, figures, bench.
+"""The command `normlab`: train, sweep, compare, probe, figures, bench.
 
 Bad input ends with one line on standard error and exit code 2.
 """
@@ -39,8 +39,11 @@ TRAIN_HELP = {
     "vocab_size": "of the tokenizer to train",
     "text_column": "column that holds the text",
     "characters": "read at most so much of the corpus",
+    "outlier_channels": "columns of the embeddings that start large, the same for every token",
+    "outlier_size": "what they start at",
     "probe_every": "steps between layer statistics; 0: none",
     "probe_blocks": "held-out blocks that layer statistics are taken on",
+    "probe_also": "further metrics of normlab.probes to record, comma-separated",
     "eval_every": "steps between held-out losses; 0: none",
     "eval_blocks": "held-out blocks for the held-out loss",
     "checkpoint_every": "steps between checkpoints; 0: none",
@@ -80,9 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train | sweep | probe | figures | bench")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="train | sweep | compare | probe | figures | bench"
+    )
     _add_train(commands)
     _add_sweep(commands)
+    _add_compare(commands)
     _add_figures(commands)
     _add_probe(commands)
     _add_bench(commands)
@@ -124,13 +130,30 @@ def _add_sweep(commands: Any) -> None:
     parser = commands.add_parser(
         "sweep", help="train many models: scheme x depth x seed x learning rate; finished runs are skipped"
     )
-    parser.add_argument("--preset", default="tiny", help="tiny (minutes) or small (hours)")
+    parser.add_argument("--preset", default="tiny", help="tiny (minutes), small (hours) or gain_or_bound (an hour)")
     parser.add_argument("--schemes", help="only these, comma-separated")
     parser.add_argument("--depths", help="only these, comma-separated")
     parser.add_argument("--workers", help="runs at once, or 'ray'; default 2")
     parser.add_argument("--threads", type=int, help="CPU threads a run; default cores/workers")
     _add_output(parser, None)
     parser.set_defaults(act=_sweep)
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser("compare", help="difference between two schemes, paired by seed, with its interval")
+    parser.add_argument("a", help="scheme, or the name or directory of a run")
+    parser.add_argument("b", help="what it is compared with")
+    parser.add_argument("--runs", nargs="+", default=["runs"], help="runs, or directories of runs (default: runs)")
+    parser.add_argument("--metric", default="loss", help="a name of normlab.figures.METRICS (default: held-out loss)")
+    parser.add_argument("--depth", type=int, help="only this depth")
+    parser.add_argument("--width", type=int, help="default: the one with most runs")
+    parser.add_argument("--site", help="where it was measured; default: block outputs, losses at the model")
+    parser.add_argument("--layer", type=int, help="default: the last block")
+    parser.add_argument("--mask", default="all", help="all, or no_first: without each row's first token")
+    parser.add_argument("--split", help="train, eval or probe; default for the loss: eval")
+    parser.add_argument("--step", type=int, help="optimizer steps done; default: the last")
+    parser.add_argument("--level", type=float, default=0.95, help="of confidence (default: 0.95)")
+    parser.set_defaults(act=_compare)
 
 
 def _add_figures(commands: Any) -> None:
@@ -230,6 +253,22 @@ def _whole(text: str, flag: str) -> int:
         return int(text)
     except ValueError:
         raise NormlabError(f"{flag}: {text!r} is no whole number") from None
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from normlab.compare import compare, in_words, require_measured
+    from normlab.runs import MANIFEST, load_runs, read_run
+
+    names, paths = [options.a, options.b], options.runs
+    if all((Path(name) / MANIFEST).is_file() for name in names):
+        paths, names = names, [read_run(name).name for name in names]
+    table = load_runs(paths)
+    where = {name: getattr(options, name) for name in ("site", "layer", "mask", "split", "step")}
+    require_measured(table, options.metric, **where)
+    a, b = names
+    found = compare(table, a, b, options.metric, depth=options.depth, width=options.width, level=options.level, **where)
+    print(in_words(found, options.level))
+    return 0
 
 
 def _figures(options: argparse.Namespace) -> int:

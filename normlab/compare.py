@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from normlab.errors import NormlabError
 from normlab.labels import OF_THE_MODEL, metric_row
-from normlab.selection import DIVERGED, Selection, choose, summarize
+from normlab.selection import DIVERGED, Selection, checked, choose, in_order, summarize
 
 NO_DIFFERENCE, ONE_SEED, NONE = "no difference", "one seed: no interval", "nothing to compare"
 
@@ -40,10 +41,12 @@ def compare(
     mean +- t(level, n-1) * s / sqrt(n) over the n seeds that both were trained with; for a ratio, of the logarithms.
 
     Args:
-        runs: the table of `normlab.load_runs`; each scheme enters with its chosen learning rate (see
-            `normlab.selection`).
+        runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate,
+            magnitudes of layers those of the rate that all schemes share, as in every figure (see `normlab.selection`).
+        a, b: schemes; or names of two runs with the same depth, width and seed.
         metric: a name of `METRICS`; "loss" means the held-out loss unless `split` says "train".
-        site: default "model" for loss and speed, else "block_out".
+        site: default "model" for loss and speed, else block outputs, or where the metric was measured (gradients: block
+            inputs).
         layer: block number; default the last block.
         step: optimizer steps done; default the last, 0 is before training.
 
@@ -53,13 +56,19 @@ def compare(
         `unpaired` counts seeds lost because a run diverged or only one scheme has them.
 
     Raises:
-        NormlabError: a scheme that is not in the table, or a level outside (0, 1).
+        NormlabError: a scheme or run that is not in the table, a level outside (0, 1), runs that are no pair: of
+            another depth, width or seed, or of another number of steps where `step` is not given.
     """
     if not 0.0 < level < 1.0:
         raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
-    chosen = _select(runs, (a, b), depth, width)
+    chosen = _select(runs, (a, b), depth, width, same_rate=not _of_the_model(metric, site))
+    if step is None:
+        _require_same_length(chosen.runs, a, b)
+    site = site or _site_of(chosen.table, metric)
     values = last_values(chosen, metric, site=site, layer=layer, mask=mask, split=split, step=step)
-    return paired(values, a, b, metric, level)
+    found = paired(values, a, b, metric, level)
+    found.attrs["about"] = chosen.describe()
+    return found
 
 
 def paired(values: pd.DataFrame, a: str, b: str, metric: str, level: float = 0.95) -> pd.DataFrame:
@@ -76,6 +85,32 @@ def paired(values: pd.DataFrame, a: str, b: str, metric: str, level: float = 0.9
     return pd.DataFrame(found)
 
 
+def require_measured(
+    runs: pd.DataFrame,
+    metric: str,
+    *,
+    site: str | None = None,
+    layer: int | None = None,
+    mask: str = "all",
+    split: str | None = None,
+    step: int | None = None,
+) -> None:
+    """NormlabError where the table holds nothing of that description, naming the first part that is not there and what
+    is there instead."""
+    rows = checked(runs)
+    given = {"metric": metric, "site": site, "mask": mask, "split": split, "layer": layer, "step": step}
+    for column, value in given.items():
+        if value is None:
+            continue
+        there = rows[column].dropna().unique()
+        if value not in there:
+            of = f" of {metric}" if column != "metric" else ""
+            raise NormlabError(
+                f"no {column} {value!r}{of} in the table, which has: {', '.join(map(str, sorted(there)))}"
+            )
+        rows = rows[rows[column] == value]
+
+
 def last_values(
     chosen: Selection,
     metric: str,
@@ -90,8 +125,7 @@ def last_values(
 
     A diverged run's last value is missing: what it reached before it broke says nothing of the scheme.
     """
-    at_model = site == "model" or (site is None and metric in OF_THE_MODEL)
-    if at_model:
+    if _of_the_model(metric, site):
         rows = chosen.rows("model", metric, split=split or ("eval" if metric == "loss" else None))
     else:
         rows = chosen.rows(site or "block_out", metric, mask, split)
@@ -107,17 +141,58 @@ def last_values(
     return table.reset_index()
 
 
-def _select(runs: pd.DataFrame, names: Sequence[str], depth: int | None, width: int | None) -> Selection:
-    known = set(summarize(runs)["scheme"])
+def _of_the_model(metric: str, site: str | None) -> bool:
+    return site == "model" or (site is None and metric in OF_THE_MODEL)
+
+
+def _site_of(rows: pd.DataFrame, metric: str) -> str:
+    sites = sorted(set(rows.loc[rows["metric"] == metric, "site"]) - {"model"}, key=lambda site: site != "block_out")
+    return "model" if _of_the_model(metric, None) else next((s for s in sites if s.startswith("block")), "block_out")
+
+
+def _select(
+    runs: pd.DataFrame, names: Sequence[str], depth: int | None, width: int | None, same_rate: bool
+) -> Selection:
+    about = summarize(runs)
+    if all(name in about.index for name in names):
+        return _two_runs(runs, about.loc[list(names)])
+    known = set(about["scheme"])
     for name in names:
         if name not in known:
             raise NormlabError(
-                f"no run of {name!r} in the table, which has: {', '.join(sorted(known)) or 'no run at all'}"
+                f"no run of {name!r} in the table, which has: {', '.join(in_order(known)) or 'no run at all'}"
             )
-    chosen = choose(runs, depth, width, list(names))
+    # Learning rate and width are chosen among all schemes, so that the numbers are those that figures show.
+    chosen = choose(runs, depth, width, same_rate=same_rate)
     if isinstance(chosen, str):
         raise NormlabError(chosen)
-    return chosen
+    own = chosen.runs[chosen.runs["scheme"].isin(names)]
+    if own.empty:
+        where = f"width {int(chosen.runs['width'].iloc[0])}" + (f" and depth {depth}" if depth is not None else "")
+        raise NormlabError(f"no run of {names[0]!r} or {names[1]!r} at {where}")
+    return Selection(chosen.table[chosen.table["run"].isin(own.index)], own)
+
+
+def _two_runs(runs: pd.DataFrame, about: pd.DataFrame) -> Selection:
+    """Two runs, each under its own name in place of its scheme's."""
+    for field in ("depth", "width", "seed"):
+        left, right = about[field]
+        if left != right:
+            raise NormlabError(f"runs {about.index[0]} and {about.index[1]} have {field} {left} and {right}: no pair")
+    return Selection(runs[runs["run"].isin(about.index)], about.assign(scheme=about.index))
+
+
+def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
+    """What was trained longer is not compared with what was not."""
+    whole = about[about["status"] != DIVERGED]
+    for place, group in whole.groupby(["depth", "seed"], observed=True):
+        steps = group.groupby("scheme")["steps"].max()
+        if steps.nunique() > 1:
+            depth, seed = place
+            raise NormlabError(
+                f"at depth {depth}, seed {seed}, {a} was trained for {steps[a]} steps and {b} for {steps[b]}: "
+                "give the step to compare at"
+            )
 
 
 def _pairs(values: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
@@ -172,28 +247,34 @@ def interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> tuple
 
 
 def t_quantile(level: float, freedom: int) -> float:
-    """The t for which a share `level` of Student's distribution with that many degrees of freedom lies in [-t, t].
+    """The t for which a share `level` of Student's distribution with that many degrees of freedom lies in [-t, t]."""
+    from scipy.special import stdtrit
 
-    By bisection on the closed form of that share (Abramowitz and Stegun 26.7.3 and 26.7.4), so no statistics package is
-    needed.
-    """
-    low, high = 0.0, 1.0
-    while _share_within(high, freedom) < level:
-        high *= 2.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _share_within(middle, freedom) < level else (low, middle)
-    return (low + high) / 2
+    return float(stdtrit(freedom, (1 + level) / 2))
 
 
-def _share_within(t: float, freedom: int) -> float:
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    even = freedom % 2 == 0
-    term = total = 1.0 if even else cosine
-    for k in range(2 if even else 3, freedom - 1, 2):
-        term *= cosine * cosine * (k - 1) / k
-        total += term
-    if even:
-        return sine * total
-    return 2 / math.pi * (angle + (sine * total if freedom > 1 else 0.0))
+def in_words(found: pd.DataFrame, level: float = 0.95) -> str:
+    """What `compare` found, as lines to print: what was compared, on which runs, and a row a depth."""
+    first = found.iloc[0]
+    ratio = first["kind"] == "ratio"
+    shown = "{:.4g}" if ratio else "{:+.4f}"
+    cells = [["depth", "seeds", first["a"], first["b"], first["kind"], f"{100 * level:g}% interval", ""]]
+    for row in found.itertuples():
+        numbers = [f"{value:.4g}" for value in (row.mean_a, row.mean_b)]
+        interval = "" if math.isnan(row.low) else f"[{shown.format(row.low)}, {shown.format(row.high)}]"
+        cells.append([str(row.depth), str(row.seeds), *numbers, shown.format(row.estimate), interval, _verdict(row)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in cells]
+    word = "over" if ratio else "minus"
+    return "\n".join(
+        [f"{first['metric']}: {first['a']} {word} {first['b']}, paired by seed", found.attrs.get("about", ""), *lines]
+    )
+
+
+def _verdict(row: Any) -> str:
+    neutral = 1 if row.kind == "ratio" else 0
+    words = {NO_DIFFERENCE: f"none: the interval holds {neutral}"}.get(
+        row.verdict, row.verdict.replace("a is", f"{row.a} is")
+    )
+    lost = f"; {row.unpaired} seed{'s' if row.unpaired > 1 else ''} without a pair" if row.unpaired else ""
+    return words + lost

@@ -2,15 +2,16 @@
 
 Profiles   an index over the long table, made once, from which a profile is read in well under a millisecond
 View       what is looked at: metric, site, mask, depth, step, and how it is put (absolute, relative, against a
-reference) Profile    one scheme's line: layers, values, lower and upper bound
+           reference)
+Profile    one scheme's line: layers, values, lower and upper bound
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,13 @@ import pandas as pd
 from normlab.compare import t_quantile
 from normlab.errors import NormlabError
 from normlab.labels import METRICS, metric_row
+from normlab.schemes import SCHEMES
 from normlab.selection import Selection, choose, title_of
+
+NOT_TRAINED = "not trained"
+# How often two positions of a row hold the same token, for the prediction: about this in text (`normlab.theory`).
+COLLISION = 0.01
+Predictions = dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -69,35 +76,62 @@ class Cube:
     values: np.ndarray
 
 
+@dataclass(frozen=True)
+class Course:
+    """One scheme's profiles at all steps: arrays of steps x layers, the row of each step that has one, seeds a step."""
+
+    layers: np.ndarray
+    rows: dict[int, int]
+    seeds: np.ndarray
+    values: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    def at(self, scheme: str, step: int) -> Profile | None:
+        row = self.rows.get(step)
+        if row is None:
+            return None
+        return Profile(scheme, self.layers, self.values[row], self.low[row], self.high[row], int(self.seeds[row]))
+
+
 @dataclass
 class Profiles:
-    """The index. Make it from the table of `normlab.load_runs`; it is read-only afterwards, so threads may share it.
+    """The index. Make it from the table of `normlab.load_runs`; what it computes later it only adds, so threads may
+    share it.
+
+    Args:
+        runs: the table.
+        theory: rows of `normlab.theory.predict`, or None for those of the models that `normlab train` makes of a width.
 
     Raises:
         NormlabError: something that is not such a table.
     """
 
     runs: pd.DataFrame
+    theory: pd.DataFrame | None = None
     chosen: Selection | None = field(init=False)
     missing: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
+        self._parts: dict[Any, np.ndarray] = {}  # by (site, metric, mask)
         self._spans: dict[View, list[float]] = {}
+        self._courses: dict[tuple[object, ...], Course] = {}
+        self._remarks: dict[tuple[str, int], str] = {}
+        self._theory: dict[int, Predictions] = {}
+        self._cubes: dict[tuple[str, str, str], dict[tuple[str, int], Cube]] = {}
         found = choose(self.runs, depth=None, same_rate=True)
         self.chosen = found if isinstance(found, Selection) else None
         if self.chosen is None:
             self.missing = str(found)
-            self._parts: dict[tuple[str, str, str], pd.DataFrame] = {}
             return
-        layered = self.chosen.table[self.chosen.table["layer"].notna()]
+        columns = ["scheme", "depth", "seed", "step", "layer", "value"]
+        table = self.chosen.table[["site", "metric", "mask", *columns]]
+        layered = table[table["layer"].notna()]
         if layered.empty:
             self.missing = "No layer was measured in these runs."
-        columns = ["scheme", "depth", "seed", "step", "layer", "value"]
-        self._parts = {
-            (str(key[0]), str(key[1]), str(key[2])): rows[columns]
-            for key, rows in layered.groupby(["site", "metric", "mask"], observed=True)
-        }
-        self._cubes: dict[tuple[str, str, str], dict[tuple[str, int], Cube]] = {}
+        self._rows = layered[columns]
+        # Places of rows, not rows: a reader looks at few of some hundred combinations, and copying takes the time.
+        self._parts = layered.groupby(["site", "metric", "mask"], observed=True).indices
 
     @property
     def schemes(self) -> list[str]:
@@ -129,42 +163,76 @@ class Profiles:
         """All values of one metric at one site, by scheme and depth; made at the first call."""
         key = (site, metric, mask)
         if key not in self._cubes:
-            rows = self._parts.get(key)
-            self._cubes[key] = {} if rows is None else _cubes(rows)
+            places = self._parts.get(key)
+            self._cubes[key] = {} if places is None else _cubes(self._rows.take(places))
         return self._cubes[key]
 
     def lines(self, view: View) -> list[Profile]:
         """The profiles of a view in the order of its schemes, without schemes that have none there."""
-        cubes = self.cubes(view.site, view.metric, view.mask)
-        reference = cubes.get((view.reference, view.depth)) if view.reference is not None else None
-        if view.reference is not None and reference is None:
-            return []
+        courses = ((scheme, self._course(scheme, view)) for scheme in view.schemes)
+        lines = (course.at(scheme, view.step) for scheme, course in courses if course is not None)
+        return [line for line in lines if line is not None]
+
+    def _course(self, scheme: str, view: View) -> Course | None:
+        key = (scheme, view.site, view.metric, view.mask, view.depth, view.relative, view.reference, view.level)
+        if key not in self._courses:
+            cubes = self.cubes(view.site, view.metric, view.mask)
+            cube, reference = cubes.get((scheme, view.depth)), None
+            if view.reference is not None:
+                reference = cubes.get((view.reference, view.depth))
+                cube = None if reference is None else cube
+            if cube is None:
+                return None
+            self._courses[key] = _paired(cube, reference, view) if reference else _over_seeds(cube, view)
+        return self._courses[key]
+
+    def predicted(self, view: View) -> list[Profile]:
+        """What theory says of a view before training: a line a scheme that it says something of, without bounds.
+
+        Metrics of activations and of the variance recursion's depth only (`normlab.theory.predict`); against a
+        reference, the ratio or difference of the two predictions.
+        """
+        told = self._predictions(view.depth).get((view.site, view.metric, view.mask), {})
+        base = told.get(view.reference) if view.reference is not None else None
         found = []
         for scheme in view.schemes:
-            cube = cubes.get((scheme, view.depth))
-            line = None if cube is None else _line(scheme, cube, view, reference)
-            if line is not None:
-                found.append(line)
+            if scheme not in told or (view.reference is not None and base is None):
+                continue
+            layers, values = told[scheme]
+            if view.relative:
+                first = values[layers == 1]
+                values = values / first if first.size else np.full_like(values, np.nan)
+            if base is not None:
+                values = values / base[1] if metric_row(view.metric).log else values - base[1]
+            nothing = np.full_like(values, np.nan)
+            found.append(Profile(scheme, layers, values, nothing, nothing, 0))
         return found
+
+    def _predictions(self, depth: int) -> Predictions:
+        """Theory's profiles for a depth: by (site, metric, mask) and scheme, (layers, values)."""
+        if depth not in self._theory:
+            rows = _predict(self.chosen, depth) if self.theory is None and self.chosen else self.theory
+            found: Predictions = {}
+            if rows is not None and len(rows):
+                for key, part in rows[rows["depth"] == depth].groupby(["site", "metric", "mask", "scheme"]):
+                    line = part["layer"].to_numpy(dtype=np.int64), part["value"].to_numpy(dtype=float)
+                    found.setdefault((key[0], key[1], key[2]), {})[key[3]] = line
+            self._theory[depth] = found
+        return self._theory[depth]
 
     def span(self, view: View) -> list[float]:
         """Smallest and largest value over all training steps, so that an axis stays still while steps go by."""
-        key = _at(view, 0)
+        key = replace(view, step=0)
         if key not in self._spans:
-            self._spans[key] = self._span(view)
+            courses = [course for course in (self._course(scheme, view) for scheme in view.schemes) if course]
+            numbers = np.concatenate(
+                [np.empty(0), *(part.ravel() for c in courses for part in (c.values, c.low, c.high))]
+            )
+            numbers = numbers[np.isfinite(numbers)]
+            if metric_row(view.metric).log:
+                numbers = numbers[numbers > 0]
+            self._spans[key] = [float(numbers.min()), float(numbers.max())] if numbers.size else []
         return self._spans[key]
-
-    def _span(self, view: View) -> list[float]:
-        ends: list[float] = []
-        for step in self.steps(view.metric, view.site, view.mask, view.depth):
-            for line in self.lines(_at(view, step)):
-                numbers = np.concatenate([line.values, line.low, line.high])
-                numbers = numbers[np.isfinite(numbers)]
-                if metric_row(view.metric).log:
-                    numbers = numbers[numbers > 0]
-                if numbers.size:
-                    ends += [float(numbers.min()), float(numbers.max())]
-        return [min(ends), max(ends)] if ends else []
 
     def remarks(self, view: View) -> list[str]:
         """What a reader must know of what is and is not shown: one short sentence each."""
@@ -173,19 +241,47 @@ class Profiles:
         said = []
         shown = {line.scheme for line in self.lines(view)}
         for scheme in view.schemes:
-            remark = self.chosen.remark(scheme, view.depth)
-            known = ((self.chosen.runs["scheme"] == scheme) & (self.chosen.runs["depth"] == view.depth)).any()
-            if not known:
-                remark = f"not trained at depth {view.depth}"
-            elif scheme not in shown:
+            remark = self._remark(scheme, view.depth)
+            if scheme not in shown and not remark.startswith(NOT_TRAINED):
                 remark = (remark + ", " if remark else "") + f"nothing measured at step {view.step}"
             if remark:
                 said.append(f"{title_of(scheme)}: {remark}")
         return said
 
+    def _remark(self, scheme: str, depth: int) -> str:
+        """What is to be said of a scheme's runs of a depth at any step."""
+        assert self.chosen is not None
+        key = (scheme, depth)
+        if key not in self._remarks:
+            runs = self.chosen.runs
+            known = ((runs["scheme"] == scheme) & (runs["depth"] == depth)).any()
+            self._remarks[key] = self.chosen.remark(scheme, depth) if known else f"{NOT_TRAINED} at depth {depth}"
+        return self._remarks[key]
 
-def _at(view: View, step: int) -> View:
-    return View(**{**view.__dict__, "step": step})
+
+def _predict(chosen: Selection, depth: int) -> pd.DataFrame | None:
+    """Theory's rows for a depth's schemes, where the table shows that `normlab train` made the models as it does by
+    default.
+
+    The table does not say how many tokens a row had, nor the MLP's width: they follow from the width and the tokens a
+    step where those are the defaults, and where they are not, nothing is known and nothing is said.
+    """
+    from normlab.theory import predict
+    from normlab.training.config import TrainConfig
+
+    runs = chosen.runs[(chosen.runs["depth"] == depth) & chosen.runs["scheme"].isin(list(SCHEMES))]
+    last = chosen.table[["run", "step", "tokens"]].groupby("run", observed=True).max()
+    found = []
+    for scheme in runs["scheme"].unique():
+        own = runs[runs["scheme"] == scheme]
+        try:
+            config = TrainConfig(scheme=scheme, depth=depth, width=int(own["width"].iloc[0]))
+        except NormlabError:  # a width that `normlab train` has no default shape for
+            continue
+        counts = last.loc[own.index]
+        if (counts["tokens"] == counts["step"] * config.tokens_per_step).all():
+            found.append(predict(config.model_config(config.vocab_size, 0), collision=COLLISION))
+    return pd.concat(found, ignore_index=True) if found else None
 
 
 def _cubes(rows: pd.DataFrame) -> dict[tuple[str, int], Cube]:
@@ -202,59 +298,70 @@ def _cubes(rows: pd.DataFrame) -> dict[tuple[str, int], Cube]:
     return cubes
 
 
-def _line(scheme: str, cube: Cube, view: View, reference: Cube | None) -> Profile | None:
-    own = _seeds_at(cube, view)
-    if reference is not None:
-        base = _seeds_at(reference, view)
-        both = [seed for seed in own if seed in base]
-        if not both or len(cube.layers) != len(reference.layers):
-            return None
-        gaps, log = [], metric_row(view.metric).log
-        for seed in both:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                gaps.append(np.log(own[seed] / base[seed]) if log else own[seed] - base[seed])
-        middle, low, high = _intervals(np.stack(gaps), view.level)
-        if log:
-            middle, low, high = np.exp(middle), np.exp(low), np.exp(high)
-        return Profile(scheme, cube.layers, middle, low, high, len(both))
-    if not own:
-        return None
-    values = np.stack(list(own.values()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a layer at which all seeds are NaN stays NaN
-        mean, low, high = np.nanmean(values, axis=0), np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-    if len(own) == 1:
-        low = high = np.full_like(mean, np.nan)
-    return Profile(scheme, cube.layers, mean, low, high, len(own))
+def _over_seeds(cube: Cube, view: View) -> Course:
+    """Mean and extreme seeds at every step; no bounds where there is one seed."""
+    values = _by_seed(cube, view.relative)
+    finite = np.isfinite(values)
+    seeds, filled = finite.any(axis=2).sum(axis=0), finite.sum(axis=0)
+    mean = np.where(finite, values, 0.0).sum(axis=0) / np.where(filled, filled, np.nan)
+    several = (filled > 0) & (seeds > 1)[:, None]
+    low = np.where(several, np.where(finite, values, np.inf).min(axis=0), np.nan)
+    high = np.where(several, np.where(finite, values, -np.inf).max(axis=0), np.nan)
+    return Course(cube.layers, _rows(cube.steps, seeds), seeds, mean, low, high)
 
 
-def _seeds_at(cube: Cube, view: View) -> dict[int, np.ndarray]:
-    """Each seed's profile at the view's step; a seed with no finite value there is left out."""
-    if view.step not in cube.steps:
-        return {}
-    found = {}
-    for seed, values in zip(cube.seeds, cube.values[:, cube.steps.index(view.step)], strict=True):
-        values = np.where(np.isfinite(values), values, np.nan)
-        if view.relative:
-            first = values[cube.layers == 1]
-            values = values / first if first.size and first[0] else np.full_like(values, np.nan)
-        if np.isfinite(values).any():
-            found[seed] = values
-    return found
+def _paired(cube: Cube, reference: Cube, view: View) -> Course:
+    """Ratio (of metrics that span decades) or difference to the reference, over the seeds that both have, at every
+    step."""
+    steps = [step for step in cube.steps if step in reference.steps]
+    seeds = [seed for seed in cube.seeds if seed in reference.seeds]
+    if len(cube.layers) != len(reference.layers):
+        steps = []
+    left, right = (
+        _by_seed(one, view.relative)[np.ix_([one.seeds.index(s) for s in seeds], [one.steps.index(s) for s in steps])]
+        for one in (cube, reference)
+    )
+    if not steps:
+        nothing = np.empty((0, len(cube.layers)))
+        return Course(cube.layers, {}, np.empty(0, dtype=int), nothing, nothing, nothing)
+    both = np.isfinite(left).any(axis=2) & np.isfinite(right).any(axis=2)
+    log = metric_row(view.metric).log
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gaps = np.log(left / right) if log else left - right
+    bounds = [_interval(gaps[both[:, place], place], view.level) for place in range(len(steps))]
+    mean, low, high = (np.stack(part) for part in zip(*bounds, strict=True))
+    if log:
+        mean, low, high = np.exp(mean), np.exp(low), np.exp(high)
+    counts = both.sum(axis=0)
+    return Course(cube.layers, _rows(steps, counts), counts, mean, low, high)
 
 
-def _intervals(gaps: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Student's t interval of every column."""
+def _rows(steps: list[int], seeds: np.ndarray) -> dict[int, int]:
+    return {step: row for row, step in enumerate(steps) if seeds[row]}
+
+
+def _by_seed(cube: Cube, relative: bool) -> np.ndarray:
+    """Values (seeds, steps, layers), NaN where they are not finite; `relative`: divided by the value at layer 1."""
+    values = np.where(np.isfinite(cube.values), cube.values, np.nan)
+    if not relative:
+        return values
+    first = values[:, :, cube.layers == 1]
+    return values / np.where(first == 0, np.nan, first) if first.shape[2] else np.full_like(values, np.nan)
+
+
+def _interval(gaps: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Student's t interval of every column of pairs x layers; no bounds for one pair, nothing for none."""
     count = len(gaps)
-    mean = gaps.mean(axis=0)
-    if count == 1:
-        return mean, np.full_like(mean, math.nan), np.full_like(mean, math.nan)
-    half = t_quantile(level, count - 1) * gaps.std(axis=0, ddof=1) / math.sqrt(count)
+    mean = gaps.mean(axis=0) if count else np.full(gaps.shape[1], np.nan)
+    half = np.full_like(mean, np.nan)
+    if count > 1:
+        half = t_quantile(level, count - 1) * gaps.std(axis=0, ddof=1) / math.sqrt(count)
     return mean, mean - half, mean + half
 
 
 def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> View | None:
-    """Block outputs of the deepest trained depth after the last step; None when nothing was measured.
+    """Block outputs after the last step, at the deepest depth at which schemes share a learning rate (the deepest of
+    all if they share none); None when nothing was measured.
 
     Raises:
         NormlabError: a scheme that the table does not have.
@@ -268,6 +375,7 @@ def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> Vi
     site = profiles.sites(metric)[0]
     mask = profiles.masks(metric, site)[0]
     with_steps = [depth for depth in profiles.depths if profiles.steps(metric, site, mask, depth)]
-    depth = with_steps[-1]
+    rates = profiles.chosen.runs.groupby("depth")["lr"].nunique()
+    depth = ([depth for depth in with_steps if rates[depth] == 1] or with_steps)[-1]
     step = profiles.steps(metric, site, mask, depth)[-1]
     return View(metric, site, mask, depth, step, tuple(schemes or profiles.schemes))

@@ -6,6 +6,7 @@
     <root>/.partial/<run id>/           a run in progress: checkpoints only, none of them half-written
 
 `load_runs(path)`   one long table of every run below `path`
+`load_configs(path)`   what each of them was told to do, a row a run
 `read_run(path)`    one run
 `publish`           sync a finished directory to disk and rename it to its final name, so that it exists whole or not at
                     all
@@ -200,6 +201,25 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     for message in errors:
         warnings.warn(f"left out: {message}", stacklevel=2)
     return pd.concat(tables, ignore_index=True)
+
+
+def load_configs(path: str | Path) -> pd.DataFrame:
+    """What `load_runs` leaves out: one row a run at or below `path`, indexed by run.
+
+    Columns: status, eval_loss, every field of the run's `TrainConfig`, and every model field that one of the runs sets
+    (lam_input, gamma0, carried, ...), missing where a run leaves it at its default. NormlabError when a run cannot be
+    read.
+    """
+    import pandas as pd
+
+    rows = {}
+    for run in map(read_run, find_runs(path)):
+        fields = dict(run.manifest["config"])
+        model = fields.pop("model")
+        rows[run.name] = {"status": run.status, "eval_loss": run.eval_loss, **fields, **model}
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    table.index.name = "run"
+    return table
 
 
 # --- writing ---

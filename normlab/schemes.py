@@ -80,8 +80,9 @@ def _rms(site: NormSite) -> nn.Module:
 
 
 def _rms_gain(site: NormSite) -> nn.Module:
-    """Starts as BHyT does for small inputs: gain lambda/kappa where BHyT has a tanh, 1 where it has none."""
-    return RMSNorm(site.width, site.config.rms_norm_eps, gain=site.lam / site.config.kappa if site.lam else 1.0)
+    """Starts as BHyT does for small inputs: gain gamma0 lambda/kappa where BHyT has a tanh, 1 where it has none."""
+    config = site.config
+    return RMSNorm(site.width, config.rms_norm_eps, gain=config.gamma0 * site.lam / config.kappa if site.lam else 1.0)
 
 
 def _rms_depth_scaled(site: NormSite) -> nn.Module:
@@ -107,7 +108,8 @@ def _bhyt(bounded: bool) -> Callable[[NormSite], nn.Module]:
         if site.lam == 0.0:  # the final norm unless lam_last asks for a tanh there
             return _rms(site)
         config = site.config
-        return BHyT(site.width, site.lam, config.kappa, learnable_lam=config.learnable_lam, bounded=bounded)
+        fixed = {"learnable_lam": config.learnable_lam, "gain": config.gamma0, "bounded": bounded}
+        return BHyT(site.width, site.lam, config.kappa, **fixed)
 
     return build
 
@@ -226,4 +228,6 @@ SCHEMES: dict[str, Scheme] = {
 BASELINE = "pre_rmsnorm"  # what the others are compared with; stock Llama
 DEFAULT = "bhyt"  # of `normlab train`
 SHORT_LIST = (BASELINE, "lns", "peri_ln", "rmsnorm_gain", "bhyt_linear", "bhyt")  # of a sweep of minutes
+BOUND_AND_CONTROL = ("bhyt", "bhyt_linear")  # the same parameters, with the tanh and without
+GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it
 TIMED = ("bhyt", "bhyt_exact", "lns", "peri_ln", "dyt")  # whose training step is timed against the baseline's

@@ -143,7 +143,8 @@ def choose(
     """Pick what a figure shows, or say in one sentence why there is nothing.
 
     Args:
-        depth: a number of blocks, "deepest" (the deepest of those that most schemes were trained at), or None for all.
+        depth: a number of blocks, "deepest" (the deepest of those that most schemes were trained at; with `same_rate`,
+            of those at which they share a rate, if there are any), or None for all.
         width: default: the one with most runs.
         schemes: default all; control schemes in the table are always added, so no claim stands without them.
         same_rate: at each depth show all schemes at one learning rate, if there is one that all were run with.
@@ -164,7 +165,9 @@ def choose(
         return f"No run of width {width} in the table."
     if depth == "deepest":
         counts = about.groupby("depth")["scheme"].nunique()
-        depth = int(counts[counts == counts.max()].index.max())
+        full = [int(d) for d in counts.index[counts == counts.max()]]
+        shared = [d for d in full if same_rate and len(_common_rates(about[about["depth"] == d]))]
+        depth = max(shared or full)
     if depth is not None:
         had = sorted(int(d) for d in about["depth"].unique())
         about = about[about["depth"] == depth]
@@ -196,12 +199,17 @@ def _at_one_rate(about: pd.DataFrame, own: pd.DataFrame, depth: int) -> pd.DataF
     """Runs of a depth at the rate that most schemes do best with, of those that all were run with; else at their
     own."""
     here, own = about[about["depth"] == depth], own[own["depth"] == depth]
-    schemes = here.groupby("lr")["scheme"].nunique()
-    common = schemes.index[schemes == here["scheme"].nunique()]
+    common = _common_rates(here)
     if common.empty:
         return own
     votes = own.drop_duplicates("scheme")["lr"].value_counts()
     return here[here["lr"] == max(common, key=lambda rate: (votes.get(rate, 0), -rate))]
+
+
+def _common_rates(here: pd.DataFrame) -> pd.Index:
+    """Learning rates that all schemes of these runs were run with."""
+    schemes = here.groupby("lr")["scheme"].nunique()
+    return schemes.index[schemes == here["scheme"].nunique()]
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -89,7 +89,7 @@ def test_bad_sweeps_are_one_line(
     monkeypatch.setattr(sweep_module, "finish_in_any_order", lambda *_: pytest.fail("started"))
     out = text.parent / "out"
     assert "--out" in _refused(capsys, "sweep", "--preset", "tiny")
-    assert "known are tiny, small" in _refused(capsys, "sweep", "--preset", "huge", "--out", out)
+    assert "known are tiny, gain_or_bound, small" in _refused(capsys, "sweep", "--preset", "huge", "--out", out)
     assert "unknown scheme 'no'" in _refused(capsys, "sweep", "--schemes", "no", "--out", out)
     assert "'many' is no whole number" in _refused(capsys, "sweep", "--workers", "many", "--out", out)
     assert "workers is 0" in _refused(capsys, "sweep", "--workers", "0", "--out", out)

@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 from figures_helpers import empty, one_run, table
 
-from normlab.compare import NO_DIFFERENCE, NONE, ONE_SEED, compare, interval, t_quantile
+from normlab.compare import NO_DIFFERENCE, NONE, ONE_SEED, compare, in_words, interval, t_quantile
 from normlab.errors import NormlabError
+from normlab.profiles import Profiles, View, default_view
 from normlab.selection import choose, summarize
 
 # Student's t, two-sided, from printed tables.
@@ -104,3 +105,78 @@ def test_a_summary_has_a_row_a_run_with_its_last_losses():
     assert about["unigram_entropy"].tolist() == [6.0, 6.0] and about["steps"].tolist() == [20, 20]
     with pytest.raises(NormlabError, match="lacks the columns"):
         summarize(about)
+
+
+def with_noise() -> pd.DataFrame:
+    """Runs whose seeds move schemes apart by different amounts, at one learning rate and, for some, at another too."""
+    random = np.random.default_rng(0)
+    runs = table(schemes=("pre_rmsnorm", "lns", "bhyt"))
+    better = pd.concat([one_run("bhyt", depth, seed, lr=3e-3) for depth in (2, 4) for seed in range(3)])
+    runs = pd.concat([runs, better.assign(value=better["value"] * 0.9)], ignore_index=True)
+    runs["value"] *= 1 + 0.2 * random.random(len(runs))
+    return runs
+
+
+@pytest.mark.parametrize("metric", ["token_l2_mean", "grad_l2_total"])
+def test_the_numbers_are_those_of_the_explorer_at_every_layer(metric: str):
+    """Its view against a reference: same runs, same pairs, same interval; magnitudes at one learning rate."""
+    runs = with_noise()
+    profiles = Profiles(runs)
+    for scheme, depth, step in (("bhyt", 4, 20), ("lns", 2, 10), ("bhyt", 2, 0)):
+        site = profiles.sites(metric)[0]
+        view = View(metric, site, "all", depth, step, (scheme,), reference="pre_rmsnorm")
+        (line,) = profiles.lines(view)
+        for place, layer in enumerate(line.layers):
+            found = compare(runs, scheme, "pre_rmsnorm", metric, depth=depth, layer=int(layer), step=step).iloc[0]
+            shown = (line.values[place], line.low[place], line.high[place], line.seeds)
+            assert (found["estimate"], found["low"], found["high"], found["seeds"]) == pytest.approx(shown)
+
+
+def test_losses_are_those_of_each_schemes_own_learning_rate_and_magnitudes_of_the_shared_one():
+    runs = with_noise()
+    loss, size = compare(runs, "bhyt", "lns"), compare(runs, "bhyt", "lns", "token_l2_mean")
+    assert "each scheme's own learning rate" in loss.attrs["about"] and "learning rate 0.001" in size.attrs["about"]
+
+
+def test_two_runs_are_compared_by_name_if_they_are_a_pair():
+    runs = pd.concat([one_run("bhyt", lr=1e-3), one_run("bhyt", lr=3e-3, steps=(0, 10)), one_run("lns", seed=1)])
+    first, second, third = runs["run"].unique()
+    found = compare(runs, first, second, step=10).iloc[0]
+    assert found["verdict"] == ONE_SEED and found["a"] == first and found["estimate"] != 0
+    with pytest.raises(NormlabError, match="20 steps and .* for 10: give the step"):
+        compare(runs, first, second)
+    with pytest.raises(NormlabError, match="have seed 0 and 1: no pair"):
+        compare(runs, first, third)
+
+
+def test_runs_of_another_length_are_not_compared_at_their_ends():
+    runs = pd.concat([one_run("bhyt"), one_run("lns", steps=(0, 10, 20, 40))], ignore_index=True)
+    with pytest.raises(NormlabError, match="at depth 4, seed 0, bhyt was trained for 20 steps and lns for 40"):
+        compare(runs, "bhyt", "lns")
+    assert compare(runs, "bhyt", "lns", step=20).iloc[0]["seeds"] == 1
+
+
+def test_in_words_zero_in_the_interval_is_none_and_one_seed_has_no_interval():
+    runs = table(schemes=("pre_rmsnorm", "lns"))
+    mine = (runs["scheme"] == "lns") & (runs["metric"] == "loss") & (runs["split"] == "eval") & (runs["depth"] == 2)
+    runs.loc[mine, "value"] += runs.loc[mine, "seed"].map({0: 0.3, 1: -0.5, 2: 0.0})
+    runs = pd.concat([runs, *(one_run(name, depth=8) for name in ("lns", "pre_rmsnorm")), one_run("lns", 8, seed=1)])
+    head, about, columns, *rows = in_words(compare(runs, "lns", "pre_rmsnorm")).splitlines()
+    assert head == "loss: lns minus pre_rmsnorm, paired by seed" and about.startswith("depth 2, 4, 8")
+    assert columns.split() == ["depth", "seeds", "lns", "pre_rmsnorm", "difference", "95%", "interval"]
+    assert rows[0].endswith("none: the interval holds 0") and "[-" in rows[0]
+    assert rows[1].split()[:5] == ["4", "3", "4.4", "4.3", "+0.1000"] and rows[1].endswith(
+        "[+0.1000, +0.1000]  lns is higher"
+    )
+    assert rows[2].endswith("one seed: no interval; 1 seed without a pair") and "[" not in rows[2]
+    ratio = in_words(compare(table(), "bhyt", "pre_rmsnorm", "token_l2_mean"), 0.95)
+    assert "bhyt over pre_rmsnorm" in ratio and "bhyt is lower" in ratio
+
+
+def test_magnitudes_are_shown_at_the_deepest_depth_that_shares_a_rate_and_losses_at_the_deepest():
+    shallow = [one_run(name, depth=4, lr=lr) for name in ("bhyt", "lns") for lr in (1e-3, 1e-2)]
+    runs = pd.concat([*shallow, one_run("bhyt", depth=8, lr=1e-3), one_run("lns", depth=8, lr=1e-2)])
+    assert choose(runs, same_rate=True).depths == [4] and choose(runs).depths == [8]
+    assert default_view(Profiles(runs)).depth == 4
+    apart = pd.concat([one_run("bhyt", depth=8, lr=1e-3), one_run("lns", depth=8, lr=1e-2)])
+    assert choose(apart, same_rate=True).depths == [8] and default_view(Profiles(apart)).depth == 8

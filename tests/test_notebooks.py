@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import nbformat
@@ -13,6 +15,7 @@ from notebook_helpers import NOTEBOOKS, PLOTLY, execute, figures_in, printed, wr
 from normlab.export import keep_images_only
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+GRID = str(NOTEBOOKS.parent / "data" / "gain_or_bound")
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
@@ -85,8 +88,8 @@ def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path: Pa
 
 
 def test_bhyt_stability_keeps_the_controls_and_measures_the_bound(tmp_path: Path, runs: Path):
-    notebook = execute("02_bhyt_stability", tmp_path, RUNS=str(runs))
-    *drawn, saturation, intervene = figures_in(notebook)
+    notebook = execute("02_bhyt_stability", tmp_path, RUNS=str(runs), GRID=GRID)
+    *drawn, saturation, intervene, stage, carried, bends = figures_in(notebook)
     assert len(drawn) == 4
     for figure in drawn:
         assert schemes_of(figure) == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
@@ -97,6 +100,14 @@ def test_bhyt_stability_keeps_the_controls_and_measures_the_bound(tmp_path: Path
     ratios = [line.split() for line in printed(notebook).split("layer  value")[1].strip().splitlines()]
     assert len(ratios) == 8 and all(0.9 < float(value) < 1.2 for _, value in ratios)
     assert {"as it is size", "intervened size"} <= {trace["name"] for trace in intervene["data"]}
+    trained = {trace["name"]: trace for trace in stage["data"]}
+    for scheme in ("bhyt", "rmsnorm_gain"):  # both began, and all layers of a probe are there
+        assert list(trained[f"{scheme} first"]["x"]) == list(range(9)) and trained[f"{scheme} train"]["y"]
+    assert all(list(trace["x"]) == list(range(1, 9)) and min(trace["y"]) > 0 for trace in carried["data"])
+    assert len(carried["data"]) == 2 and carried["data"][0]["y"] == pytest.approx([1.0] * 8, abs=0.3)
+    pairs = list(zip(bends["data"][1]["x"], bends["data"][1]["y"], strict=True))
+    assert {(0.2, 1.0), (1.0, 1.0), (5.0, 0.04)} <= set(pairs) and len(pairs) == 5
+    assert printed(notebook).split("Generated tokens per second")[1].count("%") == 4
 
 
 def test_your_own_model_measures_two_kinds_of_models(tmp_path: Path):
@@ -142,3 +153,59 @@ def test_layer_skip_trains_models_that_learn_and_skips_every_block(tmp_path: Pat
     heat = next(trace for trace in skip_map["data"] if trace["type"] == "heatmap")
     assert list(heat["x"]) == list(range(1, 8)) and list(heat["y"]) == list(range(2, 9))
     assert {trace["name"] for trace in contribution["data"]} == {"attn", "mlp", "block"}
+
+
+def test_transformer_lens_adds_up_and_only_the_slope_predicts_a_change(tmp_path: Path):
+    pytest.importorskip("transformer_lens")
+    notebook = execute("07_transformer_lens", tmp_path)
+    said = printed(notebook)
+    assert "logits are bit for bit the model's: True" in said and ": finished" in said
+    two_tools, changes, attribution, steep = figures_in(notebook)
+    probed, cached = (trace["y"] for trace in two_tools["data"])
+    assert cached == pytest.approx(probed, rel=1e-5)
+    lines = {trace["name"]: trace for trace in changes["data"]}
+    measured = lines["jacobian"]["x"]
+    reach = max(map(abs, measured))
+    assert lines["jacobian"]["y"] == pytest.approx(measured, abs=0.02 * reach)
+    for other in ("frozen", "tanh ignored"):
+        assert max(abs(y - x) for x, y in zip(measured, lines[other]["y"], strict=True)) > 0.5 * reach
+    sums = [float(line.split("add up to")[1].split()[0]) for line in said.splitlines() if "add up to" in line]
+    logit = float(next(line for line in said.splitlines() if line.startswith("frozen")).split()[-1])
+    assert sums[0] == pytest.approx(logit, abs=1e-4) and abs(sums[1]) < 1e-3 and abs(sums[2] - logit) > 0.1
+    for figure in (attribution, steep):
+        assert {"frozen", "jacobian"} == {trace["name"] for trace in figure["data"]}
+    shares = dict(zip(attribution["data"][0]["x"], attribution["data"][0]["y"], strict=True))
+    assert sum(shares.values()) == pytest.approx(logit, abs=1e-4) and "mlp 4" in shares
+
+
+def test_without_transformer_lens_the_notebook_says_in_one_line_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    absent = tmp_path / "absent" / "transformer_lens"
+    absent.mkdir(parents=True)
+    (absent / "__init__.py").write_text("raise ImportError('not installed')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(absent.parent), *sys.path]))
+    notebook = execute("07_transformer_lens", tmp_path)
+    (line,) = [line for line in printed(notebook).splitlines() if "TransformerLens" in line]
+    assert "pip install 'normlab[lens]'" in line and "skipped" in line
+    (figure,) = figures_in(notebook)
+    assert [trace["name"] for trace in figure["data"]] == ["normlab.record"]
+
+
+def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path: Path, runs: Path):
+    notebook = execute("08_gain_or_bound", tmp_path, RUNS=str(runs), GRID=GRID)
+    growth, curves, loss, size, kurtosis = figures_in(notebook)
+    assert schemes_of(growth) == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
+    assert schemes_of(curves) == {"bhyt", "bhyt_linear"}
+    panels = {(t["meta"]["scheme"], t["meta"]["panel"]): t for t in curves["data"] if t["mode"] == "lines"}
+    gains = [0.2, 1.0, 2.0, 5.0]
+    assert all(list(trace["x"]) == pytest.approx(gains) for trace in panels.values()) and len(panels) == 8
+    # The same map for small inputs, so the same start; the further inputs reach, the more of them are flat.
+    flat = panels["bhyt", "share of |tanh z| > 0.95"]["y"]
+    assert flat[0] < 1e-3 < flat[1] < flat[2] < flat[3]
+    for figure in (loss, size, kurtosis):
+        labels = list(figure["layout"]["yaxis"]["ticktext"])
+        assert labels[:4] == ["g = 0.2, γ₀ = 1", "g = 1, γ₀ = 0.2", "g = 2, γ₀ = 0.1", "g = 5, γ₀ = 0.04"]
+        assert {"g = 1, γ₀ = 1", "g = 0.2, γ₀ = 1, 2 outliers"} <= set(labels)
+        assert len(labels) == len(figure["data"])
+    assert "the tanh makes a difference under" in printed(notebook)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
-from browser_helpers import PLOT, jupyter_lab, line, page_of, run_all
-from figures_helpers import activation
+from browser_helpers import PLOT, jupyter_lab, line, page_of, run_all, shoot, slider
+from figures_helpers import SCHEMES, activation
 from notebook_helpers import NOTEBOOKS, write_runs
 
-SCREENSHOTS = Path(__file__).resolve().parents[1] / "build" / "screenshots"
+# Done at once when all cells are run, and busy when run again.
+BUSY = """import time
+seconds = 6 if "seconds" in globals() else 0
+end = time.perf_counter() + seconds
+while time.perf_counter() < end:
+    sum(range(1000))
+print("busy for", seconds)"""
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +28,14 @@ def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator
     for name in ("00_start_here", "03_norm_explorer", "06_your_own_model"):
         notebook = (NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8")
         (folder / f"{name}.ipynb").write_text(notebook.replace("../data/runs", json.dumps(str(runs))[1:-1]))
+    slow = folder / "03_norm_explorer.ipynb"  # so slow a play that a busy machine shows every step
+    slow.write_text(
+        slow.read_text().replace('"explorer"', '"explorer.panes[0].play.interval = 2000\\n",\n    "explorer"')
+    )
+    notebook = nbformat.read(folder / "00_start_here.ipynb", as_version=4)
+    place = next(i for i, cell in enumerate(notebook.cells) if "NormExplorer(" in cell.source)
+    notebook.cells[place + 1 :] = [nbformat.v4.new_code_cell(BUSY)]
+    nbformat.write(notebook, folder / "busy.ipynb")
     with jupyter_lab(folder) as address:
         yield address
 
@@ -30,19 +44,34 @@ def expected(scheme: str, depth: int, step: int) -> list[float]:
     return [1.01 * activation(scheme, layer, step) for layer in range(depth + 1)]
 
 
-def wait_for(page: Any, scheme: str, values: list[float]) -> None:
+def wait_for(page: Any, scheme: str, values: list[float], plot: str = PLOT) -> None:
     """Until the plot shows these values for the scheme."""
     agrees = f"""([name, values]) => {{
-        const trace = {PLOT}.data.find(trace => trace.name === name);
-        const y = trace.visible ? Array.from(trace.y) : [];
+        const trace = {plot}.data.find(trace => trace.name === name);
+        const y = trace ? Array.from(trace.y) : [];
         return y.length === values.length && y.every((v, i) => Math.abs(v - values[i]) <= 1e-6 * Math.abs(values[i]));
     }}"""
     page.wait_for_function(agrees, arg=[scheme, values], timeout=20_000)
 
 
-def slider(page: Any, name: str) -> Any:
-    row = page.locator(".widget-hslider, .widget-inline-hbox").filter(has=page.get_by_text(name, exact=True))
-    return row.first.locator(".noUi-handle")
+def drag(page: Any, handle: Any, distance: float) -> None:
+    """Take a slider's handle with the mouse and move it sideways by some pixels."""
+    box = handle.bounding_box()
+    middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(*middle)
+    page.mouse.down()
+    page.mouse.move(middle[0] + distance, middle[1], steps=8)
+    page.mouse.up()
+
+
+def choose(page: Any, name: str, keys: str) -> None:
+    """Type into the first dropdown of that name, as a reader does who does not use the mouse."""
+    page.locator(".widget-dropdown").filter(has_text=name).first.locator("select").focus()
+    page.keyboard.type(keys)
+
+
+def button(page: Any, name: str) -> Any:
+    return page.locator(".widget-vbox button").filter(has_text=name).first
 
 
 @pytest.mark.timeout(300)
@@ -50,17 +79,27 @@ def test_start_here_moves_with_the_keyboard(address: str, chromium: str):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "00_start_here.ipynb")
         wait_for(page, "bhyt", expected("bhyt", 4, 20))
+        shoot(page, "00_start_here-1280")
         slider(page, "step").focus()
         page.keyboard.press("ArrowLeft")
         wait_for(page, "bhyt", expected("bhyt", 4, 10))
         page.keyboard.press("ArrowLeft")
         wait_for(page, "bhyt", expected("bhyt", 4, 0))
-        # The next control in order is reached by the Tab key alone, and the box answers to the space bar.
+        # The Tab key alone reaches every control, and a box answers to the space bar.
+        count = page.evaluate(
+            """() => (window.controls = [...document.querySelectorAll(['select', '.noUi-handle', 'button', 'input'].map(
+                kind => `.widget-vbox ${kind}`))].filter(
+                    control => control.offsetParent !== null && !control.closest('.modebar'))).length"""
+        )
+        page.locator(".widget-vbox select").first.focus()
+        reached = set()
+        for _ in range(2 * count):
+            reached.add(page.evaluate("() => window.controls.indexOf(document.activeElement)"))
+            page.keyboard.press("Tab")
+        assert reached - {-1} == set(range(count)) and count == 4 + 2 + 2 + 4 + len(SCHEMES) + 6
         page.locator(".normlab-lns input").focus()
         page.keyboard.press("Space")
         wait_for(page, "lns", [])
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=SCREENSHOTS / "00_start_here.png")
         assert errors == []
 
 
@@ -69,36 +108,90 @@ def test_the_explorer_answers_every_control(address: str, chromium: str):
     with page_of(chromium, width=1920, height=1080) as (page, errors):
         run_all(page, address, "03_norm_explorer.ipynb")
         wait_for(page, "lns", expected("lns", 4, 20))
-        handle = slider(page, "depth").bounding_box()
-        page.mouse.move(handle["x"] + handle["width"] / 2, handle["y"] + handle["height"] / 2)
-        page.mouse.down()
-        page.mouse.move(handle["x"] - 300, handle["y"] + handle["height"] / 2, steps=8)
-        page.mouse.up()
-        wait_for(page, "lns", expected("lns", 2, 20))
-        page.locator(".widget-dropdown select").nth(3).select_option(label="relative to layer 1")
-        first = expected("lns", 2, 20)[1]
-        wait_for(page, "lns", [value / first for value in expected("lns", 2, 20)])
+        shoot(page, "03_norm_explorer-1920")
+        # Play begins anew from its end and shows every step.
+        page.locator(".widget-play button").first.click()
+        for step in (0, 10, 20):
+            wait_for(page, "bhyt", expected("bhyt", 4, step))
+        drag(page, slider(page, "step"), -600)
+        wait_for(page, "lns", expected("lns", 4, 0))
+        drag(page, slider(page, "depth"), -300)
+        wait_for(page, "lns", expected("lns", 2, 0))
+        choose(page, "shown as", "rel")
+        wait_for(page, "lns", [value / expected("lns", 2, 0)[1] for value in expected("lns", 2, 0)])
+        page.keyboard.press("ArrowDown")  # against Pre-LN
+        page.keyboard.press("ArrowDown")  # against LNS
+        ratio = [a / b for a, b in zip(expected("bhyt", 2, 0), expected("lns", 2, 0), strict=True)]
+        wait_for(page, "bhyt", ratio)
         page.locator(".widget-dropdown select").nth(3).select_option(label="absolute values")
+        wait_for(page, "bhyt", expected("bhyt", 2, 0))
         page.locator(".widget-dropdown select").nth(0).select_option(index=1)
         page.wait_for_function(f"() => {PLOT}.layout.title.text.startsWith('Variance')", timeout=20_000)
-        assert page.evaluate(f"() => {PLOT}.layout.yaxis.type") == "log"
-        page.get_by_text("log axis").click()
-        page.wait_for_function(f"() => {PLOT}.layout.yaxis.type === 'linear'", timeout=20_000)
-        page.locator(".jupyter-widget-play button, .widget-play button").first.click()
-        wait_for(page, "bhyt", expected("bhyt", 2, 10))  # one step after the other
-        wait_for(page, "bhyt", expected("bhyt", 2, 20))
-        page.get_by_role("button", name="compare two views").click()
-        page.wait_for_function("() => document.querySelectorAll('.widget-vbox .js-plotly-plot').length === 2")
-        # Neither plot is wider than its half.
-        width = "plot => plot.querySelector('.main-svg').getBoundingClientRect().width"
+        for box, key, before, after in (
+            ("log axis", "yaxis.type", "log", "linear"),
+            ("published values", "published", False, True),
+            ("seeds / interval", "bhyt band", True, False),
+        ):
+            told = f"{PLOT}.layout.{key}" if "." in key else f"{PLOT}.data.some(trace => trace.name === '{key}')"
+            assert page.evaluate(f"() => {told}") == before
+            page.get_by_text(box, exact=True).first.click()
+            page.wait_for_function(f"after => {told} === after", arg=after, timeout=20_000)
+        page.get_by_text("theory", exact=True).first.click()
+        page.get_by_text("theory says nothing here of the variance over features").wait_for(timeout=20_000)
+        page.locator(".widget-dropdown select").nth(0).select_option(index=2)
+        page.wait_for_function(f"() => {PLOT}.layout.title.text.startsWith('Gradient')", timeout=20_000)
+        assert len(line(page, "bhyt")) == 2
+        # A second view in half the width each, with controls of its own.
+        button(page, "compare two views").click()
+        second = "[...document.querySelectorAll('.widget-vbox .js-plotly-plot')][1]"
+        half = "plot => plot.querySelector('.main-svg')?.getBoundingClientRect().width < 800"
         page.wait_for_function(
-            f"() => [...document.querySelectorAll('.widget-vbox .js-plotly-plot')].every(plot => ({width})(plot) < 760)"
+            f"() => {{ const plots = [...document.querySelectorAll('.widget-vbox .js-plotly-plot')];"
+            f" return plots.length === 2 && plots.every({half}); }}"
         )
-        page.get_by_role("button", name="code").click()
-        page.get_by_text("normlab.figures.profile(runs, 'feature_var_mean'").wait_for(timeout=20_000)
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=SCREENSHOTS / "03_norm_explorer.png")
-        assert len(line(page, "bhyt")) == 3
+        first = line(page, "lns")
+        page.locator(".widget-hslider").filter(has_text="step").nth(1).locator(".noUi-handle").focus()
+        page.keyboard.press("End")
+        wait_for(page, "lns", expected("lns", 2, 20)[1:], plot=second)
+        assert line(page, "lns") == first == pytest.approx(expected("lns", 2, 0)[1:]), page.evaluate(
+            f"() => {PLOT}.layout.title.text"
+        )
+        button(page, "code").click()
+        page.get_by_text("normlab.figures.profile(runs, 'grad_l2_mean'").wait_for(timeout=20_000)
+        button(page, "CSV").click()
+        page.get_by_text("written: grad_l2_mean-block_in_grad-depth2-step0.csv").wait_for(timeout=20_000)
+        # The plots follow JupyterLab's theme.
+        page.get_by_role("menuitem", name="Settings", exact=True).click()
+        page.locator("#jp-mainmenu-settings").get_by_text("Theme", exact=True).click()
+        page.get_by_text("JupyterLab Dark", exact=True).click()
+        dark = f"{PLOT}.layout.template.layout.paper_bgcolor === '#14171b'"
+        page.wait_for_function(f"() => {dark} && document.body.dataset.jpThemeLight === 'false'", timeout=20_000)
+        shoot(page, "03_norm_explorer-1920-dark")
+        assert errors == []
+
+
+@pytest.mark.timeout(300)
+def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address: str, chromium: str):
+    with page_of(chromium) as (page, errors):
+        run_all(page, address, "busy.ipynb")
+        wait_for(page, "bhyt", expected("bhyt", 4, 20))
+        done = page.locator(".jp-OutputArea-output").get_by_text("busy for 6")
+        page.locator(".jp-CodeCell").last.locator(".cm-content").click()
+        page.keyboard.press("Control+Enter")
+        page.locator("#jp-main-statusbar").get_by_text("| Busy").wait_for(timeout=20_000)
+        for turn in range(48):  # faster than the plot can follow
+            slider(page, "depth" if turn % 6 == 5 else "step").focus()
+            page.keyboard.press(("ArrowLeft", "ArrowLeft", "ArrowRight", "ArrowRight")[turn % 4])
+        slider(page, "depth").focus()
+        page.keyboard.press("Home")
+        slider(page, "step").focus()
+        page.keyboard.press("Home")
+        assert not done.count()
+        done.wait_for(timeout=60_000)
+        for scheme in SCHEMES:
+            wait_for(page, scheme, expected(scheme, 2, 0))
+        assert "before training" in page.evaluate(f"() => {PLOT}.layout.title.text")
+        assert not page.locator("[data-mime-type='application/vnd.jupyter.stderr']").count()
         assert errors == []
 
 
@@ -112,7 +205,5 @@ def test_a_model_answers_while_its_gain_is_moved(address: str, chromium: str):
             page.keyboard.press("ArrowRight")
         moved = f"() => {PLOT}.data.find(t => t.name === 'intervened size').y.at(-1) > 1.5 * {PLOT}.data[0].y.at(-1)"
         page.wait_for_function(moved, timeout=20_000)
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        page.locator(".widget-vbox").first.scroll_into_view_if_needed()
-        page.screenshot(path=SCREENSHOTS / "06_your_own_model.png")
+        shoot(page, "06_your_own_model-1280")
         assert errors == []

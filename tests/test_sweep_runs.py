@@ -103,7 +103,7 @@ def test_every_preset_names_known_schemes() -> None:
     assert all(set(preset.schemes) <= set(SCHEMES) for preset in PRESETS.values())
     with pytest.raises(NormlabError, match="unknown scheme"):
         replace(PRESETS["tiny"], schemes=("nonorm",))
-    with pytest.raises(NormlabError, match="unknown preset 'huge'; known are tiny, small"):
+    with pytest.raises(NormlabError, match="unknown preset 'huge'; known are tiny, gain_or_bound, small"):
         get_preset("huge")
 
 

@@ -13,7 +13,9 @@ from figures_helpers import SCHEMES, activation, empty, one_run, table
 import normlab
 from normlab.errors import NormlabError
 from normlab.labels import METRICS
-from normlab.profiles import Profiles
+from normlab.profiles import COLLISION, Profiles
+from normlab.theory import predict
+from normlab.training.config import TrainConfig
 from normlab.widgets import NormExplorer
 from normlab.widgets.pane import ABSOLUTE, RELATIVE
 
@@ -24,8 +26,9 @@ def explorer() -> NormExplorer:
 
 
 def drawn(figure: object, scheme: str) -> list[float]:
-    (trace,) = [t for t in figure.data if t.name == scheme]  # type: ignore[attr-defined]
-    return list(trace.y) if trace.visible else []
+    """The y values of a trace; none where there is no such trace."""
+    found = [list(trace.y) for trace in figure.data if trace.name == scheme]  # type: ignore[attr-defined]
+    return found[0] if found else []
 
 
 def expected(scheme: str, depth: int, step: int) -> list[float]:
@@ -46,8 +49,23 @@ def test_the_sliders_move_the_lines(explorer: NormExplorer):
     pane.depth.value = 2
     assert drawn(explorer.figure, "bhyt") == pytest.approx(expected("bhyt", 2, 0))
     assert tuple(explorer.figure.layout.xaxis.range) == (0, 2)
+
+
+def test_play_goes_on_from_the_step_that_is_shown(explorer: NormExplorer):
+    pane = explorer.panes[0]
+    assert (pane.play.value, pane.play.max) == (2, 2)  # at its end, where the button begins anew with step 0
+    pane.play.value = 0
+    assert pane.step.value == 0 and drawn(explorer.figure, "lns") == pytest.approx(expected("lns", 4, 0))
+    pane.play.playing = True
     pane.play.value = 1
-    assert pane.step.value == 10 and drawn(explorer.figure, "lns") == pytest.approx(expected("lns", 2, 10))
+    assert pane.play.playing and pane.step.value == 10
+    pane.step.value = 0  # the reader takes the slider
+    assert not pane.play.playing and pane.play.value == 0
+    pane.play.value = 2
+    assert pane.step.value == 20 and drawn(explorer.figure, "lns") == pytest.approx(expected("lns", 4, 20))
+    pane.step.value = 0
+    pane.depth.value = 2
+    assert (pane.play.value, pane.step.value) == (0, 0)
 
 
 def test_the_axis_stays_still_while_training_plays(explorer: NormExplorer):
@@ -92,25 +110,78 @@ def test_against_a_reference_shows_paired_ratios_with_their_interval(explorer: N
     assert drawn(explorer.figure, "pre_rmsnorm") == pytest.approx([1.0] * 5)
     (line,) = [t for t in explorer.figure.data if t.name == "bhyt"]
     # Seeds scale both schemes alike, so the pairs agree and the interval closes.
-    low, high = (float(part) for part in line.text[-1].removeprefix("<br>").split(",")[0].split(" to "))
-    assert low == high == pytest.approx(ratio[-1], rel=1e-3)
+    assert list(line.customdata[-1]) == pytest.approx([ratio[-1], ratio[-1]])
     assert "paired by seed" in explorer.figure.layout.yaxis.title.text
 
 
 def test_bands_axis_theme_and_published_values_can_be_switched(explorer: NormExplorer):
     pane = explorer.panes[0]
-    bands = {t.name: t for t in explorer.figure.data}
-    assert bands["bhyt band"].visible and max(bands["bhyt band"].y) == pytest.approx(1.02 * activation("bhyt", 4, 20))
+    assert max(drawn(explorer.figure, "bhyt band")) == pytest.approx(1.02 * activation("bhyt", 4, 20))
     pane.band.value = False
-    assert not bands["bhyt band"].visible
+    assert drawn(explorer.figure, "bhyt band") == []
     pane.log.value = False
     assert explorer.figure.layout.yaxis.type == "linear" and explorer.figure.layout.yaxis.tickmode == "auto"
     pane.papers.value = True
-    assert sorted(bands["published"].y) == [139, 366, 704]
+    assert sorted(drawn(explorer.figure, "published")) == [139, 366, 704]
     light = explorer.figure.layout.template.layout.paper_bgcolor
     explorer.dark.value = True
     assert explorer.figure.layout.template.layout.paper_bgcolor != light
-    assert bands["pre_rmsnorm"].line.color != "#000000"
+    (line,) = [t for t in explorer.figure.data if t.name == "pre_rmsnorm"]
+    assert line.line.color != "#000000"
+
+
+def trained(width: int = 32, tokens: int = 1024) -> pd.DataFrame:
+    """The table of runs whose width, and tokens a step, are these; the defaults are `normlab train`'s."""
+    return table().pipe(lambda runs: runs.assign(width=width, tokens=runs["step"] * tokens))
+
+
+def foretold(scheme: str, depth: int, metric: str = "token_l2_mean") -> list[float]:
+    config = TrainConfig(scheme=scheme, depth=depth, width=32)
+    rows = predict(config.model_config(config.vocab_size, 0), collision=COLLISION)
+    rows = rows[(rows["site"] == "block_out") & (rows["metric"] == metric) & (rows["mask"] == "all")]
+    return rows["value"].tolist()
+
+
+def test_theory_is_a_dotted_line_where_it_says_something():
+    explorer = NormExplorer(trained())
+    pane = explorer.panes[0]
+    assert drawn(explorer.figure, "lns theory") == []
+    pane.theory.value = True
+    for step in (20, 0):
+        pane.step.value = step
+        for scheme in SCHEMES:
+            assert drawn(explorer.figure, f"{scheme} theory") == pytest.approx(foretold(scheme, 4))
+    assert "dotted: theory, before training" in pane.status.value
+    low, high = explorer.figure.layout.yaxis.range
+    assert low < np.log10(min(foretold("lns", 4))) < high
+    pane.depth.value, pane.put.value = 2, RELATIVE
+    line = foretold("lns", 2)
+    assert drawn(explorer.figure, "lns theory") == pytest.approx([value / line[1] for value in line])
+    pane.put.value = "pre_rmsnorm"
+    ratio = np.array(foretold("lns", 2)) / foretold("pre_rmsnorm", 2)
+    assert drawn(explorer.figure, "lns theory") == pytest.approx(ratio.tolist())
+    pane.schemes["lns"].value = False
+    assert drawn(explorer.figure, "lns theory") == []
+    pane.metric.value = "grad_l2_mean"
+    assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name]
+    assert "theory says nothing here of the gradient norm of a token" in pane.status.value
+
+
+@pytest.mark.parametrize("runs", [trained(width=16), trained(tokens=512)], ids=["width", "tokens"])
+def test_theory_is_silent_about_models_whose_shape_it_does_not_know(runs: pd.DataFrame):
+    explorer = NormExplorer(runs)
+    explorer.panes[0].theory.value = True
+    assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name]
+    assert "theory says nothing here" in explorer.panes[0].status.value
+
+
+def test_theory_can_be_that_of_another_model():
+    config = TrainConfig(scheme="lns", depth=4, width=64, block_length=32)
+    rows = predict(config.model_config(config.vocab_size, 0))
+    figure = normlab.figures.profile(table(), theory=rows)
+    wanted = rows[(rows["site"] == "block_out") & (rows["metric"] == "token_l2_mean") & (rows["mask"] == "all")]
+    assert drawn(figure, "lns theory") == pytest.approx(wanted["value"].tolist())
+    assert [trace.name for trace in figure.data if "theory" in trace.name] == ["lns theory"]
 
 
 def test_two_views_stand_side_by_side_and_do_not_disturb_each_other(explorer: NormExplorer):
@@ -123,19 +194,20 @@ def test_two_views_stand_side_by_side_and_do_not_disturb_each_other(explorer: No
     assert len(explorer.panes) == 1
 
 
-def test_the_code_it_gives_makes_the_same_figure(explorer: NormExplorer, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("put", [ABSOLUTE, RELATIVE, "lns"])
+def test_the_code_it_gives_makes_the_same_figure(put: str, monkeypatch: pytest.MonkeyPatch):
+    explorer = NormExplorer(trained())
     pane = explorer.panes[0]
-    pane.depth.value, pane.step.value, pane.put.value, pane.band.value = 2, 10, "lns", False
-    pane.schemes["pre_rmsnorm"].value = False
-    monkeypatch.setattr(normlab, "load_runs", lambda path: table(), raising=False)
+    pane.depth.value, pane.step.value, pane.put.value, pane.band.value = 2, 10, put, False
+    pane.schemes["pre_rmsnorm"].value, pane.theory.value, pane.papers.value = False, True, True
+    monkeypatch.setattr(normlab, "load_runs", lambda path: trained(), raising=False)
     lines = explorer.code().splitlines()
     assert len(lines) == 3
     names: dict[str, object] = {}
     exec("\n".join([*lines[:2], "figure = " + lines[2]]), names)
     made = names["figure"]
-    for scheme in SCHEMES[1:]:
-        assert drawn(made, scheme) == drawn(explorer.figure, scheme)
-    assert made.layout.yaxis.range == explorer.figure.layout.yaxis.range  # type: ignore[attr-defined]
+    assert drawn(made, "bhyt theory") != [] and bool(drawn(made, "published")) == (put == ABSOLUTE)
+    assert made.to_plotly_json() == explorer.figure.to_plotly_json()  # type: ignore[attr-defined]
 
 
 def test_the_view_is_exported_as_numbers(explorer: NormExplorer, tmp_path: Path):
@@ -223,6 +295,9 @@ def test_controls_moved_from_many_threads_leave_a_figure_that_agrees_with_them(e
     assert not failed and not any(thread.is_alive() for thread in threads)
     view = pane.view
     lines = {line.scheme: line for line in Profiles(table()).lines(view)}
+    sent = {trace["name"]: trace["y"]["floats"] for trace in pane.plot.figure["data"]}  # what the browser has
+    assert pane.play.value == pane.step.index
     for scheme in SCHEMES:
-        shown = [float(v) for v in drawn(pane.figure, scheme)]
-        assert shown == pytest.approx(lines[scheme].values.tolist() if scheme in lines else [])
+        shown = np.frombuffer(sent.get(scheme, b""))
+        assert shown.tolist() == (lines[scheme].values.tolist() if scheme in lines else [])
+        assert drawn(pane.figure, scheme) == shown.tolist()

@@ -60,10 +60,23 @@ def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[An
         assert errors == [] and [url for url in requests if not url.startswith("file:")] == []
 
 
-def curve(page: Any, name: str) -> dict[str, Any]:
-    read = "name => (t => [t.visible, t.y])(document.getElementById('plot').data.find(t => t.name === name))"
-    visible, y = page.evaluate(read, name)
-    return {"visible": visible, "y": [np.nan if v is None else v for v in y]}
+def curve(page: Any, name: str) -> list[float] | None:
+    """The y values of a trace, None where the plot has no such trace."""
+    read = "name => document.getElementById('plot').data.find(t => t.name === name)?.y ?? null"
+    y = page.evaluate(read, name)
+    return None if y is None else [np.nan if v is None else v for v in y]
+
+
+def wait_for(page: Any, name: str, values: np.ndarray | None, rtol: float = 2e-3) -> None:
+    """Until the plot shows these values, or no such trace."""
+    agrees = """([name, values, rtol]) => {
+        const y = document.getElementById('plot').data.find(t => t.name === name)?.y ?? null;
+        if (y === null || values === null) return y === values;
+        const near = (a, b) => a === null || b === null ? a === b : Math.abs(a - b) <= rtol * Math.abs(b);
+        return y.length === values.length && y.every((v, i) => near(v, values[i]));
+    }"""
+    wanted = None if values is None else [float(v) if np.isfinite(v) else None for v in values]
+    page.wait_for_function(agrees, arg=[name, wanted, rtol], timeout=10_000)
 
 
 def slide(page: Any, name: str, key: str) -> None:
@@ -86,40 +99,37 @@ def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: 
             for line in profiles.lines(View("token_l2_mean", "block_out", "all", 4, step, tuple(SCHEMES), **options))
         }
         for scheme in SCHEMES:
-            shown, band = curve(page, scheme), curve(page, f"{scheme} band")
-            if scheme not in lines:
-                assert not shown["visible"]
-                continue
-            line = lines[scheme]
-            assert np.allclose(shown["y"], line.values, rtol=2e-3, equal_nan=True), (scheme, step)
-            edges = np.concatenate([line.low, line.high[::-1]])
-            assert np.allclose(band["y"], edges, rtol=1e-2, equal_nan=True), (scheme, step)
+            line = lines.get(scheme)
+            wait_for(page, scheme, None if line is None else line.values)
+            if line is not None:
+                wait_for(page, f"{scheme} band", np.concatenate([line.low, line.high[::-1]]), rtol=1e-2)
     page.select_option("#way", "absolute")
 
 
 def test_every_control_of_the_page_answers_the_keyboard(page: Any):
     slide(page, "depth", "Home")
-    assert page.evaluate("document.getElementById('plot').layout.xaxis.range") == [0, 2]
+    page.wait_for_function("() => document.getElementById('plot').layout.xaxis.range[1] === 2")
     page.locator("#scheme-bhyt").focus()
     page.keyboard.press("Space")
-    assert not curve(page, "bhyt")["visible"]
+    wait_for(page, "bhyt", None)
     page.keyboard.press("Space")
-    assert curve(page, "bhyt")["visible"]
+    page.wait_for_function("() => document.getElementById('plot').data.some(trace => trace.name === 'bhyt')")
     page.locator("#dark").focus()
     page.keyboard.press("Space")
     assert page.evaluate("document.documentElement.classList.contains('dark')")
     page.keyboard.press("Space")
     page.select_option("#metric", "grad_l2_total")
     assert page.evaluate("document.getElementById('site').value") == "block_in_grad"
-    assert len(curve(page, "bhyt")["y"]) == 2
+    page.wait_for_function("() => document.getElementById('plot').data.find(t => t.name === 'bhyt').y.length === 2")
     page.locator("#log").focus()
     page.keyboard.press("Space")
-    assert page.evaluate("document.getElementById('plot').layout.yaxis.type") == "linear"
+    page.wait_for_function("() => document.getElementById('plot').layout.yaxis.type === 'linear'")
 
 
 def test_the_address_keeps_the_view(page: Any):
     page.select_option("#metric", "feature_var_mean")
     slide(page, "step", "Home")
+    page.wait_for_url("**metric=feature_var_mean**step=0**")  # written once the reader rests
     address, before = page.url, curve(page, "lns")
     page.goto("about:blank")
     page.goto(address)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+Row = dict[str, Any]
 FLUSH_BYTES = 512 << 20  # more than any cache; its write also gives the CPU time to queue the call
+
+
+class OutOfTime(Exception):
+    """A section's share of the time is used up."""
 
 
 class Clock:
@@ -64,6 +70,20 @@ class Clock:
         peak = torch.cuda.max_memory_allocated() - before
         del kept
         return peak / 1e6
+
+
+def graph_of(call: Callable[[], object], times: int) -> Callable[[], object]:
+    """The replay of a CUDA graph of some calls: launches cost next to nothing in it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    return graph.replay
+
+
+def first_line(error: Exception) -> str:
+    """An error as a note in a table."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
 def settle() -> None:

@@ -18,6 +18,10 @@ Tensor = torch.Tensor
 Call = Callable[[dict[str, Tensor]], Tensor | tuple[Tensor, ...]]
 
 
+class Absent(Exception):
+    """A peer has no such function."""
+
+
 @dataclass(frozen=True)
 class Function:
     """A benchmarked function: its arguments, and the rows of 16-bit numbers it must read and write (see the README)."""
@@ -29,24 +33,30 @@ class Function:
 
 
 BHYT = RowSpec(Stat.RMS, Act.TANH, 1e-6, 10.0)
+CARRIED = RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0)
+CARRIED_UNBOUNDED = RowSpec(Stat.GIVEN, Act.IDENTITY, 1e-6, 10.0)
 FUNCTIONS = {
     "rms_norm": Function(("x", "weight"), 2, 3, RowSpec(Stat.RMS, Act.IDENTITY, 1e-6)),
     "bhyt": Function(("x", "weight", "scale"), 2, 3, BHYT),
-    "bhyt_carried": Function(("x", "weight", "scale", "given"), 2, 3, RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0)),
+    "bhyt_carried": Function(("x", "weight", "scale", "given"), 2, 3, CARRIED),
+    "bhyt_carried unbounded": Function(("x", "weight", "scale", "given"), 2, 3, CARRIED_UNBOUNDED),
     "layer_norm": Function(("x", "weight", "bias"), 2, 3, RowSpec(Stat.LAYER, Act.IDENTITY, 1e-5)),
     "dyt": Function(("x", "weight", "bias", "scale"), 2, 3, RowSpec(Stat.NONE, Act.TANH)),
     "add_rms_norm": Function(("x", "residual", "weight"), 4, 4, RowSpec(Stat.RMS, Act.IDENTITY, 1e-6)),
     "add_bhyt": Function(("x", "residual", "weight", "scale"), 4, 4, BHYT),
+    "add_bhyt_carried": Function(("x", "residual", "weight", "scale", "given"), 4, 4, CARRIED),
 }
 
 OURS: dict[str, Call] = {
     "rms_norm": lambda a: nk.rms_norm(a["x"], a["weight"]),
     "bhyt": lambda a: nk.bhyt(a["x"], a["weight"], a["scale"])[0],
     "bhyt_carried": lambda a: nk.bhyt_carried(a["x"], a["weight"], a["scale"], a["given"]),
+    "bhyt_carried unbounded": lambda a: nk.bhyt_carried(a["x"], a["weight"], a["scale"], a["given"], bounded=False),
     "layer_norm": lambda a: nk.layer_norm(a["x"], a["weight"], a["bias"]),
     "dyt": lambda a: nk.dyt(a["x"], a["weight"], a["bias"], a["scale"]),
     "add_rms_norm": lambda a: nk.add_rms_norm(a["x"], a["residual"], a["weight"]),
     "add_bhyt": lambda a: nk.add_bhyt(a["x"], a["residual"], a["weight"], a["scale"])[:2],
+    "add_bhyt_carried": lambda a: nk.add_bhyt_carried(a["x"], a["residual"], a["weight"], a["scale"], a["given"]),
 }
 
 
@@ -62,13 +72,20 @@ def formula(name: str) -> Call:
     return call
 
 
+def compiled_formula(name: str, backend: str = "inductor") -> Call:
+    """The formula under torch.compile. What was compiled before is forgotten: all formulas share one piece of code, of
+    which PyTorch keeps eight versions and then refuses."""
+    torch.compiler.reset()
+    return torch.compile(formula(name), fullgraph=True, dynamic=False, backend=backend)
+
+
 def _torch(name: str) -> Call:
     functional = torch.nn.functional
     if name == "rms_norm":
         return lambda a: functional.rms_norm(a["x"], a["weight"].shape, a["weight"], 1e-6)
     if name == "layer_norm":
         return lambda a: functional.layer_norm(a["x"], a["weight"].shape, a["weight"], a["bias"], 1e-5)
-    raise LookupError("PyTorch has no such fused function")
+    raise Absent("PyTorch has no such fused function")
 
 
 def _liger(name: str) -> Call:
@@ -82,7 +99,7 @@ def _liger(name: str) -> Call:
         return lambda a: functional.liger_dyt(a["x"], a["scale"], a["weight"], a["bias"])
     if name == "add_rms_norm":
         return lambda a: functional.liger_fused_add_rms_norm(a["x"], a["residual"], a["weight"], 1e-6)
-    raise LookupError("Liger has no such function")
+    raise Absent("Liger has no such function")
 
 
 def _quack(name: str) -> Call:
@@ -90,7 +107,9 @@ def _quack(name: str) -> Call:
 
     if name == "rms_norm":
         return lambda a: quack.rmsnorm(a["x"], a["weight"], eps=1e-6)
-    raise LookupError("QuACK has no such function in its public interface")
+    if name == "add_rms_norm":
+        return lambda a: quack.rmsnorm(a["x"], a["weight"], residual=a["residual"], eps=1e-6, prenorm=True)
+    raise Absent("QuACK has no such function in its public interface")
 
 
 def peers(name: str, compiled: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
@@ -98,7 +117,7 @@ def peers(name: str, compiled: bool) -> Iterator[tuple[str, Callable[[], Call]]]
     yield "normlab", lambda: OURS[name]
     yield "eager", lambda: formula(name)
     if compiled:
-        yield "compile", lambda: torch.compile(formula(name), fullgraph=True, dynamic=False)
+        yield "compile", lambda: compiled_formula(name)
     yield "torch", lambda: _torch(name)
     yield "liger", lambda: _liger(name)
     yield "quack", lambda: _quack(name)

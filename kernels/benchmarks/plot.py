@@ -57,11 +57,11 @@ def times(table: pandas.DataFrame) -> go.Figure:
     )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    for section in ("rows", "linear", "decode", "step"):
+    folder = parser.parse_args(arguments).folder
+    for section in ("rows", "linear", "decode", "step", "generate"):
         for path in sorted(folder.glob(f"{section}_*.csv")):
             table = pandas.read_csv(path, dtype={"pass": "string", "peer": "string"})
             if table.empty:

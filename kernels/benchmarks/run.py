@@ -3,9 +3,10 @@
     python kernels/benchmarks/run.py --out data/bench             # the GPU if there is one
     python kernels/benchmarks/run.py --device cpu --out data/bench
 
-Sections: rows (each norm, forward, backward and both), linear (projection + add + norm, fused or not), decode (batch 1
-to 64) and step (a whole training step by scheme; needs normlab). Each writes <section>_<device>.csv; a section that is
-out of time says which rows it left out. plot.py draws them.
+Sections: rows (each norm, forward, backward and both), linear (projection + add + norm, fused or not), decode (each
+norm for 1 to 64 rows), step (a whole training step by scheme) and generate (a token of generation by scheme); the last
+two need normlab. Each writes <section>_<device>.csv; a section that is out of time says which rows it left out. plot.py
+draws them.
 """
 
 from __future__ import annotations
@@ -15,20 +16,15 @@ import csv
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import normlab_kernels as nk
 import peers
 import torch
-from measure import Clock, copy_bandwidth, settle
+from measure import Clock, OutOfTime, Row, copy_bandwidth, first_line, graph_of, settle
+from models import generate_section, step_section
 from normlab_kernels import linear
 
-Row = dict[str, Any]
-MINUTES = {"rows": 3.5, "linear": 1.0, "decode": 0.7, "step": 1.5}
-
-
-class OutOfTime(Exception):
-    """A section's share of the time is used up."""
+MINUTES = {"rows": 3.2, "linear": 0.8, "decode": 0.6, "step": 1.5, "generate": 0.8}
 
 
 def backward_call(call: peers.Call, arguments: dict[str, torch.Tensor]) -> Callable[[], object]:
@@ -60,7 +56,7 @@ def rows_shapes(device: torch.device) -> Iterator[tuple[int, int]]:
         yield from ((1024, 128), (1024, 512), (4096, 2048))
         return
     widths = (2048, 4096, 8192, 1024, 16_384, 32_768)
-    for rows in (16_384, 4096, 32_768):
+    for rows in (16_384, 4096, 32_768, 8192):
         for width in widths:
             if rows * width <= 1 << 29:
                 yield rows, width
@@ -70,7 +66,8 @@ def worth_compiling(device: torch.device, name: str, rows: int, width: int) -> b
     """torch.compile takes seconds a shape on a GPU, half a minute on a CPU: where the comparison is made."""
     if device.type == "cpu":
         return rows == 1024 and name in ("rms_norm", "bhyt")
-    return rows == 16_384 and width in (2048, 4096)
+    wanted = ("rms_norm", "bhyt", "bhyt_carried", "layer_norm", "dyt", "add_rms_norm")
+    return rows == 16_384 and width in (2048, 4096) and name in wanted
 
 
 def rows_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: float) -> Iterator[Row]:
@@ -103,10 +100,12 @@ def rows_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: float)
                             "share_of_copy": round(rate / copy, 3),
                             "peak_megabytes": round(clock.peak_megabytes(timed), 2),
                         }
-                except (ImportError, LookupError):
+                except (ImportError, peers.Absent):
                     continue  # not installed, or no such function
                 except Exception as error:  # noqa: BLE001 - a peer's failure is a result, not the end of the benchmark
-                    yield row | {"note": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
+                    if peer == "normlab":
+                        raise
+                    yield row | {"note": first_line(error)}
 
 
 def _no_grad(call: peers.Call, arguments: dict[str, torch.Tensor]) -> object:
@@ -114,44 +113,64 @@ def _no_grad(call: peers.Call, arguments: dict[str, torch.Tensor]) -> object:
         return call(arguments)
 
 
+def linear_shapes(device: torch.device) -> Iterator[tuple[int, int]]:
+    """(rows, width) of a square projection."""
+    if device.type == "cpu":
+        yield 256, 256
+        return
+    yield from ((rows, width) for rows in (16_384, 8192) for width in (2048, 4096, 1024, 8192))
+
+
+FUSED, UNFUSED = "linear_add_bhyt fused", "addmm + bhyt_carried"
+
+
+def linear_calls(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
+    """h = residual + a W^T and a norm of h, in every way that can run here."""
+    a = torch.randn(rows, width, device=device, dtype=dtype)
+    proj = torch.randn(width, width, device=device, dtype=dtype) / width**0.5
+    residual = torch.randn(rows, width, device=device, dtype=dtype)
+    weight = torch.ones(width, device=device, dtype=dtype)
+    lam = torch.ones(1, device=device, dtype=dtype)
+    ms = torch.ones(rows, 1, device=device)
+
+    def product() -> torch.Tensor:
+        return torch.addmm(residual, a, proj.t())
+
+    calls: dict[str, Callable[[], object]] = {
+        UNFUSED: lambda: nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=False),
+        "addmm + rms_norm": lambda: nk.rms_norm(product(), weight),
+        "addmm + F.rms_norm": lambda: torch.nn.functional.rms_norm(product(), weight.shape, weight, 1e-6),
+        "addmm alone": product,
+    }
+    if not linear.cannot_fuse(a, proj, residual, weight):
+        calls[FUSED] = lambda: nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=True)
+        calls["linear_add_dyt fused"] = lambda: nk.linear_add_dyt(a, proj, residual, weight, None, lam, fused=True)
+    return calls
+
+
 def linear_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: float) -> Iterator[Row]:
-    """h = residual + a W^T and a norm of h: the fused kernel against addmm + each norm."""
+    """The fused kernel against addmm + each norm; prints the line for the table of `ladder.py`."""
     del copy
-    device = clock.device
-    small = device.type == "cpu"
-    for rows in (256,) if small else (16_384, 8192):
-        for width in (256,) if small else (2048, 4096, 1024, 8192):
-            a = torch.randn(rows, width, device=device, dtype=dtype)
-            proj = torch.randn(width, width, device=device, dtype=dtype) / width**0.5
-            residual = torch.randn(rows, width, device=device, dtype=dtype)
-            weight = torch.ones(width, device=device, dtype=dtype)
-            lam = torch.ones(1, device=device, dtype=dtype)
-            ms = torch.ones(rows, 1, device=device)
-            t = (a, proj, residual, weight)
-            calls: dict[str, Callable[[], object]] = {
-                "addmm + bhyt_carried": lambda t=t, ms=ms, lam=lam: nk.linear_add_bhyt(*t, lam, ms, fused=False),
-                "addmm + rms_norm": lambda t=t: nk.rms_norm(torch.addmm(t[2], t[0], t[1].t()), t[3]),
-                "addmm + F.rms_norm": lambda t=t: torch.nn.functional.rms_norm(
-                    torch.addmm(t[2], t[0], t[1].t()), t[3].shape, t[3], 1e-6
-                ),
-                "addmm alone": lambda t=t: torch.addmm(t[2], t[0], t[1].t()),
+    gains: dict[int, list[float]] = {}
+    for rows, width in linear_shapes(clock.device):
+        times: dict[str, float] = {}
+        for name, call in linear_calls(rows, width, dtype, clock.device).items():
+            if time.monotonic() > deadline:
+                raise OutOfTime(f"linear: stopped before {name} {rows} x {width}")
+            with torch.no_grad():
+                times[name] = clock.microseconds(call)
+            yield {
+                "section": "linear",
+                "function": name,
+                "rows": rows,
+                "width": width,
+                "microseconds": round(times[name], 2),
+                "teraflops": round(2 * rows * width * width / times[name] / 1e6, 1),
             }
-            if not linear.cannot_fuse(a, proj, residual, weight):
-                calls["linear_add_bhyt fused"] = lambda t=t, ms=ms, lam=lam: nk.linear_add_bhyt(*t, lam, ms, fused=True)
-                calls["linear_add_dyt fused"] = lambda t=t, lam=lam: nk.linear_add_dyt(*t, None, lam, fused=True)
-            for name, call in calls.items():
-                if time.monotonic() > deadline:
-                    raise OutOfTime(f"linear: stopped before {name} {rows} x {width}")
-                with torch.no_grad():
-                    microseconds = clock.microseconds(call)
-                yield {
-                    "section": "linear",
-                    "function": name,
-                    "rows": rows,
-                    "width": width,
-                    "microseconds": round(microseconds, 2),
-                    "teraflops": round(2 * rows * width * width / microseconds / 1e6, 1),
-                }
+        if FUSED in times:
+            gains.setdefault(width, []).append(times[UNFUSED] / times[FUSED])
+    wins = tuple(sorted(width for width, gain in gains.items() if min(gain) > 1.0))
+    print(f"for ladder.FUSION_WINS: {device_name(clock.device)!r}: {wins}")
 
 
 def decode_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: float) -> Iterator[Row]:
@@ -160,80 +179,50 @@ def decode_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: floa
     device = clock.device
     width = 128 if device.type == "cpu" else 4096
     for batch in (1, 4, 16, 64):
-        for name in ("rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt"):
+        for name in ("rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "add_bhyt_carried"):
             arguments = {k: v.detach() for k, v in peers.arguments(name, batch, width, dtype, device).items()}
             for peer, build in peers.peers(name, compiled=False):
                 if time.monotonic() > deadline:
                     raise OutOfTime(f"decode: stopped before {name}, batch {batch}")
+                row = {"section": "decode", "function": name, "peer": peer, "rows": batch, "width": width}
                 try:
                     call = build()
                     timed = lambda call=call, a=arguments: _no_grad(call, a)  # noqa: E731
-                    row = {"section": "decode", "function": name, "peer": peer, "rows": batch, "width": width}
                     yield row | {"pass": "forward", "microseconds": round(clock.microseconds(timed), 2)}
                     if device.type == "cuda":
-                        replay = _graph_of(timed, 32)
+                        replay = graph_of(timed, 32)
                         yield row | {"pass": "graph", "microseconds": round(clock.microseconds(replay) / 32, 3)}
-                except (ImportError, LookupError):
+                except (ImportError, peers.Absent):
                     continue
+                except Exception as error:  # noqa: BLE001 - as above
+                    if peer == "normlab":
+                        raise
+                    yield row | {"note": first_line(error)}
 
 
-def _graph_of(call: Callable[[], object], times: int) -> Callable[[], object]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            call()
-    return graph.replay
-
-
-def step_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: float) -> Iterator[Row]:
-    """A whole training step (forward, backward, AdamW) of one model by scheme."""
-    del copy
-    import normlab
-
-    device = clock.device
-    small = device.type == "cpu"
-    depth, width, length, batch = (2, 64, 32, 2) if small else (16, 2048, 2048, 4)
-    for scheme in normlab.SCHEMES:
-        if time.monotonic() > deadline:
-            raise OutOfTime(f"step: stopped before {scheme}")
-        torch.manual_seed(0)
-        config = normlab.NormlabConfig(
-            scheme=scheme,
-            hidden_size=width,
-            intermediate_size=width * 8 // 3 // 64 * 64,
-            num_hidden_layers=depth,
-            num_attention_heads=width // 64,
-            num_key_value_heads=width // 64,
-            vocab_size=4096,
-            max_position_embeddings=length,
-        )
-        model = normlab.NormlabForCausalLM(config).to(device, dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-        tokens = torch.randint(4096, (batch, length), device=device)
-
-        def step(model: Any = model, optimizer: Any = optimizer, tokens: torch.Tensor = tokens) -> None:
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        row = {"section": "step", "function": scheme, "rows": batch * length, "width": width}
-        microseconds = clock.microseconds(step)
-        yield row | {"microseconds": round(microseconds, 1), "peak_megabytes": round(clock.peak_megabytes(step), 1)}
-        del model, optimizer, step
-
-
-SECTIONS = {"rows": rows_section, "linear": linear_section, "decode": decode_section, "step": step_section}
+SECTIONS = {
+    "rows": rows_section,
+    "linear": linear_section,
+    "decode": decode_section,
+    "step": step_section,
+    "generate": generate_section,
+}
 COLUMNS = (
     "device section function peer pass rows width dtype microseconds floor_bytes gigabytes_per_second share_of_copy "
     "teraflops peak_megabytes copy_gigabytes_per_second note"
 ).split()
 
 
+def device_name(device: torch.device) -> str:
+    """As `ladder.FUSION_WINS` calls it."""
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
+
+
 def device_label(device: torch.device) -> str:
     """A name fit for a file: the GPU's, or cpu and its number of threads."""
     if device.type == "cpu":
         return f"cpu_{torch.get_num_threads()}_threads" if torch.get_num_threads() > 1 else "cpu_1_thread"
-    return torch.cuda.get_device_name(device).lower().replace(" ", "_")
+    return device_name(device).lower().replace(" ", "_")
 
 
 def measure_section(name: str, clock: Clock, dtype: torch.dtype, copy: float, out: Path, minutes: float) -> None:
@@ -260,7 +249,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bf16 on CUDA, else fp32")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--minutes", type=float, help="for each section, instead of the defaults (6.7 in all)")
+    parser.add_argument("--minutes", type=float, help="for each section, instead of the defaults (6.9 in all)")
+    parser.add_argument("--seconds", type=float, default=0.08, help="to spend on a number; a few calls are always made")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tables")
     chosen = parser.parse_args(arguments)
     device = torch.device(chosen.device)
@@ -269,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
     settle()
     dtype = getattr(torch, chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     chosen.out.mkdir(parents=True, exist_ok=True)
-    clock = Clock(device)
+    clock = Clock(device, chosen.seconds)
     copy = copy_bandwidth(clock)
     print(f"{device_label(device)}: copy {copy:.0f} GB/s, torch {torch.__version__}")
     for name in chosen.sections:

@@ -1,13 +1,28 @@
 """Fused row norms for transformers: Triton on a GPU, cache-blocked PyTorch on a CPU."""
 
 from normlab_kernels.dispatch import chooses_kernels
-from normlab_kernels.functions import add_bhyt, add_rms_norm, bhyt, bhyt_carried, derf, dyt, layer_norm, rms_norm
-from normlab_kernels.linear import linear_add_bhyt, linear_add_dyt
+from normlab_kernels.functions import (
+    add_bhyt,
+    add_bhyt_carried,
+    add_dyt,
+    add_layer_norm,
+    add_rms_norm,
+    bhyt,
+    bhyt_carried,
+    derf,
+    dyt,
+    layer_norm,
+    rms_norm,
+)
+from normlab_kernels.linear import linear_add_bhyt, linear_add_dyt, prefers_fused
 from normlab_kernels.moments import RowMoments, row_moments
 
 __all__ = [
     "RowMoments",
     "add_bhyt",
+    "add_bhyt_carried",
+    "add_dyt",
+    "add_layer_norm",
     "add_rms_norm",
     "bhyt",
     "bhyt_carried",
@@ -17,6 +32,7 @@ __all__ = [
     "layer_norm",
     "linear_add_bhyt",
     "linear_add_dyt",
+    "prefers_fused",
     "rms_norm",
     "row_moments",
 ]

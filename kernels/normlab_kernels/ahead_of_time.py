@@ -51,6 +51,12 @@ FUNCTIONS: dict[str, tuple[Stat, Act, set[str]]] = {
     "layer_norm": (Stat.LAYER, Act.IDENTITY, {"BIAS"}),
     "dyt": (Stat.NONE, Act.TANH, {"SCALE", "BIAS"}),
     "derf": (Stat.NONE, Act.ERF, {"SCALE", "SHIFT", "BIAS"}),
+    "add_bhyt_carried": (Stat.GIVEN, Act.TANH, {"SCALE", "RESIDUAL", "GRAD_SUM"}),
+    "add_layer_norm": (Stat.LAYER, Act.IDENTITY, {"BIAS", "RESIDUAL", "GRAD_SUM"}),
+    "add_dyt": (Stat.NONE, Act.TANH, {"SCALE", "RESIDUAL", "GRAD_SUM"}),
+    "bhyt unbounded": (Stat.RMS, Act.IDENTITY, {"SCALE", "GRAD_MS"}),
+    "bhyt_carried unbounded": (Stat.GIVEN, Act.IDENTITY, {"SCALE"}),
+    "add_bhyt_carried unbounded": (Stat.GIVEN, Act.IDENTITY, {"SCALE", "RESIDUAL", "GRAD_SUM"}),
 }
 
 
@@ -123,12 +129,17 @@ def row_builds(function: str, width: int, dtype: str = "bf16") -> Iterator[Build
 
 
 def linear_builds(width: int, dtype: str = "bf16") -> Iterator[Build]:
-    """The fused projection with BHyT's and with DyT's epilogue, 132 programs."""
+    """The fused projection with BHyT's epilogue, bounded or not, and with DyT's, 132 programs."""
     launch = ladder.linear(width)
-    for function, has_ms in (("linear_add_bhyt", True), ("linear_add_dyt", False)):
+    for function, stat, act in (
+        ("linear_add_bhyt", Stat.GIVEN, Act.TANH),
+        ("linear_add_bhyt unbounded", Stat.GIVEN, Act.IDENTITY),
+        ("linear_add_dyt", Stat.NONE, Act.TANH),
+    ):
         constants = {
-            "HAS_MS": has_ms,
-            "HAS_BIAS": not has_ms,
+            "HAS_MS": stat == Stat.GIVEN,
+            "HAS_BIAS": stat == Stat.NONE,
+            "ACT": int(act),
             "FORM": APPROX,
             "UPCAST": False,
             "BLOCK_M": launch.block_m,

@@ -5,7 +5,11 @@ takes the kernels too, so that tests reach them. Every function takes any leadin
 returns y in the dtype that x and the weight promote to.
 
 `kernels` is "auto" (as above), "triton" (an error where the kernels cannot run) or "torch" (never the kernels). The
-kernels round once, at the store; PyTorch's path rounds as Llama does, before the weight too.
+kernels round once, at the store; PyTorch's path rounds as Llama does, before the weight too. What a row comes out as
+does not depend on the other rows or on how many they are: a token decoded alone has the bits it has in a prompt.
+
+The `add_` forms return s = residual + x first, rounded once, and the norm of the rounded s: the bits of an addition
+followed by the norm.
 """
 
 from __future__ import annotations
@@ -18,19 +22,31 @@ from normlab_kernels.spec import Act, RowSpec, Stat
 Tensor = torch.Tensor
 
 
+def _bhyt(stat: Stat, eps: float, kappa: float, bounded: bool) -> RowSpec:
+    return RowSpec(stat, Act.TANH if bounded else Act.IDENTITY, eps, kappa)
+
+
 def bhyt(
-    x: Tensor, weight: Tensor, lam: Tensor, kappa: float = 10.0, eps: float = 1e-6, *, kernels: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    lam: Tensor,
+    kappa: float = 10.0,
+    eps: float = 1e-6,
+    *,
+    bounded: bool = True,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """BHyT with its exact statistic: y = weight * tanh((lam/kappa) x rsqrt(ms + eps)), ms = mean(x^2) (arXiv
     2601.09719).
 
     Args:
         x: (..., d). weight: (d,). lam: one element. kappa, eps: constants.
+        bounded: false leaves the tanh out, in the same kernels: the map that a comparison of speeds needs beside it.
 
     Returns:
         y (..., d) and ms (..., 1) in fp32; both carry gradients.
     """
-    y, ms, _ = row_norm(x, weight, scale=lam, spec=RowSpec(Stat.RMS, Act.TANH, eps, kappa), kernels=kernels)
+    y, ms, _ = row_norm(x, weight, scale=lam, spec=_bhyt(Stat.RMS, eps, kappa, bounded), kernels=kernels)
     assert ms is not None
     return y, ms
 
@@ -43,15 +59,15 @@ def bhyt_carried(
     kappa: float = 10.0,
     eps: float = 1e-6,
     *,
+    bounded: bool = True,
     kernels: str = "auto",
 ) -> Tensor:
     """BHyT with a statistic from elsewhere: y = weight * tanh((lam/kappa) x rsqrt(mean_square + eps)); no reduction.
 
     `mean_square` is (..., 1), the statistic with the caller's correction already added; it gets a gradient.
     """
-    return row_norm(
-        x, weight, scale=lam, given=mean_square, spec=RowSpec(Stat.GIVEN, Act.TANH, eps, kappa), kernels=kernels
-    )[0]
+    spec = _bhyt(Stat.GIVEN, eps, kappa, bounded)
+    return row_norm(x, weight, scale=lam, given=mean_square, spec=spec, kernels=kernels)[0]
 
 
 def add_bhyt(
@@ -62,15 +78,33 @@ def add_bhyt(
     kappa: float = 10.0,
     eps: float = 1e-6,
     *,
+    bounded: bool = True,
     kernels: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """s = residual + x and BHyT of s in one pass: (s, y, ms). The sum is rounded once, and y is BHyT of the rounded
-    s."""
-    y, ms, s = row_norm(
-        x, weight, scale=lam, residual=residual, spec=RowSpec(Stat.RMS, Act.TANH, eps, kappa), kernels=kernels
-    )
+    """s = residual + x and `bhyt` of s in one pass: (s, y, ms)."""
+    spec = _bhyt(Stat.RMS, eps, kappa, bounded)
+    y, ms, s = row_norm(x, weight, scale=lam, residual=residual, spec=spec, kernels=kernels)
     assert ms is not None and s is not None
     return s, y, ms
+
+
+def add_bhyt_carried(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    lam: Tensor,
+    mean_square: Tensor,
+    kappa: float = 10.0,
+    eps: float = 1e-6,
+    *,
+    bounded: bool = True,
+    kernels: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """s = residual + x and `bhyt_carried` of s in one pass: (s, y)."""
+    spec = _bhyt(Stat.GIVEN, eps, kappa, bounded)
+    y, _, s = row_norm(x, weight, scale=lam, given=mean_square, residual=residual, spec=spec, kernels=kernels)
+    assert s is not None
+    return s, y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, kernels: str = "auto") -> Tensor:
@@ -94,9 +128,29 @@ def layer_norm(
     return row_norm(x, weight, bias=bias, spec=RowSpec(Stat.LAYER, Act.IDENTITY, eps), kernels=kernels)[0]
 
 
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """s = residual + x and LayerNorm of s in one pass: (s, y)."""
+    spec = RowSpec(Stat.LAYER, Act.IDENTITY, eps)
+    y, _, s = row_norm(x, weight, bias=bias, residual=residual, spec=spec, kernels=kernels)
+    assert s is not None
+    return s, y
+
+
 def dyt(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor, *, kernels: str = "auto") -> Tensor:
     """y = weight * tanh(alpha x) + bias, alpha one element (arXiv 2503.10622)."""
     return row_norm(x, weight, bias=bias, scale=alpha, spec=RowSpec(Stat.NONE, Act.TANH), kernels=kernels)[0]
+
+
+def add_dyt(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor, *, kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """s = residual + x and DyT of s in one pass: (s, y)."""
+    spec = RowSpec(Stat.NONE, Act.TANH)
+    y, _, s = row_norm(x, weight, bias=bias, scale=alpha, residual=residual, spec=spec, kernels=kernels)
+    assert s is not None
+    return s, y
 
 
 def derf(

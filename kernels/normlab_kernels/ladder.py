@@ -112,7 +112,7 @@ INTERPRETER_LINEAR = LinearLaunch(32, 64, 32, slices=4, warps=4, stages=1, group
 
 # Where the fused product was timed and won against addmm + norm: device name -> output widths. Nothing has been timed
 # yet,
-# so no call is fused unless it asks to be; `kernels/benchmarks/gpu.py` prints the line that belongs here.
+# so no call is fused unless it asks to be; `kernels/benchmarks/run.py` prints the line that belongs here.
 FUSION_WINS: dict[str, tuple[int, ...]] = {}
 
 

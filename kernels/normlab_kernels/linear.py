@@ -26,6 +26,8 @@ def linear_add_bhyt(
     kappa: float = 10.0,
     eps: float = 1e-6,
     fused: bool | None = None,
+    *,
+    bounded: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """h = residual + a proj_weight^T and y = weight * tanh((lam/kappa) h rsqrt(mean_square + eps)): (h, y).
 
@@ -33,13 +35,14 @@ def linear_add_bhyt(
         a: (..., k). proj_weight: (d, k), as in nn.Linear. residual: (..., d). weight: (d,). lam: one element.
         mean_square: (..., 1), the carried statistic; it gets a gradient.
         fused: one kernel (True) or two (False); None asks the table of measurements.
+        bounded: false leaves the tanh out.
 
     Raises:
         ValueError: shapes that do not fit, or `fused=True` where the kernel cannot run.
 
     Source: the norm is arXiv 2601.09719; the fusion is this package's.
     """
-    spec = RowSpec(Stat.GIVEN, Act.TANH, eps, kappa)
+    spec = RowSpec(Stat.GIVEN, Act.TANH if bounded else Act.IDENTITY, eps, kappa)
     return _linear_add_norm(a, proj_weight, residual, weight, None, lam, mean_square, spec, fused)
 
 
@@ -73,12 +76,9 @@ def _linear_add_norm(
             f"{tuple(a.shape)}, {tuple(proj.shape)}, {tuple(residual.shape)}"
         )
     dispatch.check(residual, weight, bias, {"scale": scale}, given)
-    reason = cannot_fuse(a, proj, residual, weight)
-    if fused and reason:
+    if fused and (reason := cannot_fuse(a, proj, residual, weight)):
         raise ValueError(f"linear_add: the fused kernel cannot run here, {reason}; use fused=None")
-    if fused is None:
-        fused = not reason and a.is_cuda and ladder.fusion_wins(torch.cuda.get_device_name(a.device), proj.shape[0])
-    if not fused:
+    if not (prefers_fused(a, proj, residual, weight) if fused is None else fused):
         h = torch.addmm(residual.reshape(-1, proj.shape[0]), a.reshape(-1, a.shape[-1]), proj.t()).view(residual.shape)
         return h, dispatch.row_norm(h, weight, bias=bias, scale=scale, given=given, spec=spec)[0]
     from normlab_kernels import linear_ops
@@ -93,10 +93,22 @@ def _linear_add_norm(
         scale,
         None if given is None else given.reshape(-1, 1).float(),
         int(spec.stat),
+        int(spec.act),
         spec.eps,
         spec.kappa,
     )
     return h.view(shape), y.view(shape)
+
+
+def prefers_fused(a: Tensor, proj_weight: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    """Whether `fused=None` means one kernel for operands like these: it can run, and the table in `ladder.py` says it
+    was measured to win. Of `a` only the number of elements, the dtype and the device matter."""
+    width = proj_weight.shape[0]
+    return ladder.fusion_wins(_device_name(a.device), width) and not cannot_fuse(a, proj_weight, residual, weight)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
 
 
 def cannot_fuse(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor) -> str:
@@ -106,7 +118,7 @@ def cannot_fuse(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor) -> st
     dtypes = {str(tensor.dtype) for tensor in (a, proj, residual, weight)}
     if len(dtypes) > 1:
         return f"its operands must have one dtype, not {', '.join(sorted(dtypes))}"
-    if a.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(a.device) < (9, 0):
+    if a.is_cuda and torch.version.hip is None and torch.cuda.get_device_properties(a.device).major < 9:
         return "its tensor descriptors need compute capability 9.0"
     if any((size * a.element_size()) % 16 for size in proj.shape):
         return f"rows of {tuple(proj.shape)} are not multiples of 16 bytes"

@@ -1,6 +1,6 @@
 """Projection, residual add and a norm whose scale is known beforehand, in one matrix product.
 
-    h = residual + a w^T,   y = weight tanh(factor_row h) + bias
+    h = residual + a w^T,   y = weight act(factor_row h) + bias
 
 leave the epilogue together: no second kernel reads h again. That needs the row's factor before the product is done,
 which a carried BHyT statistic and DyT's scalar give, and an exact statistic cannot.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normlab_kernels.device_math import gain, tanh
+from normlab_kernels.device_math import activate, gain
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _slices(b_x, SLICES: tl.constexpr):
 @triton.jit
 def _finish_slice(
     b_acc, d_residual, d_h, d_y, p_weight, p_bias, b_factor, row, column, n_columns,
-    FORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Add the residual to a slice of the product, store it as h, and store the norm of what was stored as y."""
     dtype = d_h.dtype
@@ -52,7 +52,7 @@ def _finish_slice(
     o_col = column + tl.arange(0, b_acc.shape[1])
     m_col = o_col < n_columns
     b_w = tl.load(p_weight + o_col, mask=m_col, other=0.0).to(tl.float32)
-    b_y = tanh(b_h.to(tl.float32) * b_factor[:, None], FORM) * b_w[None, :]
+    b_y = activate(b_h.to(tl.float32) * b_factor[:, None], ACT, FORM) * b_w[None, :]
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_col, mask=m_col, other=0.0).to(tl.float32)[None, :]
     d_y.store([row, column], b_y.to(dtype))
@@ -62,7 +62,7 @@ def _finish_slice(
 def linear_add_norm_kernel(
     d_a, d_proj, d_residual, d_h, d_y, p_weight, p_bias, p_scale, p_ms,
     n_rows, n_columns, n_inner, eps, inv_kappa,
-    HAS_MS: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_MS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -98,5 +98,6 @@ def linear_add_norm_kernel(
         for index in tl.static_range(SLICES):
             start = column + index * width
             _finish_slice(
-                b_slices[index], d_residual, d_h, d_y, p_weight, p_bias, b_factor, row, start, n_columns, FORM, HAS_BIAS
-            )
+                b_slices[index], d_residual, d_h, d_y, p_weight, p_bias, b_factor, row, start, n_columns,
+                ACT, FORM, HAS_BIAS,
+            )  # fmt: skip

@@ -13,7 +13,7 @@ from normlab_kernels import ladder
 from normlab_kernels.launch import on_device
 from normlab_kernels.linear_kernel import linear_add_norm_kernel
 from normlab_kernels.ops import row_norm_backward, tanh_form
-from normlab_kernels.spec import Act, Stat
+from normlab_kernels.spec import Stat
 
 Tensor = torch.Tensor
 
@@ -28,6 +28,7 @@ def linear_add_norm(
     scale: Tensor,
     given: Tensor | None,
     stat: int,
+    act: int,
     eps: float,
     kappa: float,
 ) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def linear_add_norm(
         *operands, *outputs, weight, weight if bias is None else bias.contiguous(), scale,
         scale if given is None else given.contiguous(),
         rows, width, a.shape[1], eps, 1.0 / kappa,
-        HAS_MS=stat == Stat.GIVEN, HAS_BIAS=bias is not None, FORM=tanh_form(a.device, y.dtype),
+        HAS_MS=stat == Stat.GIVEN, HAS_BIAS=bias is not None, ACT=act, FORM=tanh_form(a.device, y.dtype),
         UPCAST=interpreting and a.dtype == torch.bfloat16,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, SLICES=launch.slices,
         GROUP=launch.group, PROGRAMS=programs, num_warps=launch.warps, num_stages=launch.stages,
@@ -62,12 +63,12 @@ def _outputs(residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @linear_add_norm.register_fake
-def _(a, proj, residual, weight, bias, scale, given, stat, eps, kappa):
+def _(a, proj, residual, weight, bias, scale, given, stat, act, eps, kappa):
     return _outputs(residual)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a, proj, _, weight, bias, scale, given, ctx.stat, ctx.eps, ctx.kappa = inputs
+    a, proj, _, weight, bias, scale, given, *ctx.constants = inputs
     ctx.set_materialize_grads(False)
     ctx.has_bias = bias is not None
     ctx.save_for_backward(a, proj, weight, scale, given, output[0])
@@ -80,7 +81,7 @@ def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[A
     if grad_y is not None:
         dh, dweight, dbias, dscale, _, dms = row_norm_backward(
             grad_y, grad_h, None, h, weight, ctx.has_bias, scale, None, None, given,
-            ctx.stat, int(Act.TANH), ctx.eps, ctx.kappa,
+            *ctx.constants,
         )  # fmt: skip
         norm = (
             dweight.to(weight.dtype),
@@ -89,10 +90,10 @@ def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[A
             dms if given is not None else None,
         )
     if dh is None:
-        return (None,) * 10
+        return (None,) * 11
     da = dh @ proj if ctx.needs_input_grad[0] else None
     dproj = dh.t() @ a if ctx.needs_input_grad[1] else None
-    return da, dproj, dh, *norm, None, None, None
+    return da, dproj, dh, *norm, None, None, None, None
 
 
 linear_add_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -63,7 +63,7 @@ def _chunked(rows: Tensor) -> Tensor:
     for start in range(0, rows.shape[0], step):
         x = rows[start : start + step].to(dtype)
         mean, m2, m3, m4, max_abs, l2 = out[:, start : start + step]
-        torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, out=max_abs)
+        torch.maximum(x.amax(-1), -x.amin(-1), out=max_abs)  # the infinity norm takes 20 times as long
         torch.linalg.vector_norm(x, dim=-1, out=l2)
         torch.mean(x, -1, out=mean)
         centred = x - mean.unsqueeze(-1)

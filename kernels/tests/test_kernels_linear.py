@@ -12,7 +12,7 @@ from normlab_kernels.spec import Act, RowSpec, Stat
 
 Tensor = torch.Tensor
 FUSED = [pytest.param(True, marks=pytest.mark.kernels), False]
-NAMES = ["bhyt", "dyt"]
+NAMES = ["bhyt", "bhyt unbounded", "dyt"]
 
 
 def arguments_of(name: str, rows: int, width: int, inner: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -23,7 +23,7 @@ def arguments_of(name: str, rows: int, width: int, inner: int, dtype: torch.dtyp
 
     a = {"a": normal(rows, inner), "proj": normal(width, inner) / inner**0.5, "residual": normal(rows, width)}
     a["weight"] = 1 + 0.3 * normal(width)
-    if name == "bhyt":
+    if name != "dyt":
         a["scale"] = torch.full((1,), 8.0, device=DEVICE, dtype=dtype)
         a["given"] = 0.5 + torch.rand(rows, 1, generator=generator).to(DEVICE)
     else:
@@ -33,15 +33,17 @@ def arguments_of(name: str, rows: int, width: int, inner: int, dtype: torch.dtyp
 
 
 def call(name: str, fused: bool | None, a: dict[str, Tensor]) -> dict[str, Tensor]:
-    if name == "bhyt":
-        h, y = nk.linear_add_bhyt(a["a"], a["proj"], a["residual"], a["weight"], a["scale"], a["given"], fused=fused)
+    if name != "dyt":
+        operands = (a["a"], a["proj"], a["residual"], a["weight"], a["scale"], a["given"])
+        h, y = nk.linear_add_bhyt(*operands, fused=fused, bounded=name == "bhyt")
     else:
         h, y = nk.linear_add_dyt(a["a"], a["proj"], a["residual"], a["weight"], a["bias"], a["scale"], fused=fused)
     return {"h": h, "y": y}
 
 
 def formula(name: str, a: dict[str, Tensor]) -> dict[str, Tensor]:
-    spec = RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0) if name == "bhyt" else RowSpec(Stat.NONE, Act.TANH)
+    act = Act.IDENTITY if name == "bhyt unbounded" else Act.TANH
+    spec = RowSpec(Stat.NONE, act) if name == "dyt" else RowSpec(Stat.GIVEN, act, 1e-6, 10.0)
     h = a["residual"] + a["a"] @ a["proj"].t()
     return {"h": h, "y": row_norm_reference(h, a["weight"], a.get("bias"), a["scale"], None, a.get("given"), spec)[0]}
 
@@ -71,12 +73,23 @@ def test_slices_of_the_epilogue_and_ragged_edges(slices: int, monkeypatch: pytes
 
 
 @pytest.mark.kernels
+def test_a_row_of_the_fused_product_does_not_depend_on_how_many_rows_there_are() -> None:
+    many = arguments_of("bhyt", 70, 72, 80, torch.float32)
+    together = call("bhyt", True, many)
+    for row in (0, 69):
+        here = slice(row, row + 1)
+        alone = call("bhyt", True, {k: v[here] if k in ("a", "residual", "given") else v for k, v in many.items()})
+        for key, value in alone.items():
+            assert torch.equal(value, together[key][here]), key
+
+
+@pytest.mark.kernels
 def test_opcheck_passes() -> None:
     from normlab_kernels import linear_ops
 
     a = {k: v.requires_grad_() for k, v in arguments_of("bhyt", 9, 16, 8, torch.float32).items()}
     tensors = (a["a"], a["proj"], a["residual"], a["weight"], None, a["scale"], a["given"])
-    torch.library.opcheck(linear_ops.linear_add_norm, (*tensors, int(Stat.GIVEN), 1e-6, 10.0))
+    torch.library.opcheck(linear_ops.linear_add_norm, (*tensors, int(Stat.GIVEN), int(Act.TANH), 1e-6, 10.0))
 
 
 @pytest.mark.parametrize("fused", FUSED)

@@ -1,19 +1,28 @@
-"""Whole models of every scheme: the kernels and PyTorch's path give the same logits and gradients."""
+"""Whole models of every scheme: the kernels and PyTorch's path give the same logits and gradients; additions and
+products are fused into the norms; decoding takes the prompt's kernels; the whole compiles."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from kernel_harness import DEVICE
-from normlab_kernels import dispatch
+from normlab_kernels import dispatch, ladder
+
+pytest.importorskip("triton", reason="pip install normlab-kernels[gpu]")
+from normlab_kernels import linear_ops, ops  # noqa: E402
 
 normlab = pytest.importorskip("normlab", reason="the models are normlab's: pip install -e .")
+every_scheme = pytest.mark.parametrize("scheme", sorted(normlab.SCHEMES))
+pytestmark = pytest.mark.kernels
 
 
-def outcome(scheme: str, kernels: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits and parameter gradients of a tiny model with outlying residuals, always the same."""
+def tiny(scheme: str, kernels: str, **fields: Any) -> Any:
+    """A model with outlying residuals and no norm parameter at its start, always the same."""
     torch.manual_seed(0)
-    config = normlab.NormlabConfig(
+    options: dict[str, Any] = dict(
         scheme=scheme,
         vocab_size=32,
         hidden_size=24,
@@ -21,30 +30,208 @@ def outcome(scheme: str, kernels: str) -> tuple[torch.Tensor, dict[str, torch.Te
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=8,
+        max_position_embeddings=16,
     )
-    model = normlab.NormlabForCausalLM(config, kernels=kernels).to(DEVICE)
+    model = normlab.NormlabForCausalLM(normlab.NormlabConfig(**{**options, **fields}), kernels=kernels).to(DEVICE)
+    draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 3] *= 30
-    tokens = torch.arange(12, device=DEVICE).view(2, 6) % 32
-    out = model(input_ids=tokens, labels=tokens)
-    out.loss.backward()
-    return out.logits.detach(), {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.mul_(0.7 + 0.6 * torch.rand(parameter.shape, generator=draw).to(DEVICE))
+            else:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw).to(DEVICE))
+    model.refresh_carried()
+    return model
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("scheme", sorted(normlab.SCHEMES))
+def ids() -> torch.Tensor:
+    return torch.arange(12, device=DEVICE).view(2, 6) % 32
+
+
+def outcome(model: Any, run: Callable[..., Any] | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and parameter gradients."""
+    out = (model if run is None else run)(input_ids=ids(), labels=ids(), use_cache=False)
+    named = dict(model.named_parameters())
+    return out.logits.detach(), dict(zip(named, torch.autograd.grad(out.loss, list(named.values())), strict=True))
+
+
+def assert_same(
+    got: tuple[torch.Tensor, dict[str, torch.Tensor]], expected: tuple[torch.Tensor, dict[str, torch.Tensor]]
+) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert got[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert (got[1][name] - value).abs().max() <= 1e-4 * value.abs().max() + 1e-6, name
+
+
+class Launches:
+    """What the models ask of the kernels: one (has a residual, statistic, activation) a call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.norms: list[tuple[bool, int, int]] = []
+        self.products = 0
+        launch, multiply = dispatch._triton_path, linear_ops.linear_add_norm
+
+        def counted(
+            x: Any, residual: Any, weight: Any, bias: Any, scale: Any, shift: Any, given: Any, spec: Any
+        ) -> Any:
+            self.norms.append((residual is not None, int(spec.stat), int(spec.act)))
+            return launch(x, residual, weight, bias, scale, shift, given, spec)
+
+        def multiplied(*arguments: Any) -> Any:
+            self.products += 1
+            return multiply(*arguments)
+
+        monkeypatch.setattr(dispatch, "_triton_path", counted)
+        monkeypatch.setattr(linear_ops, "linear_add_norm", multiplied)
+
+
+@every_scheme
 def test_kernels_and_torch_agree_on_logits_and_gradients(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = []
-    launch = dispatch._triton_path
-    monkeypatch.setattr(dispatch, "_triton_path", lambda *args: launched.append(1) or launch(*args))
-    logits, gradients = outcome(scheme, "triton")
-    assert launched
-    launched.clear()
-    expected_logits, expected = outcome(scheme, "torch")
-    assert not launched
-    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
-    assert gradients.keys() == expected.keys()
-    for name, value in expected.items():
-        size = value.abs().max()
-        assert (gradients[name] - value).abs().max() <= 1e-4 * size + 1e-6, name
+    launches = Launches(monkeypatch)
+    got = outcome(tiny(scheme, "triton"))
+    assert launches.norms
+    launches.norms.clear()
+    expected = outcome(tiny(scheme, "torch"))
+    assert not launches.norms
+    assert_same(got, expected)
+
+
+@every_scheme
+def test_every_addition_before_a_norm_in_a_block_is_the_norms_own(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks: the sum before each MLP's norm, and in Post-LN both sums; no norm of a block runs unfused there."""
+    launches, model = Launches(monkeypatch), tiny(scheme, "triton")
+    with torch.no_grad():
+        model(ids())
+    layouts = [layer.layout for layer in model.model.layers]
+    fused = sum(bool(x.attn_sum) + bool(x.mlp_sum) + bool(x.mlp_in) for x in layouts)
+    norms = 1 + sum(len(layout.places()) for layout in layouts)
+    assert [residual for residual, *_ in launches.norms].count(True) == fused
+    assert len(launches.norms) == norms
+    assert launches.products == 0
+
+
+@every_scheme
+def test_a_watched_norm_runs_by_itself_and_the_bits_are_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(scheme, "triton")
+    expected = outcome(model)
+    launches = Launches(monkeypatch)
+    seen = []
+    for layer in model.model.layers:
+        for _, name in layer.layout.places():
+            getattr(layer, name).register_forward_hook(lambda *_: seen.append(1))
+    got = outcome(model)
+    assert len(seen) == len(launches.norms) - 1  # the final norm
+    assert not any(residual for residual, *_ in launches.norms)
+    assert torch.equal(got[0], expected[0])
+    for name, value in expected[1].items():
+        torch.testing.assert_close(got[1][name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "fields"),
+    [("bhyt", {}), ("bhyt", {"carried": "causal"}), ("bhyt_linear", {}), ("dyt", {})],
+    ids=["bhyt", "bhyt-causal", "bhyt_linear", "dyt"],
+)
+def test_projection_addition_and_norm_are_one_kernel_where_the_table_says_so(
+    scheme: str, fields: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = outcome(tiny(scheme, "torch", **fields))
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(ladder, "fusion_wins", lambda device, width: True)
+    model = tiny(scheme, "triton", **fields)
+    assert_same(outcome(model), expected)
+    assert launches.products == len(model.model.layers)
+    with torch.no_grad():
+        stepped = decoded(model)
+    torch.testing.assert_close(stepped, expected[0], rtol=1e-4, atol=1e-5)
+    launches.products = 0
+    handle = model.model.layers[0].self_attn.register_forward_hook(
+        lambda *_: None
+    )  # a hook must see attention's output
+    with torch.no_grad():
+        model(ids())
+    assert launches.products == len(model.model.layers) - 1
+    handle.remove()
+    assert not any(layer.self_attn.o_proj.deferred for layer in model.model.layers)
+
+
+def test_a_compiled_model_takes_the_fused_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(ladder, "fusion_wins", lambda device, width: True)
+    model, calls = tiny("bhyt", "triton", num_hidden_layers=1), []
+    expected, launch = outcome(model), linear_ops.on_device
+    monkeypatch.setattr(linear_ops, "on_device", lambda *where: calls.append(1) or launch(*where))
+    got = outcome(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert calls
+    assert_same(got, expected)
+    assert not model.model.layers[0].self_attn.o_proj.deferred
+
+
+@pytest.mark.parametrize("scheme", ["bhyt_exact", "pre_rmsnorm", "post_rmsnorm", "peri_ln"])
+def test_a_statistic_of_the_sum_itself_keeps_the_product_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(ladder, "fusion_wins", lambda device, width: True)
+    with torch.no_grad():
+        tiny(scheme, "triton")(ids())
+    assert launches.products == 0
+
+
+def decoded(model: Any) -> torch.Tensor:
+    """Logits of every token, the last four one at a time through the cache."""
+    out = model(ids()[:, :2], use_cache=True)
+    pieces = [out.logits]
+    for position in range(2, 6):
+        out = model(ids()[:, position : position + 1], past_key_values=out.past_key_values, use_cache=True)
+        pieces.append(out.logits)
+    return torch.cat(pieces, dim=1)
+
+
+@every_scheme
+def test_decoding_one_token_takes_the_kernels_of_the_prompt(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same launches for one token as for many, and the same logits; the rows' bits are pinned in
+    test_kernels_rows.py."""
+    launches, model = Launches(monkeypatch), tiny(scheme, "triton").eval()
+    with torch.no_grad():
+        full = model(ids(), use_cache=False).logits
+        prompt = list(launches.norms)
+        launches.norms.clear()
+        stepped = decoded(model)
+    assert launches.norms == prompt * 5
+    torch.testing.assert_close(stepped, full, rtol=1e-5, atol=1e-5)
+
+
+@every_scheme
+def test_generate_writes_what_argmax_over_full_forwards_writes(scheme: str) -> None:
+    model, written = tiny(scheme, "triton").eval(), ids()
+    mask = torch.ones_like(written)
+    with torch.no_grad():
+        for _ in range(3):
+            last = model(written, use_cache=False).logits[:, -1]
+            written = torch.cat([written, last.argmax(-1, keepdim=True)], dim=1)
+    generated = model.generate(ids(), attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert torch.equal(generated, written)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "backend", "layers"),
+    [("bhyt", "aot_eager", 1), ("mix_ln", "aot_eager", 2), ("bhyt", "inductor", 1), ("dyt", "inductor", 1)],
+)
+def test_the_whole_model_compiles_as_one_graph_with_the_kernels_in_it(
+    scheme: str, backend: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    model = tiny(scheme, "triton", num_hidden_layers=layers)
+    expected = outcome(model)
+    calls = []
+    launched = ops.on_device
+
+    def counted(kernel: Any, grid: Any, device: Any) -> Any:
+        calls.append(kernel)
+        return launched(kernel, grid, device)
+
+    monkeypatch.setattr(ops, "on_device", counted)
+    got = outcome(model, torch.compile(model, fullgraph=True, backend=backend))
+    assert calls.count(ops.norm_forward_kernel) == calls.count(ops.norm_backward_kernel) > 0
+    assert_same(got, expected)

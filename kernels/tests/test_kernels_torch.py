@@ -125,6 +125,23 @@ def test_autocast_leaves_the_norm_in_the_dtype_of_its_input() -> None:
         assert torch.equal(got[key], value), key
 
 
+@pytest.mark.parametrize("name", sorted(name for name, case in CASES.items() if case.residual))
+def test_a_sixteen_bit_branch_joins_a_stream_in_fp32_with_the_bits_of_two_steps(name: str) -> None:
+    """What autocast hands a block: the sum and the norm are fp32, each gradient has its operand's dtype."""
+    case = CASES[name]
+    arguments = make_inputs(case, 5, 20, torch.float32)
+    arguments["x"] = arguments["x"].to(torch.bfloat16)
+    got, upstream = results(case.call, arguments, None)
+    assert got["s"].dtype == got["y"].dtype == got["dresidual"].dtype == torch.float32
+    assert got["dx"].dtype == torch.bfloat16
+    assert torch.equal(got["s"], arguments["residual"] + arguments["x"])
+    single = CASES[name.removeprefix("add_")]
+    of_the_sum = {k: got["s"] if k == "x" else arguments[k] for k in single.inputs}
+    alone, _ = results(single.call, of_the_sum, {k: v for k, v in upstream.items() if k != "s"})
+    assert torch.equal(got["y"], alone["y"])
+    torch.testing.assert_close(got["dresidual"], alone["dx"] + upstream["s"], rtol=1e-6, atol=1e-6)
+
+
 def test_sixteen_bit_rows_with_a_wider_weight_come_out_in_the_wider_dtype() -> None:
     arguments = make_inputs(CASES["rms_norm"], 5, 12, torch.float32)
     y = nk.rms_norm(arguments["x"].half(), arguments["weight"])

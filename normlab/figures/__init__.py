@@ -9,6 +9,9 @@ growth_before_after   the last layer before and after training, with the control
 profile               one training step, all schemes in one panel: what the explorer shows
 skip_cost             loss added by skipping a block, from a probe's table (C2)
 future_effect         what later blocks do then (D2)
+logit_attribution     who writes a logit, from the TransformerLens bridge's tables
+variant_differences   two schemes under each variant of a sweep, paired by seed (N1)
+by_setting            quantities against a setting, each seed a dot (B7)
 METRICS               label, unit and definition of every metric
 themed                a figure for a light or a dark page
 
@@ -22,6 +25,7 @@ try:
 except ImportError as error:  # pragma: no cover - needs an environment without plotly
     raise ImportError("figures need plotly: pip install 'normlab[notebooks]'") from error
 
+from normlab.figures.attribution import logit_attribution
 from normlab.figures.curves import depth_scaling, loss_curves
 from normlab.figures.endpoints import growth_before_after
 from normlab.figures.growth import gradient_growth, layer_growth
@@ -29,20 +33,24 @@ from normlab.figures.profile import profile
 from normlab.figures.registry import FIGURES, FigureRow
 from normlab.figures.skipping import future_effect, skip_cost
 from normlab.figures.theme import message_figure, themed
+from normlab.figures.variants import by_setting, variant_differences
 from normlab.labels import METRICS
 
 __all__ = [
     "FIGURES",
     "METRICS",
     "FigureRow",
+    "by_setting",
     "depth_scaling",
     "future_effect",
     "gradient_growth",
     "growth_before_after",
     "layer_growth",
+    "logit_attribution",
     "loss_curves",
     "message_figure",
     "profile",
     "skip_cost",
     "themed",
+    "variant_differences",
 ]

@@ -17,7 +17,7 @@ from normlab.selection import DIVERGED, FINISHED, NOT_LEARNED, Selection, choose
 
 _MARGIN = dict(l=70, r=190, t=112, b=64)
 _LOSS = metric_row("loss")
-_DOTTED = "dotted: held-out unigram entropy, above it a run has not learned"
+_DOTTED = "dotted: held-out unigram entropy"
 
 
 def loss_curves(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,17 +18,19 @@ from normlab.profiles import Profile, Profiles, View, default_view
 
 HEIGHT = 520
 _MARGIN = dict(l=72, r=170, t=88, b=58)
+_THEORY = "theory"
 
 
 @dataclass(frozen=True)
 class Dress:
-    """How a view is drawn: bands, log axis (None: as the metric's row says), page theme, published values."""
+    """How a view is drawn: bands, log axis (None: as the metric's row says), page theme, published values, theory."""
 
     band: bool = True
     log: bool | None = None
     theme: str = "light"
     published: pd.DataFrame | None = field(default=None, compare=False)
     overlay: bool = True
+    theory: bool = False
 
 
 def profile(
@@ -44,19 +48,25 @@ def profile(
     log: bool | None = None,
     theme: str = "light",
     published: pd.DataFrame | None = None,
+    theory: bool | pd.DataFrame = False,
 ) -> go.Figure:
     """A metric by layer at one training step, a line a scheme; with `reference`, its ratio or difference by pairs.
 
     Args:
         runs: the table of `normlab.load_runs`, or an index made from it.
-        metric, site, mask, depth, step: default: block outputs of the deepest model after training.
+        metric, site, mask, depth, step: default: block outputs after training, of the deepest models that share a
+            learning rate.
         relative: each profile divided by its value at layer 1.
         reference: scheme against which all are shown, with 95% intervals.
         band: shade from the smallest to the largest seed, or the interval.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
+        theory: a dotted line a scheme, what theory predicts before training: rows of `normlab.theory.predict` (when
+            `runs` is a table), or True for the models that `normlab train` makes of a width. Nothing where it says
+            nothing.
     """
-    profiles = runs if isinstance(runs, Profiles) else Profiles(runs)
+    told = theory if isinstance(theory, pd.DataFrame) else None
+    profiles = runs if isinstance(runs, Profiles) else Profiles(runs, told)
     view = default_view(profiles, schemes)
     if view is None:
         return look.message_figure(profiles.missing)
@@ -73,95 +83,102 @@ def profile(
     view = replace(
         view, metric=metric, site=site, mask=mask, depth=depth, step=step, relative=relative, reference=reference
     )
-    figure = blank(view.schemes)
-    redraw(figure, profiles, view, Dress(band, log, theme, published))
-    return figure
+    dress = Dress(band, log, theme, published, theory=theory is not False)
+    return static(drawing(profiles, view, dress))
 
 
-def blank(schemes: Sequence[str]) -> go.Figure:
-    """The traces of a profile figure, without data: a band and a line a scheme, published values, labels."""
-    figure = go.Figure()
-    for name in schemes:
-        band = go.Scatter(mode="lines", fill="toself", hoverinfo="skip", line=dict(width=0), name=f"{name} band")
-        figure.add_trace(band)
-        figure.add_trace(go.Scatter(mode="lines", name=name, meta=dict(scheme=name)))
-    figure.add_trace(go.Scatter(mode="markers", name="published", meta=dict(published=True)))
-    figure.add_trace(
-        go.Scatter(mode="text", name="labels", textposition="middle right", hoverinfo="skip", cliponaxis=False)
-    )
-    return figure.update_layout(
-        showlegend=False,
-        autosize=True,
-        height=HEIGHT,
-        margin=_MARGIN,
-        hovermode="closest",
-        xaxis=dict(title=dict(text="layer")),
-    )
+def static(drawn: dict[str, Any]) -> go.Figure:
+    """What `drawing` returns as a figure, with None where there is no value."""
+    traces = [{key: _listed(part) for key, part in trace.items()} for trace in drawn["data"]]
+    return go.Figure({"data": traces, "layout": drawn["layout"]})
 
 
-def redraw(figure: go.Figure, profiles: Profiles, view: View, dress: Dress, only_step: bool = False) -> None:
-    """Put a view into a figure made by `blank` for the same or more schemes, changing its traces in place.
+def drawing(profiles: Profiles, view: View, dress: Dress) -> dict[str, Any]:
+    """A view as plain data and layout of a plotly figure: numbers are arrays, so that a move of a slider is cheap.
 
-    Args:
-        only_step: nothing but the training step has changed since the last call: axes, colours and hover texts stay.
+    Traces are named for what they show: "<scheme> band", "<scheme> theory", "<scheme>", "published", "labels"; one that
+    has nothing to show is left out.
     """
     row = metric_row(view.metric)
     log = row.log if dress.log is None else dress.log
-    lines = {line.scheme: line for line in profiles.lines(view)}
+    lines = profiles.lines(view)
+    predicted = profiles.predicted(view) if dress.theory else []
     told = _published(dress.published if dress.overlay else None, view)
     span = profiles.span(view) + ([] if told is None else [*told["value"]])
+    span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
     if log and span and min(span) <= 0:
         log = False
     bounds = look.axis_bounds(span, log)
-    traces = {trace.name: trace for trace in figure.data}
-    for name, trace in traces.items():
-        if trace.meta and "scheme" in trace.meta:
-            _draw_line(trace, traces[f"{name} band"], lines.get(name), view, dress, only_step)
-    _draw_labels(traces["labels"], list(lines.values()), bounds, log, dress.theme)
-    if not only_step:
-        _draw_published(traces["published"], told, row.name)
-        _lay_out(figure, view, bounds, log, dress.theme)
-    figure.layout.title.text = _title(view)
-    notes = [] if lines else [_nothing(profiles, view)]
-    if notes or figure.layout.annotations:
-        figure.layout.annotations = notes
+    traces = [_band(line, dress.theme) for line in lines if dress.band and np.isfinite(line.low).any()]
+    traces += [_prediction(line, view, dress.theme) for line in predicted]
+    traces += [_line(line, view, dress.theme) for line in lines]
+    traces += [] if told is None else [_told(told, row.name)]
+    traces += _labels(lines, bounds, log, dress.theme)
+    layout = _layout(view, bounds, log, dress.theme)
+    return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
 
 
-def _draw_line(
-    trace: go.Scatter, band: go.Scatter, line: Profile | None, view: View, dress: Dress, only_step: bool
-) -> None:
-    if line is None:
-        trace.visible = band.visible = False
-        return
-    x = line.layers.tolist()
-    style = look.style_of(line.scheme)
-    color = look.ink(style.color, dress.theme)
-    if not only_step or not trace.visible:
-        trace.update(x=x, line=dict(color=color, dash=style.dash, width=2.2), hovertemplate=_hover(view, style.title))
-    trace.update(y=_listed(line.values), text=_spread_texts(line), visible=True)
+def theory_remark(profiles: Profiles, view: View) -> str:
+    """What the dotted lines are, or that there are none and why."""
+    schemes = [line.scheme for line in profiles.predicted(view)]
+    if not schemes:
+        what = f"the {metric_row(view.metric).label}, {SITES.get(view.site, view.site)}"
+        return f"theory says nothing here of {what}"
+    silent = [look.style_of(name).title for name in view.schemes if name not in schemes]
+    return "dotted: theory, before training" + (f" (nothing of {', '.join(silent)})" if silent else "")
+
+
+def _band(line: Profile, theme: str) -> dict[str, Any]:
     known = np.isfinite(line.low) & np.isfinite(line.high)
-    if dress.band and known.any():
-        around = np.concatenate([line.layers[known], line.layers[known][::-1]])
-        edge = np.concatenate([line.low[known], line.high[known][::-1]])
-        band.update(x=around.tolist(), y=_listed(edge), visible=True)
-        if not only_step or not band.fillcolor:
-            band.fillcolor = look.faded(color, 0.16)
-    else:
-        band.visible = False
+    color = look.ink(look.style_of(line.scheme).color, theme)
+    return dict(
+        type="scatter",
+        mode="lines",
+        fill="toself",
+        hoverinfo="skip",
+        line=dict(width=0),
+        name=f"{line.scheme} band",
+        fillcolor=look.faded(color, 0.16),
+        x=np.concatenate([line.layers[known], line.layers[known][::-1]]),
+        y=np.concatenate([line.low[known], line.high[known][::-1]]),
+    )
 
 
-def _hover(view: View, title: str) -> str:
+def _line(line: Profile, view: View, theme: str) -> dict[str, Any]:
+    style = look.style_of(line.scheme)
+    spread = f"%{{customdata[0]:.4~g}} to %{{customdata[1]:.4~g}}, {line.seeds} seeds" if line.seeds > 1 else "1 seed"
+    trace = dict(
+        type="scatter",
+        mode="lines",
+        name=line.scheme,
+        meta=dict(scheme=line.scheme),
+        line=dict(color=look.ink(style.color, theme), dash=style.dash, width=2.2),
+        hovertemplate=_hover(view, style.title, spread),
+        x=line.layers,
+        y=line.values,
+    )
+    return trace if line.seeds == 1 else trace | dict(customdata=np.stack([line.low, line.high], axis=1))
+
+
+def _prediction(line: Profile, view: View, theme: str) -> dict[str, Any]:
+    style = look.style_of(line.scheme)
+    return dict(
+        type="scatter",
+        mode="lines",
+        name=f"{line.scheme} {_THEORY}",
+        opacity=0.85,
+        line=dict(color=look.ink(style.color, theme), dash="2px,4px", width=1.6),
+        hovertemplate=_hover(view, style.title, "theory, before training"),
+        x=line.layers,
+        y=line.values,
+    )
+
+
+def _hover(view: View, title: str, about: str) -> str:
     row = metric_row(view.metric)
     what = row.definition if view.reference is None else f"{_against(view)}; {row.definition}"
-    return f"<b>{title}</b><br>layer %{{x}}: %{{y:.4~g}}%{{text}}<br><i>{row.name}: {what}</i><extra></extra>"
-
-
-def _spread_texts(line: Profile) -> list[str]:
-    """What the hover says of the seeds, a text a layer."""
-    if line.seeds == 1:
-        return ["<br>1 seed"] * len(line.layers)
-    pairs = zip(line.low, line.high, strict=True)
-    return [f"<br>{low:.4g} to {high:.4g}, {line.seeds} seeds" for low, high in pairs]
+    where = "<br>layer %{x}: %{y:.4~g}"
+    return f"<b>{title}</b>{where}<br>{about}<br><i>{row.name}: {what}</i><extra></extra>"
 
 
 def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame | None:
@@ -172,42 +189,47 @@ def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame | Non
     return published[keep] if keep.any() else None
 
 
-def _draw_published(trace: go.Scatter, told: pd.DataFrame | None, metric: str) -> None:
-    if told is None:
-        trace.visible = False
-        return
+def _told(told: pd.DataFrame, metric: str) -> dict[str, Any]:
     rows = list(told.itertuples())
-    trace.update(
-        x=[int(row.layer) for row in rows],
-        y=[float(row.value) for row in rows],
-        error_y=dict(type="data", array=[float(row.value) * float(row.relative_error) for row in rows], thickness=1.2),
+    reading = [float(row.value) * float(row.relative_error) for row in rows]
+    return dict(
+        type="scatter",
+        mode="markers",
+        name="published",
+        x=np.array([int(row.layer) for row in rows]),
+        y=np.array([float(row.value) for row in rows]),
+        error_y=dict(type="data", array=reading, thickness=1.2),
         marker=dict(symbol="diamond-open", size=8, color=[look.style_of(str(row.scheme)).color for row in rows]),
         text=[f"{row.paper} (arXiv {row.arxiv}), {row.where}<br>{row.model}, {row.method}: {row.note}" for row in rows],
         hovertemplate=f"published {metric}: %{{y}}<br>%{{text}}<extra></extra>",
-        visible=True,
     )
 
 
-def _draw_labels(
-    trace: go.Scatter, lines: Sequence[Profile], bounds: tuple[float, float] | None, log: bool, theme: str
-) -> None:
+def _labels(
+    lines: Sequence[Profile], bounds: tuple[float, float] | None, log: bool, theme: str
+) -> list[dict[str, Any]]:
     """A label at the end of every line, moved apart; one trace, so that it moves with the lines at no cost."""
     ends = [(line, _end(line)) for line in lines]
     ends = [(line, end) for line, end in ends if np.isfinite(end) and (end > 0 or not log)]
     if not ends or bounds is None:
-        trace.visible = False
-        return
+        return []
     places = [float(np.log10(end)) if log else end for _, end in ends]
     unit = (bounds[1] - bounds[0]) / (HEIGHT - _MARGIN["t"] - _MARGIN["b"])
-    placed = look.spread(places, 15 * unit, *bounds)
+    placed = np.array(look.spread(places, 15 * unit, *bounds))
     styles = [look.style_of(line.scheme) for line, _ in ends]
-    trace.update(
-        x=[int(line.layers[-1]) for line, _ in ends],
-        y=[float(10**place) if log else place for place in placed],
+    label = dict(
+        type="scatter",
+        mode="text",
+        name="labels",
+        textposition="middle right",
+        hoverinfo="skip",
+        cliponaxis=False,
+        x=np.array([int(line.layers[-1]) for line, _ in ends]),
+        y=10**placed if log else placed,
         text=[f" {style.title}" for style in styles],
         textfont=dict(color=[look.ink(style.color, theme) for style in styles], size=12),
-        visible=True,
     )
+    return [label]
 
 
 def _end(line: Profile) -> float:
@@ -224,15 +246,28 @@ def _title(view: View) -> str:
     return f"{row.label[0].upper()}{row.label[1:]} by layer, {when}<br>{small}"
 
 
-def _lay_out(figure: go.Figure, view: View, bounds: tuple[float, float] | None, log: bool, theme: str) -> None:
+@cache
+def _sheet(theme: str) -> dict[str, Any]:
+    """The template as plain data, which takes as long to make as all the rest."""
+    sheet: dict[str, Any] = look.template(theme).to_plotly_json()
+    return sheet
+
+
+def _layout(view: View, bounds: tuple[float, float] | None, log: bool, theme: str) -> dict[str, Any]:
     row = metric_row(view.metric)
     put = _against(view) if view.reference is not None else "relative to layer 1" if view.relative else row.axis
     neutral = 1.0 if row.log else 0.0
     neutral_line = dict(color=look.NEUTRAL, dash="dot")
     line = dict(type="line", xref="x domain", x0=0, x1=1, y0=neutral, y1=neutral, line=neutral_line)
-    figure.update_layout(
-        template=look.template(theme),
-        xaxis=dict(range=[0, view.depth], dtick=max(1, round(view.depth / 8))),
+    return dict(
+        template=_sheet(theme),
+        title=dict(text=_title(view)),
+        showlegend=False,
+        autosize=True,
+        height=HEIGHT,
+        margin=_MARGIN,
+        hovermode="closest",
+        xaxis=dict(title=dict(text="layer"), range=[0, view.depth], dtick=max(1, round(view.depth / 8))),
         yaxis=dict(title=dict(text=put)) | look.value_axis(bounds, log),
         shapes=[line] if view.reference is not None else [],
     )
@@ -250,6 +285,8 @@ def _against(view: View) -> str:
     return f"ratio to {title}, paired by seed" if metric_row(view.metric).log else f"minus {title}, paired by seed"
 
 
-def _listed(values: np.ndarray) -> list[float | None]:
-    """Plain numbers; None where there is none, which leaves a gap in the line."""
-    return [float(v) if np.isfinite(v) else None for v in values]
+def _listed(part: Any) -> Any:
+    """Arrays as plain numbers; None where there is none, which leaves a gap in the line."""
+    if not isinstance(part, np.ndarray):
+        return part
+    return np.where(np.isfinite(part), part.astype(object), None).tolist()  # type: ignore[call-overload]

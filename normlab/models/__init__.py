@@ -1,4 +1,4 @@
-"""Models: configuration, modeling, conversion of existing models, TransformerLens bridge.
+"""Models: configuration, modeling, conversion of existing models, folding of norms, TransformerLens bridge.
 
 Importing this package registers ``model_type="normlab"`` with transformers, so that ``AutoModelForCausalLM`` loads our
 models.
@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from normlab.models.configuration import NormlabConfig
 from normlab.models.conversion import swap_norms
+from normlab.models.folding import FoldedNorms, fold_norms
 from normlab.models.modeling import NormlabDecoderLayer, NormlabForCausalLM, NormlabModel, refresh_carried
 
 AutoConfig.register(NormlabConfig.model_type, NormlabConfig, exist_ok=True)
@@ -15,10 +16,12 @@ AutoModel.register(NormlabConfig, NormlabModel, exist_ok=True)
 AutoModelForCausalLM.register(NormlabConfig, NormlabForCausalLM, exist_ok=True)
 
 __all__ = [
+    "FoldedNorms",
     "NormlabConfig",
     "NormlabDecoderLayer",
     "NormlabForCausalLM",
     "NormlabModel",
+    "fold_norms",
     "refresh_carried",
     "swap_norms",
 ]

@@ -35,15 +35,17 @@ class NormlabConfig(LlamaConfig):
         scheme: a key of ``normlab.SCHEMES``.
         lam_input, lam_post, lam_last: lambda at the attention, MLP and final norm. 0 at the final norm: plain RMSNorm.
         kappa: BHyT's divisor; only lambda/kappa enters the map.
+        gamma0: what gamma starts at where lambda acts. With gamma0 * lambda/kappa fixed, small inputs see the same map
+            and lambda/kappa alone sets how much the tanh bends.
         learnable_lam: train lambda; if false it is a buffer.
         carried: statistic at BHyT's MLP site: "uniform" (the paper's correction over T tokens at every position),
             "causal" (over the tokens a position attends to), "exact" (reduced again). None: the scheme's default.
         train_seq_len: T of the carried statistic; None: ``max_position_embeddings``.
         post_fraction: share of the first blocks that are Post-LN in Mix-LN.
 
-    lambda and kappa also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are kept
-    unused. Loading weights with another ``train_seq_len`` keeps the c that they hold: call ``refresh_carried()`` to
-    have its own.
+    lambda, kappa and gamma0 also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are
+    kept unused. Loading weights with another ``train_seq_len`` keeps the c that they hold: call ``refresh_carried()``
+    to have its own.
 
     Raises:
         NormlabError: one line naming the field, for an unknown scheme, no layers, heads that do not divide the width,
@@ -57,6 +59,7 @@ class NormlabConfig(LlamaConfig):
     lam_post: float | int = 1.0
     lam_last: float | int = 0.0
     kappa: float | int = 10.0
+    gamma0: float | int = 1.0
     learnable_lam: bool = True
     carried: str | None = None
     train_seq_len: int | None = None
@@ -86,12 +89,10 @@ class NormlabConfig(LlamaConfig):
             head_dim % 2 == 0,
             f"heads of width {head_dim} cannot be rotated: choose hidden_size and num_attention_heads for an even one",
         )
-        _require(
-            all(0 < value < math.inf for value in (self.lam_input, self.lam_post, self.kappa))
-            and 0 <= self.lam_last < math.inf,
-            f"lam_input {self.lam_input}, lam_post {self.lam_post} and kappa {self.kappa} must be positive, "
-            f"lam_last {self.lam_last} positive or 0, all finite",
-        )
+        for name in ("lam_input", "lam_post", "kappa", "gamma0"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"{name} {value} must be positive and finite")
+        _require(0 <= self.lam_last < math.inf, f"lam_last {self.lam_last} must be positive, or 0, and finite")
         _require(0 <= self.post_fraction <= 1, f"post_fraction is {self.post_fraction}: give a share between 0 and 1")
         if self.carried is None and scheme.carried:
             self.carried = scheme.carried[0]
@@ -131,5 +132,5 @@ class NormlabConfig(LlamaConfig):
         return cls(**fields, scheme=scheme)
 
 
-_NUMBERS = ("lam_input", "lam_post", "lam_last", "kappa", "post_fraction")
+_NUMBERS = ("lam_input", "lam_post", "lam_last", "kappa", "gamma0", "post_fraction")
 _FIELDS = {field.name for field in dataclasses.fields(NormlabConfig)}

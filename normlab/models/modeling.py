@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
@@ -24,6 +25,27 @@ NORM_CLASSES = (RMSNorm, LayerNorm, DyT, BHyT)
 KERNELS = ("auto", "triton", "torch")
 
 
+class OutputProjection(nn.Linear):
+    """Attention's output projection. Deferred, it returns its input: the block then multiplies, adds and normalizes in
+    one kernel."""
+
+    deferred = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input if self.deferred else super().forward(input)
+
+
+def _watched(*modules: nn.Module) -> bool:
+    """Whether a hook would miss what a fused kernel does inside these modules."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for module in modules for kind in kinds)
+
+
+def _adds(norm: Any, x: Tensor) -> bool:
+    """Whether the norm's kernel takes the addition before it along: kernels compute the norm, and nobody watches it."""
+    return isinstance(norm, NORM_CLASSES) and nk.chooses_kernels(x, norm.kernels) and not _watched(norm)
+
+
 def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
     block.state_prefix = prefix
 
@@ -37,12 +59,26 @@ def _complete_constant(block: NormlabDecoderLayer, incompatible_keys) -> None:
         incompatible_keys.missing_keys.remove(key)
 
 
+def is_folded(model: Any) -> bool:
+    """Whether the norms' gains were multiplied into the matrices (`fold_norms`), here or before the model was saved."""
+    return bool(getattr(getattr(model, "config", None), "norms_folded", False))
+
+
+def refuse_folded_training(model: nn.Module, *unused) -> None:
+    """Forward pre-hook of a folded model."""
+    if model.training:
+        raise NormlabError("the norms are folded into the matrices, for inference: unfold() before training, or eval()")
+
+
 class NormlabDecoderLayer(GradientCheckpointingLayer):
     """One block: h = sum(x + out(attn(in(x)))), then the same with the MLP; absent norms are the identity.
 
     With a carried statistic the MLP norm divides by sqrt(ms + c lambda_in^2/kappa^2 + eps), ms being the attention
     norm's mean square: no second reduction. c = ||W_V W_O||_F^2 / (T d) is the persistent float32 buffer ``c_attn``;
     it and lambda are constants there, ms is not: its gradient reaches the block's input.
+
+    Where kernels compute the norms, a sum and the norm that reads it are one kernel, with the bits of two; and the
+    product before them too, where the kernels' table of measurements prefers that. A norm with hooks is run by itself.
     """
 
     c_attn: Tensor
@@ -54,6 +90,8 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         scheme = get_scheme(config.scheme)
         self.self_attn: Any = attention or LlamaAttention(config=config, layer_idx=layer_idx)
+        if attention is None:  # the same tensors: a new module would draw weights and shift those that follow
+            self.self_attn.o_proj.__class__ = OutputProjection
         self.mlp: Any = mlp or LlamaMLP(config)
         if scheme.residual_init is not None:
             residual_linears: list[Any] = [self.self_attn.o_proj, self.mlp.down_proj]
@@ -102,6 +140,41 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         norm = self.norm_at(place)
         return x if norm is None else norm(x)
 
+    def _attend(self, deferred: bool, **arguments: Any) -> Tensor:
+        """Attention's output; deferred, what its output projection would multiply."""
+        if not deferred:
+            return self.self_attn(**arguments)[0]
+        projection = self.self_attn.o_proj
+        projection.deferred = True
+        try:
+            return self.self_attn(**arguments)[0]
+        finally:
+            projection.deferred = False
+
+    def _add(self, place: str, branch: Tensor, residual: Tensor, **statistic: Tensor) -> tuple[Tensor, Tensor]:
+        """s = residual + branch, and the norm at ``place`` of s (s itself where there is none)."""
+        norm = self.norm_at(place)
+        if _adds(norm, residual):
+            return norm.add(branch, residual, **statistic)
+        s = residual + branch
+        return s, s if norm is None else norm(s, **statistic)
+
+    def _defers_projection(self, x: Tensor) -> bool:
+        """Whether attention's output projection, the addition and the MLP's norm are one kernel for a stream like
+        x."""
+        norm, attention = self.norm_at("mlp_in"), self.self_attn
+        if not (_adds(norm, x) and hasattr(norm, "add_product") and (self.carried or not hasattr(norm, "lam"))):
+            return False
+        projection = attention.o_proj
+        return (
+            type(projection) is OutputProjection
+            and projection.bias is None
+            and not (self.layout.attn_out or self.layout.attn_sum)
+            and not _watched(attention, projection)
+            and not torch.is_autocast_enabled(x.device.type)
+            and nk.prefers_fused(x, projection.weight, x, norm.weight)
+        )
+
     def carried_mean_square(self, mean_square: Tensor, position_ids: Tensor | None) -> Tensor:
         """ms + c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch, tokens, 1),
         float32."""
@@ -124,11 +197,15 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         **kwargs,
     ) -> Tensor:
         residual = hidden_states
+        statistic: dict[str, Tensor] = {}
         if self.carried:
             hidden_states, mean_square = self.norm_at("attn_in")(hidden_states, return_mean_square=True)
+            statistic["mean_square"] = self.carried_mean_square(mean_square, position_ids)
         else:
             hidden_states = self._normalize("attn_in", hidden_states)
-        hidden_states, _ = self.self_attn(
+        deferred = self._defers_projection(residual)
+        hidden_states = self._attend(
+            deferred,
             hidden_states=hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -137,16 +214,18 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        hidden_states = self._normalize("attn_sum", residual + self._normalize("attn_out", hidden_states))
-
-        residual = hidden_states
-        if self.carried:
-            statistic = self.carried_mean_square(mean_square, position_ids)
-            hidden_states = self.norm_at("mlp_in")(hidden_states, mean_square=statistic)
+        if deferred:
+            matrix = self.self_attn.o_proj.weight
+            residual, hidden_states = self.norm_at("mlp_in").add_product(hidden_states, matrix, residual, **statistic)
         else:
-            hidden_states = self._normalize("mlp_in", hidden_states)
+            hidden_states = self._normalize("attn_out", hidden_states)
+            if self.layout.attn_sum:
+                residual = self._add("attn_sum", hidden_states, residual)[1]
+                hidden_states = self._normalize("mlp_in", residual)
+            else:
+                residual, hidden_states = self._add("mlp_in", hidden_states, residual, **statistic)
         hidden_states = self.mlp(hidden_states)
-        return self._normalize("mlp_sum", residual + self._normalize("mlp_out", hidden_states))
+        return self._add("mlp_sum", self._normalize("mlp_out", hidden_states), residual)[1]
 
 
 class NormlabPreTrainedModel(LlamaPreTrainedModel):
@@ -247,6 +326,8 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         for module in self.modules():
             if isinstance(module, NORM_CLASSES):
                 module.kernels = kernels
+        if is_folded(self):
+            self.register_forward_pre_hook(refuse_folded_training)
         self.post_init()
 
     @classmethod
@@ -284,6 +365,8 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
 @torch.no_grad()
 def refresh_carried(model: nn.Module) -> None:
     """``NormlabForCausalLM.refresh_carried`` for any model that holds our blocks, e.g. one made by ``swap_norms``."""
+    if is_folded(model):
+        raise NormlabError("refresh_carried: the norms are folded into the matrices c is made of: unfold() first")
     for module in model.modules():
         if isinstance(module, NormlabDecoderLayer) and module.carried:
             module.c_attn.copy_(module.attention_variance_constant())

@@ -8,6 +8,9 @@ BHyT        gamma * tanh((lambda/kappa) * x / rms(x)); ``bounded=False`` is the 
 Calls: ``norm(x)`` returns y. Where a mean square exists (RMSNorm, BHyT), ``norm(x, return_mean_square=True)`` returns
 (y, ms) with ms (..., 1) in float32, and ``norm(x, mean_square=ms)`` uses ms as given, adding eps only.
 
+``norm.add(x, residual)`` returns (s, norm(s)) of s = residual + x in one pass of the kernels, with the bits of the two
+steps; it is the block's shortcut, and hooks on the norm do not see it.
+
 ``norm.kernels`` chooses what computes it: "auto" (Triton on CUDA, PyTorch elsewhere), "triton", or "torch" (rounds as
 Llama does).
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ class BHyT(nn.Module):
         kappa: constant divisor. Only lambda/kappa enters the map; kappa rescales lambda's learning rate.
         learnable_lam: a parameter if true, else a buffer that is saved but never trained.
         eps: added to the mean square.
+        gain: what every element of gamma starts at.
         bounded: false drops the tanh, y = gamma * z: the control that keeps everything else.
 
     Raises:
@@ -41,6 +44,7 @@ class BHyT(nn.Module):
         *,
         learnable_lam: bool = True,
         eps: float = 1e-6,
+        gain: float = 1.0,
         bounded: bool = True,
     ) -> None:
         super().__init__()
@@ -55,13 +59,14 @@ class BHyT(nn.Module):
         self.initial_lam = lam
         self.kappa = kappa
         self.eps = eps
+        self.gain = gain
         self.bounded = bounded
         self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.lam, self.initial_lam)
-        nn.init.ones_(self.weight)
+        nn.init.constant_(self.weight, self.gain)
 
     def tanh_input(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
         """z = (lambda/kappa) * x / sqrt(ms + eps), the argument of tanh, in float32; shape of x."""
@@ -69,16 +74,31 @@ class BHyT(nn.Module):
         return (self.lam.float() / self.kappa) * (x.float() * torch.rsqrt(ms + self.eps))
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False):
-        if not self.bounded:
-            ms = exact_mean_square(x) if mean_square is None else mean_square
+        ms = mean_square
+        if not self.bounded and not nk.chooses_kernels(x, self.kernels):
+            ms = exact_mean_square(x) if ms is None else ms
             y = self.weight * self.tanh_input(x, ms).to(x.dtype)
-        elif mean_square is None:
-            y, ms = nk.bhyt(x, self.weight, self.lam, self.kappa, self.eps, kernels=self.kernels)
+        elif ms is None:
+            y, ms = nk.bhyt(x, self.weight, self.lam, **self._options())
         else:
-            ms = mean_square
-            y = nk.bhyt_carried(x, self.weight, self.lam, ms, self.kappa, self.eps, kernels=self.kernels)
+            y = nk.bhyt_carried(x, self.weight, self.lam, ms, **self._options())
         return (y, ms) if return_mean_square else y
+
+    def add(self, x: Tensor, residual: Tensor, mean_square: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
+        if mean_square is None:
+            return nk.add_bhyt(x, residual, self.weight, self.lam, **self._options())[:2]
+        return nk.add_bhyt_carried(x, residual, self.weight, self.lam, mean_square, **self._options())
+
+    def add_product(self, a: Tensor, matrix: Tensor, residual: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
+        """s = residual + a matrix^T and y = norm(s): (s, y), in one kernel where the package's table prefers one."""
+        options: dict[str, Any] = {"kappa": self.kappa, "eps": self.eps, "bounded": self.bounded}
+        return nk.linear_add_bhyt(a, matrix, residual, self.weight, self.lam, mean_square, **options)
+
+    def _options(self) -> dict[str, Any]:
+        return {"kappa": self.kappa, "eps": self.eps, "bounded": self.bounded, "kernels": self.kernels}
 
     def extra_repr(self) -> str:
         bounded = "" if self.bounded else ", bounded=False"
-        return f"{self.weight.numel()}, lam={self.initial_lam:g}, kappa={self.kappa:g}, eps={self.eps}{bounded}"
+        start = f"lam={self.initial_lam:g}, kappa={self.kappa:g}, gain={self.gain:g}"
+        return f"{self.weight.numel()}, {start}, eps={self.eps}{bounded}"

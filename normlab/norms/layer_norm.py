@@ -43,5 +43,9 @@ class LayerNorm(nn.Module):
             return nk.layer_norm(x, self.weight, self.bias, self.eps, kernels=self.kernels)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
+        return nk.add_layer_norm(x, residual, self.weight, self.bias, self.eps, kernels=self.kernels)
+
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"

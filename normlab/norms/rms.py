@@ -53,14 +53,20 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False):
         if mean_square is None and not return_mean_square and nk.chooses_kernels(x, self.kernels):
-            weight = self.weight if self.scale == 1.0 else self.weight * self.scale
-            return nk.rms_norm(x, weight, self.eps, kernels=self.kernels)
+            return nk.rms_norm(x, self._scaled_weight(), self.eps, kernels=self.kernels)
         x32 = x.float()
         ms = x32.pow(2).mean(-1, keepdim=True) if mean_square is None else mean_square
         y = self.weight * (x32 * torch.rsqrt(ms + self.eps)).to(x.dtype)
         if self.scale != 1.0:
             y = y * self.scale
         return (y, ms) if return_mean_square else y
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
+        return nk.add_rms_norm(x, residual, self._scaled_weight(), self.eps, kernels=self.kernels)
+
+    def _scaled_weight(self) -> Tensor:
+        return self.weight if self.scale == 1.0 else self.weight * self.scale
 
     def extra_repr(self) -> str:
         scale = "" if self.scale == 1.0 else f", scale={self.scale:.4g}"

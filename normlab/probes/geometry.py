@@ -86,24 +86,26 @@ def angular_distance(
     found = None
     with runner.evaluating():
         for batch in runner:
-            units: list[Tensor] = []
-            kept: list[Tensor] = []
+            kept: list[Tensor] = []  # which tokens count, then their unit vectors, (layers, tokens, width)
 
-            def keep(layer: int, h: Tensor, batch=batch, units=units, kept=kept) -> None:
+            def keep(layer: int, h: Tensor, batch=batch, kept=kept) -> None:
                 if not kept:
                     kept.append(_counted_rows(runner, batch, tuple(h.shape[:-1]), tokens))
                 chosen = at_least_float32(h[kept[0]])
-                units.append(chosen / torch.linalg.vector_norm(chosen, dim=-1, keepdim=True))
+                if len(kept) == 1:  # one block of memory: many small ones between the model's own leave gaps
+                    kept.append(chosen.new_empty(count, *chosen.shape))
+                torch.div(chosen, torch.linalg.vector_norm(chosen, dim=-1, keepdim=True), out=kept[1][layer])
 
             _layer_outputs(runner, batch, keep)
-            row_of = kept[0].nonzero()[:, 0]
-            rows = len(kept[0])
+            counted, units = kept
+            row_of = counted.nonzero()[:, 0]
+            rows = len(counted)
             sums = torch.zeros(len(pairs), rows, dtype=torch.float64)
             for k, (i, j) in enumerate(pairs):
                 sums[k] = torch.zeros(rows, dtype=torch.float64).index_add_(
                     0, row_of.cpu(), _angles(units[i], units[j]).double().cpu()
                 )
-            means.add(sums, kept[0].sum(1).cpu())
+            means.add(sums, counted.sum(1).cpu())
             found = means.mean_and_error()
             if settled(found[1], standard_error):
                 break

@@ -1,6 +1,7 @@
 """Streaming reductions: one pass over a hidden state gives every per-token statistic, and running moments keep them.
 
-`token_statistics`  per-token numbers of one activation, in float32, chunk by chunk so that temporaries stay small
+`token_statistics`  per-token numbers of one activation, in float32: on a GPU one kernel that reads it once, elsewhere
+                    chunk by chunk, so that temporaries stay small
 `RunningMoments`    stacked (rows x masks x statistics) count, mean, M2, max on one device, merged by Chan's rule
 `merge_moments`     Chan's rule itself, for tensors or floats
 """
@@ -9,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import normlab_kernels as nk
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = (
-    1 << 19
-)  # 2 MiB of float32: small beside any activation worth measuring, large beside a call's overhead
+# 2 MiB of float32: small beside any activation worth measuring, large beside a call's overhead.
+CHUNK_ELEMENTS = 1 << 19
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -31,9 +32,12 @@ def token_statistics(x: Tensor, names: Sequence[str]) -> Tensor:
 
     Returns:
         (len(names), tokens) in float32 (float64 for a float64 input). `var` is the biased variance over d; `kurtosis`
-        is m4 / var^2, NaN for a token whose features are all equal.
+        is m4 / var^2, NaN for a token whose features are all equal. Where a kernel takes it from fourth powers in
+        float32 (on a GPU), it is NaN as well for a token whose fourth powers leave float32's range.
     """
     rows = x.reshape(-1, x.shape[-1])
+    if nk.chooses_kernels(rows, "auto"):
+        return _kernel_statistics(rows, names)
     step = max(1, CHUNK_ELEMENTS // max(1, rows.shape[-1]))
     return torch.cat([_chunk_statistics(rows[i : i + step], names) for i in range(0, max(1, len(rows)), step)], dim=1)
 
@@ -51,6 +55,17 @@ def _chunk_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
         if "kurtosis" in names:
             # Dividing before squaring: var^2 underflows in float32 from var = 1e-23 on.
             found["kurtosis"] = squares.div_(variance[:, None]).square_().mean(dim=-1)
+    return torch.stack([found[name] for name in names])
+
+
+def _kernel_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
+    """From the row moments that one read of the activation gives."""
+    moments, width = nk.row_moments(rows), rows.shape[-1]
+    found = {"l2": moments.l2, "max_abs": moments.max_abs, "var": moments.m2 / width}
+    if "kurtosis" in names:
+        in_range = (moments.m4 > 1e-30) & (moments.m4 < torch.inf)
+        kurtosis = width * moments.m4.double() / moments.m2.double().square()
+        found["kurtosis"] = torch.where(in_range, kurtosis, torch.nan).float()
     return torch.stack([found[name] for name in names])
 
 

@@ -7,6 +7,7 @@
 `EvalCallback`      held-out loss
 `StopCallback`      ends a run whose loss is no longer finite
 `ProgressCallback`  a bar with loss, tokens a second and time left
+`WatchCallback`     shows each step's measurements to a watcher, which may end the run at a checkpoint
 
 They run in this order at a step's end, so that what is measured is the model as it goes on. None of them touches the
 training gradients, the parameters or the random number generators.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +30,8 @@ from transformers import TrainerCallback
 from normlab.models import NormlabForCausalLM
 from normlab.runs import stats_frame
 
-PROBE_METRICS = ["token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis", "grad_l2_mean", "grad_l2_total"]
+# Is shown the number of steps done and the rows logged since the last time; returns whether to go on.
+Watch = Callable[[int, list[tuple]], bool]
 
 
 class RunLog:
@@ -97,16 +100,17 @@ class RefreshCallback(_Scheduled):
 
 
 class ProbeCallback(_Scheduled):
-    """Layer statistics of the model on `blocks`, (blocks, tokens) ids of held-out text.
+    """Layer statistics `metrics` of the model on `blocks`, (blocks, tokens) ids of held-out text.
 
     Gradients are of the summed token loss and are taken with `torch.autograd.grad` towards block 1's input, so no
     parameter's `.grad` changes; the random number generator is not used.
     """
 
-    def __init__(self, log: RunLog, blocks: np.ndarray, every: int) -> None:
+    def __init__(self, log: RunLog, blocks: np.ndarray, every: int, metrics: list[str]) -> None:
         super().__init__(every)
         self.log = log
         self.blocks = blocks
+        self.metrics = metrics
 
     def act(self, model: nn.Module, step: int) -> None:
         from normlab.probes import record
@@ -115,7 +119,7 @@ class ProbeCallback(_Scheduled):
         training = model.training
         model.eval()
         try:
-            with torch.enable_grad(), record(model, metrics=PROBE_METRICS) as recorder:
+            with torch.enable_grad(), record(model, metrics=self.metrics) as recorder:
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 recorder.backward(loss)
         finally:
@@ -210,3 +214,35 @@ class ProgressCallback(TrainerCallback):
         if not self.seconds:
             return None
         return self.tokens_per_step / statistics.median(self.seconds[-200:])
+
+
+class RunStopped(Exception):
+    """A watcher ended the run: it is at a checkpoint (or has not begun) and goes on when it is trained again."""
+
+
+class WatchCallback(TrainerCallback):
+    """Shows `watch` what was measured: all there is before the first step, then each step's rows. It comes last, when
+    the step's loss is logged and nothing is written yet."""
+
+    def __init__(self, log: RunLog, watch: Watch) -> None:
+        self.log = log
+        self.watch = watch
+        self.shown = 0
+        self.stopping = False
+
+    def _show(self, step: int) -> bool:
+        new = self.log.rows[self.shown :]
+        self.shown += len(new)
+        return self.watch(step, new)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._show(state.global_step):
+            raise RunStopped
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs and not self._show(state.global_step) and not control.should_training_stop:
+            self.stopping = control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stopping:  # the checkpoint is whole and has its name
+            raise RunStopped

@@ -17,6 +17,7 @@ from normlab.training.corpus import DEFAULT_CHARACTERS, DEFAULT_CORPUS
 # they are recorded, and a run continues only under the number of threads that it began with.
 NOT_IDENTITY = ("threads", "keep_weights", "checkpoint_every")
 HEAD_SIZE = 32
+PROBE_METRICS = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis", "grad_l2_mean", "grad_l2_total")
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class TrainConfig:
     weight_decay, warmup (share of the steps), min_lr_ratio (end of the cosine), clip (gradient norm), beta1, beta2:
     AdamW's recipe.
     corpus, tokenizer, vocab_size, text_column, characters: see `normlab.training.corpus.load_corpus`.
-    probe_every, probe_blocks: layer statistics on a fixed held-out batch at step 0, every so many steps, and after the
-    last; 0: never.
+    outlier_channels, outlier_size: so many columns of the embeddings start at that value for every token, as massive
+    activations do in large models.
+    probe_every, probe_blocks, probe_also: layer statistics on a fixed held-out batch at step 0, every so many steps,
+    and after the last (0: never); further metrics of `normlab.probes`, comma-separated.
     eval_every, eval_blocks: held-out loss, likewise.
     checkpoint_every: steps between checkpoints, 0: none. keep_weights: keep the trained model. threads: CPU threads.
     Raises NormlabError for values out of range.
@@ -59,8 +62,11 @@ class TrainConfig:
     vocab_size: int = 4096
     text_column: str = "text"
     characters: int = DEFAULT_CHARACTERS
+    outlier_channels: int = 0
+    outlier_size: float = 1.0
     probe_every: int = 50
     probe_blocks: int = 8
+    probe_also: str = ""
     eval_every: int = 100
     eval_blocks: int = 128
     checkpoint_every: int = 100
@@ -71,7 +77,7 @@ class TrainConfig:
         get_scheme(self.scheme)
         for name in ("depth", "width", "steps", "batch_size", "probe_blocks", "eval_blocks", "threads", "characters"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("probe_every", "eval_every", "checkpoint_every", "weight_decay", "seed"):
+        for name in ("probe_every", "eval_every", "checkpoint_every", "weight_decay", "seed", "outlier_channels"):
             _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must not be negative")
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
@@ -98,6 +104,11 @@ class TrainConfig:
             "model": dict(self.model),
         }.items():
             object.__setattr__(self, name, value)
+        _require(
+            self.outlier_channels <= self.width,
+            f"outlier_channels is {self.outlier_channels}; width {self.width} has no more than {self.width}",
+        )
+        self.probe_metrics()
         unknown = set(self.model) - _model_fields()
         _require(not unknown, f"unknown model fields {', '.join(sorted(unknown))}")
 
@@ -110,6 +121,15 @@ class TrainConfig:
         chosen = {name: value for name, value in self.identity().items() if value != defaults[name]}
         digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.scheme}-d{self.depth}-w{self.width}-lr{self.lr:g}-s{self.seed}-{digest}"
+
+    def probe_metrics(self) -> list[str]:
+        """Metrics that the run records by layer: PROBE_METRICS and those of `probe_also`."""
+        from normlab.probes import METRICS
+
+        also = [name.strip() for name in self.probe_also.split(",") if name.strip()]
+        unknown = [name for name in also if name not in METRICS]
+        _require(not unknown, f"probe_also: unknown metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
+        return list(dict.fromkeys([*PROBE_METRICS, *also]))
 
     @property
     def tokens_per_step(self) -> int:

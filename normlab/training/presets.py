@@ -7,17 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.schemes import SCHEMES, SHORT_LIST, get_scheme
+from normlab.schemes import BOUND_AND_CONTROL, GAIN_CONTROL, SCHEMES, SHORT_LIST, get_scheme
 from normlab.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A change to every run of a preset. fields: of TrainConfig, laid over the preset's. schemes: default the
+    preset's."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    schemes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Preset:
-    """A sweep over scheme x depth x seed, after a search for each scheme's learning rate.
+    """A sweep over scheme x depth x seed x variant, after a search for each scheme's learning rate.
 
     depths: depth -> number of seeds (0, 1, ...). learning_rates: tried at `search_depth`, seed 0; the one with the
     lowest final held-out loss is the scheme's at every depth. One learning rate: no search. fields: of TrainConfig, the
-    same for all runs.
+    same for all runs. variants: of every run; without them each is run once, as it is.
     """
 
     name: str
@@ -26,6 +35,7 @@ class Preset:
     search_depth: int = 16
     schemes: tuple[str, ...] = tuple(SCHEMES)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    variants: tuple[Variant, ...] = (Variant(),)
 
     def __post_init__(self) -> None:
         for scheme in self.schemes:
@@ -49,10 +59,24 @@ class Preset:
         deep."""
         order = [(seed, depth) for depth, seeds in self.depths.items() for seed in range(seeds)]
         return [
-            self.config(scheme, depth, seed, lr[scheme], **more)
+            self.config(scheme, depth, seed, lr[scheme], **{**more, **variant.fields})
             for seed, depth in sorted(order)
-            for scheme in self.schemes
+            for variant in self.variants
+            for scheme in variant.schemes or self.schemes
+            if scheme in self.schemes
         ]
+
+
+def _bent(strength: float, gamma0: float | None = None, schemes: tuple[str, ...] = (), **more: Any) -> Variant:
+    """lambda `strength` times BHyT's; gamma0 by default its inverse, so that small inputs see the same map and the tanh
+    alone differs. The statistic is exact: the carried one takes gamma for 1."""
+    start = 1 / strength if gamma0 is None else gamma0
+    model = {"lam_input": 2.0 * strength, "lam_post": 1.0 * strength, "gamma0": start, "carried": "exact"}
+    return Variant({"model": model, **more}, schemes)
+
+
+# Two coordinates of the embeddings start 50 times as large as the others: |x|/rms there is 8, as large as it can be.
+_OUTLIERS: dict[str, Any] = {"outlier_channels": 2, "outlier_size": 1.0}
 
 
 PRESETS = {
@@ -75,6 +99,30 @@ PRESETS = {
                 "eval_every": 100,
                 "eval_blocks": 96,
             },
+        ),
+        Preset(
+            "gain_or_bound",
+            depths={8: 3},
+            learning_rates=(3e-3,),
+            schemes=(*BOUND_AND_CONTROL, GAIN_CONTROL),
+            fields={
+                "width": 128,
+                "vocab_size": 4096,
+                "steps": 300,
+                "probe_every": 50,
+                "probe_also": "saturation,saturation_95,tanh_input_max",
+                "eval_every": 100,
+                "eval_blocks": 128,
+            },
+            variants=(
+                _bent(1.0),
+                *(_bent(strength, schemes=BOUND_AND_CONTROL) for strength in (5.0, 10.0, 25.0)),
+                _bent(5.0, 1.0, BOUND_AND_CONTROL),
+                _bent(1.0, **_OUTLIERS),
+                _bent(5.0, schemes=BOUND_AND_CONTROL, **_OUTLIERS),
+                _bent(1.0, schemes=BOUND_AND_CONTROL, width=256),
+                _bent(5.0, schemes=BOUND_AND_CONTROL, width=256),
+            ),
         ),
         Preset(
             "small",

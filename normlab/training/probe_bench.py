@@ -4,13 +4,15 @@
 
 Times are medians over interleaved rounds, in CPU seconds of this process (all its threads) and in wall seconds; CPU
 seconds are the ones to read on a machine that does other work. Extra memory is the growth of peak resident memory over
-a bare pass, one process a case.
+a bare pass, one process a case; `kept_mib` is what a case must hold by its own account: for angles between all pairs of
+layers, one batch of every layer's output.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -27,11 +29,13 @@ from typing import Any
 import torch
 
 from normlab.errors import NormlabError
+from normlab.probes.geometry import angular_distance
 from normlab.probes.metrics import DEFAULT_METRICS, FORWARD_METRICS
 from normlab.probes.recorder import record
 
 TWO_REDUCTIONS = ("token_l2_mean", "feature_var_mean")
 ALL_BUT_RANK = tuple(name for name in FORWARD_METRICS if name != "update_effective_rank")
+ANGLES, ANGLE_DEPTH, ANGLE_WIDTH = "normlab, angular_distance, all pairs of 64 layers", 64, 128
 Case = Callable[[], Any]
 
 
@@ -81,10 +85,11 @@ def forward_cases(options: argparse.Namespace, only: str | None = None) -> dict[
             import torchlens
 
             plain, _ = _model(options)
+            unlimited = torchlens.options.CaptureOptions(save_budget=None)  # else it refuses at half the free memory
 
             def torchlens_pass() -> None:
                 with torch.no_grad():
-                    torchlens.trace(plain, ids)
+                    torchlens.trace(plain, ids, capture=unlimited)
 
             cases["torchlens trace"] = torchlens_pass
     return cases
@@ -137,6 +142,7 @@ def interleaved(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, f
             print(f"{name} left out: {type(error).__name__}", file=sys.stderr)
     for _ in range(rounds):
         for name in found:
+            gc.collect()  # what the others leave in cycles is theirs
             cpu, wall = time.process_time(), time.perf_counter()
             cases[name]()
             found[name].append((time.process_time() - cpu, time.perf_counter() - wall))
@@ -153,14 +159,36 @@ def extra_memory(options: argparse.Namespace, case: str) -> float | None:
 
 
 def _peak() -> float:
-    """Peak resident memory of this process in MiB; the system counts in KiB, macOS in bytes."""
+    """Peak resident memory of this process in MiB. On Linux `ru_maxrss` begins at the size of the process that started
+    this one, so its own account is read; elsewhere the system counts in KiB, macOS in bytes."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(peak.split()[1]) / (1 << 10)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
+def _angle_cases(options: argparse.Namespace) -> dict[str, Case]:
+    model, ids = _model(argparse.Namespace(**{**vars(options), "depth": ANGLE_DEPTH, "width": ANGLE_WIDTH}))
+
+    def bare() -> None:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+
+    return {"bare": bare, ANGLES: lambda: angular_distance(model, [{"input_ids": ids}], progress=False)}
+
+
 def _measure_memory(options: argparse.Namespace) -> float:
-    cases = forward_cases(options, only=options.memory)
-    baseline = "TransformerLens bridge, bare" if options.memory.startswith("TransformerLens") else "bare"
-    cases[baseline]()
+    if options.memory == ANGLES:
+        cases = _angle_cases(options)
+        baseline = "bare"
+    else:
+        cases = forward_cases(options, only=options.memory)
+        baseline = "TransformerLens bridge, bare" if options.memory.startswith("TransformerLens") else "bare"
+    import pandas  # noqa: F401  loaded by the first table: its code is no part of what a pass holds
+
+    for _ in range(2):  # the second settles where the first one's freed memory is used again
+        cases[baseline]()
     before = _peak()
     cases[options.memory]()
     return _peak() - before
@@ -183,6 +211,8 @@ def _table(options: argparse.Namespace) -> Any:
             }
             row["extra_peak_mib"] = extra_memory(options, name) if kind == "forward" else float("nan")
             rows.append(row)
+    kept = (ANGLE_DEPTH + 1) * options.rows * options.length * ANGLE_WIDTH * 4 / 2**20
+    rows.append({"pass": "forward", "case": ANGLES, "extra_peak_mib": extra_memory(options, ANGLES), "kept_mib": kept})
     table = pandas.DataFrame(rows)
     about = {
         "width": options.width,
@@ -213,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_measure_memory(options))
         return 0
     table = _table(options)
-    print(table.iloc[:, :7].round(3).to_string(index=False))
+    print(table.iloc[:, :8].round(3).to_string(index=False))
     if options.out:
         Path(options.out).mkdir(parents=True, exist_ok=True)
         table.to_csv(Path(options.out) / "probes.csv", index=False)

@@ -41,6 +41,8 @@ from normlab.training.callbacks import (
     RefreshCallback,
     RunLog,
     StopCallback,
+    Watch,
+    WatchCallback,
     refresh_interval,
 )
 from normlab.training.config import TrainConfig, require_same
@@ -183,9 +185,12 @@ def train(
     *,
     cache_dir: str | Path | None = None,
     progress: bool = True,
+    watch: Watch | None = None,
 ) -> runs.Run:
     """Train `config` under directory `out` and return the run; resume a killed one; return a finished one at once.
 
+    watch(step, rows): called before the first step and after every one with the rows logged since; where it returns
+    False the run is checkpointed and RunStopped raised.
     Raises NormlabError for bad input: a corpus that cannot be read, an output directory that holds something else, a
     run of the same name made from other text. A loss that becomes non-finite is no error: the run ends with status
     "diverged".
@@ -207,7 +212,7 @@ def train(
         manifest = _manifest(config, corpus)
         _prepare(work, manifest)
         with _settings(config.threads):
-            _run(config, corpus, work, final, manifest, progress)
+            _run(config, corpus, work, final, manifest, progress, watch)
     return runs.read_run(final)
 
 
@@ -227,10 +232,18 @@ def train_from_manifest(path: str | Path, out: str | Path = "runs", **options: A
 
 
 def _run(
-    config: TrainConfig, corpus: Corpus, work: Path, final: Path, manifest: dict[str, Any], progress: bool
+    config: TrainConfig,
+    corpus: Corpus,
+    work: Path,
+    final: Path,
+    manifest: dict[str, Any],
+    progress: bool,
+    watch: Watch | None,
 ) -> None:
     started = time.perf_counter()
     trainer, log, stop, bar = build_trainer(config, corpus, work, progress)
+    if watch is not None:
+        trainer.add_callback(WatchCallback(log, watch))
     whole = checkpoints(work)
     latest = whole[-1] if whole else None
     if latest is not None:
@@ -299,13 +312,16 @@ def build_trainer(
     """The trainer with a freshly initialised model and all callbacks, in the order in which they must act."""
     set_seed(config.seed)
     model = NormlabForCausalLM(config.model_config(corpus.vocab_size, corpus.eos_token_id))
+    with torch.no_grad():
+        embeddings = cast(nn.Embedding, model.get_input_embeddings())
+        embeddings.weight[:, : config.outlier_channels] = config.outlier_size
     log = RunLog(config.tokens_per_step)
     stop = StopCallback()
     bar = ProgressCallback(config.run_id, config.tokens_per_step, progress)
     callbacks = [
         bar,
         RefreshCallback(refresh_interval(config.steps)),
-        ProbeCallback(log, corpus.spread(config.probe_blocks), config.probe_every),
+        ProbeCallback(log, corpus.spread(config.probe_blocks), config.probe_every, config.probe_metrics()),
         EvalCallback(log, corpus.spread(config.eval_blocks), config.batch_size, config.eval_every),
         stop,
     ]

@@ -89,6 +89,11 @@ def _start_worker() -> None:
     """Ctrl-C ends a worker without a traceback, and a worker whose parent was killed ends too rather than wait for work
     for ever."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it ends, however it ends."""
     parent = multiprocessing.parent_process()
     if parent is None:  # not in a worker
         return

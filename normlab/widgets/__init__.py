@@ -3,10 +3,15 @@
 NormExplorer(runs)   choose schemes, depth, metric and training step; two views side by side; export
 Intervene(model, text)   sliders on a model's lambda, kappa and gamma, blocks to skip: loss and layers answer live
 SkipMap(model, batches)   which blocks a model needs, and what the others do without one
+LogitAttribution(bridge, tokens, answers)   who writes a logit, while a tanh is made steeper (TransformerLens)
+TrainTheatre(schemes, out, recipe)   schemes train side by side in the background; curves and layers grow
 explorer_page(runs, path)   the explorer as one HTML page that needs no kernel
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 try:
     import anywidget  # noqa: F401  # what plotly's FigureWidget is made of
@@ -14,9 +19,23 @@ try:
 except ImportError as error:  # pragma: no cover - needs an environment without them
     raise ImportError("widgets need ipywidgets, anywidget and plotly: pip install 'normlab[notebooks]'") from error
 
-from normlab.widgets.explorer import NormExplorer
-from normlab.widgets.intervene import Intervene
-from normlab.widgets.page import explorer_page
-from normlab.widgets.skipmap import SkipMap
+# Resolved at first use: plotly's FigureWidget, which the explorer does without, takes seconds to import.
+_PUBLIC = {
+    "NormExplorer": "normlab.widgets.explorer",
+    "Intervene": "normlab.widgets.intervene",
+    "SkipMap": "normlab.widgets.skipmap",
+    "LogitAttribution": "normlab.widgets.attribution",
+    "TrainTheatre": "normlab.widgets.theatre",
+    "explorer_page": "normlab.widgets.page",
+}
+__all__ = list(_PUBLIC)
 
-__all__ = ["Intervene", "NormExplorer", "SkipMap", "explorer_page"]
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'normlab.widgets' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,7 +25,7 @@ class NormExplorer(widgets.VBox):
         runs: the table of `normlab.load_runs`.
         schemes: those ticked at the start; default all.
         published: published values to overlay; default those that come with normlab.
-        theme: "light" or "dark".
+        theme: "light" or "dark"; default: as JupyterLab's.
         source: the path the table was loaded from, for the exported code.
         folder: where exports are written.
 
@@ -38,13 +38,15 @@ class NormExplorer(widgets.VBox):
         *,
         schemes: Sequence[str] | None = None,
         published: pd.DataFrame | None = None,
-        theme: str = "light",
+        theme: str | None = None,
         source: str = "data/runs",
         folder: str | Path = ".",
     ) -> None:
         super().__init__()
+        self.add_class("normlab-explorer")
         self.profiles = Profiles(runs)
-        self.source, self.folder, self._theme = source, Path(folder), theme
+        self.source, self.folder, self._follow = source, Path(folder), theme is None
+        self._theme = theme or "light"
         self.panes: list[Pane] = []
         view = default_view(self.profiles, schemes)
         if view is None:
@@ -53,7 +55,8 @@ class NormExplorer(widgets.VBox):
         self._published = _published() if published is None else published
         self.said = widgets.HTML()
         self.compare = _button("compare two views", "columns", self._toggle_compare)
-        self.dark = widgets.ToggleButton(value=theme == "dark", description="dark", tooltip="page theme")
+        self.dark = widgets.ToggleButton(value=theme == "dark", description="dark", tooltip="plots for a dark page")
+        self.dark.layout.width = "auto"
         self.dark.observe(self._themed, names="value")
         self.exports = [
             _button("PNG", "image", lambda _: self.export("png")),
@@ -64,12 +67,11 @@ class NormExplorer(widgets.VBox):
         self._side_by_side = widgets.HBox(layout=widgets.Layout(width="100%"))
         self._add_pane(view)
         bar = widgets.HBox([self.compare, self.dark, *self.exports], layout=widgets.Layout(flex_flow="row wrap"))
-        self._sheet = widgets.HTML(_colors(self.profiles.schemes, theme))
-        self.children = [self._sheet, self._side_by_side, bar, self.said]
+        self.children = [widgets.HTML(_colors(self.profiles.schemes)), self._side_by_side, bar, self.said]
 
     @property
-    def figure(self) -> go.FigureWidget:
-        """The plot of the first view."""
+    def figure(self) -> go.Figure:
+        """The plot of the first view, as a plain figure."""
         return self.panes[0].figure
 
     @property
@@ -80,30 +82,29 @@ class NormExplorer(widgets.VBox):
     def _add_pane(self, view: View) -> None:
         pane = Pane(self.profiles, view, self._published, self._theme)
         pane.box.layout.width = "100%"
+        if self._follow:
+            pane.plot.observe(self._page_themed, names="dark_page")
         self.panes.append(pane)
-        self._arrange()
-
-    def _arrange(self) -> None:
-        """Show the views side by side, each anew: a plot takes its width from its place when it is first drawn."""
-        self._side_by_side.children = ()
         self._side_by_side.children = tuple(pane.box for pane in self.panes)
 
     def _toggle_compare(self, _: object) -> None:
-        for pane in self.panes:  # a plot that is being drawn anew takes no updates
-            pane.play.playing = False
         if len(self.panes) == 1:
             self._add_pane(self.view)
             self.compare.description = "one view"
         else:
-            self.panes.pop().box.close()
-            self._arrange()
+            closed = self.panes.pop()
+            closed.play.playing = False
+            self._side_by_side.children = tuple(pane.box for pane in self.panes)
+            closed.box.close()
             self.compare.description = "compare two views"
 
     def _themed(self, change: dict[str, Any]) -> None:
         self._theme = "dark" if change["new"] else "light"
-        self._sheet.value = _colors(self.profiles.schemes, self._theme)
         for pane in self.panes:
             pane.set_theme(self._theme)
+
+    def _page_themed(self, change: dict[str, Any]) -> None:
+        self.dark.value = change["new"]
 
     def _say(self, html: str) -> None:
         self.said.value = html
@@ -116,10 +117,13 @@ class NormExplorer(widgets.VBox):
             options["schemes"] = list(view.schemes)
         options |= {"relative": True} if view.relative else {}
         options |= {"reference": view.reference} if view.reference else {}
+        options |= {"theory": True} if dress.theory else {}
         options |= {"band": dress.band, "log": dress.log, "theme": dress.theme}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        papers = dress.overlay and dress.published is not None
+        given += ", published=normlab.published.load_published()" if papers else ""
         return (
-            "import normlab\n"
+            f"import normlab{'.published' if papers else ''}\n"
             f"runs = normlab.load_runs({self.source!r})\n"
             f"normlab.figures.profile(runs, {view.metric!r}, {given})"
         )
@@ -156,7 +160,7 @@ class NormExplorer(widgets.VBox):
 
     def static(self) -> go.Figure:
         """The first view as a plain figure, for pages without a kernel."""
-        return go.Figure(self.figure)
+        return self.figure
 
 
 def _published() -> pd.DataFrame | None:
@@ -173,8 +177,12 @@ def _button(text: str, icon: str, act: Callable[[Any], object]) -> widgets.Butto
     return button
 
 
-def _colors(schemes: Sequence[str], theme: str) -> str:
-    """A style sheet that writes each scheme's name in its colour."""
-    colors = {name: ink(style_of(name).color, theme) for name in schemes}
-    rules = (f".normlab-{name} label {{ color: {color}; font-weight: 600; }}" for name, color in colors.items())
+def _colors(schemes: Sequence[str]) -> str:
+    """A style sheet that writes each scheme's name in its colour, on a light and on a dark page."""
+    pages = {"light": "", "dark": "body[data-jp-theme-light='false'] "}
+    rules = (
+        f"{where}.normlab-{name} label {{ color: {ink(style_of(name).color, theme)}; font-weight: 600; }}"
+        for theme, where in pages.items()
+        for name in schemes
+    )
     return f"<style>{' '.join(rules)}</style>"

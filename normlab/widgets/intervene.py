@@ -21,6 +21,7 @@ from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.labels import metric_row
 from normlab.probes import record, sites
+from normlab.widgets.live import LiveFigure
 
 _HEIGHT = 460
 _TOP = 8  # tokens of the next-token distribution that are shown
@@ -141,8 +142,7 @@ class Intervene(widgets.VBox):
         self.bounded = bool(len(self.before.profile("saturation", "attn_norm_in")))
         self._make_controls(depth)
         self.said = widgets.HTML()
-        self.figure = go.FigureWidget(self._blank(depth))
-        self.figure._config = {"responsive": True, "displaylogo": False}
+        self.figure = LiveFigure(self._blank(depth), self._lock)
         self.redraw()
         rows = [widgets.HBox([self.lam, self.kappa, self.gain]), widgets.HBox([self.exact, self.skip, self.reset])]
         self.children = [*rows, self.said, self.figure]
@@ -231,8 +231,7 @@ class Intervene(widgets.VBox):
 
     def redraw(self) -> None:
         """Show the model as it is beside the model as it now answers."""
-        with self._lock, self.figure.batch_update():
-            traces = {trace.name: trace for trace in self.figure.data}
+        with self.figure.changing() as traces:
             top = np.argsort(-np.maximum(self.before.next_token, self.now.next_token), kind="stable")[:_TOP]
             words = [self._word(int(token)) for token in top]
             for name, answer in ((_BEFORE, self.before), (_AFTER, self.now)):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from normlab.compare import t_quantile
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
 from normlab.labels import MASKS, SITES, metric_row
-from normlab.profiles import Profiles
+from normlab.profiles import Profiles, View
+from normlab.widgets.plot import script
 
 DEFAULT_SITES = ("block_out", "block_in_grad")
 _DIGITS = 4  # significant ones: what a plot can show, at half the size
@@ -43,7 +43,7 @@ def explorer_page(
         raise NormlabError(f"no page to write: {profiles.missing}")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = files("normlab.widgets").joinpath("page.html").read_text(encoding="utf-8")
+    page = script("page.html").replace("/*plotter*/", script("plot.js"))
     data = json.dumps(page_data(profiles, sites), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     page = page.replace("/*data*/", data).replace("/*plotly*/", get_plotlyjs())
     path.write_text(page, encoding="utf-8")
@@ -71,6 +71,7 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
         "sites": by_metric,
         "masks": masks,
         "series": series,
+        "theory": {key: _theory(profiles, *key.split("|")) for key in series},
         "t": {count: t_quantile(0.95, count - 1) for count in range(2, most + 1)},
         "remarks": {depth: _remarks(profiles, depth) for depth in profiles.depths},
     }
@@ -83,6 +84,19 @@ def _series(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, 
         about = {"seeds": cube.seeds, "steps": cube.steps, "layers": cube.layers.tolist(), "values": values}
         found.setdefault(depth, {})[scheme] = about
     return found
+
+
+def _theory(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, dict[str, Any]]:
+    """What is predicted before training, by depth and scheme; depths of which nothing is are left out."""
+    told = {}
+    for depth in profiles.depths:
+        lines = profiles.predicted(View(metric, site, mask, depth, 0, tuple(profiles.schemes)))
+        if lines:
+            told[depth] = {
+                line.scheme: {"x": line.layers.tolist(), "y": [_short(v) for v in line.values.tolist()]}
+                for line in lines
+            }
+    return told
 
 
 def _short(value: float) -> float | None:

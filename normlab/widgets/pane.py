@@ -9,17 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.figures.profile import Dress, blank, redraw
+from normlab.figures.profile import Dress, drawing, static, theory_remark
 from normlab.figures.theme import style_of
 from normlab.labels import MASKS, SITES, metric_row
 from normlab.profiles import Profiles, View
+from normlab.widgets.plot import Plot
 
 _WIDE = {"description_width": "84px"}
 ABSOLUTE = "absolute values"
@@ -40,15 +40,14 @@ class Pane:
         self._lock = threading.RLock()
         self._quiet = 0
         self._theme = theme
-        self._look: tuple[View, Dress] | None = None
-        self.figure = go.FigureWidget(blank(profiles.schemes))
-        self.figure._config = {"responsive": True, "displaylogo": False}
+        self._drawn: dict[str, Any] = {}
+        self.plot = Plot()
         self.status = widgets.HTML()
         self._make_controls(view)
         self._listen()
         self._refresh_choices()
         self.redraw()
-        self.box = widgets.VBox([*self._rows(), self.figure, self.status])
+        self.box = widgets.VBox([*self._rows(), self.plot, self.status])
 
     def _make_controls(self, view: View) -> None:
         profiles = self.profiles
@@ -68,13 +67,15 @@ class Pane:
         self.step = widgets.SelectionSlider(
             options=[view.step], value=view.step, description="step", style=_WIDE, continuous_update=True
         )
-        self.step.layout.width = "380px"
+        self.metric.layout.width = self.step.layout.width = "380px"
         self.play = widgets.Play(value=0, min=0, max=0, interval=350, show_repeat=False, tooltip="play training")
+        self.play.layout.width = "90px"
         self.put = widgets.Dropdown(options=self._ways(), value=_way(view), description="shown as", style=_WIDE)
         self.band = widgets.Checkbox(value=True, description="seeds / interval", indent=False)
         self.log = widgets.Checkbox(value=metric_row(view.metric).log, description="log axis", indent=False)
         self.papers = widgets.Checkbox(value=False, description="published values", indent=False)
         self.papers.disabled = self.published is None
+        self.theory = widgets.Checkbox(value=False, description="theory", indent=False)
         self.schemes = {name: _scheme_box(name, name in view.schemes) for name in profiles.schemes}
 
     def _ways(self) -> list[tuple[str, str]]:
@@ -84,11 +85,12 @@ class Pane:
     def _rows(self) -> list[widgets.Widget]:
         flow = widgets.Layout(flex_flow="row wrap", width="100%")
         short = widgets.Layout(width="150px")
-        for box in (self.band, self.log, self.papers):
+        switches = (self.band, self.log, self.papers, self.theory)
+        for box in switches:
             box.layout = short
         return [
             widgets.HBox([self.metric, self.site, self.mask, self.put], layout=flow),
-            widgets.HBox([self.depth, self.step, self.play, self.band, self.log, self.papers], layout=flow),
+            widgets.HBox([self.depth, self.step, self.play, *switches], layout=flow),
             widgets.HBox(list(self.schemes.values()), layout=flow),
         ]
 
@@ -96,7 +98,8 @@ class Pane:
         for control in (self.metric, self.site):
             control.observe(self._changed_choice, names="value")
         self.depth.observe(self._changed_choice, names="value")
-        for control in (self.mask, self.step, self.put, self.band, self.log, self.papers, *self.schemes.values()):
+        switches = (self.band, self.log, self.papers, self.theory)
+        for control in (self.mask, self.step, self.put, *switches, *self.schemes.values()):
             control.observe(self._changed, names="value")
         self.play.observe(self._played, names="value")
 
@@ -114,6 +117,9 @@ class Pane:
 
     def _changed(self, _: object) -> None:
         with self._lock:
+            if self.play.value != self.step.index:  # moved by the reader: play stops, and will go on from there
+                self.play.playing = False
+                self.play.value = self.step.index
             if not self._quiet:
                 self.redraw()
 
@@ -137,6 +143,7 @@ class Pane:
                 steps = self.profiles.steps(self.metric.value, self.site.value, self.mask.value, self.depth.value)
                 _offer(self.step, steps or [self.step.value], last=True)
                 self.play.max = len(self.step.options) - 1
+                self.play.value = self.step.index
             finally:
                 self._quiet -= 1
 
@@ -157,7 +164,12 @@ class Pane:
 
     @property
     def dress(self) -> Dress:
-        return Dress(self.band.value, self.log.value, self._theme, self.published, overlay=self.papers.value)
+        return Dress(self.band.value, self.log.value, self._theme, self.published, self.papers.value, self.theory.value)
+
+    @property
+    def figure(self) -> go.Figure:
+        """The plot as a plain figure."""
+        return static(self._drawn)
 
     def set_theme(self, theme: str) -> None:
         """Redraw for a light or a dark page."""
@@ -166,14 +178,13 @@ class Pane:
             self.redraw()
 
     def redraw(self) -> None:
-        """Put the present view into the plot, all at once."""
+        """Put the present view into the plot, in one message."""
         with self._lock:
             view, dress = self.view, self.dress
-            look = (replace(view, step=0), dress)
-            with self.figure.batch_update():
-                redraw(self.figure, self.profiles, view, dress, only_step=look == self._look)
-            self._look = look
+            self._drawn = drawing(self.profiles, view, dress)
+            self.plot.show(self._drawn)
             remarks = self.profiles.remarks(view)
+            remarks += [theory_remark(self.profiles, view)] if dress.theory else []
             self.status.value = f"<small>{' · '.join(remarks)}</small>" if remarks else ""
 
 

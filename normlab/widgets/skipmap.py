@@ -14,6 +14,7 @@ from torch import nn
 from normlab.figures import theme as look
 from normlab.figures.skipping import future_effect, skip_cost
 from normlab.probes import skip_future_effect, skip_sensitivity
+from normlab.widgets.live import LiveFigure
 
 
 class SkipMap(widgets.VBox):
@@ -43,8 +44,7 @@ class SkipMap(widgets.VBox):
         self.block = widgets.IntSlider(value=1, min=1, max=depth, description="block")
         self.block.observe(lambda _: self.redraw(), names="value")
         self.said = widgets.HTML()
-        self.figure = go.FigureWidget(self._panels(depth))
-        self.figure._config = {"responsive": True, "displaylogo": False}
+        self.figure = LiveFigure(self._panels(depth), self._lock)
         for trace in self.figure.data:
             trace.on_click(self._clicked)
         self.redraw()
@@ -85,9 +85,8 @@ class SkipMap(widgets.VBox):
 
     def redraw(self) -> None:
         """Show the chosen block's column and mark it."""
-        with self._lock, self.figure.batch_update():
+        with self.figure.changing() as traces:
             chosen = self.block.value
-            traces = {trace.name: trace for trace in self.figure.data}
             column = self.effect[self.effect["skipped"] == chosen].sort_values("layer")
             traces["column"].update(x=[int(v) for v in column["layer"]], y=[float(v) for v in column["value"]])
             cost = self.cost[self.cost["layer"] == chosen].iloc[0]

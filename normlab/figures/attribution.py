@@ -1,0 +1,62 @@
+"""Who writes a logit: shares of the embeddings, each attention and each MLP, by two methods side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from normlab.figures import theme as look
+
+HEIGHT = 440
+METHODS = {
+    "frozen": ("#0072b2", "share of the logit, norm held fixed; the shares add up to it"),
+    "jacobian": ("#d55e00", "effect of a small change of the component, to first order"),
+}
+
+
+def logit_attribution(tables: Mapping[str, pd.DataFrame], theme: str = "light") -> go.Figure:
+    """Bars by component, a colour a method; a dotted line parts attention and MLP of a block from the next.
+
+    Args:
+        tables: by method ("frozen", "jacobian"), what `normlab.models.lens.direct_logit_attribution` returns;
+            `.attrs["name"]` may say what was attributed if it is not a logit but a difference of two.
+        theme: "light" or "dark".
+    """
+    title = "Who writes the logit"
+    if not tables:
+        return look.message_figure("Nothing was attributed: pass tables of direct_logit_attribution.", title)
+    figure = go.Figure()
+    for method in tables:
+        color, meaning = METHODS[method]
+        hover = f"<b>{method}</b><br>%{{x}}: %{{y:+.3f}}<br><i>{meaning}</i><extra></extra>"
+        figure.add_bar(name=method, marker=dict(color=look.ink(color, theme)), hovertemplate=hover)
+    figure.update_xaxes(title_text="component", type="category")
+    figure.update_yaxes(title_text="share of the logit (nats)", zeroline=True, zerolinecolor=look.NEUTRAL)
+    legend = dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom")
+    figure.update_layout(barmode="group", bargap=0.3, legend=legend, margin=dict(l=72, r=24, t=96, b=64))
+    look.titled(figure, title, "", HEIGHT).update_layout(template=look.template(theme), autosize=True)
+    redraw(figure, tables)
+    return figure
+
+
+def redraw(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
+    """Put other tables of the same methods into the figure."""
+    bars = {trace.name: trace for trace in figure.data}
+    said = []
+    for method, table in tables.items():
+        rows = table[~table["component"].isin(["bias", "remainder"]) | (table["contribution"].abs() > 1e-3)]
+        bars[method].update(x=[_name(row) for row in rows.itertuples()], y=rows["contribution"].astype(float).tolist())
+        shares = table.loc[table["component"] != "remainder", "contribution"].sum()
+        said.append(f"{method} shares add up to {round(shares, 3) + 0.0:.3f}")
+    first = next(iter(tables.values())).attrs
+    what, logit = first.get("name", "logit"), first["logit"]
+    small = f"<span style='font-size:13px;color:{look.NEUTRAL}'>{what} {logit:.3f} · {' · '.join(said)}</span>"
+    # One text for both lines: a widget that is resized moves a separate subtitle into the title.
+    figure.layout.title = dict(text=f"Who writes the logit<br>{small}", subtitle=None)
+
+
+def _name(row: object) -> str:
+    component, layer = row.component, row.layer  # type: ignore[attr-defined]
+    return f"{component} {layer}" if component in ("attn", "mlp") else str(component)

@@ -1,0 +1,184 @@
+"""How long a reader waits: from a key on a slider to the redrawn plot, in JupyterLab and in the page without a kernel.
+
+    python -m normlab.widgets.latency data/runs
+
+A move begins with the browser's own time stamp of the key, and ends when the frame that shows the moved lines has been
+painted. The whole table is loaded; keys go to the step slider and, a quarter of them, to the depth slider. The time
+from *Run All Cells* to the first figure of a notebook is measured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from normlab.errors import NormlabError
+from normlab.runs import load_runs
+from normlab.widgets.browser import (
+    find_browser,
+    jupyter_lab,
+    open_notebook,
+    page_of,
+    run_cells,
+    wait_until_idle,
+)
+from normlab.widgets.page import explorer_page
+
+NO_BROWSER = "no move was timed: that needs playwright (pip install playwright) and a Chromium or Chrome on the PATH"
+WAIT = 20_000  # milliseconds after which a move counts as lost
+PAUSE = 30  # milliseconds between moves: a held key repeats as often
+DEPTH_EVERY = 4
+
+# Times every move: a key begins it, and it ends in the task after the frame in which a line's path was changed.
+WATCH = """plot => {
+    window.moves = [];
+    let began = null;
+    document.addEventListener('keydown', event => { began = event.timeStamp; }, true);
+    const isLine = node => node.nodeType === 1 && (node.matches('.js-line'));
+    new MutationObserver(found => {
+        const moved = found.some(one => [one.target, ...one.addedNodes].some(isLine));
+        if (began === null || !moved) return;
+        const start = began;
+        began = null;
+        requestAnimationFrame(() => {
+            const channel = new MessageChannel();
+            channel.port1.onmessage = () => window.moves.push(performance.now() - start);
+            channel.port2.postMessage(null);
+        });
+    }).observe(plot, { subtree: true, childList: true, attributes: true, attributeFilter: ['d'] });
+}"""
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Where the explorer runs: selectors of its plot and of what takes keys, and what is wanted in milliseconds."""
+
+    name: str
+    plot: str
+    step: str
+    depth: str
+    median: float
+    p95: float | None
+
+
+LAB = Surface(
+    "JupyterLab",
+    ".widget-vbox .js-plotly-plot",
+    ".widget-hslider:has(label:text-is('step')) .noUi-handle",
+    ".widget-hslider:has(label:text-is('depth')) .noUi-handle",
+    100.0,
+    200.0,
+)
+PAGE = Surface("page", "#plot", "#step", "#depth", 33.0, None)
+
+
+def time_moves(page: Any, surface: Surface, moves: int) -> pd.DataFrame:
+    """Press keys on the sliders of an open explorer; columns `control`, `ms`, a row a move.
+
+    Raises:
+        NormlabError: a move did not change the plot.
+    """
+    page.locator(surface.plot).first.evaluate(WATCH)
+    rows: list[tuple[str, float]] = []
+    walks = {"step": _walk(page, surface.step), "depth": _walk(page, surface.depth)}
+    for turn in range(moves):
+        control = "depth" if turn % DEPTH_EVERY == DEPTH_EVERY - 1 else "step"
+        page.locator(getattr(surface, control)).first.focus()
+        page.keyboard.press(next(walks[control]))
+        try:
+            page.wait_for_function("count => window.moves.length > count", arg=turn, timeout=WAIT)
+        except Exception as error:
+            raise NormlabError(f"{surface.name}: move {turn + 1}, of the {control}, did not change the plot") from error
+        rows.append((control, page.evaluate("window.moves.at(-1)")))
+        page.wait_for_timeout(PAUSE)
+    return pd.DataFrame(rows, columns=["control", "ms"])
+
+
+def _walk(page: Any, slider: str) -> Any:
+    """Keys that go from the slider's end to its start and back, for ever."""
+    read = """handle => handle.max ? +handle.max + 1
+        : +handle.getAttribute('aria-valuemax') - +handle.getAttribute('aria-valuemin') + 1"""
+    places = int(page.locator(slider).first.evaluate(read))
+    while True:
+        for key in ("ArrowLeft", "ArrowRight"):
+            yield from [key] * max(places - 1, 1)
+
+
+def summarize(moves: pd.DataFrame, surface: Surface) -> pd.DataFrame:
+    """A row for each control and one for all: number of moves, median and 95th percentile in milliseconds, and what is
+    wanted."""
+    groups = [*moves.groupby("control")["ms"], ("all", moves["ms"])]
+    rows = [(surface.name, name, len(ms), ms.median(), float(np.percentile(ms, 95))) for name, ms in groups]
+    table = pd.DataFrame(rows, columns=["surface", "control", "moves", "median_ms", "p95_ms"])
+    return table.assign(wanted_median_ms=surface.median, wanted_p95_ms=surface.p95)
+
+
+def measure(
+    runs: str | Path, notebook: str | Path, moves: int = 200, chromium: str | None = None
+) -> tuple[pd.DataFrame, float]:
+    """Times of both surfaces (columns of `summarize`); seconds from *Run All Cells* to the notebook's first figure."""
+    chromium = chromium or find_browser()
+    if chromium is None:
+        raise NormlabError(NO_BROWSER)
+    runs, notebook = Path(runs).resolve(), Path(notebook)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = explorer_page(load_runs(runs), folder / "explorer.html")
+        with page_of(chromium) as (page, _):
+            page.goto(path.as_uri())
+            page.wait_for_selector(f"{PAGE.plot} .main-svg")
+            found = [summarize(time_moves(page, PAGE, moves), PAGE)]
+        text = notebook.read_text(encoding="utf-8").replace("../data/runs", json.dumps(str(runs))[1:-1])
+        (folder / notebook.name).write_text(text, encoding="utf-8")
+        with jupyter_lab(folder) as address, page_of(chromium) as (page, _):
+            open_notebook(page, address, notebook.name)
+            start = time.perf_counter()
+            run_cells(page)
+            opened = time.perf_counter() - start
+            wait_until_idle(page)
+            found.append(summarize(time_moves(page, LAB, moves), LAB))
+    return pd.concat(found, ignore_index=True), opened
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write a CSV file when asked; 0 where there is no browser, with one line that says so."""
+    parser = argparse.ArgumentParser(prog="python -m normlab.widgets.latency", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="?", default="data/runs", help="directory of runs")
+    parser.add_argument("--notebook", default="notebooks/00_start_here.ipynb", help="notebook to open")
+    parser.add_argument("--moves", type=int, default=200, help="moves of a slider on each surface")
+    parser.add_argument("--out", help="CSV file for the times")
+    options = parser.parse_args(arguments)
+    if find_browser() is None or not _has_playwright():
+        print(NO_BROWSER)
+        return 0
+    try:
+        table, opened = measure(options.runs, options.notebook, options.moves)
+    except (NormlabError, OSError) as error:
+        print(f"normlab: error: {error}", file=sys.stderr)
+        return 2
+    print(table.round(1).to_string(index=False))
+    print(f"from Run All Cells to the first figure of {Path(options.notebook).name}: {opened:.1f} s (wanted: 10)")
+    if options.out:
+        table.to_csv(options.out, index=False)
+        print(options.out)
+    return 0
+
+
+def _has_playwright() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("playwright") is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""TrainTheatre: schemes train side by side, and their loss and layers are seen to grow."""
+
+from __future__ import annotations
+
+import html
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ipywidgets as widgets
+import plotly.graph_objects as go
+
+from normlab.errors import NormlabError
+from normlab.figures import theme as look
+from normlab.figures.stage import Scene, blank, redraw
+from normlab.labels import metric_row
+from normlab.training.background import LIVE, PAUSED, READY, STARTING, TRAINING, BackgroundRun, Point
+from normlab.training.config import PROBE_METRICS, TrainConfig
+from normlab.widgets.live import LiveFigure
+
+_REST = 0.3  # seconds between two drawings: a page keeps up, and training is not slowed
+_CHECKPOINTS = 50  # steps that a killed kernel costs at most
+
+
+class TrainTheatre(widgets.VBox):
+    """Schemes train side by side in the background, each in a process of its own; the kernel stays free.
+
+    Left: training and held-out loss by step. Right: the layer profiles at the latest step that all have measured,
+    dotted before training.
+    Start (or continue), pause and stop act after the step in progress. What comes out are runs like those of
+    `normlab.train`, in directory `out`: a stopped one goes on from its checkpoint, also in another session.
+
+    Args:
+        schemes: which to train, usually two; each takes a core.
+        out: directory of runs.
+        recipe: fields of `TrainConfig` for all of them, such as depth, width and steps.
+        metric: the layer profile to show first.
+        cache_dir: for prepared corpora.
+        theme: "light" or "dark".
+
+    Raises:
+        NormlabError: no scheme, one twice, or a recipe that `TrainConfig` refuses.
+    """
+
+    def __init__(
+        self,
+        schemes: Sequence[str],
+        out: str | Path = "runs",
+        recipe: Mapping[str, Any] | None = None,
+        *,
+        metric: str = PROBE_METRICS[0],
+        cache_dir: str | Path | None = None,
+        theme: str = "light",
+    ) -> None:
+        super().__init__()
+        if not schemes or len(set(schemes)) != len(schemes):
+            raise NormlabError(f"schemes are {list(schemes)}: name one or more, each once")
+        if metric not in PROBE_METRICS:
+            raise NormlabError(f"unknown metric {metric!r}: runs measure {', '.join(PROBE_METRICS)}")
+        fields = {"checkpoint_every": _CHECKPOINTS} | dict(recipe or {})
+        self.theme = theme
+        self._news, self._closed = threading.Event(), threading.Event()
+        self._painter: threading.Thread | None = None
+        self.runs = {
+            name: BackgroundRun(_config(name, fields), out, cache_dir=cache_dir, changed=self._news.set)
+            for name in schemes
+        }
+        first = next(iter(self.runs.values())).config
+        self._lock = threading.RLock()
+        self.figure = LiveFigure(blank(list(schemes), first.depth, theme), self._lock)
+        self._make_controls(metric)
+        self.redraw()
+
+    def _make_controls(self, metric: str) -> None:
+        def button(text: str, icon: str, act: Any) -> widgets.Button:
+            made = widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="auto"))
+            made.on_click(lambda _: act())
+            return made
+
+        self.go = button("start", "play", self.start)
+        self.rest = button("pause", "pause", self.pause)
+        self.end = button("stop", "stop", self.stop)
+        options = [(f"{metric_row(name).label} ({name})", name) for name in PROBE_METRICS]
+        self.metric = widgets.Dropdown(options=options, value=metric, description="layers:")
+        self.metric.observe(lambda _: self.redraw(), names="value")
+        self.bars = {
+            name: widgets.IntProgress(max=run.config.steps, layout=widgets.Layout(width="220px"))
+            for name, run in self.runs.items()
+        }
+        self.said = {name: widgets.HTML() for name in self.runs}
+        for name, bar in self.bars.items():
+            bar.style.bar_color = look.ink(look.style_of(name).color, self.theme)
+        flow = widgets.Layout(flex_flow="row wrap")
+        rows = [widgets.HBox([self.bars[name], self.said[name]], layout=flow) for name in self.runs]
+        self.children = [widgets.HBox([self.go, self.rest, self.end, self.metric], layout=flow), *rows, self.figure]
+
+    # --- commands ---
+
+    def start(self) -> None:
+        """Begin, or go on after a pause or a stop; runs that are done stay as they are."""
+        if self._closed.is_set():
+            raise NormlabError("this theatre is closed: make another, and its runs go on from their checkpoints")
+        if self._painter is None:
+            self._painter = threading.Thread(target=self._paint, daemon=True)
+            self._painter.start()
+        for run in self.runs.values():
+            run.start()
+
+    def pause(self) -> None:
+        """Let all runs sleep after the step in progress."""
+        for run in self.runs.values():
+            run.pause()
+
+    def stop(self) -> None:
+        """Checkpoint all runs and end their processes; `start` goes on from there."""
+        for run in self.runs.values():
+            run.stop()
+
+    def close(self) -> None:
+        """End the processes at once, and the widget; what is on disk is whole and can be gone on from."""
+        self._closed.set()
+        self._news.set()
+        for run in self.runs.values():
+            run.close()
+        if self._painter is not None and self._painter is not threading.current_thread():
+            self._painter.join(timeout=5)
+        self.figure.close()
+        super().close()
+
+    def wait(self, timeout: float | None = None, *, step: int | None = None) -> bool:
+        """Block until every run ended or was stopped, or has done `step` steps; False when `timeout` seconds went by
+        first. What is shown is up to date then."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        done = [
+            run.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0), step=step)
+            for run in self.runs.values()
+        ]
+        self.redraw()
+        return all(done)
+
+    # --- what it shows ---
+
+    def _paint(self) -> None:
+        """Draw when there is news, not more often than a page can follow."""
+        while not self._closed.is_set():
+            self._news.wait()
+            self._news.clear()
+            if not self._closed.is_set():
+                self.redraw()
+                self._closed.wait(_REST)
+
+    def redraw(self) -> None:
+        """Show the runs as they are now."""
+        with self.figure.changing():
+            metric = self.metric.value
+            site = "block_in_grad" if metric.startswith("grad") else "block_out"
+            profiles = {name: run.points("probe", site, metric) for name, run in self.runs.items()}
+            step = _last_in_common(profiles.values())
+            scenes = {name: _scene(run, profiles[name], step) for name, run in self.runs.items()}
+            redraw(self.figure, scenes, metric, site, self.theme)
+            for name, run in self.runs.items():
+                self.bars[name].value = run.step
+                self.said[name].value = _sentence(name, run, scenes[name], self.theme)
+            states = {run.state for run in self.runs.values()}
+            self.go.disabled = not any(_can_start(run) for run in self.runs.values())
+            self.go.description = "start" if states == {READY} else "continue"
+            self.rest.disabled = not states & {STARTING, TRAINING}
+            self.end.disabled = not states & set(LIVE)
+
+    def static(self) -> go.Figure:
+        """What is shown now as a plain figure, for pages without a kernel."""
+        with self._lock:
+            return go.Figure(self.figure)
+
+
+def _config(scheme: str, fields: Mapping[str, Any]) -> TrainConfig:
+    try:
+        return TrainConfig(**{**fields, "scheme": scheme})
+    except TypeError as error:
+        raise NormlabError(f"the recipe is none of TrainConfig: {error}") from None
+
+
+def _can_start(run: BackgroundRun) -> bool:
+    return run.run is None and (not run.live or run.state == PAUSED)
+
+
+def _last_in_common(profiles: Iterable[Sequence[Point]]) -> int:
+    """The latest step at which all runs that have begun were measured: one that is ahead is not held against another
+    that is behind."""
+    measured = [{step for step, _, _ in profile} for profile in profiles if profile]
+    return max(set.intersection(*measured), default=0) if measured else 0
+
+
+def _scene(run: BackgroundRun, profile: Sequence[Point], step: int) -> Scene:
+    train, held_out = (
+        [(at, value) for at, _, value in run.points(split, "model", "loss")] for split in ("train", "eval")
+    )
+    start = min((at for at, _, _ in profile), default=0)
+    first, last = ([(layer or 0, value) for at, layer, value in profile if at == when] for when in (start, step))
+    return Scene(train, held_out, first, last, step, run.unigram_entropy)
+
+
+def _sentence(name: str, run: BackgroundRun, scene: Scene, theme: str) -> str:
+    style = look.style_of(name)
+    parts = [run.state.replace("_", " ") + (f": {run.reason}" if run.reason else "")]
+    parts.append(f"step {run.step:,} of {run.config.steps:,}")
+    if scene.train:
+        parts.append(f"training loss {scene.train[-1][1]:.3f}")
+    if scene.held_out:
+        parts.append(f"held out {scene.held_out[-1][1]:.3f}")
+    text = html.escape(", ".join(parts))
+    return f"<b style='color:{look.ink(style.color, theme)}'>{html.escape(style.title)}</b> {text}"

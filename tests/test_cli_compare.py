@@ -1,0 +1,81 @@
+"""`normlab compare A B`: the paired differences in words, and one line with exit code 2 for what cannot be compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from notebook_helpers import write_runs
+
+import normlab
+from normlab.cli import main
+from normlab.compare import compare
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_runs(tmp_path_factory.mktemp("compare") / "runs", schemes=("pre_rmsnorm", "lns", "bhyt"))
+
+
+def test_it_prints_what_compare_finds(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["compare", "lns", "pre_rmsnorm", "--runs", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    found = compare(normlab.load_runs(folder), "lns", "pre_rmsnorm")
+    assert err == "" and out.startswith("loss: lns minus pre_rmsnorm, paired by seed\ndepth 2, 4 · width 16")
+    for row, line in zip(found.itertuples(), out.splitlines()[3:], strict=True):
+        assert line.split()[0] == str(row.depth) and f"{row.estimate:+.4f}" in line
+        assert f"[{row.low:+.4f}, {row.high:+.4f}]  lns is higher" in line
+
+
+def test_it_takes_every_choice_of_the_explorer(folder: Path, capsys: pytest.CaptureFixture[str]):
+    flags = ["--metric", "grad_l2_mean", "--depth", "4", "--layer", "2", "--step", "10", "--level", "0.9"]
+    assert main(["compare", "bhyt", "pre_rmsnorm", "--runs", str(folder), *flags]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[3:]
+    choice = dict(site="block_in_grad", depth=4, layer=2, step=10, level=0.9)
+    found = compare(normlab.load_runs(folder), "bhyt", "pre_rmsnorm", "grad_l2_mean", **choice).iloc[0]
+    assert f"{found['estimate']:.4g}  [{found['low']:.4g}, {found['high']:.4g}]  bhyt is lower" in line
+
+
+def test_one_seed_and_two_runs_say_that_there_is_no_interval(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    alone = write_runs(tmp_path / "alone", schemes=("lns", "bhyt"), seeds=(0,))
+    assert main(["compare", "lns", "bhyt", "--runs", str(alone)]) == 0
+    assert capsys.readouterr().out.count("one seed: no interval") == 2
+    first, second = sorted(folder.glob("*-4-1-0.001"))[:2]
+    assert main(["compare", str(first), str(second)]) == 0
+    by_path = capsys.readouterr().out
+    assert by_path.count("one seed: no interval") == 1 and first.name in by_path
+    assert main(["compare", first.name, second.name, "--runs", str(folder)]) == 0
+    assert capsys.readouterr().out == by_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("lns", "required: b"),
+        ("lns dyt", "no run of 'dyt' in the table, which has: pre_rmsnorm, lns, bhyt"),
+        ("lns bhyt --metric size", "no metric 'size' in the table, which has: feature_var_mean"),
+        ("lns bhyt --metric token_l2_mean --layer 9", "no layer 9 of token_l2_mean in the table, which has: 0, 1, 2"),
+        ("lns bhyt --metric token_l2_mean --site elsewhere", "no site 'elsewhere'"),
+        ("lns bhyt --step 5", "no step 5 of loss in the table, which has: 0, 10, 20"),
+        ("lns bhyt --depth 3", "No run of depth 3 in the table, which has depth 2, 4"),
+        ("lns bhyt --width 7", "No run of width 7"),
+        ("lns bhyt --level 95", "between 0 and 1"),
+        ("lns bhyt --layer two", "'two'"),
+        ("lns-4-0-0.001 lns-4-1-0.001", "have seed 0 and 1: no pair"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    arguments: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["compare", *arguments.split(), "--runs", str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("normlab: error: ") and err.count("\n") == 1 and words in err
+
+
+def test_a_folder_without_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["compare", "lns", "bhyt", "--runs", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+    assert main(["compare", "lns", "bhyt", "--runs", str(tmp_path)]) == 2
+    assert "no runs in" in capsys.readouterr().err

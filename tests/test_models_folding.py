@@ -1,0 +1,254 @@
+"""Folding norms into the matrices that read them: the same logits, every bit back, and refusals that change nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from model_helpers import LLAMA, assert_bits, assert_near, every_case, lively, tiny_config, tiny_model, tokens
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from normlab import NormlabError, NormlabForCausalLM, swap_norms
+from normlab.models import fold_norms
+
+UNFOLDABLE = {"post_rmsnorm": 6, "mix_ln": 2, "peri_ln": 6}  # norms that write into the stream, of 3 blocks
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    assert list(model.state_dict()) == list(expected)
+    for name, tensor in model.state_dict().items():
+        assert_bits(tensor, expected[name], name)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(tokens(), use_cache=False).logits
+
+
+@every_case
+def test_logits_stay_gains_become_one_and_unfolding_gives_every_bit_back(scheme, extra):
+    model = tiny_model(scheme, **extra)
+    before, expected = state(model), logits(model)
+    tied = bool(extra.get("tie_word_embeddings"))
+    stays = (2 if "post_fraction" in extra else 1) * 2 if scheme == "mix_ln" else UNFOLDABLE.get(scheme, 0)
+    folded = fold_norms(model, partial=True)
+    assert len(folded.left) == stays + tied
+    assert_near(logits(model), expected, 1e-5)
+    norms = {name: module for name, module in model.named_modules() if name.endswith("norm")}
+    assert set(folded.names) | set(folded.left) == set(norms)
+    for name, norm in norms.items():
+        assert bool((norm.weight == 1).all()) == (name in folded.names), name
+    changed = [name for name, tensor in state(model).items() if not torch.equal(tensor, before[name])]
+    assert folded.kept_bytes >= sum(before[name].nbytes for name in changed) > 0
+    folded.unfold()
+    assert_state(model, before)
+    assert_bits(logits(model), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_fold_with_one_rounding_and_come_back(dtype):
+    model = tiny_model("bhyt").to(dtype)
+    before, expected = state(model), logits(model)
+    with fold_norms(model) as folded:
+        assert not folded.left
+        assert_near(logits(model), expected, {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-12}[dtype])
+    assert_state(model, before)
+
+
+def test_biases_of_readers_take_up_the_norms_bias_and_otherwise_it_stays_divided():
+    model = tiny_model("pre_layernorm", attention_bias=True, mlp_bias=True)
+    before, expected = state(model), logits(model)
+    with fold_norms(model):
+        assert_near(logits(model), expected, 1e-5)
+        layer = model.model.layers[0]
+        assert not layer.input_layernorm.bias.any() and not layer.post_attention_layernorm.bias.any()
+        assert_near(model.model.norm.bias, before["model.norm.bias"] / before["model.norm.weight"], 1e-6)
+    assert_state(model, before)
+
+
+def test_a_bias_that_a_zero_gain_cannot_divide_is_refused():
+    model = tiny_model("pre_layernorm")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[4] = 0.0
+    before = state(model)
+    with pytest.raises(NormlabError, match="layers.1.input_layernorm.*gain of 0"):
+        fold_norms(model)
+    assert_state(model, before)
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_stock_models_fold_too(family):
+    torch.manual_seed(0)
+    fields = {**LLAMA, "head_dim": 8, "tie_word_embeddings": False}
+    model = lively(AutoModelForCausalLM.from_config(family(**fields))).eval()
+    before, expected = state(model), logits(model)
+    with fold_norms(model) as folded:
+        assert len(folded.names) == 2 * 3 + 1
+        assert_near(logits(model), expected, 1e-5)
+    assert_state(model, before)
+
+
+def test_a_model_with_swapped_norms_folds():
+    torch.manual_seed(0)
+    model = lively(swap_norms(LlamaForCausalLM(LlamaConfig(**LLAMA)), scheme="bhyt", kappa=3.0)).eval()
+    before, expected = state(model), logits(model)
+    with fold_norms(model):
+        assert_near(logits(model), expected, 1e-5)
+    assert_state(model, before)
+
+
+# What cannot be folded, and what the one line says of it.
+
+
+def refused(model: nn.Module, match: str) -> None:
+    before = state(model)
+    with pytest.raises(NormlabError, match=match) as caught:
+        fold_norms(model)
+    assert "\n" not in str(caught.value)
+    assert_state(model, before)
+    assert not hasattr(model.config, "norms_folded")
+
+
+@pytest.mark.parametrize("scheme", UNFOLDABLE)
+def test_norms_that_write_into_the_stream_are_refused(scheme):
+    refused(tiny_model(scheme), "residual stream.*partial=True")
+
+
+def test_a_head_tied_to_the_embeddings_is_refused():
+    refused(tiny_model("bhyt", tie_word_embeddings=True), "cannot fold model.norm: .*tied embeddings")
+
+
+def test_adapters_are_refused_and_nothing_is_half_folded():
+    from peft import LoraConfig, get_peft_model
+
+    inner = tiny_model("bhyt")
+    adapted = get_peft_model(inner, LoraConfig(target_modules=["v_proj"], r=2))
+    refused(inner, r"layers.0.input_layernorm: .*v_proj is Linear.*and so for 2 more")
+    refused(adapted, "no Llama-shaped blocks")
+
+
+def test_quantized_and_parametrized_matrices_are_refused():
+    class EightBit(nn.Linear):
+        pass
+
+    model = tiny_model("bhyt")
+    model.model.layers[2].mlp.up_proj.__class__ = EightBit
+    refused(model, "layers.2.post_attention_layernorm: model.layers.2.mlp.up_proj is EightBit, not a plain nn.Linear")
+    model = tiny_model("bhyt")
+    nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
+    refused(model, "q_proj is ParametrizedLinear")
+
+
+def test_shared_blocks_are_refused():
+    model = tiny_model("pre_rmsnorm")
+    model.model.layers[2] = model.model.layers[1]
+    refused(model, "layers.1.input_layernorm: .*used elsewhere")
+
+
+def test_a_gain_that_is_not_a_factor_is_refused():
+    fields = {**LLAMA, "head_dim": 8, "tie_word_embeddings": False}
+    refused(GemmaForCausalLM(GemmaConfig(**fields)).eval(), "GemmaRMSNorm is not a factor")
+
+
+def test_other_architectures_are_refused():
+    fields = {**LLAMA, "head_dim": 8}
+    refused(AutoModelForCausalLM.from_config(Gemma2Config(**fields)).eval(), "Gemma2DecoderLayer, not a block of")
+
+
+# While it is folded.
+
+
+def test_training_refreshing_and_folding_again_are_refused_until_it_is_unfolded():
+    model = tiny_model("bhyt")
+    folded = fold_norms(model)
+    with pytest.raises(NormlabError, match="folded already"):
+        fold_norms(model)
+    with pytest.raises(NormlabError, match="unfold"):
+        model.refresh_carried()
+    with pytest.raises(NormlabError, match="before training"):
+        model.train()(tokens())
+    model.eval()
+    folded.unfold()
+    folded.unfold()
+    model.train()(tokens())
+    model.refresh_carried()
+
+
+def test_the_statistic_carried_keeps_its_constant():
+    model = tiny_model("bhyt")
+    model.refresh_carried()
+    before = [layer.c_attn.clone() for layer in model.model.layers]
+    with fold_norms(model):
+        for layer, c in zip(model.model.layers, before, strict=True):
+            assert_bits(layer.c_attn, c)
+            assert (layer.attention_variance_constant() - c).abs() > 1e-3 * c  # it would change, and is left alone
+
+
+@pytest.mark.parametrize("change", ["step", "cast"])
+def test_unfolding_weights_that_changed_meanwhile_is_refused_and_leaves_them(change):
+    model = tiny_model("bhyt")
+    folded = fold_norms(model)
+    if change == "cast":
+        model.bfloat16()
+    else:
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[0, 0] += 1.0
+    present = state(model)
+    with pytest.raises(NormlabError, match="unfold: "):
+        folded.unfold()
+    assert_state(model, present)
+
+
+def test_a_copy_of_a_folded_model_computes_the_same():
+    model = tiny_model("bhyt")
+    with fold_norms(model):
+        assert_bits(logits(copy.deepcopy(model)), logits(model))
+
+
+@pytest.mark.parametrize("scheme", ["bhyt", "lns", "pre_layernorm"])
+def test_saved_while_folded_it_loads_as_it_computes_and_says_so(scheme, tmp_path):
+    model = tiny_model(scheme)
+    before, expected = state(model), logits(model)
+    with fold_norms(model):
+        model.save_pretrained(tmp_path)
+    loaded, report = NormlabForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert_near(logits(loaded.eval()), expected, 1e-5)
+    with pytest.raises(NormlabError, match="folded already"):
+        fold_norms(loaded)
+    with pytest.raises(NormlabError, match="before training"):
+        loaded.train()(tokens())
+    model.save_pretrained(tmp_path)  # unfolded again: the mark is gone from what is saved
+    assert_state(NormlabForCausalLM.from_pretrained(tmp_path), before)
+    assert "norms_folded" not in (tmp_path / "config.json").read_text()
+
+
+def test_generation_writes_the_same_tokens():
+    model = tiny_model("bhyt")
+    options = {"attention_mask": torch.ones_like(tokens()), "max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(tokens(), **options)
+    with fold_norms(model):
+        assert_bits(model.generate(tokens(), **options), expected)
+
+
+def test_nothing_but_a_causal_language_model_is_taken():
+    with pytest.raises(NormlabError, match="no Llama-shaped blocks"):
+        fold_norms(nn.Linear(2, 2))
+    body = NormlabForCausalLM(tiny_config("bhyt")).model.eval()
+    refused(body, "no head that reads it")

@@ -1,0 +1,76 @@
+"""The explorer's notebook as a Voila page: controls and plots without code, and a slider that moves the plot."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from browser_helpers import SCREENSHOTS, page_of
+from figures_helpers import activation
+from notebook_helpers import NOTEBOOKS, write_runs
+
+pytest.importorskip("voila")
+PLOT = "document.querySelector('.js-plotly-plot')"
+# Voila's template takes an icon font from a public server, which is not there without a network; extensions of
+# JupyterLab that happen to be installed may not know Voila; plotly's renderer draws, then wants to keep an image of the
+# plot in a notebook that is not there.
+NOT_OURS = ("net::ERR", "labextensions/", "setData is not a function")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("voila")
+    runs = write_runs(folder / "runs")
+    notebook = (NOTEBOOKS / "03_norm_explorer.ipynb").read_text(encoding="utf-8")
+    (folder / "03_norm_explorer.ipynb").write_text(notebook.replace("../data/runs", json.dumps(str(runs))[1:-1]))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "voila", "03_norm_explorer.ipynb", "--no-browser", f"--port={port}"]
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+        address = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(240):
+                try:
+                    urllib.request.urlopen(f"{address}/voila/api/kernels", timeout=1).close()
+                    break
+                except urllib.error.HTTPError:
+                    break  # it answers
+                except OSError:
+                    if server.poll() is not None:
+                        raise RuntimeError((folder / "server.log").read_text()) from None
+                    time.sleep(0.25)
+            yield address
+        finally:
+            server.terminate()
+            server.wait(timeout=20)
+
+
+@pytest.mark.timeout(300)
+def test_the_explorer_is_served_without_code_and_its_slider_moves_the_plot(address: str, chromium: str):
+    def shows(step: int) -> str:
+        expected = [1.01 * activation("bhyt", layer, step) for layer in range(5)]
+        return f"""() => {{
+            const y = Array.from({PLOT}?.data.find(trace => trace.name === 'bhyt')?.y ?? []);
+            return y.length === 5 && y.every((v, i) => Math.abs(v / {expected}[i] - 1) < 1e-6);
+        }}"""
+
+    with page_of(chromium) as (page, errors):
+        page.goto(address, timeout=120_000)
+        page.wait_for_selector(".noUi-handle", timeout=120_000)
+        page.wait_for_function(shows(20), timeout=60_000)
+        assert page.get_by_text("import normlab").count() == 0
+        page.locator(".widget-hslider").filter(has_text="step").locator(".noUi-handle").focus()
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_function(shows(10), timeout=20_000)
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / "voila.png", full_page=True)
+        assert [error for error in errors if not any(part in error for part in NOT_OURS)] == []

@@ -1,0 +1,82 @@
+"""The attribution widget shows both methods' shares, follows the final tanh's slope, and leaves the model alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import normlab
+from normlab.figures.attribution import logit_attribution
+
+pytest.importorskip("transformer_lens")
+from normlab.models.lens import direct_logit_attribution, to_bridge  # noqa: E402
+from normlab.widgets import LogitAttribution  # noqa: E402
+
+TOKENS = torch.randint(0, 61, (2, 10), generator=torch.Generator().manual_seed(1))
+ANSWERS, RIVALS = torch.tensor([3, 7]), torch.tensor([5, 1])
+NAMES = ["embed", "attn 1", "mlp 1", "attn 2", "mlp 2", "attn 3", "mlp 3"]
+
+
+def bridge_of(scheme: str, **fields: object):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=61)
+    config = normlab.NormlabConfig(scheme=scheme, initializer_range=0.3, max_position_embeddings=16, **sizes, **fields)
+    return to_bridge(normlab.NormlabForCausalLM(config).eval())
+
+
+def bars(widget: LogitAttribution) -> dict[str, dict[str, float]]:
+    return {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in widget.figure.data}
+
+
+def test_it_shows_the_shares_of_both_methods_of_a_difference_of_logits():
+    bridge = bridge_of("bhyt", lam_last=10.0)
+    widget = LogitAttribution(bridge, TOKENS, ANSWERS, against=RIVALS)
+    shown = bars(widget)
+    with torch.no_grad():
+        last = bridge(TOKENS)[:, -1]
+    logit = float((last.gather(1, ANSWERS[:, None]) - last.gather(1, RIVALS[:, None])).mean())
+    assert list(shown["frozen"]) == NAMES and sum(shown["frozen"].values()) == pytest.approx(logit, abs=1e-4)
+    for method in ("frozen", "jacobian"):
+        one, other = (direct_logit_attribution(bridge, TOKENS, ids, method=method) for ids in (ANSWERS, RIVALS))
+        shares = (one["contribution"] - other["contribution"]).tolist()
+        assert [shown[method][name] for name in NAMES] == pytest.approx(shares[: len(NAMES)])
+    assert f"logit difference {logit:.3f}" in widget.figure.layout.title.text
+    assert widget.static().layout.title.text == widget.figure.layout.title.text
+
+
+@pytest.mark.parametrize(("scheme", "slope"), [("bhyt", "lam"), ("dyt", "alpha")])
+def test_a_flat_tanh_is_linear_and_a_steep_one_saturated(scheme: str, slope: str):
+    bridge = bridge_of(scheme, **({"lam_last": 10.0} if scheme == "bhyt" else {}))
+    norm = bridge.ln_final.original_component
+    before = getattr(norm, slope).detach().clone()
+    widget = LogitAttribution(bridge, TOKENS, ANSWERS)
+    start = bars(widget)
+    widget.steepness.value = 1 / 16  # the least
+    flat = bars(widget)
+    assert torch.equal(getattr(norm, slope), before)
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(TOKENS)
+        x, head = cache["ln_final.hook_in"][:, -1], bridge.unembed.original_component.weight[ANSWERS]
+        linear = float((norm.weight * norm.tanh_input(x) / 16 * head).sum(-1).mean())
+    assert sum(flat["frozen"].values()) == pytest.approx(linear, rel=0.05)
+    if scheme == "dyt":  # no divisor: both methods go the same way as the tanh becomes linear
+        near, far = (
+            max(abs(shares["jacobian"][name] - shares["frozen"][name]) for name in NAMES)
+            / max(abs(shares["frozen"][name]) for name in NAMES)
+            for shares in (flat, start)
+        )
+        assert near < 0.2 < far
+    widget.steepness.value = 64.0
+    assert float(widget.said.value.split("%")[0]) > 90
+    widget.steepness.value = 1.0
+    assert bars(widget) == start
+
+
+def test_a_final_norm_without_tanh_has_no_slope_to_move():
+    widget = LogitAttribution(bridge_of("pre_rmsnorm"), TOKENS, ANSWERS)
+    assert widget.steepness.disabled and "no tanh" in widget.said.value
+    assert sum(bars(widget)["frozen"].values()) == pytest.approx(widget.tables["frozen"].attrs["logit"], abs=1e-4)
+
+
+def test_the_figure_says_when_there_is_nothing():
+    assert "direct_logit_attribution" in logit_attribution({}).layout.annotations[0].text

@@ -1,0 +1,227 @@
+"""The theatre trains real runs in the background, shows what they measure, and takes its processes with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import psutil
+import pytest
+from training_helpers import TINY
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.figures.stage import MOST_POINTS, Scene, blank, redraw, thinned
+from normlab.training.background import BackgroundRun
+from normlab.widgets import TrainTheatre
+from normlab.widgets.live import LiveFigure
+
+pytest_plugins = ["training_fixtures"]
+SCHEMES = ["pre_rmsnorm", "bhyt"]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
+
+
+@pytest.fixture(scope="module")
+def forks() -> None:
+    """The server that has imported everything is up."""
+    first = FORKS.Process(target=time.sleep, args=(0,))
+    first.start()
+    first.join()
+
+
+@pytest.fixture
+def theatre(
+    forks: None, text: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., TrainTheatre]]:
+    monkeypatch.setattr(BackgroundRun, "_context", FORKS)
+    opened = []
+
+    def theatre(**recipe: Any) -> TrainTheatre:
+        recipe = TINY | {"corpus": str(text), "probe_every": 10, "eval_every": 10} | recipe
+        opened.append(TrainTheatre(SCHEMES, tmp_path / "out", recipe, cache_dir=cache))
+        return opened[-1]
+
+    yield theatre
+    for each in opened:
+        each.close()
+
+
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def trace(widget: TrainTheatre, name: str) -> Any:
+    return next(trace for trace in widget.figure.data if trace.name == name)
+
+
+def states(widget: TrainTheatre) -> set[str]:
+    return {run.state for run in widget.runs.values()}
+
+
+def test_curves_and_layers_grow_and_every_button_does_what_it_says(theatre: Callable[..., TrainTheatre]):
+    widget = theatre(steps=400, checkpoint_every=0)
+    assert (widget.go.description, widget.rest.disabled, widget.end.disabled) == ("start", True, True)
+    started = time.perf_counter()
+    widget.go.click()
+    assert time.perf_counter() - started < 2  # the kernel is free again at once
+    until(lambda: not widget.rest.disabled)
+    assert widget.wait(60, step=12)
+    # It draws by itself, from another thread.
+    until(lambda: len(trace(widget, "bhyt train").y) > 0 and 10 in trace(widget, "bhyt held out").x)
+    assert (
+        list(trace(widget, "bhyt last").x) == [0, 1, 2]
+        and trace(widget, "bhyt last").y != trace(widget, "bhyt first").y
+    )
+    widget.rest.click()
+    until(lambda: states(widget) == {"paused"})
+    until(
+        lambda: widget.rest.disabled and widget.go.description == "continue" and "paused" in widget.said["bhyt"].value
+    )
+    asleep = {name: run.step for name, run in widget.runs.items()}
+    time.sleep(0.5)
+    assert {name: run.step for name, run in widget.runs.items()} == asleep
+    widget.go.click()
+    assert widget.wait(60, step=max(asleep.values()) + 5)
+    widget.end.click()
+    assert widget.wait(60) and states(widget) == {"stopped"}
+    assert not widget.go.disabled and widget.rest.disabled and widget.end.disabled
+    for name, run in widget.runs.items():
+        assert [checkpoint.name for checkpoint in run.out.glob(f".partial/{run.config.run_id}/checkpoint-*")] == [
+            f"checkpoint-{run.step}"
+        ]
+        assert list(trace(widget, f"{name} train").x) == list(range(1, run.step + 1))
+
+
+def test_what_it_shows_in_the_end_are_runs_like_any_other(theatre: Callable[..., TrainTheatre], tmp_path: Path):
+    widget = theatre(steps=20)
+    widget.start()
+    assert widget.wait(90)
+    table = normlab.load_runs(tmp_path / "out")
+    assert set(table["scheme"]) == set(SCHEMES) and set(table["step"]) == set(range(21))
+    for scheme in SCHEMES:
+        own = table[(table["scheme"] == scheme) & (table["mask"] == "all")]
+        losses = own[(own["metric"] == "loss") & (own["split"] == "train")]
+        assert list(trace(widget, f"{scheme} train").y) == losses["value"].tolist()
+        for metric, site in (("token_l2_mean", "block_out"), ("grad_l2_total", "block_in_grad")):
+            widget.metric.value = metric
+            last = own[(own["metric"] == metric) & (own["site"] == site) & (own["step"] == 20)]
+            assert list(trace(widget, f"{scheme} last").y) == last["value"].tolist()
+    assert widget.go.disabled and [bar.value for bar in widget.bars.values()] == [20, 20]
+    assert "step 20" in widget.static().layout.annotations[1].text
+
+
+def test_one_that_is_ahead_is_shown_at_the_step_that_both_have_measured(theatre: Callable[..., TrainTheatre]):
+    widget = theatre(steps=100_000, probe_every=5, eval_every=0)
+    widget.start()
+    assert widget.wait(60, step=6)
+    widget.runs["bhyt"].pause()
+    until(lambda: widget.runs["bhyt"].state == "paused")
+    behind = widget.runs["bhyt"].step // 5 * 5
+    assert widget.runs["pre_rmsnorm"].wait(60, step=behind + 30)
+    widget.redraw()
+    for name, run in widget.runs.items():
+        then = [value for step, _, value in run.points("probe", "block_out", "token_l2_mean") if step == behind]
+        assert list(trace(widget, f"{name} last").y) == then
+    assert f"step {behind};" in widget.figure.layout.annotations[1].text
+
+
+def test_closing_it_ends_its_processes(theatre: Callable[..., TrainTheatre]):
+    widget = theatre(steps=100_000, eval_every=0)
+    widget.start()
+    assert widget.wait(60, step=1)
+    workers = [psutil.Process(run.pid) for run in widget.runs.values()]
+    widget.close()
+    until(lambda: not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers), 20)
+    assert widget.comm is None and states(widget) == {"stopped"}
+    assert widget._painter is not None and not widget._painter.is_alive()
+    with pytest.raises(NormlabError, match="is closed: make another"):
+        widget.start()
+
+
+def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(theatre: Callable[..., TrainTheatre]):
+    widget = theatre(steps=150)
+    metrics = [value for _, value in widget.metric.options]
+    failed: list[BaseException] = []
+    widget.start()
+
+    def shake(place: int) -> None:
+        try:
+            for turn in range(40):
+                widget.metric.value = metrics[(turn * 3 + place) % len(metrics)]
+                (widget.pause, widget.start, widget.start)[(turn + place) % 3]()
+                time.sleep(0.005)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=shake, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    widget.start()
+    assert not failed and widget.wait(90) and states(widget) <= {"finished", "not_learned"}
+    metric = widget.metric.value
+    site = "block_in_grad" if metric.startswith("grad") else "block_out"
+    for name, run in widget.runs.items():
+        last = [(layer, value) for step, layer, value in run.points("probe", site, metric) if step == 150]
+        shown = trace(widget, f"{name} last")
+        assert list(zip(shown.x, shown.y, strict=True)) == last
+
+
+def test_what_it_cannot_train_is_one_sentence(tmp_path: Path):
+    with pytest.raises(NormlabError, match="each once"):
+        TrainTheatre(["bhyt", "bhyt"], tmp_path)
+    with pytest.raises(NormlabError, match="unknown metric 'size'"):
+        TrainTheatre(SCHEMES, tmp_path, metric="size")
+    with pytest.raises(NormlabError, match="recipe .* 'layers'"):
+        TrainTheatre(SCHEMES, tmp_path, {"layers": 3})
+    with pytest.raises(NormlabError, match="depth is 0"):
+        TrainTheatre(SCHEMES, tmp_path, {"depth": 0})
+
+
+def test_a_long_curve_is_thinned_by_means_and_gaps_stay_gaps():
+    pairs = [(step, float(step % 2)) for step in range(1, 10_001)]
+    few = thinned(pairs)
+    assert len(few) <= MOST_POINTS and few[-1][0] == 10_000 and {value for _, value in few[:-1]} <= {0.48, 0.5, 0.52}
+    figure = blank(["bhyt"], depth=2)
+    scene = Scene(train=[(1, 5.0), (2, float("nan"))], first=[(0, 1.0)], last=[(0, 1.0), (1, 0.0)], unigram_entropy=4.0)
+    redraw(figure, {"bhyt": scene}, "token_l2_mean", "block_out")
+    lines = {trace.name: trace for trace in figure.data}
+    assert list(lines["bhyt train"].y) == [5.0, None] and list(lines["unigram entropy"].y) == [4.0, 4.0]
+    assert figure.layout.xaxis.range == (0, 20)
+    assert figure.layout.yaxis2.type == "linear"  # a zero has no place on a log axis
+    assert figure.layout.yaxis.range[0] < 4.0 < figure.layout.yaxis.range[1]
+
+
+def test_a_message_of_the_page_and_a_change_from_another_thread_take_turns(monkeypatch: pytest.MonkeyPatch):
+    """In the middle of a message traitlets holds notifications back: an update sent then would be lost."""
+    figure = LiveFigure(go.Figure(go.Scatter(name="line", y=[1.0])))
+    sent: list[Any] = []
+    figure.observe(lambda change: sent.append(change["new"]), "_py2js_update")
+    inside = threading.Event()
+    plain = LiveFigure.set_trait
+
+    def slowly(self: LiveFigure, name: str, value: Any) -> None:
+        plain(self, name, value)
+        inside.set()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(LiveFigure, "set_trait", slowly)
+    page = threading.Thread(target=figure.set_state, args=({"_js2py_traceDeltas": {}},))
+    page.start()
+    assert inside.wait(5)
+    with figure.changing() as traces:
+        traces["line"].y = [2.0, 3.0]
+    page.join()
+    (update,) = [message for message in sent if message]
+    assert np.array_equal(figure.data[0].y, [2.0, 3.0]) and "y" in update["style_data"]
