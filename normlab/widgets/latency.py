@@ -37,6 +37,7 @@ from normlab.widgets.page import explorer_page
 NO_BROWSER = "no move was timed: that needs playwright (pip install playwright) and a Chromium or Chrome on the PATH"
 WAIT = 20_000  # milliseconds after which a move counts as lost
 PAUSE = 30  # milliseconds between moves: a held key repeats as often
+SETTLE = 1_000
 DEPTH_EVERY = 4
 
 # Times every move: a key begins it, and it ends in the task after the frame in which a line's path was changed.
@@ -88,6 +89,10 @@ def time_moves(page: Any, surface: Surface, moves: int) -> pd.DataFrame:
     Raises:
         NormlabError: a move did not change the plot.
     """
+    for slider in (surface.depth, surface.step):  # walks begin at the end
+        page.locator(slider).first.focus()
+        page.keyboard.press("End")
+        page.wait_for_timeout(SETTLE)
     page.locator(surface.plot).first.evaluate(WATCH)
     rows: list[tuple[str, float]] = []
     walks = {"step": _walk(page, surface.step), "depth": _walk(page, surface.depth)}
