@@ -117,6 +117,7 @@ class Profiles:
         self._spans: dict[View, list[float]] = {}
         self._courses: dict[tuple[object, ...], Course] = {}
         self._remarks: dict[tuple[str, int], str] = {}
+        self._rates: dict[int, str] = {}
         self._theory: dict[int, Predictions] = {}
         self._cubes: dict[tuple[str, str, str], dict[tuple[str, int], Cube]] = {}
         found = choose(self.runs, depth=None, same_rate=True)
@@ -233,6 +234,12 @@ class Profiles:
                 numbers = numbers[numbers > 0]
             self._spans[key] = [float(numbers.min()), float(numbers.max())] if numbers.size else []
         return self._spans[key]
+
+    def rate(self, depth: int) -> str:
+        """The learning rate at a depth, in words: sizes of schemes at different rates are not to be compared."""
+        if depth not in self._rates and self.chosen is not None:
+            self._rates[depth] = self.chosen.rate(depth)
+        return self._rates.get(depth, "")
 
     def remarks(self, view: View) -> list[str]:
         """What a reader must know of what is and is not shown: one short sentence each."""

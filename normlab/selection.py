@@ -128,9 +128,13 @@ class Selection:
         seeds = self.runs.groupby(["scheme", "depth"])["seed"].nunique()
         low, high = int(seeds.min()), int(seeds.max())
         parts.append(f"{low} seed{'s' if low > 1 else ''}" if low == high else f"{low} to {high} seeds")
-        rates = sorted(self.runs["lr"].unique())
-        parts.append(f"learning rate {rates[0]:g}" if len(rates) == 1 else "each scheme's own learning rate")
-        return " · ".join(parts)
+        return " · ".join([*parts, self.rate()])
+
+    def rate(self, depth: int | None = None) -> str:
+        """The learning rate in words: that of all, or that each scheme has its own."""
+        runs = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
+        rates = runs["lr"].unique()
+        return f"learning rate {rates[0]:g}" if len(rates) == 1 else "each scheme's own learning rate"
 
 
 def choose(

@@ -114,7 +114,7 @@ def drawing(profiles: Profiles, view: View, dress: Dress) -> dict[str, Any]:
     traces += [_line(line, view, dress.theme) for line in lines]
     traces += [] if told is None else [_told(told, row.name)]
     traces += _labels(lines, bounds, log, dress.theme)
-    layout = _layout(view, bounds, log, dress.theme)
+    layout = _layout(view, bounds, log, dress.theme) | {"title": dict(text=_title(view, profiles.rate(view.depth)))}
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
 
 
@@ -237,10 +237,10 @@ def _end(line: Profile) -> float:
     return float(finite[-1]) if finite.size else float("nan")
 
 
-def _title(view: View) -> str:
+def _title(view: View, rate: str) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
-    where = f"{SITES.get(view.site, view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth}"
+    where = f"{SITES.get(view.site, view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
     # One text for both lines: a widget that is resized moves a separate subtitle into the title.
     small = f"<span style='font-size:12px;color:{look.NEUTRAL}'>{where} · {row.definition}</span>"
     return f"{row.label[0].upper()}{row.label[1:]} by layer, {when}<br>{small}"
@@ -261,7 +261,6 @@ def _layout(view: View, bounds: tuple[float, float] | None, log: bool, theme: st
     line = dict(type="line", xref="x domain", x0=0, x1=1, y0=neutral, y1=neutral, line=neutral_line)
     return dict(
         template=_sheet(theme),
-        title=dict(text=_title(view)),
         showlegend=False,
         autosize=True,
         height=HEIGHT,

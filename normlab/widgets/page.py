@@ -18,7 +18,7 @@ from normlab.compare import t_quantile
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
 from normlab.labels import MASKS, SITES, metric_row
-from normlab.profiles import Profiles, View
+from normlab.profiles import Profiles, View, default_view
 from normlab.widgets.plot import script
 
 DEFAULT_SITES = ("block_out", "block_in_grad")
@@ -63,10 +63,13 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
             masks[f"{site}|{metric}"] = [[MASKS.get(mask, mask), mask] for mask in profiles.masks(metric, site)]
             for mask in profiles.masks(metric, site):
                 series[f"{site}|{metric}|{mask}"] = _series(profiles, site, metric, mask)
+    first = default_view(profiles)
     most = int(profiles.chosen.runs.groupby(["scheme", "depth"])["seed"].nunique().max()) if profiles.chosen else 1
     return {
         "schemes": [_scheme(name) for name in profiles.schemes],
         "depths": profiles.depths,
+        "start": first.depth if first else None,
+        "rates": {depth: profiles.rate(depth) for depth in profiles.depths},
         "metrics": {name: _metric(name) for name in by_metric},
         "sites": by_metric,
         "masks": masks,
