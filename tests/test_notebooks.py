@@ -203,6 +203,8 @@ def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path: Pa
     # The same map for small inputs, so the same start; the further inputs reach, the more of them are flat.
     flat = panels["bhyt", "share of |tanh z| > 0.95"]["y"]
     assert flat[0] < 1e-3 < flat[1] < flat[2] < flat[3]
+    assert [f["layout"]["xaxis"]["type"] for f in (loss, size, kurtosis)] == ["linear", "log", "log"]
+    assert [f["layout"]["shapes"][0]["x0"] for f in (loss, size, kurtosis)] == [0, 1, 1]
     for figure in (loss, size, kurtosis):
         labels = list(figure["layout"]["yaxis"]["ticktext"])
         assert labels[:4] == ["g = 0.2, γ₀ = 1", "g = 1, γ₀ = 0.2", "g = 2, γ₀ = 0.1", "g = 5, γ₀ = 0.04"]

@@ -52,8 +52,10 @@ def variant_differences(
     )
     reach = [neutral, *table["estimate"], *table["low"], *table["high"]]
     bounds = theme.axis_bounds(map(float, reach), ratio)
-    word = "ratio" if ratio else "difference"
-    figure.update_xaxes(title_text=f"{word} in {metric.label}, {metric.unit}", **theme.value_axis(bounds, ratio))
+    word = "ratio of" if ratio else "difference in"
+    figure.update_xaxes(
+        title_text=f"{word} {metric.label if ratio else metric.axis}", **theme.value_axis(bounds, ratio)
+    )
     figure.update_layout(showlegend=False, margin=dict(l=250, r=300, t=100, b=62))
     title = f"{a.title} against {b.title}: {metric.label}"
     about = "paired by seed · 95% interval · hollow: the interval holds no difference"
