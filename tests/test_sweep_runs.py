@@ -245,6 +245,7 @@ def test_a_run_that_kills_its_worker_every_time_is_given_up_and_takes_no_other_w
 
 
 SLEEPING_SWEEP = """
+import signal
 import sys
 import training_helpers
 from pathlib import Path
@@ -252,6 +253,7 @@ from normlab.training import workers
 from normlab.training.sweep import sweep
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     workers.train_one = training_helpers.work_for_ever
     root = Path(sys.argv[1])
     configs = [training_helpers.tiny(root / "text.txt", seed=seed) for seed in range(2)]
