@@ -256,7 +256,7 @@ def _whole(text: str, flag: str) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from normlab.compare import compare, in_words, require_measured
+    from normlab.compare import compare, in_words
     from normlab.runs import MANIFEST, load_runs, read_run
 
     names, paths = [options.a, options.b], options.runs
@@ -264,7 +264,6 @@ def _compare(options: argparse.Namespace) -> int:
         paths, names = names, [read_run(name).name for name in names]
     table = load_runs(paths)
     where = {name: getattr(options, name) for name in ("site", "layer", "mask", "split", "step")}
-    require_measured(table, options.metric, **where)
     a, b = names
     found = compare(table, a, b, options.metric, depth=options.depth, width=options.width, level=options.level, **where)
     print(in_words(found, options.level))

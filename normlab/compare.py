@@ -8,7 +8,7 @@ is called "no difference".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,16 @@ def compare(
         `unpaired` counts seeds lost because a run diverged or only one scheme has them.
 
     Raises:
-        NormlabError: a scheme or run that is not in the table, a level outside (0, 1), runs that are no pair: of
-            another depth, width or seed, or of another number of steps where `step` is not given.
+        NormlabError: a scheme, run, metric, site, layer, mask, split or step that is not in the table, a level outside
+            (0, 1), runs that are no pair: of another depth, width or seed, or of another number of steps where `step`
+            is not given.
     """
     if not 0.0 < level < 1.0:
         raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
     chosen = _select(runs, (a, b), depth, width, same_rate=not _of_the_model(metric, site))
+    _require_measured(
+        runs, {"metric": metric, "site": site, "mask": mask, "split": split, "layer": layer, "step": step}
+    )
     if step is None:
         _require_same_length(chosen.runs, a, b)
     site = site or _site_of(chosen.table, metric)
@@ -83,32 +87,6 @@ def paired(values: pd.DataFrame, a: str, b: str, metric: str, level: float = 0.9
         about = {"depth": depth, "a": a, "b": b, "metric": metric}
         found.append(about | _estimate(whole, log, level, len(pairs) - len(whole)))
     return pd.DataFrame(found)
-
-
-def require_measured(
-    runs: pd.DataFrame,
-    metric: str,
-    *,
-    site: str | None = None,
-    layer: int | None = None,
-    mask: str = "all",
-    split: str | None = None,
-    step: int | None = None,
-) -> None:
-    """NormlabError where the table holds nothing of that description, naming the first part that is not there and what
-    is there instead."""
-    rows = checked(runs)
-    given = {"metric": metric, "site": site, "mask": mask, "split": split, "layer": layer, "step": step}
-    for column, value in given.items():
-        if value is None:
-            continue
-        there = rows[column].dropna().unique()
-        if value not in there:
-            of = f" of {metric}" if column != "metric" else ""
-            raise NormlabError(
-                f"no {column} {value!r}{of} in the table, which has: {', '.join(map(str, sorted(there)))}"
-            )
-        rows = rows[rows[column] == value]
 
 
 def last_values(
@@ -139,6 +117,22 @@ def last_values(
     if step is None:
         table["value"] = table["value"].mask(chosen.runs["status"] == DIVERGED)
     return table.reset_index()
+
+
+def _require_measured(runs: pd.DataFrame, wanted: Mapping[str, str | int | None]) -> None:
+    """NormlabError where the table holds nothing of that description, naming the first part that is not there and what
+    is there instead."""
+    rows = checked(runs)
+    for column, value in wanted.items():
+        if value is None:
+            continue
+        there = rows[column].dropna().unique()
+        if value not in there:
+            of = f" of {wanted['metric']}" if column != "metric" else ""
+            raise NormlabError(
+                f"no {column} {value!r}{of} in the table, which has: {', '.join(map(str, sorted(there)))}"
+            )
+        rows = rows[rows[column] == value]
 
 
 def _of_the_model(metric: str, site: str | None) -> bool:

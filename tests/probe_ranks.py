@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,9 @@ def whole_batch() -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(240, exit=True)  # a rank that waits for ever says where
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = torch.nn.parallel.DistributedDataParallel(tiny_llama())
     share = {name: value[rank::ranks] for name, value in whole_batch().items()}

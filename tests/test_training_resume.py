@@ -15,10 +15,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from training_helpers import tiny, write_text
+from training_helpers import tiny
 
 from normlab import runs
 from normlab.training.config import TrainConfig
+
+pytest_plugins = ["training_fixtures"]
 
 # The server imports torch and transformers once; each child that it forks starts to train at once.
 FORKS = multiprocessing.get_context("forkserver")
@@ -85,18 +87,8 @@ def _pause(where: str, marker: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def config(corpus: Path) -> TrainConfig:
-    return tiny(corpus, steps=24, checkpoint_every=3, probe_every=6, eval_every=6)
+def config(text: Path) -> TrainConfig:
+    return tiny(text, steps=24, checkpoint_every=3, probe_every=6, eval_every=6)
 
 
 @pytest.fixture(scope="module")

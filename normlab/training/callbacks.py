@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -73,7 +74,7 @@ def refresh_interval(max_steps: int) -> int:
     return min(max(max_steps // 50, 1), 1000)
 
 
-class _Scheduled(TrainerCallback):
+class _Scheduled(TrainerCallback, ABC):
     """Acts at step 0, every `every` steps, and after the last step; never when `every` is 0."""
 
     def __init__(self, every: int) -> None:
@@ -88,8 +89,8 @@ class _Scheduled(TrainerCallback):
         if self.every and (step % self.every == 0 or step == state.max_steps):
             self.act(model, step)
 
-    def act(self, model: nn.Module, step: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def act(self, model: nn.Module, step: int) -> None: ...
 
 
 class RefreshCallback(_Scheduled):
