@@ -8,8 +8,9 @@ Profile    one scheme's line: layers, values, lower and upper bound
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,7 +102,7 @@ class Profiles:
 
     Args:
         runs: the table.
-        theory: rows of `normlab.theory.predict`, or None for those of the models that `normlab train` makes of a width.
+        theory: rows of `normlab.theory.predict`, or None for those of the models in the table.
 
     Raises:
         NormlabError: something that is not such a table.
@@ -212,7 +213,9 @@ class Profiles:
     def _predictions(self, depth: int) -> Predictions:
         """Theory's profiles for a depth: by (site, metric, mask) and scheme, (layers, values)."""
         if depth not in self._theory:
-            rows = _predict(self.chosen, depth) if self.theory is None and self.chosen else self.theory
+            rows = self.theory
+            if rows is None and self.chosen:
+                rows = _predict(self.chosen, depth, self.runs.attrs.get("configs", {}))
             found: Predictions = {}
             if rows is not None and len(rows):
                 for key, part in rows[rows["depth"] == depth].groupby(["site", "metric", "mask", "scheme"]):
@@ -266,28 +269,24 @@ class Profiles:
         return self._remarks[key]
 
 
-def _predict(chosen: Selection, depth: int) -> pd.DataFrame | None:
-    """Theory's rows for a depth's schemes, where the table shows that `normlab train` made the models as it does by
-    default.
+def _predict(chosen: Selection, depth: int, configs: Mapping[str, str]) -> pd.DataFrame | None:
+    """Theory's rows for a depth's schemes, each of the model that its runs had.
 
-    The table does not say how many tokens a row had, nor the MLP's width: they follow from the width and the tokens a
-    step where those are the defaults, and where they are not, nothing is known and nothing is said.
+    `configs` is what `load_runs` says of each run. Nothing is known, and nothing is said, of a scheme with a run that
+    is not in it, with runs of different models, or with planted outliers.
     """
     from normlab.theory import predict
     from normlab.training.config import TrainConfig
 
     runs = chosen.runs[(chosen.runs["depth"] == depth) & chosen.runs["scheme"].isin(list(SCHEMES))]
-    last = chosen.table[["run", "step", "tokens"]].groupby("run", observed=True).max()
     found = []
-    for scheme in runs["scheme"].unique():
-        own = runs[runs["scheme"] == scheme]
-        try:
-            config = TrainConfig(scheme=scheme, depth=depth, width=int(own["width"].iloc[0]))
-        except NormlabError:  # a width that `normlab train` has no default shape for
+    for _, own in runs.groupby("scheme", sort=False):
+        if not set(own.index) <= set(configs):
             continue
-        counts = last.loc[own.index]
-        if (counts["tokens"] == counts["step"] * config.tokens_per_step).all():
-            found.append(predict(config.model_config(config.vocab_size, 0), collision=COLLISION))
+        made = [TrainConfig.from_dict(json.loads(configs[run])) for run in own.index]
+        models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}
+        if len(models) == 1 and not any(config.outlier_channels for config in made):
+            found.append(predict(*models.values(), collision=COLLISION))
     return pd.concat(found, ignore_index=True) if found else None
 
 

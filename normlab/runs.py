@@ -175,7 +175,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     steps done (0: before training). tokens: trained so far. split: "train", "eval" or "probe". site "model": loss,
     grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy; other sites as `normlab.probes` names
     them. layer: 0 the embeddings, 1..L the blocks, missing where it means nothing. mask: "all", or "no_first" without
-    each row's first token.
+    each row's first token. `.attrs["configs"]` has each run's training configuration, as JSON.
 
     A run that cannot be read is named in a warning and left out; NormlabError when none is left.
     """
@@ -186,10 +186,12 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     where = ", ".join(str(root) for root in roots)
     if not found:
         raise NormlabError(f"no runs in {where}; make some with `normlab sweep --preset tiny --out DIR`")
-    tables, errors = [], []
+    tables, errors, configs = [], [], {}
     for directory in found:
         try:
-            tables.append(read_run(directory).table())
+            run = read_run(directory)
+            tables.append(run.table())
+            configs[run.name] = json.dumps(run.manifest["config"])
         except NormlabError as error:
             errors.append(str(error))
     if not tables:
@@ -200,7 +202,9 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         )
     for message in errors:
         warnings.warn(f"left out: {message}", stacklevel=2)
-    return pd.concat(tables, ignore_index=True)
+    table = pd.concat(tables, ignore_index=True)
+    table.attrs["configs"] = configs  # strings, because pandas copies attrs deeply at every operation
+    return table
 
 
 def load_configs(path: str | Path) -> pd.DataFrame:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from normlab.training.config import TrainConfig
 
 COLUMNS = "run scheme depth width seed lr status step tokens split site layer metric mask value".split()
 SCHEMES = ("pre_rmsnorm", "lns", "bhyt", "bhyt_linear", "rmsnorm_gain")
@@ -73,6 +77,15 @@ def table(
         for seed in seeds
     ]
     return pd.concat(runs, ignore_index=True)
+
+
+def trained(runs: pd.DataFrame, **changes: Any) -> pd.DataFrame:
+    """With what `load_runs` adds: for models of these changes to `normlab train`'s defaults at width 32."""
+    runs = runs.copy()
+    for run, scheme, depth in runs[["run", "scheme", "depth"]].drop_duplicates().itertuples(index=False):
+        config = TrainConfig(scheme=scheme, depth=depth, **{"width": 32} | changes)
+        runs.attrs.setdefault("configs", {})[run] = json.dumps(config.to_dict())
+    return runs
 
 
 def empty() -> pd.DataFrame:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from figures_helpers import SCHEMES, activation, empty, one_run, table
+from figures_helpers import SCHEMES, activation, empty, one_run, table, trained
 
 import normlab
 from normlab.errors import NormlabError
@@ -130,20 +132,15 @@ def test_bands_axis_theme_and_published_values_can_be_switched(explorer: NormExp
     assert line.line.color != "#000000"
 
 
-def trained(width: int = 32, tokens: int = 1024) -> pd.DataFrame:
-    """The table of runs whose width, and tokens a step, are these; the defaults are `normlab train`'s."""
-    return table().pipe(lambda runs: runs.assign(width=width, tokens=runs["step"] * tokens))
-
-
-def foretold(scheme: str, depth: int, metric: str = "token_l2_mean") -> list[float]:
-    config = TrainConfig(scheme=scheme, depth=depth, width=32)
+def foretold(scheme: str, depth: int, metric: str = "token_l2_mean", **changes: Any) -> list[float]:
+    config = TrainConfig(scheme=scheme, depth=depth, width=32, **changes)
     rows = predict(config.model_config(config.vocab_size, 0), collision=COLLISION)
     rows = rows[(rows["site"] == "block_out") & (rows["metric"] == metric) & (rows["mask"] == "all")]
     return rows["value"].tolist()
 
 
 def test_theory_is_a_dotted_line_where_it_says_something():
-    explorer = NormExplorer(trained())
+    explorer = NormExplorer(trained(table()))
     pane = explorer.panes[0]
     assert drawn(explorer.figure, "lns theory") == []
     pane.theory.value = True
@@ -167,8 +164,26 @@ def test_theory_is_a_dotted_line_where_it_says_something():
     assert "theory says nothing here of the gradient norm of a token" in pane.status.value
 
 
-@pytest.mark.parametrize("runs", [trained(width=16), trained(tokens=512)], ids=["width", "tokens"])
-def test_theory_is_silent_about_models_whose_shape_it_does_not_know(runs: pd.DataFrame):
+def test_theory_is_of_the_models_that_the_runs_had():
+    wide = {"model": {"initializer_range": 0.1}}
+    explorer = NormExplorer(trained(table(), **wide))
+    explorer.panes[0].theory.value = True
+    assert drawn(explorer.figure, "bhyt theory") == pytest.approx(foretold("bhyt", 4, **wide))
+    assert foretold("bhyt", 4, **wide) != pytest.approx(foretold("bhyt", 4), rel=0.5)
+
+
+def of_two_models() -> pd.DataFrame:
+    runs = trained(table())
+    configs = runs.attrs["configs"]
+    for name in runs.loc[runs["seed"] == 1, "run"].unique():
+        configs[name] = json.dumps(json.loads(configs[name]) | {"block_length": 32})
+    return runs
+
+
+@pytest.mark.parametrize(
+    "runs", [table(), of_two_models(), trained(table(), outlier_channels=2)], ids=["?", "two", "outliers"]
+)
+def test_theory_is_silent_about_models_that_it_does_not_know(runs: pd.DataFrame):
     explorer = NormExplorer(runs)
     explorer.panes[0].theory.value = True
     assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name]
@@ -196,11 +211,11 @@ def test_two_views_stand_side_by_side_and_do_not_disturb_each_other(explorer: No
 
 @pytest.mark.parametrize("put", [ABSOLUTE, RELATIVE, "lns"])
 def test_the_code_it_gives_makes_the_same_figure(put: str, monkeypatch: pytest.MonkeyPatch):
-    explorer = NormExplorer(trained())
+    explorer = NormExplorer(trained(table()))
     pane = explorer.panes[0]
     pane.depth.value, pane.step.value, pane.put.value, pane.band.value = 2, 10, put, False
     pane.schemes["pre_rmsnorm"].value, pane.theory.value, pane.papers.value = False, True, True
-    monkeypatch.setattr(normlab, "load_runs", lambda path: trained(), raising=False)
+    monkeypatch.setattr(normlab, "load_runs", lambda path: trained(table()), raising=False)
     lines = explorer.code().splitlines()
     assert len(lines) == 3
     names: dict[str, object] = {}

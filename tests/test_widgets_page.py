@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser_helpers import page_of
-from figures_helpers import SCHEMES, empty, one_run, table
+from figures_helpers import SCHEMES, empty, one_run, table, trained
 
 from normlab.errors import NormlabError
 from normlab.profiles import Profiles, View
@@ -19,7 +19,7 @@ from normlab.widgets.page import explorer_page, page_data
 
 def noisy() -> pd.DataFrame:
     """Seeds that differ, so that intervals are open; a scheme that diverged and a value that is missing."""
-    runs = table(statuses={("lns", 4): "diverged"})
+    runs = trained(table(statuses={("lns", 4): "diverged"}))
     random = np.random.default_rng(0)
     layered = runs["layer"].notna()
     runs.loc[layered, "value"] = runs.loc[layered, "value"] * np.exp(random.normal(0, 0.2, int(layered.sum())))
@@ -103,6 +103,25 @@ def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: 
             wait_for(page, scheme, None if line is None else line.values)
             if line is not None:
                 wait_for(page, f"{scheme} band", np.concatenate([line.low, line.high[::-1]]), rtol=1e-2)
+    page.select_option("#way", "absolute")
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [("absolute", {}), ("relative", {"relative": True}), ("pre_rmsnorm", {"reference": "pre_rmsnorm"})],
+)
+def test_the_page_draws_the_theory_that_the_library_computes(page: Any, way: str, options: dict[str, Any]):
+    page.select_option("#way", way)
+    slide(page, "depth", "End")
+    page.locator("#theory").check()
+    view = View("token_l2_mean", "block_out", "all", 4, 20, tuple(SCHEMES), **options)
+    told = {line.scheme: line for line in Profiles(noisy()).predicted(view)}
+    assert set(told) == set(SCHEMES)
+    for scheme, line in told.items():
+        wait_for(page, f"{scheme} theory", line.values)
+    assert "dotted: theory, before training" in page.locator("#said").inner_text()
+    page.locator("#theory").uncheck()
+    wait_for(page, "bhyt theory", None)
     page.select_option("#way", "absolute")
 
 
