@@ -51,8 +51,8 @@ def compare(
         step: optimizer steps done; default the last, 0 is before training.
 
     Returns:
-        Columns: `depth a b metric kind seeds mean_a mean_b estimate low high unpaired verdict`. `kind` is "difference"
-            or "ratio";
+        Columns: `depth a b metric kind lr_a lr_b seeds mean_a mean_b estimate low high unpaired verdict`. `kind` is
+            "difference" or "ratio"; `lr_a` and `lr_b` are the learning rates: where they differ, so may magnitudes;
         `unpaired` counts seeds lost because a run diverged or only one scheme has them.
 
     Raises:
@@ -84,7 +84,8 @@ def paired(values: pd.DataFrame, a: str, b: str, metric: str, level: float = 0.9
         log = metric_row(metric).log
         if log:
             whole = whole[(whole > 0).all(axis=1)]
-        about = {"depth": depth, "a": a, "b": b, "metric": metric}
+        about = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": "ratio" if log else "difference"}
+        about |= {f"lr_{side}": _rate(values, depth, name) for side, name in (("a", a), ("b", b))}
         found.append(about | _estimate(whole, log, level, len(pairs) - len(whole)))
     return pd.DataFrame(found)
 
@@ -99,7 +100,7 @@ def last_values(
     split: str | None = None,
     step: int | None = None,
 ) -> pd.DataFrame:
-    """One row a run: `run scheme depth seed value`, at the last step and layer or at those given.
+    """One row a run: `run scheme depth seed lr value`, at the last step and layer or at those given.
 
     A diverged run's last value is missing: what it reached before it broke says nothing of the scheme.
     """
@@ -112,7 +113,7 @@ def last_values(
     if step is not None:
         rows = rows[rows["step"] == step]
     rows = rows.sort_values("step", kind="stable").groupby("run", observed=True).tail(1).set_index("run")
-    table = chosen.runs[["scheme", "depth", "seed"]].copy()
+    table = chosen.runs[["scheme", "depth", "seed", "lr"]].copy()
     table["value"] = rows["value"].astype(float).replace([np.inf, -np.inf], np.nan)
     if step is None:
         table["value"] = table["value"].mask(chosen.runs["status"] == DIVERGED)
@@ -189,6 +190,12 @@ def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
             )
 
 
+def _rate(values: pd.DataFrame, depth: int, scheme: str) -> float:
+    """The learning rate of a scheme's runs of a depth, NaN where there are none."""
+    rates = values.loc[(values["depth"] == depth) & (values["scheme"] == scheme), "lr"]
+    return float(rates.iloc[0]) if len(rates) else math.nan
+
+
 def _pairs(values: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
     """Seeds as rows, columns a and b."""
     sides = {
@@ -201,9 +208,10 @@ def _pairs(values: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
 def _estimate(whole: pd.DataFrame, ratio: bool, level: float, unpaired: int) -> dict[str, object]:
     a, b = whole["a"].to_numpy(float), whole["b"].to_numpy(float)
     gaps = np.log(a) - np.log(b) if ratio else a - b
-    mean, low, high = interval(gaps, level)
+    mean, low, high = (float(number) for number in interval(gaps, level))
     if ratio:
-        mean, low, high = math.exp(mean), math.exp(low), math.exp(high)
+        with np.errstate(over="ignore"):
+            mean, low, high = (float(np.exp(number)) for number in (mean, low, high))
     neutral = 1.0 if ratio else 0.0
     if len(gaps) == 0:
         verdict = NONE
@@ -215,7 +223,6 @@ def _estimate(whole: pd.DataFrame, ratio: bool, level: float, unpaired: int) -> 
         verdict = "a is lower" if high < neutral else "a is higher"
     means = (float(a.mean()), float(b.mean())) if len(gaps) else (math.nan, math.nan)
     return {
-        "kind": "ratio" if ratio else "difference",
         "seeds": len(gaps),
         "mean_a": means[0],
         "mean_b": means[1],
@@ -227,16 +234,14 @@ def _estimate(whole: pd.DataFrame, ratio: bool, level: float, unpaired: int) -> 
     }
 
 
-def interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> tuple[float, float, float]:
-    """Mean and Student's t interval; the interval is NaN for one value, and all three are for none."""
-    numbers = np.asarray(values, dtype=float)
-    count = numbers.size
-    if count == 0:
-        return math.nan, math.nan, math.nan
-    mean = float(numbers.mean())
-    if count == 1:
-        return mean, math.nan, math.nan
-    half = t_quantile(level, count - 1) * float(numbers.std(ddof=1)) / math.sqrt(count)
+def interval(values: np.ndarray, level: float = 0.95) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over the first axis and Student's t interval, (n, ...) -> three of (...); no bounds for one value, and
+    nothing for none."""
+    count = len(values)
+    mean = values.mean(axis=0) if count else np.full(values.shape[1:], np.nan)
+    half = np.full_like(mean, np.nan)
+    if count > 1:
+        half = t_quantile(level, count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count)
     return mean, mean - half, mean + half
 
 
@@ -270,5 +275,7 @@ def _verdict(row: Any) -> str:
     words = {NO_DIFFERENCE: f"none: the interval holds {neutral}"}.get(
         row.verdict, row.verdict.replace("a is", f"{row.a} is")
     )
+    if row.lr_a != row.lr_b and math.isfinite(row.lr_a - row.lr_b):
+        words += f"; learning rates {row.lr_a:g} and {row.lr_b:g}"
     lost = f"; {row.unpaired} seed{'s' if row.unpaired > 1 else ''} without a pair" if row.unpaired else ""
     return words + lost

@@ -9,7 +9,6 @@ Profile    one scheme's line: layers, values, lower and upper bound
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.compare import t_quantile
+from normlab.compare import interval
 from normlab.errors import NormlabError
 from normlab.labels import METRICS, metric_row
 from normlab.schemes import SCHEMES
@@ -41,7 +40,6 @@ class View:
         relative: divide each profile by its own value at layer 1.
         reference: show every scheme against this one, paired by seed: the ratio of metrics that span decades, else the
             difference.
-        level: confidence level of the interval against a reference.
     """
 
     metric: str
@@ -52,7 +50,6 @@ class View:
     schemes: tuple[str, ...]
     relative: bool = False
     reference: str | None = None
-    level: float = 0.95
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ class Profiles:
         return [line for line in lines if line is not None]
 
     def _course(self, scheme: str, view: View) -> Course | None:
-        key = (scheme, view.site, view.metric, view.mask, view.depth, view.relative, view.reference, view.level)
+        key = (scheme, view.site, view.metric, view.mask, view.depth, view.relative, view.reference)
         if key not in self._courses:
             cubes = self.cubes(view.site, view.metric, view.mask)
             cube, reference = cubes.get((scheme, view.depth)), None
@@ -273,7 +270,7 @@ def _predict(chosen: Selection, depth: int, configs: Mapping[str, str]) -> pd.Da
     """Theory's rows for a depth's schemes, each of the model that its runs had.
 
     `configs` is what `load_runs` says of each run. Nothing is known, and nothing is said, of a scheme with a run that
-    is not in it, with runs of different models, or with planted outliers.
+    is not in it, with runs of different models or of another version of normlab, or with planted outliers.
     """
     from normlab.theory import predict
     from normlab.training.config import TrainConfig
@@ -283,7 +280,10 @@ def _predict(chosen: Selection, depth: int, configs: Mapping[str, str]) -> pd.Da
     for _, own in runs.groupby("scheme", sort=False):
         if not set(own.index) <= set(configs):
             continue
-        made = [TrainConfig.from_dict(json.loads(configs[run])) for run in own.index]
+        try:
+            made = [TrainConfig.from_dict(json.loads(configs[run])) for run in own.index]
+        except NormlabError:  # of another version of normlab
+            continue
         models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}
         if len(models) == 1 and not any(config.outlier_channels for config in made):
             found.append(predict(*models.values(), collision=COLLISION))
@@ -334,7 +334,7 @@ def _paired(cube: Cube, reference: Cube, view: View) -> Course:
     log = metric_row(view.metric).log
     with np.errstate(divide="ignore", invalid="ignore"):
         gaps = np.log(left / right) if log else left - right
-    bounds = [_interval(gaps[both[:, place], place], view.level) for place in range(len(steps))]
+    bounds = [interval(gaps[both[:, place], place]) for place in range(len(steps))]
     mean, low, high = (np.stack(part) for part in zip(*bounds, strict=True))
     if log:
         mean, low, high = np.exp(mean), np.exp(low), np.exp(high)
@@ -353,16 +353,6 @@ def _by_seed(cube: Cube, relative: bool) -> np.ndarray:
         return values
     first = values[:, :, cube.layers == 1]
     return values / np.where(first == 0, np.nan, first) if first.shape[2] else np.full_like(values, np.nan)
-
-
-def _interval(gaps: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Student's t interval of every column of pairs x layers; no bounds for one pair, nothing for none."""
-    count = len(gaps)
-    mean = gaps.mean(axis=0) if count else np.full(gaps.shape[1], np.nan)
-    half = np.full_like(mean, np.nan)
-    if count > 1:
-        half = t_quantile(level, count - 1) * gaps.std(axis=0, ddof=1) / math.sqrt(count)
-    return mean, mean - half, mean + half
 
 
 def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> View | None:
@@ -384,4 +374,4 @@ def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> Vi
     rates = profiles.chosen.runs.groupby("depth")["lr"].nunique()
     depth = ([depth for depth in with_steps if rates[depth] == 1] or with_steps)[-1]
     step = profiles.steps(metric, site, mask, depth)[-1]
-    return View(metric, site, mask, depth, step, tuple(schemes or profiles.schemes))
+    return View(metric, site, mask, depth, step, tuple(profiles.schemes if schemes is None else schemes))

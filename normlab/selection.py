@@ -131,10 +131,14 @@ class Selection:
         return " · ".join([*parts, self.rate()])
 
     def rate(self, depth: int | None = None) -> str:
-        """The learning rate in words: that of all, or that each scheme has its own."""
+        """The learning rate in words: that of all, that of each depth, or that each scheme has its own."""
         runs = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
-        rates = runs["lr"].unique()
-        return f"learning rate {rates[0]:g}" if len(rates) == 1 else "each scheme's own learning rate"
+        rates = runs.groupby("depth")["lr"].unique()
+        if any(len(own) > 1 for own in rates):
+            return "each scheme's own learning rate"
+        if runs["lr"].nunique() == 1:
+            return f"learning rate {runs['lr'].iloc[0]:g}"
+        return "learning rate " + ", ".join(f"{own[0]:g} at depth {at}" for at, own in rates.items())
 
 
 def choose(
@@ -152,6 +156,8 @@ def choose(
         width: default: the one with most runs.
         schemes: default all; control schemes in the table are always added, so no claim stands without them.
         same_rate: at each depth show all schemes at one learning rate, if there is one that all were run with.
+
+    Runs that differ in more than scheme, depth, seed and learning rate are not averaged: the sentence names them.
     """
     about = summarize(runs)
     if about.empty:
@@ -179,7 +185,22 @@ def choose(
             return f"No run of depth {depth} in the table, which has depth {_listed(had)}."
     own = about[_chosen_rate(about)]
     about = pd.concat([_at_one_rate(about, own, depth) for depth in own["depth"].unique()]) if same_rate else own
+    if several := _variants(about):
+        return several
     return Selection(runs[runs["run"].isin(about.index)], about)
+
+
+def _variants(about: pd.DataFrame) -> str:
+    """A sentence where a scheme, depth and seed were run more than once at one rate: a mean over them says nothing."""
+    place = ["scheme", "depth", "seed", "lr"]
+    counts = about.groupby(place, dropna=False).size()
+    if counts.max() == 1:
+        return ""
+    scheme, depth, seed, rate = counts.idxmax()
+    return (
+        f"{counts.max()} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in something "
+        "else: keep those of one setting (normlab.load_configs says which), or use normlab.compare_variants."
+    )
 
 
 def _chosen_rate(about: pd.DataFrame) -> pd.Series:

@@ -23,7 +23,7 @@ def write_runs(root: Path, **options: Any) -> Path:
         folder.mkdir(parents=True)
         first = rows.iloc[0]
         config = {"scheme": str(first["scheme"]), "lr": float(first["lr"])}
-        config |= {key: int(first[key]) for key in ("depth", "width", "seed")}
+        config |= {key: int(first[key]) for key in ("depth", "width", "seed")} | {"heads": 1}
         manifest = {"schema": SCHEMA_VERSION, "run": str(name), "status": str(first["status"]), "config": config}
         manifest |= {"corpus": {"unigram_entropy": UNIGRAM}, "measured": {"tokens_per_s": 100.0}, "eval_loss": None}
         (folder / MANIFEST).write_text(json.dumps(manifest))

@@ -156,6 +156,36 @@ def test_runs_of_another_length_are_not_compared_at_their_ends():
     assert compare(runs, "bhyt", "lns", step=20).iloc[0]["seeds"] == 1
 
 
+def test_runs_that_differ_in_something_else_are_neither_averaged_nor_paired():
+    other = one_run("bhyt").assign(run="bhyt-of-another-gain")
+    runs = pd.concat([one_run("bhyt"), other.assign(value=other["value"] + 1), one_run("lns")], ignore_index=True)
+    said = "2 runs of bhyt at depth 4, seed 0 and learning rate 0.001 differ in something else"
+    assert said in choose(runs) and said in choose(runs, same_rate=True) and said in Profiles(runs).missing
+    with pytest.raises(NormlabError, match=said):
+        compare(runs, "bhyt", "lns")
+
+
+def test_learning_rates_that_differ_are_said_beside_what_is_compared():
+    runs = pd.concat([one_run("bhyt", lr=1e-2), one_run("lns", lr=1e-3)], ignore_index=True)
+    found = compare(runs, "bhyt", "lns", "token_l2_mean")
+    assert tuple(found.loc[0, ["lr_a", "lr_b"]]) == (1e-2, 1e-3)
+    assert in_words(found).endswith("one seed: no interval; learning rates 0.01 and 0.001")
+
+
+def test_one_rate_a_depth_is_not_called_each_schemes_own():
+    runs = pd.concat([one_run(name, depth, lr=depth / 1000) for name in ("bhyt", "lns") for depth in (2, 4)])
+    assert choose(runs, depth=None).describe().endswith("learning rate 0.002 at depth 2, 0.004 at depth 4")
+    own = pd.concat([runs, one_run("dyt", lr=1.0)])
+    assert choose(own, depth=None).describe().endswith("each scheme's own learning rate")
+
+
+def test_an_interval_that_no_number_can_hold_is_infinite():
+    runs = pd.concat([one_run(name, seed=seed) for name in ("bhyt", "lns") for seed in (0, 1)], ignore_index=True)
+    runs.loc[(runs["run"] == runs["run"].iloc[0]) & (runs["metric"] == "token_l2_mean"), "value"] = 1e30
+    found = compare(runs, "bhyt", "lns", "token_l2_mean", level=0.9999).iloc[0]
+    assert found["high"] == math.inf and found["low"] == 0.0
+
+
 def test_in_words_zero_in_the_interval_is_none_and_one_seed_has_no_interval():
     runs = table(schemes=("pre_rmsnorm", "lns"))
     mine = (runs["scheme"] == "lns") & (runs["metric"] == "loss") & (runs["split"] == "eval") & (runs["depth"] == 2)

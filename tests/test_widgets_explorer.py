@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,7 @@ def foretold(scheme: str, depth: int, metric: str = "token_l2_mean", **changes: 
     return rows["value"].tolist()
 
 
-def test_theory_is_a_dotted_line_where_it_says_something():
+def test_theory_is_a_line_with_rings_where_it_says_something():
     explorer = NormExplorer(trained(table()))
     pane = explorer.panes[0]
     assert drawn(explorer.figure, "lns theory") == []
@@ -148,7 +150,7 @@ def test_theory_is_a_dotted_line_where_it_says_something():
         pane.step.value = step
         for scheme in SCHEMES:
             assert drawn(explorer.figure, f"{scheme} theory") == pytest.approx(foretold(scheme, 4))
-    assert "dotted: theory, before training" in pane.status.value
+    assert "with rings: theory, before training" in pane.status.value
     low, high = explorer.figure.layout.yaxis.range
     assert low < np.log10(min(foretold("lns", 4))) < high
     pane.depth.value, pane.put.value = 2, RELATIVE
@@ -180,8 +182,17 @@ def of_two_models() -> pd.DataFrame:
     return runs
 
 
+def of_another_version() -> pd.DataFrame:
+    runs = trained(table())
+    configs = runs.attrs["configs"]
+    runs.attrs["configs"] = {name: json.dumps(json.loads(text) | {"later": 1}) for name, text in configs.items()}
+    return runs
+
+
 @pytest.mark.parametrize(
-    "runs", [table(), of_two_models(), trained(table(), outlier_channels=2)], ids=["?", "two", "outliers"]
+    "runs",
+    [table(), of_two_models(), of_another_version(), trained(table(), outlier_channels=2)],
+    ids=["unknown", "two models", "another version", "outliers"],
 )
 def test_theory_is_silent_about_models_that_it_does_not_know(runs: pd.DataFrame):
     explorer = NormExplorer(runs)
@@ -207,6 +218,8 @@ def test_two_views_stand_side_by_side_and_do_not_disturb_each_other(explorer: No
     assert drawn(second.figure, "bhyt") == pytest.approx(expected("bhyt", 4, 0))
     explorer.compare.click()
     assert len(explorer.panes) == 1
+    explorer.compare.click()
+    assert explorer.panes[1] is second and second.step.value == 0
 
 
 @pytest.mark.parametrize("put", [ABSOLUTE, RELATIVE, "lns"])
@@ -225,6 +238,49 @@ def test_the_code_it_gives_makes_the_same_figure(put: str, monkeypatch: pytest.M
     assert made.to_plotly_json() == explorer.figure.to_plotly_json()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("depth", [2, 4])
+def test_published_values_are_shown_whole_or_said_not_to_be_there(depth: int):
+    explorer = NormExplorer(table(), theme="dark")
+    pane = explorer.panes[0]
+    pane.depth.value, pane.papers.value = depth, True
+    (told,) = [trace for trace in explorer.figure.data if trace.name == "published"]
+    assert explorer.figure.layout.xaxis.range[1] >= max(told.x) > depth and told.cliponaxis is False
+    lines = {trace.line.color for trace in explorer.figure.data if trace.name in SCHEMES}
+    assert set(told.marker.color) <= lines and "diamonds: published values" in pane.status.value
+    pane.put.value = RELATIVE
+    assert drawn(explorer.figure, "published") == []
+    assert "no published value stands beside this view" in pane.status.value
+    assert tuple(explorer.figure.layout.xaxis.range) == (0, depth)
+
+
+def test_with_no_scheme_chosen_its_code_draws_no_line(explorer: NormExplorer):
+    for box in explorer.panes[0].schemes.values():
+        box.value = False
+    assert "schemes=[]" in explorer.code()
+    made = normlab.figures.profile(table(), schemes=[])
+    assert not made.data and made.layout.annotations[0].text == "No scheme is selected."
+
+
+def test_a_scheme_may_have_any_name():
+    runs = table(schemes=("lns", "bhyt")).replace({"scheme": {"lns": "my <norm> 2"}})
+    explorer = NormExplorer(pd.concat([runs, one_run("my <norm> 2", seed=3, status="diverged")]))
+    assert drawn(explorer.figure, "my <norm> 2")
+    assert "my &lt;norm&gt; 2: 1 of 4 seeds diverged" in explorer.panes[0].status.value
+    assert "normlab-scheme-my--norm--2 label" in explorer.children[0].value  # type: ignore[attr-defined]
+
+
+def test_buttons_hand_the_view_over_and_each_view_has_a_name_of_its_own(explorer: NormExplorer, tmp_path: Path):
+    explorer.folder, pane = tmp_path, explorer.panes[0]
+    for put in (ABSOLUTE, RELATIVE, "lns"):
+        pane.put.value = put
+        explorer.export("csv")
+    names = [f"token_l2_mean-block_out-depth4-step20{way}.csv" for way in ("", "-against-lns", "-relative")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    explorer.exports[2].click()
+    link = re.fullmatch(r"<a download='(.+)' href='data:text/csv;base64,(.+)'>download \1</a>", explorer.said.value)
+    assert link is not None and link[1] == names[1] and b64decode(link[2]) == (tmp_path / names[1]).read_bytes()
+
+
 def test_the_view_is_exported_as_numbers(explorer: NormExplorer, tmp_path: Path):
     explorer.folder = tmp_path / "new"
     path = explorer.export("csv")
@@ -232,7 +288,7 @@ def test_the_view_is_exported_as_numbers(explorer: NormExplorer, tmp_path: Path)
     numbers = pd.read_csv(path)
     assert len(numbers) == 5 * 5 and set(numbers["seeds"]) == {3} and set(numbers["depth"]) == {4}
     assert numbers[numbers["scheme"] == "bhyt"]["value"].tolist() == pytest.approx(expected("bhyt", 4, 20))
-    with pytest.raises(NormlabError, match="choose png, svg or csv"):
+    with pytest.raises(NormlabError, match="choose png, svg, csv"):
         explorer.export("gif")
 
 
@@ -256,8 +312,13 @@ def test_the_view_is_exported_as_an_image(explorer: NormExplorer, tmp_path: Path
     ids=["empty", "no_layers"],
 )
 def test_with_nothing_to_show_it_says_so(runs: pd.DataFrame, said: str):
-    (figure,) = NormExplorer(runs).children
-    assert said in figure.layout.annotations[0].text
+    explorer = NormExplorer(runs)
+    (shown,) = explorer.children
+    for figure in (shown, explorer.figure, explorer.static()):
+        assert said in figure.layout.annotations[0].text  # type: ignore[attr-defined]
+    for ask in (lambda: explorer.view, explorer.code, explorer.table, lambda: explorer.export("csv")):
+        with pytest.raises(NormlabError, match=said):
+            ask()
 
 
 def test_it_shows_what_there_is_and_says_what_is_missing():

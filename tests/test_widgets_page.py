@@ -34,6 +34,9 @@ def test_a_page_is_one_file_that_fetches_nothing(tmp_path: Path):
     assert "<script src=" not in text and "/*data*/" not in text and "/*plotly*/" not in text
     with pytest.raises(NormlabError, match="no run has been trained yet"):
         explorer_page(empty(), tmp_path / "empty.html")
+    with pytest.raises(NormlabError, match="nothing was measured at block"):
+        explorer_page(table(), tmp_path / "none.html", sites=["block"])
+    assert not (tmp_path / "none.html").exists()
 
 
 def test_the_data_are_the_tables_to_four_digits():
@@ -119,7 +122,7 @@ def test_the_page_draws_the_theory_that_the_library_computes(page: Any, way: str
     assert set(told) == set(SCHEMES)
     for scheme, line in told.items():
         wait_for(page, f"{scheme} theory", line.values)
-    assert "dotted: theory, before training" in page.locator("#said").inner_text()
+    assert "with rings: theory, before training" in page.locator("#said").inner_text()
     page.locator("#theory").uncheck()
     wait_for(page, "bhyt theory", None)
     page.select_option("#way", "absolute")
@@ -133,6 +136,17 @@ def test_every_control_of_the_page_answers_the_keyboard(page: Any):
     wait_for(page, "bhyt", None)
     page.keyboard.press("Space")
     page.wait_for_function("() => document.getElementById('plot').data.some(trace => trace.name === 'bhyt')")
+    assert page.locator("#depth").get_attribute("aria-valuetext") == "2"
+    slide(page, "step", "Home")
+    assert page.locator("#step").get_attribute("aria-valuetext") == "0"
+    page.locator("#play").focus()
+    page.keyboard.press("Enter")  # goes to the end by itself, and stops there
+    page.wait_for_function("() => document.getElementById('step').getAttribute('aria-valuetext') === '20'")
+    page.wait_for_function("() => document.getElementById('play').textContent === 'play'")
+    page.locator("#band").focus()
+    page.keyboard.press("Space")
+    wait_for(page, "bhyt band", None)
+    page.keyboard.press("Space")
     page.locator("#dark").focus()
     page.keyboard.press("Space")
     assert page.evaluate("document.documentElement.classList.contains('dark')")

@@ -23,13 +23,13 @@ _THEORY = "theory"
 
 @dataclass(frozen=True)
 class Dress:
-    """How a view is drawn: bands, log axis (None: as the metric's row says), page theme, published values, theory."""
+    """How a view is drawn: bands, log axis (None: as the metric's row says), page theme, published values (a table, or
+    None for none), theory."""
 
     band: bool = True
     log: bool | None = None
     theme: str = "light"
     published: pd.DataFrame | None = field(default=None, compare=False)
-    overlay: bool = True
     theory: bool = False
 
 
@@ -61,9 +61,8 @@ def profile(
         band: shade from the smallest to the largest seed, or the interval.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
-        theory: a dotted line a scheme, what theory predicts before training: rows of `normlab.theory.predict` (when
-            `runs` is a table), or True for the models that `normlab train` makes of a width. Nothing where it says
-            nothing.
+        theory: a thin line with rings a scheme, what theory predicts before training: rows of `normlab.theory.predict`
+            (when `runs` is a table), or True for the models that the table's runs had. Nothing where it says nothing.
     """
     told = theory if isinstance(theory, pd.DataFrame) else None
     profiles = runs if isinstance(runs, Profiles) else Profiles(runs, told)
@@ -103,7 +102,7 @@ def drawing(profiles: Profiles, view: View, dress: Dress) -> dict[str, Any]:
     log = row.log if dress.log is None else dress.log
     lines = profiles.lines(view)
     predicted = profiles.predicted(view) if dress.theory else []
-    told = _published(dress.published if dress.overlay else None, view)
+    told = _published(dress.published, view)
     span = profiles.span(view) + ([] if told is None else [*told["value"]])
     span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
     if log and span and min(span) <= 0:
@@ -112,20 +111,30 @@ def drawing(profiles: Profiles, view: View, dress: Dress) -> dict[str, Any]:
     traces = [_band(line, dress.theme) for line in lines if dress.band and np.isfinite(line.low).any()]
     traces += [_prediction(line, view, dress.theme) for line in predicted]
     traces += [_line(line, view, dress.theme) for line in lines]
-    traces += [] if told is None else [_told(told, row.name)]
+    traces += [] if told is None else [_told(told, row.name, dress.theme)]
     traces += _labels(lines, bounds, log, dress.theme)
-    layout = _layout(view, bounds, log, dress.theme) | {"title": dict(text=_title(view, profiles.rate(view.depth)))}
+    deepest = max(view.depth, 0 if told is None else int(told["layer"].max()))
+    layout = _layout(view, deepest, bounds, log, dress.theme) | {
+        "title": dict(text=_title(view, profiles.rate(view.depth)))
+    }
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
 
 
 def theory_remark(profiles: Profiles, view: View) -> str:
-    """What the dotted lines are, or that there are none and why."""
+    """What the lines with rings are, or that there are none and why."""
     schemes = [line.scheme for line in profiles.predicted(view)]
     if not schemes:
         what = f"the {metric_row(view.metric).label}, {SITES.get(view.site, view.site)}"
         return f"theory says nothing here of {what}"
     silent = [look.style_of(name).title for name in view.schemes if name not in schemes]
-    return "dotted: theory, before training" + (f" (nothing of {', '.join(silent)})" if silent else "")
+    return "thin, with rings: theory, before training" + (f" (nothing of {', '.join(silent)})" if silent else "")
+
+
+def published_remark(published: pd.DataFrame | None, view: View) -> str:
+    """What the diamonds are, or that there are none."""
+    if _published(published, view) is not None:
+        return "diamonds: published values, of larger models"
+    return f"no published value stands beside this view of the {metric_row(view.metric).label}"
 
 
 def _band(line: Profile, theme: str) -> dict[str, Any]:
@@ -164,10 +173,10 @@ def _prediction(line: Profile, view: View, theme: str) -> dict[str, Any]:
     style = look.style_of(line.scheme)
     return dict(
         type="scatter",
-        mode="lines",
+        mode="lines+markers",
         name=f"{line.scheme} {_THEORY}",
-        opacity=0.85,
-        line=dict(color=look.ink(style.color, theme), dash="2px,4px", width=1.6),
+        line=dict(color=look.ink(style.color, theme), width=1),
+        marker=dict(symbol="circle-open", size=5),
         hovertemplate=_hover(view, style.title, "theory, before training"),
         x=line.layers,
         y=line.values,
@@ -189,17 +198,19 @@ def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame | Non
     return published[keep] if keep.any() else None
 
 
-def _told(told: pd.DataFrame, metric: str) -> dict[str, Any]:
+def _told(told: pd.DataFrame, metric: str, theme: str) -> dict[str, Any]:
     rows = list(told.itertuples())
     reading = [float(row.value) * float(row.relative_error) for row in rows]
+    colors = [look.ink(look.style_of(str(row.scheme)).color, theme) for row in rows]
     return dict(
         type="scatter",
         mode="markers",
         name="published",
+        cliponaxis=False,
         x=np.array([int(row.layer) for row in rows]),
         y=np.array([float(row.value) for row in rows]),
         error_y=dict(type="data", array=reading, thickness=1.2),
-        marker=dict(symbol="diamond-open", size=8, color=[look.style_of(str(row.scheme)).color for row in rows]),
+        marker=dict(symbol="diamond-open", size=8, color=colors),
         text=[f"{row.paper} (arXiv {row.arxiv}), {row.where}<br>{row.model}, {row.method}: {row.note}" for row in rows],
         hovertemplate=f"published {metric}: %{{y}}<br>%{{text}}<extra></extra>",
     )
@@ -253,7 +264,7 @@ def _sheet(theme: str) -> dict[str, Any]:
     return sheet
 
 
-def _layout(view: View, bounds: tuple[float, float] | None, log: bool, theme: str) -> dict[str, Any]:
+def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool, theme: str) -> dict[str, Any]:
     row = metric_row(view.metric)
     put = _against(view) if view.reference is not None else "relative to layer 1" if view.relative else row.axis
     neutral = 1.0 if row.log else 0.0
@@ -266,7 +277,7 @@ def _layout(view: View, bounds: tuple[float, float] | None, log: bool, theme: st
         height=HEIGHT,
         margin=_MARGIN,
         hovermode="closest",
-        xaxis=dict(title=dict(text="layer"), range=[0, view.depth], dtick=max(1, round(view.depth / 8))),
+        xaxis=dict(title=dict(text="layer"), range=[0, deepest], dtick=max(1, round(deepest / 8))),
         yaxis=dict(title=dict(text=put)) | look.value_axis(bounds, log),
         shapes=[line] if view.reference is not None else [],
     )

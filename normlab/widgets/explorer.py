@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64encode
 from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from normlab.export import NO_BROWSER, image_bytes
 from normlab.figures.theme import ink, message_figure, style_of
 from normlab.profiles import Profiles, View, default_view
 from normlab.published import load_published
-from normlab.widgets.pane import Pane
+from normlab.widgets.pane import Pane, css_class
+
+_KINDS = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv"}
 
 
 class NormExplorer(widgets.VBox):
@@ -27,7 +32,7 @@ class NormExplorer(widgets.VBox):
         published: published values to overlay; default those that come with normlab.
         theme: "light" or "dark"; default: as JupyterLab's.
         source: the path the table was loaded from, for the exported code.
-        folder: where exports are written.
+        folder: where `export` writes; the buttons give a link that downloads.
 
     A table with nothing to show gives a widget that says so.
     """
@@ -48,9 +53,10 @@ class NormExplorer(widgets.VBox):
         self.source, self.folder, self._follow = source, Path(folder), theme is None
         self._theme = theme or "light"
         self.panes: list[Pane] = []
+        self._second: Pane | None = None
         view = default_view(self.profiles, schemes)
         if view is None:
-            self.children = [go.FigureWidget(message_figure(self.profiles.missing))]
+            self.children = [go.FigureWidget(self.figure)]
             return
         self._published = _published() if published is None else published
         self.said = widgets.HTML()
@@ -59,44 +65,48 @@ class NormExplorer(widgets.VBox):
         self.dark.layout.width = "auto"
         self.dark.observe(self._themed, names="value")
         self.exports = [
-            _button("PNG", "image", lambda _: self.export("png")),
-            _button("SVG", "image", lambda _: self.export("svg")),
-            _button("CSV", "table", lambda _: self.export("csv")),
-            _button("code", "code", lambda _: self._say(f"<pre>{self.code()}</pre>")),
+            _button("PNG", "image", lambda _: self._hand_over("png")),
+            _button("SVG", "image", lambda _: self._hand_over("svg")),
+            _button("CSV", "table", lambda _: self._hand_over("csv")),
+            _button("code", "code", lambda _: self._say(f"<pre>{escape(self.code())}</pre>")),
         ]
         self._side_by_side = widgets.HBox(layout=widgets.Layout(width="100%"))
-        self._add_pane(view)
+        self._show([self._pane(view)])
         bar = widgets.HBox([self.compare, self.dark, *self.exports], layout=widgets.Layout(flex_flow="row wrap"))
         self.children = [widgets.HTML(_colors(self.profiles.schemes)), self._side_by_side, bar, self.said]
 
     @property
     def figure(self) -> go.Figure:
-        """The plot of the first view, as a plain figure."""
-        return self.panes[0].figure
+        """The plot of the first view, as a plain figure; what is missing, in words, where there is nothing to show."""
+        return self.panes[0].figure if self.panes else message_figure(self.profiles.missing)
 
     @property
     def view(self) -> View:
-        """What the first view shows."""
+        """What the first view shows; NormlabError where there is nothing to show."""
+        if not self.panes:
+            raise NormlabError(f"no view: {self.profiles.missing}")
         return self.panes[0].view
 
-    def _add_pane(self, view: View) -> None:
+    def _pane(self, view: View) -> Pane:
         pane = Pane(self.profiles, view, self._published, self._theme)
         pane.box.layout.width = "100%"
         if self._follow:
             pane.plot.observe(self._page_themed, names="dark_page")
-        self.panes.append(pane)
-        self._side_by_side.children = tuple(pane.box for pane in self.panes)
+        return pane
+
+    def _show(self, panes: list[Pane]) -> None:
+        self.panes = panes
+        self._side_by_side.children = tuple(pane.box for pane in panes)
+        self.compare.description = "compare two views" if len(panes) == 1 else "one view"
 
     def _toggle_compare(self, _: object) -> None:
-        if len(self.panes) == 1:
-            self._add_pane(self.view)
-            self.compare.description = "one view"
-        else:
-            closed = self.panes.pop()
-            closed.play.playing = False
-            self._side_by_side.children = tuple(pane.box for pane in self.panes)
-            closed.box.close()
-            self.compare.description = "compare two views"
+        if len(self.panes) > 1:
+            self.panes[1].play.playing = False
+            self._show(self.panes[:1])
+            return
+        self._second = self._second or self._pane(self.view)  # kept when put away: it comes back as it was
+        self._second.set_theme(self._theme)
+        self._show([*self.panes, self._second])
 
     def _themed(self, change: dict[str, Any]) -> None:
         self._theme = "dark" if change["new"] else "light"
@@ -120,7 +130,7 @@ class NormExplorer(widgets.VBox):
         options |= {"theory": True} if dress.theory else {}
         options |= {"band": dress.band, "log": dress.log, "theme": dress.theme}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        papers = dress.overlay and dress.published is not None
+        papers = dress.published is not None
         given += ", published=normlab.published.load_published()" if papers else ""
         return (
             f"import normlab{'.published' if papers else ''}\n"
@@ -142,21 +152,35 @@ class NormExplorer(widgets.VBox):
 
     def export(self, kind: str) -> Path | None:
         """Write the first view to `folder` as "png", "svg" or "csv"; None where an image needs what is missing."""
-        if kind not in ("png", "svg", "csv"):
-            raise NormlabError(f"unknown kind {kind!r}: choose png, svg or csv")
-        view = self.view
-        path = self.folder / f"{view.metric}-{view.site}-depth{view.depth}-step{view.step}.{kind}"
-        if kind == "csv":
-            content: bytes | None = self.table().to_csv(index=False).encode()
-        else:
-            content = image_bytes(self.static(), kind)
+        content = self._content(kind)
         if content is None:
-            self._say(f"<small>{NO_BROWSER}</small>")
             return None
+        path = self.folder / self._file_name(kind)
         self.folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        self._say(f"<small>written: {path}</small>")
         return path
+
+    def _content(self, kind: str) -> bytes | None:
+        if kind not in _KINDS:
+            raise NormlabError(f"unknown kind {kind!r}: choose {', '.join(_KINDS)}")
+        content = self.table().to_csv(index=False).encode() if kind == "csv" else image_bytes(self.static(), kind)
+        if content is None:
+            self._say(f"<small>{NO_BROWSER}</small>")
+        return content
+
+    def _file_name(self, kind: str) -> str:
+        view = self.view
+        put = "relative" if view.relative else f"against-{view.reference}" if view.reference else ""
+        mask = "" if view.mask == "all" else view.mask
+        parts = [view.metric, view.site, mask, f"depth{view.depth}", f"step{view.step}", put]
+        return "-".join(re.sub(r"\W", "-", part) for part in parts if part) + f".{kind}"
+
+    def _hand_over(self, kind: str) -> None:
+        """A link that downloads the view to the reader's machine, which need not be the one that the kernel is on."""
+        content = self._content(kind)
+        if content is not None:
+            name, data = self._file_name(kind), b64encode(content).decode()
+            self._say(f"<a download='{name}' href='data:{_KINDS[kind]};base64,{data}'>download {name}</a>")
 
     def static(self) -> go.Figure:
         """The first view as a plain figure, for pages without a kernel."""
@@ -181,7 +205,7 @@ def _colors(schemes: Sequence[str]) -> str:
     """A style sheet that writes each scheme's name in its colour, on a light and on a dark page."""
     pages = {"light": "", "dark": "body[data-jp-theme-light='false'] "}
     rules = (
-        f"{where}.normlab-{name} label {{ color: {ink(style_of(name).color, theme)}; font-weight: 600; }}"
+        f"{where}.{css_class(name)} label {{ color: {ink(style_of(name).color, theme)}; font-weight: 600; }}"
         for theme, where in pages.items()
         for name in schemes
     )

@@ -36,15 +36,18 @@ def explorer_page(
         sites: those to include (None: all that were measured; the page grows with each).
 
     Raises:
-        NormlabError: nothing to show in the table.
+        NormlabError: nothing to show in the table, or nothing measured at `sites`.
     """
     profiles = runs if isinstance(runs, Profiles) else Profiles(runs)
     if profiles.missing:
         raise NormlabError(f"no page to write: {profiles.missing}")
+    found = page_data(profiles, sites)
+    if not found["series"]:
+        raise NormlabError(f"no page to write: nothing was measured at {', '.join(sites or ())}")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     page = script("page.html").replace("/*plotter*/", script("plot.js"))
-    data = json.dumps(page_data(profiles, sites), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     page = page.replace("/*data*/", data).replace("/*plotly*/", get_plotlyjs())
     path.write_text(page, encoding="utf-8")
     return path

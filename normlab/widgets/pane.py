@@ -6,16 +6,18 @@ figure happens under one lock and reads only an index that nothing writes to.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.figures.profile import Dress, drawing, static, theory_remark
+from normlab.figures.profile import Dress, drawing, published_remark, static, theory_remark
 from normlab.figures.theme import style_of
 from normlab.labels import MASKS, SITES, metric_row
 from normlab.profiles import Profiles, View
@@ -164,7 +166,8 @@ class Pane:
 
     @property
     def dress(self) -> Dress:
-        return Dress(self.band.value, self.log.value, self._theme, self.published, self.papers.value, self.theory.value)
+        published = self.published if self.papers.value else None
+        return Dress(self.band.value, self.log.value, self._theme, published, self.theory.value)
 
     @property
     def figure(self) -> go.Figure:
@@ -184,8 +187,9 @@ class Pane:
             self._drawn = drawing(self.profiles, view, dress)
             self.plot.show(self._drawn)
             remarks = self.profiles.remarks(view)
+            remarks += [published_remark(dress.published, view)] if self.papers.value else []
             remarks += [theory_remark(self.profiles, view)] if dress.theory else []
-            self.status.value = f"<small>{' · '.join(remarks)}</small>" if remarks else ""
+            self.status.value = f"<small>{escape(' · '.join(remarks))}</small>" if remarks else ""
 
 
 def _way(view: View) -> str:
@@ -216,5 +220,10 @@ def _scheme_box(name: str, chosen: bool) -> widgets.Checkbox:
     box = widgets.Checkbox(
         value=chosen, description=title, indent=False, layout=widgets.Layout(width="auto", margin="0 14px 0 0")
     )
-    box.add_class(f"normlab-{name}")
+    box.add_class(css_class(name))
     return box
+
+
+def css_class(scheme: str) -> str:
+    """The class of a scheme's name; a table from elsewhere may call a scheme anything."""
+    return "normlab-scheme-" + re.sub(r"\W", "-", scheme)
