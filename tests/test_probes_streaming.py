@@ -120,7 +120,7 @@ def test_plot_has_one_line_a_site_and_the_definition():
     stats = measured(MODEL["bhyt"], [token_batch()])
     figure = stats.plot("token_l2_mean")
     assert [trace.name for trace in figure.data] == ["block_out", "attn_norm_in", "mlp_norm_in", "final_norm_in"]
-    assert list(figure.data[0].x) == [0, 1, 2] and "||h||_2" in figure.layout.title.subtitle.text
+    assert list(figure.data[0].x) == [0, 1, 2] and "‖h‖₂" in figure.layout.title.subtitle.text
     with pytest.raises(NormlabError, match="was not recorded"):
         measured(MODEL["bhyt"], [token_batch()]).plot("perplexity")
 

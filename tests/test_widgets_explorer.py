@@ -277,7 +277,9 @@ def test_buttons_hand_the_view_over_and_each_view_has_a_name_of_its_own(explorer
     names = [f"token_l2_mean-block_out-depth4-step20{way}.csv" for way in ("", "-against-lns", "-relative")]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     explorer.exports[2].click()
-    link = re.fullmatch(r"<a download='(.+)' href='data:text/csv;base64,(.+)'>download \1</a>", explorer.said.value)
+    link = re.fullmatch(
+        r"<a style='.+' download='(.+)' href='data:text/csv;base64,(.+)'>download \1</a>", explorer.said.value
+    )
     assert link is not None and link[1] == names[1] and b64decode(link[2]) == (tmp_path / names[1]).read_bytes()
 
 
@@ -334,6 +336,17 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     assert len(drawn(explorer.figure, "lns")) == 5
     explorer.panes[0].depth.value = 2
     assert "LNS" in explorer.figure.layout.annotations[0].text
+
+
+def test_what_a_log_axis_cannot_show_is_said():
+    runs = table()
+    runs.loc[(runs["scheme"] == "lns") & (runs["site"] == "block_in_grad"), "value"] = 0.0
+    pane = NormExplorer(runs).panes[0]
+    assert "log axis" not in pane.status.value
+    pane.metric.value = "grad_l2_mean"
+    assert "LNS: zero, below a log axis" in pane.status.value
+    pane.log.value = False
+    assert "log axis" not in pane.status.value
 
 
 def test_one_run_can_be_explored_and_unknown_schemes_are_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from normlab.labels import MASKS, SITES, metric_row
 from normlab.profiles import Profile, Profiles, View, default_view
 
 HEIGHT = 520
-_MARGIN = dict(l=72, r=170, t=88, b=58)
+_MARGIN = dict(l=72, r=170, t=104, b=58)
+_LINE = 92  # characters of a definition that fit above a plot of half a page
 _THEORY = "theory"
 
 
@@ -114,10 +116,15 @@ def drawing(profiles: Profiles, view: View, dress: Dress) -> dict[str, Any]:
     traces += [] if told is None else [_told(told, row.name, dress.theme)]
     traces += _labels(lines, bounds, log, dress.theme)
     deepest = max(view.depth, 0 if told is None else int(told["layer"].max()))
-    layout = _layout(view, deepest, bounds, log, dress.theme) | {
-        "title": dict(text=_title(view, profiles.rate(view.depth)))
-    }
+    title = dict(text=_title(view, profiles.rate(view.depth)), y=1, yref="container", yanchor="top", pad=dict(t=28))
+    layout = _layout(view, deepest, bounds, log, dress.theme) | {"title": title}
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
+
+
+def log_remark(profiles: Profiles, view: View) -> str:
+    """Which lines a log axis cannot show, or nothing."""
+    unseen = [line for line in profiles.lines(view) if np.isfinite(line.values).any() and not (line.values > 0).any()]
+    return ", ".join(look.style_of(line.scheme).title for line in unseen) + ": zero, below a log axis" if unseen else ""
 
 
 def theory_remark(profiles: Profiles, view: View) -> str:
@@ -252,8 +259,9 @@ def _title(view: View, rate: str) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
     where = f"{SITES.get(view.site, view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
-    # One text for both lines: a widget that is resized moves a separate subtitle into the title.
-    small = f"<span style='font-size:12px;color:{look.NEUTRAL}'>{where} · {row.definition}</span>"
+    # One text for all lines: a widget that is resized moves a separate subtitle into the title.
+    lines = "<br>".join([where, *wrap(row.definition, _LINE)])
+    small = f"<span style='font-size:12px;color:{look.NEUTRAL}'>{lines}</span>"
     return f"{row.label[0].upper()}{row.label[1:]} by layer, {when}<br>{small}"
 
 

@@ -60,16 +60,16 @@ class Metric:
 
 
 _ROWS = (
-    ("token_l2_mean", "l2", "mean", "activation", "mean over tokens of ||h||_2"),
+    ("token_l2_mean", "l2", "mean", "activation", "mean over tokens of ‖h‖₂"),
     ("feature_var_mean", "var", "mean", "activation", "mean over tokens of the biased variance of h over its features"),
     ("rms", "l2", "rms", "activation", "square root of the mean of h^2, pooled over tokens and features"),
     ("max_abs", "max_abs", "max", "activation", "largest |h| over tokens and features"),
     ("kurtosis", "kurtosis", "mean", "activation", "mean over tokens of m4 / m2^2 over features (3 for a Gaussian)"),
-    ("grad_l2_mean", "grad_l2", "mean", "gradient", "mean over tokens of ||dLoss/dh||_2, Loss summed over labels"),
+    ("grad_l2_mean", "grad_l2", "mean", "gradient", "mean over tokens of ‖dLoss/dh‖₂, Loss summed over labels"),
     ("grad_l2_total", "grad_l2", "norm", "gradient", "L2 norm of dLoss/dh over all tokens, Loss summed over labels"),
     (
         *("relative_contribution", "ratio", "mean", "branch"),
-        "mean over tokens of ||attn||/||h||, ||mlp||/||h+attn||, ||attn+mlp||/||h|| (sites attn, mlp, block), "
+        "mean over tokens of ‖attn‖/‖h‖, ‖mlp‖/‖h+attn‖, ‖attn+mlp‖/‖h‖ (sites attn, mlp, block), "
         "after an output norm where there is one",
     ),
     (

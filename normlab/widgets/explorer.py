@@ -180,7 +180,8 @@ class NormExplorer(widgets.VBox):
         content = self._content(kind)
         if content is not None:
             name, data = self._file_name(kind), b64encode(content).decode()
-            self._say(f"<a download='{name}' href='data:{_KINDS[kind]};base64,{data}'>download {name}</a>")
+            where = f"data:{_KINDS[kind]};base64,{data}"
+            self._say(f"<a style='text-decoration: underline' download='{name}' href='{where}'>download {name}</a>")
 
     def static(self) -> go.Figure:
         """The first view as a plain figure, for pages without a kernel."""

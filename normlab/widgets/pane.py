@@ -17,7 +17,7 @@ import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.figures.profile import Dress, drawing, published_remark, static, theory_remark
+from normlab.figures.profile import Dress, drawing, log_remark, published_remark, static, theory_remark
 from normlab.figures.theme import style_of
 from normlab.labels import MASKS, SITES, metric_row
 from normlab.profiles import Profiles, View
@@ -187,6 +187,7 @@ class Pane:
             self._drawn = drawing(self.profiles, view, dress)
             self.plot.show(self._drawn)
             remarks = self.profiles.remarks(view)
+            remarks += [said] if dress.log and (said := log_remark(self.profiles, view)) else []
             remarks += [published_remark(dress.published, view)] if self.papers.value else []
             remarks += [theory_remark(self.profiles, view)] if dress.theory else []
             self.status.value = f"<small>{escape(' · '.join(remarks))}</small>" if remarks else ""
