@@ -106,4 +106,6 @@ def _plain_output(output: dict[str, Any]) -> dict[str, Any] | None:
         return {"output_type": "display_data", "data": {"image/png": data["image/png"]}, "metadata": {}}
     if _PLOTLY_MIME in data or any("widget-view" in kind for kind in data):
         return None
+    if "text/html" in data:  # a table; what stands beside it as text may be an address in memory
+        output = output | {"data": {"text/html": data["text/html"]}}
     return output | ({"execution_count": None} if "execution_count" in output else {})

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+# DistributedDataParallel imports this, if nothing has before, once there is a group, which its default arguments then
+# keep alive: the group's threads would go on after `destroy_process_group` and can hang the interpreter's exit.
+import torch.distributed.nn.functional
 from probe_zoo import tiny_llama, token_batch
 
 from normlab.probes import METRICS, record
@@ -19,10 +25,15 @@ def whole_batch() -> dict[str, torch.Tensor]:
     return token_batch(6)
 
 
+def threads() -> list[str]:
+    """Names of this process's threads, those of C++ included; none where there is no /proc."""
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
 def main() -> None:
-    faulthandler.dump_traceback_later(240, exit=True)  # a rank that waits for ever says where
+    faulthandler.dump_traceback_later(120, exit=True)  # a rank that waits for ever says where
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = torch.nn.parallel.DistributedDataParallel(tiny_llama())
     share = {name: value[rank::ranks] for name, value in whole_batch().items()}
@@ -31,7 +42,11 @@ def main() -> None:
     merged = rec.stats().across_ranks()
     if rank == 0:
         merged.save(sys.argv[1])
+    del model, rec  # they hold the group too
+    gc.collect()
     dist.destroy_process_group()
+    if left := [name for name in threads() if "gloo" in name]:
+        sys.exit(f"rank {rank}: the group's threads are left: {', '.join(left)}")
 
 
 if __name__ == "__main__":

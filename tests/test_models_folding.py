@@ -22,6 +22,7 @@ from transformers import (
 
 from normlab import NormlabError, NormlabForCausalLM, swap_norms
 from normlab.models import fold_norms
+from normlab.models.modeling import is_folded
 
 UNFOLDABLE = {"post_rmsnorm": 6, "mix_ln": 2, "peri_ln": 6}  # norms that write into the stream, of 3 blocks
 
@@ -188,6 +189,19 @@ def test_training_refreshing_and_folding_again_are_refused_until_it_is_unfolded(
     folded.unfold()
     model.train()(tokens())
     model.refresh_carried()
+
+
+@pytest.mark.parametrize("config", [tiny_config("bhyt"), LlamaConfig(**LLAMA, tie_word_embeddings=False)])
+def test_a_model_made_from_the_same_configuration_is_not_taken_for_folded(config):
+    make = NormlabForCausalLM if hasattr(config, "scheme") else LlamaForCausalLM
+    model, other = make(config).eval(), make(config)
+    readers = [module for module in model.modules() if getattr(module, "config", None) is config]
+    assert len(readers) > 3
+    with fold_norms(model):
+        assert is_folded(model) and not is_folded(other) and not hasattr(config, "norms_folded")
+        assert all(module.config is model.config for module in readers)
+        other.train()(tokens())
+    assert all(module.config is config for module in readers)
 
 
 def test_the_statistic_carried_keeps_its_constant():

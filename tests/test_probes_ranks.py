@@ -7,11 +7,47 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from probe_ranks import METRIC_NAMES, whole_batch
 from probe_zoo import tiny_llama
 
 from normlab.probes import LayerStats, record
+
+
+def run_with_descendants(command: list[str], timeout: float) -> tuple[int, str]:
+    """Exit code and error output. After `timeout` seconds all its descendants are killed with it: torchrun starts ranks
+    in sessions of their own, out of reach of a signal to the group."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        errors = process.communicate(timeout=timeout)[1]
+        return process.returncode, errors
+    except BaseException:
+        for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
+            each.kill()
+        process.communicate()
+        raise
+
+
+def test_a_rank_that_hangs_is_not_left_behind(tmp_path):
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(99)']\n"
+        "rank = subprocess.Popen(sleep, stderr=subprocess.DEVNULL, start_new_session=True)\n"
+        "open(sys.argv[1], 'w').write(str(rank.pid))\n"
+        "rank.wait()\n"
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_with_descendants([sys.executable, str(script), str(tmp_path / "pid")], timeout=3)
+    rank = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
 
 def test_two_ranks_merge_to_the_table_of_one(tmp_path):
@@ -26,10 +62,8 @@ def test_two_ranks_merge_to_the_table_of_one(tmp_path):
         str(script),
         str(out),
     ]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    code, errors = run_with_descendants(command, timeout=240)
+    assert code == 0, errors[-2000:]
     merged = LayerStats.load(out)
     model = tiny_llama()
     with record(model, METRIC_NAMES) as rec:

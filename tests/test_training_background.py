@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from training_helpers import tiny
 
 from normlab import runs
 from normlab.errors import NormlabError
-from normlab.training.background import FAILED, PAUSED, STOPPED, BackgroundRun
+from normlab.training import background
+from normlab.training.background import FAILED, PAUSED, STOPPED, TRAINING, BackgroundRun
 from normlab.training.config import TrainConfig
 
 pytest_plugins = ["training_fixtures"]
@@ -78,9 +81,13 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     assert not list(work.glob("staging*"))
     run.start()
     assert run.wait(60, step=stopped) and run.points("train", "model", "loss")[:stopped] == shown
-    assert run.wait(60) and run.state == "not_learned" or run.state == "finished"
+    assert run.wait(60)
     undisturbed = go(config, tmp_path / "undisturbed")
-    assert run.run is not None and run.run.manifest["measured"]["resumed_from_step"] == stopped
+    assert (
+        run.state == undisturbed.status
+        and run.run is not None
+        and run.run.manifest["measured"]["resumed_from_step"] == stopped
+    )
     assert (run.run.path / runs.STATS).read_bytes() == (undisturbed.path / runs.STATS).read_bytes()
     losses = undisturbed.table().query("metric == 'loss' and split == 'eval'")
     assert run.points("eval", "model", "loss") == [(r.step, None, r.value) for r in losses.itertuples()]
@@ -119,6 +126,129 @@ def test_a_second_object_of_the_same_run_takes_it_over_at_a_checkpoint(text: Pat
     assert second.wait(60, step=first.step + 1) and second.points("train", "model", "loss")[0][0] == 1
     second.close()
     assert second.pid is None
+
+
+def test_a_start_right_after_a_stop_is_not_lost(text: Path, begin: Callable) -> None:
+    run = begin(tiny(text, steps=100_000, eval_every=0, checkpoint_every=0))
+    assert run.wait(60, step=5)
+    first = run.pid
+    run.stop()
+    run.start()
+    assert run.live and run.pid not in (None, first)
+    at = run.step
+    assert at >= 5 and run.wait(60, step=at + 5) and run.state == TRAINING
+
+
+class Process:
+    """One that ends when it is told to, or when nobody listens any more, with `exitcode`."""
+
+    pid = 1
+
+    def __init__(self, exitcode: int = 0, ended: bool = True) -> None:
+        self.exitcode, self.waited_for_by = exitcode, set()
+        self.ended = threading.Event()
+        if ended:
+            self.ended.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        self.waited_for_by.add(threading.current_thread())
+        assert self.ended.wait(timeout or 10)
+
+    def is_alive(self) -> bool:
+        self.waited_for_by.add(threading.current_thread())
+        return not self.ended.is_set()
+
+    def terminate(self) -> None:
+        self.ended.set()
+
+
+def listening(tmp_path: Path, process: Process, *messages: tuple, **options: Any) -> tuple[BackgroundRun, Any]:
+    """A run that hears `messages`, and the other end of its pipe."""
+    run = BackgroundRun(TrainConfig(), tmp_path / "out", **options)
+    run._pipe, theirs = multiprocessing.Pipe()
+    for message in messages:
+        theirs.send(message)
+    run._process, run.state = process, TRAINING
+    run._listener = threading.Thread(target=run._listen, args=(process, run._pipe), daemon=True)
+    run._listener.start()
+    return run, theirs
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("no such page"), KeyError("no such trace")])
+def test_what_goes_wrong_while_it_is_shown_is_said_and_ends_the_run(tmp_path: Path, error: Exception) -> None:
+    calls: list[int] = []
+
+    def changed() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise error
+
+    process = Process(ended=False)
+    run, pipe = listening(tmp_path, process, ("step", 1, []), ("step", 2, []), changed=changed)
+    assert run.wait(10) and run.state == FAILED and run.step == 1
+    assert run.reason == f"{type(error).__name__}: {error}"
+    until(lambda: run.pid is None, 10)
+    assert process.ended.is_set()
+    with pytest.raises(OSError):  # rather than block once the pipe is full
+        pipe.send(("step", 3, []))
+
+
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        (-9, "its process was killed (exit code -9), perhaps for lack of memory"),
+        (3, "its process ended with exit code 3; its error output says why"),
+    ],
+)
+def test_an_end_without_a_word_is_told_by_its_exit_code(tmp_path: Path, code: int, reason: str) -> None:
+    run, pipe = listening(tmp_path, Process(code))
+    pipe.close()
+    assert run.wait(10) and (run.state, run.reason) == (FAILED, reason)
+
+
+def test_only_the_listener_waits_for_the_process(tmp_path: Path) -> None:
+    """Of two threads that wait for one process, one misses its exit code."""
+    process = Process(ended=False)
+    run, pipe = listening(tmp_path, process)
+    assert run.pid == process.pid
+    pipe.close()
+    run.close()
+    assert process.waited_for_by == {run._listener} and run.pid is None and run.state == STOPPED
+
+
+def test_what_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "normlab.training.trainer", None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    ours, theirs = multiprocessing.Pipe()
+    background._work(TrainConfig(), str(tmp_path), None, theirs)
+    what, reason = ours.recv()
+    assert what == "failed" and reason.startswith("ModuleNotFoundError") and "normlab.training.trainer" in reason
+
+
+def test_a_run_that_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(BackgroundRun, "_spawn", lambda self: None)
+    run = BackgroundRun(TrainConfig(), tmp_path / "out")
+    run.start()
+    assert run in BackgroundRun._running.values()
+    seen = weakref.ref(run)
+    del run
+    assert seen() is None
+
+
+def test_points_can_be_read_while_another_object_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, waits = BackgroundRun(TrainConfig(), tmp_path / "out"), []
+
+    def replace_other() -> None:
+        reader = threading.Thread(target=run.points, args=("train", "model", "loss"), daemon=True)
+        reader.start()
+        reader.join(2)
+        waits.append(reader.is_alive())
+
+    monkeypatch.setattr(run, "_replace_other", replace_other)
+    monkeypatch.setattr(run, "_spawn", lambda: None)
+    run.start()
+    assert waits == [False]
 
 
 def test_a_finished_run_is_shown_as_it_is_on_disk(done: runs.Run, text: Path, begin: Callable, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +17,13 @@ import normlab
 from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
 from normlab.schemes import BOUND_AND_CONTROL, GAIN_CONTROL
-from normlab.training.presets import get_preset
+from normlab.training.config import TrainConfig
+from normlab.training.presets import Preset, Variant, get_preset
 from normlab.variants import compare_variants
 
 pytest_plugins = ["training_fixtures"]
 
+DATA = Path(__file__).parents[1] / "data"
 GRID = get_preset("gain_or_bound")
 CONFIGS = GRID.grid(dict.fromkeys(GRID.schemes, 3e-3))
 
@@ -99,6 +103,47 @@ def test_configurations_are_a_table_with_a_row_a_run(outliers, done):
 def test_a_wrong_variant_is_refused_in_one_line(text: Path, change: dict, message: str):
     with pytest.raises(NormlabError, match=message):
         dataclasses.replace(tiny(text), **change)
+
+
+@pytest.mark.parametrize(
+    "one, same",
+    [
+        ({"probe_also": "tanh_input_max,saturation"}, {"probe_also": "saturation, tanh_input_max,"}),
+        ({"probe_also": "saturation"}, {"probe_also": "rms,saturation,saturation"}),
+        ({}, {"probe_also": "rms"}),
+        ({}, {"outlier_size": 7.0}),
+    ],
+)
+def test_what_trains_and_measures_the_same_is_one_run(text: Path, one: dict, same: dict):
+    first, second = tiny(text, **one), tiny(text, **same)
+    assert first == second and first.run_id == second.run_id
+    assert first.run_id != tiny(text, outlier_channels=1, outlier_size=7.0).run_id
+
+
+def test_a_size_of_outliers_that_is_no_number_is_refused(text: Path):
+    for size in (math.nan, math.inf):
+        with pytest.raises(NormlabError, match=f"outlier_size is {size}; it must be finite"):
+            tiny(text, outlier_channels=2, outlier_size=size)
+
+
+def test_shipped_runs_keep_their_ids():
+    manifests = [json.loads(path.read_text()) for path in DATA.glob("*/*/manifest.json")]
+    assert len(manifests) > 100
+    assert not [m["run"] for m in manifests if TrainConfig.from_dict(m["config"]).run_id != m["run"]]
+
+
+def test_model_fields_of_preset_command_and_variant_are_laid_over_each_other():
+    preset = Preset(
+        "made up",
+        depths={2: 1},
+        learning_rates=(1e-3,),
+        schemes=("bhyt",),
+        fields={"width": 64, "model": {"kappa": 5.0, "lam_input": 1.0, "lam_post": 1.0}},
+        variants=(Variant({"model": {"lam_input": 4.0}}), Variant()),
+    )
+    bent, plain = preset.grid({"bhyt": 1e-3}, model={"lam_input": 2.0, "gamma0": 0.5})
+    assert plain.model == {"kappa": 5.0, "lam_input": 2.0, "lam_post": 1.0, "gamma0": 0.5}
+    assert bent.model == {**plain.model, "lam_input": 4.0}
 
 
 @pytest.fixture

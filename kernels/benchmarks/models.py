@@ -123,19 +123,22 @@ def token_step(model: Any, batch: int, prompt: int, device: torch.device) -> Cal
     return step
 
 
+def token_rows(model: Any, row: Row, clock: Clock) -> Iterator[Row]:
+    """One model's rows. What it makes ends with it: a step that outlived this would keep the model and its cache."""
+    for batch in (1, 8, 64):
+        row["rows"] = batch
+        try:
+            step = token_step(model, batch, shape(clock.device)["prompt"], clock.device)
+            yield row | {"pass": "eager", "microseconds": round(clock.microseconds(step), 2)}
+            if clock.device.type == "cuda":
+                yield row | {"pass": "graph", "microseconds": round(clock.microseconds(graph_of(step, 1)), 2)}
+        except Exception as error:  # noqa: BLE001 - a graph that cannot be captured is a result too
+            yield row | {"note": first_line(error)}
+
+
 def generate_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: float) -> Iterator[Row]:
     """One token of generation at batch 1, 8 and 64; on CUDA also replayed from a graph, where launches cost nothing."""
     del copy
-    prompt = shape(clock.device)["prompt"]
     for row, model in models("generate", False, clock, dtype, deadline):
-        model.eval()
-        for batch in (1, 8, 64):
-            row["rows"] = batch
-            try:
-                step = token_step(model, batch, prompt, clock.device)
-                yield row | {"pass": "eager", "microseconds": round(clock.microseconds(step), 2)}
-                if clock.device.type == "cuda":
-                    yield row | {"pass": "graph", "microseconds": round(clock.microseconds(graph_of(step, 1)), 2)}
-            except Exception as error:  # noqa: BLE001 - a graph that cannot be captured is a result too
-                yield row | {"note": first_line(error)}
+        yield from token_rows(model.eval(), row, clock)
         del model

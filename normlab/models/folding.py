@@ -9,6 +9,7 @@ it.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -141,8 +142,18 @@ def _parameters(site: _Site) -> list[Tensor]:
     return [parameter for parameter in found if parameter is not None]
 
 
+def _use_config(model: Any, config: Any) -> None:
+    """Let every module that reads the model's configuration read `config`."""
+    present = model.config
+    for module in model.modules():
+        if getattr(module, "config", None) is present:
+            module.config = config
+
+
 class FoldedNorms:
     """A model whose norms are folded, and the way back. As a context manager it unfolds at the end.
+
+    Until then the model has a configuration of its own, which says so: the one it was made with may be others' too.
 
     names: the norms that are folded. left: {norm: why it is not}. kept_bytes: the originals' memory.
     """
@@ -157,6 +168,8 @@ class FoldedNorms:
             for site in sites:
                 for parameter, value in _folded(site, self._originals).items():
                     parameter.copy_(value)
+        self._config = model.config
+        _use_config(model, copy.copy(model.config))
         model.config.norms_folded = True
         self._handle: Any = model.register_forward_pre_hook(refuse_folded_training)
 
@@ -181,7 +194,7 @@ class FoldedNorms:
             parameter.copy_(original)
         self._handle.remove()
         self._handle, self._sites, self._originals = None, [], {}
-        del self.model.config.norms_folded
+        _use_config(self.model, self._config)
 
     def __enter__(self) -> FoldedNorms:
         return self

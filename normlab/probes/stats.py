@@ -182,7 +182,12 @@ class LayerStats:
         return LayerStats(moments, self.metrics, about, self.step, arrays)
 
     def across_ranks(self) -> LayerStats:
-        """The merge over all ranks of the default torch.distributed group, on every rank; itself when there is none."""
+        """The merge over all ranks of the default torch.distributed group, on every rank; itself when there is none.
+
+        A gloo group that outlives `destroy_process_group` may hang the rank's exit: delete what holds it first, a
+        DistributedDataParallel model and its recorder, and import `torch.distributed.nn.functional` before the group
+        is initialized (its default arguments hold the group that they find).
+        """
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

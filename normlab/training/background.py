@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,8 @@ class BackgroundRun:
     Args:
         config, out, cache_dir: as for `normlab.train`; the run is found there afterwards like any other, and one that
             is there already is taken up where it ended.
-        changed: called, from another thread, when there is something new to see.
+        changed: called, from another thread, when there is something new to see. It must not call `start` or `close`,
+            which wait for that thread; what it raises fails the run.
 
     Attributes:
         state: "ready", "starting", "training", "paused", "stopped", "failed", or the status of the ended run.
@@ -50,7 +52,8 @@ class BackgroundRun:
     """
 
     _context: ClassVar[Any] = multiprocessing.get_context("spawn")  # a fork would copy locks that threads hold
-    _running: ClassVar[dict[Path, BackgroundRun]] = {}
+    # Weak: a live one is held by its listener's thread, an ended one is its owner's.
+    _running: ClassVar[weakref.WeakValueDictionary[Path, BackgroundRun]] = weakref.WeakValueDictionary()
 
     def __init__(
         self,
@@ -67,28 +70,32 @@ class BackgroundRun:
         self._changed = changed
         self._condition = threading.Condition(threading.RLock())
         self._points: dict[Place, list[Point]] = defaultdict(list)
-        self._process: Any = None
+        self._process: Any = None  # until the listener has seen it end
+        self._stopping = False  # it was told to stop and obeys nothing else any more
         self._pipe: Any = None
         self._listener: threading.Thread | None = None
 
     # --- commands ---
 
     def start(self) -> None:
-        """Begin, or go on: after a pause, after a stop, or from the last checkpoint after a failure.
+        """Begin, or go on: after a pause, after a stop (a stop under way is waited for), or from the last checkpoint
+        after a failure.
 
         A second `BackgroundRun` of the same run in this process stops the first. NormlabError for a directory that
         holds something other than runs.
         """
         runs.check_root(self.out)
+        if self.run is None:
+            self._replace_other()  # takes a while: not under the lock, which `points` needs
         with self._condition:
-            if self.state in LIVE:
+            if self.live and not self._stopping:
                 self._send("train")
                 return
+            self._condition.wait_for(lambda: self._process is None)
             if self.run is not None:
                 return
-            self._replace_other()
             self._spawn()
-            self.state, self.reason = STARTING, ""
+            self.state, self.reason, self._stopping = STARTING, "", False
         self._changed()
 
     def pause(self) -> None:
@@ -97,22 +104,22 @@ class BackgroundRun:
 
     def stop(self) -> None:
         """Write a checkpoint after the step in progress and end the process; `start` goes on from there."""
-        self._send("stop")
+        with self._condition:
+            self._stopping = True
+            self._send("stop")
 
     def close(self, patience: float = _PATIENCE) -> None:
         """End the process now. What it did since its last checkpoint is lost, nothing is half-written."""
-        process, listener = self._process, self._listener
-        if process is None:
-            return
         with self._condition:
-            if self.state in LIVE:
+            process, listener = self._process, self._listener
+            if process is None or listener is None:
+                return
+            if self.live:
                 self.state = STOPPED
         process.terminate()
-        process.join(patience)
-        if process.is_alive():
+        listener.join(patience)  # which waits for the process: of two threads that do, one misses how it ended
+        if listener.is_alive():
             process.kill()
-            process.join(patience)
-        if listener is not None and listener is not threading.current_thread():
             listener.join(patience)
 
     # --- what it shows ---
@@ -126,7 +133,7 @@ class BackgroundRun:
     def pid(self) -> int | None:
         """The process's id while there is one."""
         process = self._process
-        return process.pid if process is not None and process.is_alive() else None
+        return process.pid if process is not None else None
 
     def points(self, split: str, site: str, metric: str, mask: str = "all") -> list[Point]:
         """(step, layer, value) of everything measured there so far, in order."""
@@ -144,7 +151,7 @@ class BackgroundRun:
 
     def _send(self, command: str) -> None:
         with self._condition:
-            if self.state in LIVE:
+            if self.live:
                 with contextlib.suppress(OSError):  # it ended just now; the listener says how
                     self._pipe.send(command)
 
@@ -152,42 +159,47 @@ class BackgroundRun:
         """A cell that is run again makes a second object for the same run: the first gives way, at a checkpoint."""
         key = (self.out / self.config.run_id).resolve()
         other = self._running.get(key)
-        if other is not None and other is not self and other.live:
-            if other.state != STARTING:
+        if other is not None and other is not self:
+            if other.state in (TRAINING, PAUSED):
                 other.stop()
                 other.wait(_PATIENCE)
             other.close()
         self._running[key] = self
 
     def _spawn(self) -> None:
-        self._pipe, theirs = self._context.Pipe()
+        pipe, theirs = self._context.Pipe()
         arguments = (self.config, str(self.out), str(self.cache_dir) if self.cache_dir is not None else None, theirs)
-        self._process = self._context.Process(target=_work, args=arguments, name=self.config.run_id, daemon=True)
+        process = self._context.Process(target=_work, args=arguments, name=self.config.run_id, daemon=True)
         with _interrupts_kept():
-            self._process.start()
+            process.start()
         theirs.close()  # so that reading from ours ends when the process does
-        self._listener = threading.Thread(target=self._listen, args=(self._process, self._pipe), daemon=True)
+        self._process, self._pipe = process, pipe
+        self._listener = threading.Thread(target=self._listen, args=(process, pipe), daemon=True)
         self._listener.start()
 
     def _listen(self, process: Any, pipe: Any) -> None:
-        with contextlib.suppress(EOFError, OSError):  # what `recv` raises once the process is gone
-            while True:
-                self._heard(process, *pipe.recv())
-        process.join()
-        with self._condition:
-            if self.state in LIVE and self._process is process:  # not started anew meanwhile
-                self.state = FAILED
-                self.reason = f"its process was killed (exit code {process.exitcode}), perhaps for lack of memory"
-            self._condition.notify_all()
-        pipe.close()
+        try:
+            while (message := _received(pipe)) is not None:
+                self._heard(*message)
+                self._changed()
+        except Exception as error:
+            self._heard("failed", _in_one_line(error))
+            process.terminate()
+        finally:
+            with self._condition:
+                pipe.close()  # a process that still wants to tell something ends, rather than wait for a reader
+            process.join()
+            with self._condition:
+                self._process = None
+                self._heard("failed", _how_it_ended(process.exitcode))
         self._changed()
 
-    def _heard(self, process: Any, what: str, *rest: Any) -> None:
+    def _heard(self, what: str, *rest: Any) -> None:
+        """Take in a message, unless the end is known already."""
         with self._condition:
-            if self.state in LIVE and self._process is process:
+            if self.live:
                 getattr(self, f"_heard_{what}")(*rest)
             self._condition.notify_all()
-        self._changed()
 
     def _heard_corpus(self, unigram_entropy: float) -> None:
         self.unigram_entropy = unigram_entropy
@@ -228,6 +240,25 @@ class BackgroundRun:
         self.state, self.step = self.run.status, int(frame["step"].max())
 
 
+def _received(pipe: Any) -> tuple | None:
+    """The next message; None once the process is gone."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _in_one_line(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, NormlabError) else f"{type(error).__name__}: {line}"
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"its process was killed (exit code {code}), perhaps for lack of memory"
+    return f"its process ended with exit code {code}; its error output says why"
+
+
 @contextlib.contextmanager
 def _interrupts_kept() -> Iterator[None]:
     """A process started here never sees SIGINT: a signal mask is inherited, from the first instant on. Jupyter sends
@@ -251,22 +282,25 @@ def _work(config: TrainConfig, out: str, cache_dir: str | None, pipe: Any) -> No
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is being written is tidied up
     if hasattr(os, "nice"):
         os.nice(5)  # cells of the notebook come first
+    try:
+        pipe.send(_trained(config, out, cache_dir, pipe))
+    except Exception as error:
+        with contextlib.suppress(OSError):  # nobody watches any more
+            pipe.send(("failed", _in_one_line(error)))
+
+
+def _trained(config: TrainConfig, out: str, cache_dir: str | None, pipe: Any) -> tuple:
+    """Train, and return the last message: how it ended."""
     from normlab.training.callbacks import RunStopped
     from normlab.training.corpus import corpus_of
     from normlab.training.trainer import train
 
-    watcher = _Watcher(pipe)
+    pipe.send(("corpus", corpus_of(config, cache_dir).unigram_entropy))
     try:
-        pipe.send(("corpus", corpus_of(config, cache_dir).unigram_entropy))
-        run = train(config, out, cache_dir=cache_dir, progress=False, watch=watcher)
-        pipe.send(("ended", str(run.path)))
+        run = train(config, out, cache_dir=cache_dir, progress=False, watch=_Watcher(pipe))
     except RunStopped:
-        pipe.send(("stopped",))
-    except (EOFError, BrokenPipeError):  # nobody watches any more
-        sys.exit(1)
-    except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        pipe.send(("failed", line if isinstance(error, NormlabError) else f"{type(error).__name__}: {line}"))
+        return ("stopped",)
+    return ("ended", str(run.path))
 
 
 class _Watcher:

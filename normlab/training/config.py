@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +109,11 @@ class TrainConfig:
             self.outlier_channels <= self.width,
             f"outlier_channels is {self.outlier_channels}; width {self.width} has no more than {self.width}",
         )
-        self.probe_metrics()
+        _require(math.isfinite(self.outlier_size), f"outlier_size is {self.outlier_size}; it must be finite")
+        # What measures and trains the same is written the same: it is one run, with one id.
+        if not self.outlier_channels:
+            object.__setattr__(self, "outlier_size", 1.0)
+        object.__setattr__(self, "probe_also", ",".join(self._further_metrics()))
         unknown = set(self.model) - _model_fields()
         _require(not unknown, f"unknown model fields {', '.join(sorted(unknown))}")
 
@@ -124,12 +129,16 @@ class TrainConfig:
 
     def probe_metrics(self) -> list[str]:
         """Metrics that the run records by layer: PROBE_METRICS and those of `probe_also`."""
+        return [*PROBE_METRICS, *self._further_metrics()]
+
+    def _further_metrics(self) -> list[str]:
+        """Those of `probe_also` that are not recorded anyway, each once, by name."""
         from normlab.probes import METRICS
 
         also = [name.strip() for name in self.probe_also.split(",") if name.strip()]
         unknown = [name for name in also if name not in METRICS]
         _require(not unknown, f"probe_also: unknown metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
-        return list(dict.fromkeys([*PROBE_METRICS, *also]))
+        return sorted(set(also) - set(PROBE_METRICS))
 
     @property
     def tokens_per_step(self) -> int:

@@ -13,8 +13,8 @@ from normlab.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Variant:
-    """A change to every run of a preset. fields: of TrainConfig, laid over the preset's. schemes: default the
-    preset's."""
+    """A change to every run of a preset. fields: of TrainConfig, laid over the preset's, `model` entry by entry.
+    schemes: default the preset's."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     schemes: tuple[str, ...] = ()
@@ -42,7 +42,8 @@ class Preset:
             get_scheme(scheme)
 
     def config(self, scheme: str, depth: int, seed: int, lr: float, **more: Any) -> TrainConfig:
-        return TrainConfig(**{**self.fields, **more, "scheme": scheme, "depth": depth, "seed": seed, "lr": lr})
+        fields = _laid_over(self.fields, more)
+        return TrainConfig(**{**fields, "scheme": scheme, "depth": depth, "seed": seed, "lr": lr})
 
     def search(self, **more: Any) -> list[TrainConfig]:
         """The runs that choose each scheme's learning rate; none when there is nothing to choose."""
@@ -59,12 +60,17 @@ class Preset:
         deep."""
         order = [(seed, depth) for depth, seeds in self.depths.items() for seed in range(seeds)]
         return [
-            self.config(scheme, depth, seed, lr[scheme], **{**more, **variant.fields})
+            self.config(scheme, depth, seed, lr[scheme], **_laid_over(more, variant.fields))
             for seed, depth in sorted(order)
             for variant in self.variants
             for scheme in variant.schemes or self.schemes
             if scheme in self.schemes
         ]
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of TrainConfig, `above` where both have one; of `model`, so for each of its entries."""
+    return {**below, **above, "model": {**below.get("model", {}), **above.get("model", {})}}
 
 
 def _bent(strength: float, gamma0: float | None = None, schemes: tuple[str, ...] = (), **more: Any) -> Variant:
