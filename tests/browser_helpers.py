@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from normlab.widgets.browser import jupyter_lab, open_notebook, page_of, run_cells, wait_until_idle
+from normlab.widgets.browser import jupyter_lab, open_notebook, page_of, run_cells, serve, wait_until_idle
 
-__all__ = ["PLOT", "SCREENSHOTS", "jupyter_lab", "line", "page_of", "run_all", "shoot", "slider"]
+__all__ = ["PLOT", "SCREENSHOTS", "jupyter_lab", "line", "page_of", "run_all", "serve", "set_theme", "shoot", "slider"]
 
 SCREENSHOTS = Path(__file__).resolve().parents[1] / "build" / "screenshots"
 PLOT = "document.querySelector('.widget-vbox .js-plotly-plot')"
@@ -30,6 +30,13 @@ def slider(page: Any, name: str) -> Any:
     """The handle of the first slider of that name."""
     row = page.locator(".widget-hslider, .widget-inline-hbox").filter(has=page.get_by_text(name, exact=True))
     return row.first.locator(".noUi-handle")
+
+
+def set_theme(page: Any, name: str) -> None:
+    """Choose one of JupyterLab's themes from its menu."""
+    page.get_by_role("menuitem", name="Settings", exact=True).click()
+    page.locator("#jp-mainmenu-settings").get_by_text("Theme", exact=True).click()
+    page.get_by_text(name, exact=True).click()
 
 
 def shoot(page: Any, name: str) -> None:

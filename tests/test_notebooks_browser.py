@@ -8,7 +8,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from browser_helpers import PLOT, jupyter_lab, line, page_of, run_all, shoot, slider
+from browser_helpers import PLOT, jupyter_lab, line, page_of, run_all, set_theme, shoot, slider
 from figures_helpers import SCHEMES, activation
 from notebook_helpers import NOTEBOOKS, write_runs
 
@@ -97,7 +97,7 @@ def test_start_here_moves_with_the_keyboard(address: str, chromium: str):
             reached.add(page.evaluate("() => window.controls.indexOf(document.activeElement)"))
             page.keyboard.press("Tab")
         assert reached - {-1} == set(range(count)) and count == 4 + 2 + 2 + 4 + len(SCHEMES) + 6
-        page.locator(".normlab-lns input").focus()
+        page.locator(".normlab-scheme-lns input").focus()
         page.keyboard.press("Space")
         wait_for(page, "lns", [])
         assert errors == []
@@ -137,7 +137,8 @@ def test_the_explorer_answers_every_control(address: str, chromium: str):
             page.get_by_text(box, exact=True).first.click()
             page.wait_for_function(f"after => {told} === after", arg=after, timeout=20_000)
         page.get_by_text("theory", exact=True).first.click()
-        page.get_by_text("theory says nothing here of the variance over features").wait_for(timeout=20_000)
+        page.get_by_text("with rings: theory, before training").wait_for(timeout=20_000)
+        page.wait_for_function(f"() => {PLOT}.data.some(trace => trace.name === 'bhyt theory')", timeout=20_000)
         page.locator(".widget-dropdown select").nth(0).select_option(index=2)
         page.wait_for_function(f"() => {PLOT}.layout.title.text.startsWith('Gradient')", timeout=20_000)
         assert len(line(page, "bhyt")) == 2
@@ -159,11 +160,12 @@ def test_the_explorer_answers_every_control(address: str, chromium: str):
         button(page, "code").click()
         page.get_by_text("normlab.figures.profile(runs, 'grad_l2_mean'").wait_for(timeout=20_000)
         button(page, "CSV").click()
-        page.get_by_text("written: grad_l2_mean-block_in_grad-depth2-step0.csv").wait_for(timeout=20_000)
+        link = page.get_by_role("link", name="download grad_l2_mean-block_in_grad-depth2-step0.csv")
+        with page.expect_download() as download:
+            link.click(timeout=20_000)
+        assert download.value.path().read_text().startswith("scheme,layer,value,low,high,seeds,metric")
         # The plots follow JupyterLab's theme.
-        page.get_by_role("menuitem", name="Settings", exact=True).click()
-        page.locator("#jp-mainmenu-settings").get_by_text("Theme", exact=True).click()
-        page.get_by_text("JupyterLab Dark", exact=True).click()
+        set_theme(page, "JupyterLab Dark")
         dark = f"{PLOT}.layout.template.layout.paper_bgcolor === '#14171b'"
         page.wait_for_function(f"() => {dark} && document.body.dataset.jpThemeLight === 'false'", timeout=20_000)
         shoot(page, "03_norm_explorer-1920-dark")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from browser_helpers import SCREENSHOTS, page_of
+from browser_helpers import page_of, serve, shoot
 from figures_helpers import activation
 from notebook_helpers import NOTEBOOKS, write_runs
 
@@ -30,28 +25,9 @@ def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator
     runs = write_runs(folder / "runs")
     notebook = (NOTEBOOKS / "03_norm_explorer.ipynb").read_text(encoding="utf-8")
     (folder / "03_norm_explorer.ipynb").write_text(notebook.replace("../data/runs", json.dumps(str(runs))[1:-1]))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "voila", "03_norm_explorer.ipynb", "--no-browser", f"--port={port}"]
-    with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
-        address = f"http://127.0.0.1:{port}"
-        try:
-            for _ in range(240):
-                try:
-                    urllib.request.urlopen(f"{address}/voila/api/kernels", timeout=1).close()
-                    break
-                except urllib.error.HTTPError:
-                    break  # it answers
-                except OSError:
-                    if server.poll() is not None:
-                        raise RuntimeError((folder / "server.log").read_text()) from None
-                    time.sleep(0.25)
-            yield address
-        finally:
-            server.terminate()
-            server.wait(timeout=20)
+    command = [sys.executable, "-m", "voila", "03_norm_explorer.ipynb", "--no-browser"]
+    with serve(command, folder, "/voila/api/kernels") as address:
+        yield address
 
 
 @pytest.mark.timeout(300)
@@ -71,6 +47,5 @@ def test_the_explorer_is_served_without_code_and_its_slider_moves_the_plot(addre
         page.locator(".widget-hslider").filter(has_text="step").locator(".noUi-handle").focus()
         page.keyboard.press("ArrowLeft")
         page.wait_for_function(shows(10), timeout=20_000)
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=SCREENSHOTS / "voila.png", full_page=True)
+        shoot(page, "voila")
         assert [error for error in errors if not any(part in error for part in NOT_OURS)] == []

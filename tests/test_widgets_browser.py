@@ -7,7 +7,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from browser_helpers import PLOT, SCREENSHOTS, jupyter_lab, page_of, run_all
+from browser_helpers import PLOT, jupyter_lab, page_of, run_all, set_theme, shoot, slider
 from training_helpers import TINY, write_text
 
 SKIP_MAP = """
@@ -19,6 +19,18 @@ torch.manual_seed(0)
 sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=50)
 model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme="lns", num_hidden_layers=6, **sizes)).eval()
 SkipMap(model, [{"input_ids": torch.randint(0, 50, (3, 12))}], name="lns")
+"""
+INTERVENE = """
+import torch
+import normlab
+from normlab.widgets import Intervene, SkipMap
+
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=50)
+model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme="bhyt", num_hidden_layers=6, **sizes)).eval()
+one = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme="pre_rmsnorm", num_hidden_layers=1, **sizes)).eval()
+tokens = torch.randint(0, 50, (3, 12))
+display(Intervene(model, tokens), SkipMap(one, [{"input_ids": tokens}], name="pre_rmsnorm"))
 """
 THEATRE = """
 from normlab.widgets import TrainTheatre
@@ -33,18 +45,17 @@ theatre
 def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("lab")
     recipe = TINY | {"corpus": str(write_text(folder / "text.txt")), "steps": 5000, "probe_every": 20}
-    sources = {"skip_map": SKIP_MAP, "theatre": THEATRE.format(recipe=recipe, out=str(folder / "runs"))}
+    sources = {
+        "skip_map": SKIP_MAP,
+        "intervene": INTERVENE,
+        "theatre": THEATRE.format(recipe=recipe, out=str(folder / "runs")),
+    }
     about = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     for name, source in sources.items():
         cells = [nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("")]
         nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=about), folder / f"{name}.ipynb")
     with jupyter_lab(folder) as address:
         yield address
-
-
-def shot(page: Any, name: str) -> None:
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
 def click_at(page: Any, axis: str, x: float, y: float) -> None:
@@ -87,7 +98,41 @@ def test_a_click_on_a_block_shows_its_column(address: str, chromium: str):
         page.locator(".widget-hslider .noUi-handle").first.focus()
         page.keyboard.press("ArrowRight")
         page.wait_for_function(chosen, arg=3, timeout=20_000)
-        shot(page, "skip_map")
+        shoot(page, "skip_map")
+        assert errors == []
+
+
+@pytest.mark.timeout(300)
+def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_theme(address: str, chromium: str):
+    with page_of(chromium, width=1400, height=1300) as (page, errors):
+        run_all(page, address, "intervene.ipynb")
+        page.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg[role=img]').length === 2")
+        for name in ("λ ×", "κ ×", "γ ×"):
+            assert slider(page, name).get_attribute("aria-label") == name
+        handle = slider(page, "γ ×")
+        handle.focus()
+        page.keyboard.press("ArrowRight")
+        # What the reader sees, not its logarithm.
+        said = "handle => handle.getAttribute('aria-valuetext') === '1.19'"
+        page.wait_for_function(said, arg=handle.element_handle(), timeout=20_000)
+        pictures = page.locator(".js-plotly-plot .main-svg[role=img]")
+        names = [pictures.nth(place).get_attribute("aria-label") for place in (0, 1)]
+        assert names[0].startswith("size of the residual stream, ") and names[1].startswith(
+            "loss added by skipping it, "
+        )
+        cells = page.locator(".jp-Notebook .jp-Cell").count()
+        for control in (handle, page.locator(".widget-vbox select").first, page.locator(".widget-vbox button").first):
+            control.focus()
+            page.keyboard.type("ddbr")  # delete, add and make raw
+        page.wait_for_timeout(500)
+        assert page.locator(".jp-Notebook .jp-Cell").count() == cells and not page.locator(".jp-RawCell").count()
+        shoot(page, "intervene")
+        set_theme(page, "JupyterLab Dark")
+        dark = "plot => plot.layout.template.layout.paper_bgcolor === '#14171b'"
+        page.wait_for_function(f"() => [...document.querySelectorAll('.js-plotly-plot')].every({dark})", timeout=20_000)
+        line = f"() => {PLOT}.data.find(trace => trace.name === 'intervened size').line.color === '#3b9ddd'"
+        page.wait_for_function(line, timeout=20_000)
+        shoot(page, "intervene-dark")
         assert errors == []
 
 
@@ -113,7 +158,7 @@ def test_schemes_train_while_the_kernel_is_free(address: str, chromium: str):
         page.wait_for_function(f"step => {trace('bhyt train', 'x')}.at(-1) > step + 5", arg=asleep, timeout=60_000)
         page.locator(".widget-dropdown select").first.select_option(index=1)
         page.wait_for_function(f"() => {PLOT}.layout.yaxis2.title.text.startsWith('variance')", timeout=20_000)
-        shot(page, "train_theatre")
+        shoot(page, "train_theatre")
         button(page, "stop").click()
         page.get_by_text("stopped").first.wait_for(timeout=60_000)
         assert errors == []

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
+import plotly.graph_objects as go
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -99,7 +104,66 @@ def test_the_controls_change_what_is_shown():
 def test_a_model_without_tanh_has_no_lambda_to_move():
     widget = Intervene(model_of("pre_rmsnorm"), TOKENS)
     assert widget.lam.disabled and widget.kappa.disabled and widget.exact.disabled and not widget.gain.disabled
-    assert any("no tanh norm" in a.text for a in widget.figure.layout.annotations)
+    assert any("no λ or α in these norms" in a.text for a in widget.figure.layout.annotations)
+
+
+def test_of_a_tanh_norm_without_lambda_the_same_slider_scales_alpha():
+    model = model_of("dyt")
+    widget = Intervene(model, TOKENS)
+    assert widget.lam.description == "α ×" and not widget.lam.disabled and widget.kappa.disabled
+    assert Intervene(model_of("bhyt"), TOKENS).lam.description == "λ ×"
+    traces = {trace.name: trace for trace in widget.figure.data}
+    widget.lam.value = 16.0
+    assert max(traces["intervened share"].y) > max(traces["as it is share"].y)
+    assert "|tanh z| > 0.95" in widget.figure.layout.annotations[1].text
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for norm in (m for m in layer.modules() if hasattr(m, "alpha")):
+                norm.alpha.mul_(16.0)
+    assert widget.now.loss == pytest.approx(loss_of(model), abs=1e-6)
+
+
+def test_a_tanh_norm_that_does_not_tell_its_input_still_has_its_slope_scaled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("normlab.norms.DyT.tanh_input", None)
+    widget = Intervene(model_of("dyt"), TOKENS)
+    assert any("do not tell" in a.text for a in widget.figure.layout.annotations)
+    widget.lam.value = 16.0
+    assert widget.now.loss != widget.before.loss
+
+
+@pytest.mark.parametrize("figure", [lambda w: w.figure, lambda w: w.static()])
+def test_both_states_are_told_apart_without_colour(figure: Callable[[Intervene], go.Figure]):
+    shown = figure(Intervene(model_of("bhyt"), TOKENS))
+    traces = {trace.name: trace for trace in shown.data}
+    for part in ("size", "share"):
+        assert traces[f"as it is {part}"].line.dash == "dash" and traces[f"intervened {part}"].line.dash == "solid"
+    assert traces["as it is token"].marker.pattern.shape == "/" and not traces["intervened token"].marker.pattern.shape
+    legend = {trace.name: trace.line.dash for trace in shown.data if trace.showlegend is not False}
+    assert legend == {"as it is": "dash", "intervened": "solid", "Chebyshev bound": "dot"}
+
+
+def test_a_model_that_was_broken_before_any_change_is_said_to_be_so():
+    model = model_of("pre_rmsnorm")
+    sound = Intervene(model, TOKENS)
+    sound.now = replace(sound.now, loss=float("inf"))
+    sound.redraw()
+    assert "this change breaks the model" in sound.said.value
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
+    widget = Intervene(model, TOKENS)
+    assert "broken before any change" in widget.said.value and "nan" not in widget.said.value
+    for trace in widget.figure.data:
+        numbers = [*(trace.x or ()), *(trace.y or ())]
+        assert all(math.isfinite(v) for v in numbers if isinstance(v, float)), trace.name
+    widget.skip.value = (2,)
+    assert "broken before any change</b>" not in widget.said.value and f"{widget.now.loss:.4f}" in widget.said.value
+
+
+def test_words_of_a_tokenizer_are_no_markup():
+    names = SimpleNamespace(decode=lambda ids: "<b>" if ids[0] % 2 else "a")
+    widget = Intervene(model_of("lns"), TOKENS, names)
+    words = next(trace.y for trace in widget.figure.data if trace.name == "as it is token")
+    assert any("&lt;b&gt;" in word for word in words) and not any("<" in word for word in words)
 
 
 def test_moved_from_many_threads_it_ends_on_what_the_controls_say():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from normlab import NormlabConfig, NormlabForCausalLM
-from normlab.errors import NormlabError
 from normlab.figures.skipping import future_effect, skip_cost
 from normlab.probes import skip_future_effect, skip_sensitivity
 from normlab.widgets import SkipMap
@@ -52,9 +51,42 @@ def test_a_click_chooses_the_block_under_it():
     assert widget.block.value == 3 and "no block comes after it" in widget.said.value
 
 
-def test_a_model_of_one_block_is_refused_in_one_sentence():
-    with pytest.raises(NormlabError, match="the model has only one"):
-        SkipMap(model_of(1), BATCHES)
+def test_a_model_of_one_block_has_a_cost_and_no_later_blocks():
+    widget = SkipMap(model_of(1), BATCHES)
+    traces = {trace.name: trace for trace in widget.figure.data}
+    assert len(traces["cost"].y) == 1 and traces["effect"].z is None and not traces["column"].x
+    assert "one block" in widget.figure.layout.annotations[-1].text
+    assert widget.block.disabled and "no block comes after it" in widget.said.value
+
+
+def test_a_broken_model_is_said_to_be_so():
+    model = model_of(3)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
+    widget = SkipMap(model, BATCHES)
+    assert "the model is broken" in widget.said.value and "nan" not in widget.said.value
+    assert "NaN" not in widget.figure.to_json()
+    assert "the model is broken" in widget.static().layout.annotations[-1].text
+    traces = {trace.name: trace for trace in widget.figure.data}
+    assert list(traces["cost"].y) == [None] * 3 and list(traces["chosen"].y) == [None]
+
+
+def test_a_block_without_which_the_model_breaks_is_said_to_be_so():
+    widget = SkipMap(model_of(3), BATCHES)
+    widget.cost.loc[widget.cost["layer"] == 2, ["skip_delta_loss", "low", "high"]] = float("nan")
+    widget.block.value = 2
+    assert "without block 2 the loss is not finite" in widget.said.value and "nan" not in widget.said.value
+
+
+def test_one_row_of_tokens_has_no_interval():
+    widget = SkipMap(model_of(3), [{"input_ids": TOKENS[:1]}])
+    assert "nan" not in widget.said.value and "without block 1:" in widget.said.value
+
+
+def test_a_black_line_is_bright_on_a_dark_page():
+    widget = SkipMap(model_of(2), BATCHES, name="pre_rmsnorm", theme="dark")
+    lines = {trace.name: trace.line.color for trace in widget.figure.data if trace.type == "scatter"}
+    assert lines["cost"] == lines["column"] == "#f4f4f5"
 
 
 def test_the_figures_say_when_there_is_nothing():

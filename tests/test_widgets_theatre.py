@@ -71,6 +71,7 @@ def states(widget: TrainTheatre) -> set[str]:
 def test_curves_and_layers_grow_and_every_button_does_what_it_says(theatre: Callable[..., TrainTheatre]):
     widget = theatre(steps=400, checkpoint_every=0)
     assert (widget.go.description, widget.rest.disabled, widget.end.disabled) == ("start", True, True)
+    assert [bar.description for bar in widget.bars.values()] == [normlab.SCHEMES[name].title for name in SCHEMES]
     started = time.perf_counter()
     widget.go.click()
     assert time.perf_counter() - started < 2  # the kernel is free again at once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pandas as pd
@@ -47,7 +48,8 @@ def redraw(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
     said = []
     for method, table in tables.items():
         rows = table[~table["component"].isin(["bias", "remainder"]) | (table["contribution"].abs() > 1e-3)]
-        bars[method].update(x=[_name(row) for row in rows.itertuples()], y=rows["contribution"].astype(float).tolist())
+        values = [float(value) if math.isfinite(value) else None for value in rows["contribution"]]
+        bars[method].update(x=[_name(row) for row in rows.itertuples()], y=values)
         shares = table.loc[table["component"] != "remainder", "contribution"].sum()
         said.append(f"{method} shares add up to {round(shares, 3) + 0.0:.3f}")
     first = next(iter(tables.values())).attrs

@@ -61,6 +61,7 @@ def future_effect(table: pd.DataFrame, title: str = "What later blocks do when o
     """
     if not len(table):
         return look.message_figure("No pair of blocks: that needs a model of two blocks or more.", title)
+    known = table["value"][np.isfinite(table["value"])]
     wide = table.pivot(index="layer", columns="skipped", values="value")
     figure = go.Figure(
         go.Heatmap(
@@ -69,7 +70,7 @@ def future_effect(table: pd.DataFrame, title: str = "What later blocks do when o
             z=[[float(v) if np.isfinite(v) else None for v in row] for row in wide.to_numpy(float)],
             colorscale=[list(stop) for stop in _SCALE],
             zmin=0.0,
-            zmax=float(table["value"].max()),
+            zmax=float(known.max()) if len(known) else 1.0,
             colorbar=dict(title=dict(text="relative<br>change", side="top"), thickness=10, outlinewidth=0),
             hovertemplate="block %{x} skipped: block %{y}'s update changes by %{z:.3f} of its size"
             "<br><i>skip_future_effect: mean over tokens of ‖u' − u‖/‖u‖</i><extra></extra>",

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ipywidgets as widgets
 import pandas as pd
-import plotly.graph_objects as go
 import torch
 
 from normlab.figures.attribution import METHODS, logit_attribution, redraw
-from normlab.widgets.live import LiveFigure
+from normlab.widgets.intervene import slope_of
+from normlab.widgets.live import Frame
 
-_SLOPES = ("lam", "alpha")  # what stands before x inside a tanh norm
 
-
-class LogitAttribution(widgets.VBox):
+class LogitAttribution(Frame):
     """Direct logit attribution by both methods, and a slider that multiplies the slope inside the final norm's tanh.
 
     A flat tanh is linear: without a divisor both methods then agree. A steep one is saturated: most features make up
@@ -31,7 +28,7 @@ class LogitAttribution(widgets.VBox):
         answers: (batch,) token ids whose logits are attributed.
         against: (batch,) token ids whose logits are subtracted: softmax ignores a constant, so only differences mean
             something.
-        theme: "light" or "dark".
+        theme: "light" or "dark"; default: as JupyterLab's.
 
     Raises:
         NormlabError: TransformerLens is not installed, or what `direct_logit_attribution` refuses.
@@ -43,31 +40,34 @@ class LogitAttribution(widgets.VBox):
         tokens: torch.Tensor,
         answers: torch.Tensor,
         against: torch.Tensor | None = None,
-        theme: str = "light",
+        theme: str | None = None,
     ) -> None:
         from normlab.models.lens import direct_logit_attribution
 
-        super().__init__()
+        super().__init__(theme)
         self._attribute = direct_logit_attribution
         self.bridge, self.tokens, self.answers, self.against = bridge, tokens, answers, against
-        self._lock = threading.RLock()
         self._norm: Any = bridge.ln_final.original_component
-        self._slope = next((name for name in _SLOPES if hasattr(self._norm, name)), None)
+        self._slope = slope_of(self._norm)
         self.steepness = widgets.FloatLogSlider(
             value=1.0, base=2, min=-4, max=6, step=0.25, description="slope ×", readout_format=".3g"
         )
         self.steepness.disabled = self._slope is None
-        self.steepness.observe(lambda _: self.redraw(), names="value")
+        self.steepness.observe(self._moved, names="value")
         self.said = widgets.HTML()
         self.tables = self.ask()
-        self.figure = LiveFigure(logit_attribution(self.tables, theme), self._lock)
-        self.redraw()
-        self.children = [widgets.HBox([self.steepness, self.said]), self.figure]
+        self.fill(logit_attribution(self.tables, self.theme), widgets.HBox([self.steepness, self.said]))
 
     def ask(self) -> dict[str, pd.DataFrame]:
         """By method, the attribution with the slope that the slider says."""
         with self._lock, self._steeper(self.steepness.value):
+            self.said.value = self._sentence()
             return {method: self._shares(method) for method in METHODS}
+
+    def _moved(self, _: object) -> None:
+        with self._lock:
+            self.tables = self.ask()
+            self.redraw()
 
     def _shares(self, method: str) -> pd.DataFrame:
         table = self._attribute(self.bridge, self.tokens, self.answers, method=method)
@@ -93,22 +93,15 @@ class LogitAttribution(widgets.VBox):
                 slope.copy_(before)
 
     def redraw(self) -> None:
-        """Ask, and show the answer."""
+        """Show the last answer."""
         with self.figure.changing():
-            self.tables = self.ask()
             redraw(self.figure, self.tables)
-            self.said.value = self._sentence()
 
     def _sentence(self) -> str:
         if self._slope is None:
             return "the final norm has no tanh"
-        with self._steeper(self.steepness.value), torch.no_grad():
+        with torch.no_grad():
             stream = self.bridge.ln_final.hook_in
             _, cache = self.bridge.run_with_cache(self.tokens, names_filter=stream.name)
             z = self._norm.tanh_input(cache[stream.name][:, -1])
         return f"{float((z.tanh().abs() > 0.95).float().mean()):.1%} of the final norm's features are saturated"
-
-    def static(self) -> go.Figure:
-        """What is shown now as a plain figure, for pages without a kernel."""
-        with self._lock:
-            return go.Figure(self.figure)

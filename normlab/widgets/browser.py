@@ -2,6 +2,7 @@
 
 find_browser   path of a Chromium or Chrome
 page_of        a browser page, and what its console complains of
+serve          a server of web pages, until one is done with it
 jupyter_lab    a server over a folder of notebooks
 open_notebook  one of them, with its kernel up; wait_until_idle: until that has nothing to do
 run_cells      all of its cells, until a widget's plot is there
@@ -15,12 +16,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_STARTING = 60  # seconds that a server may take to answer
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
@@ -46,31 +49,50 @@ def page_of(chromium: str, width: int = 1280, height: int = 900, **options: Any)
 
 
 @contextmanager
-def jupyter_lab(folder: Path) -> Iterator[str]:
-    """A JupyterLab server over `folder`, reachable from this machine only; yields its address."""
+def serve(command: Sequence[str], folder: Path, path: str) -> Iterator[str]:
+    """The server that `command` starts in `folder`, on a free port of this machine; yields its address once it answers
+    at `path`, if only by an error of its own. What it says goes to `server.log` there.
+
+    Raises:
+        RuntimeError: it ended, or did not answer within a minute; with what it said.
+    """
     port = _free_port()
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", f"--port={port}"]
-    command += ["--ip=127.0.0.1", f"--ServerApp.root_dir={folder}", "--IdentityProvider.token="]
-    command += ["--ServerApp.disable_check_xsrf=True", "--LabApp.news_url=None"]
-    command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
-    command += [f"--LabApp.user_settings_dir={_settings(folder / '.settings')}"]
+    address = f"http://127.0.0.1:{port}"
     log = folder / "server.log"
     with log.open("w") as written:
-        server = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, cwd=folder)
+        started = [*command, f"--port={port}"]
+        server = subprocess.Popen(started, stdout=written, stderr=subprocess.STDOUT, cwd=folder)
         try:
-            address = f"http://127.0.0.1:{port}"
-            for _ in range(240):
-                try:
-                    urllib.request.urlopen(f"{address}/api/status", timeout=1).close()
-                    break
-                except OSError:
-                    if server.poll() is not None:
-                        raise RuntimeError(log.read_text()) from None
-                    time.sleep(0.25)
+            deadline = time.monotonic() + _STARTING
+            while not _answers(f"{address}{path}"):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(log.read_text())
+                time.sleep(0.25)
             yield address
         finally:
             server.terminate()
             server.wait(timeout=20)
+
+
+def _answers(address: str) -> bool:
+    try:
+        urllib.request.urlopen(address, timeout=1).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def jupyter_lab(folder: Path) -> Iterator[str]:
+    """A JupyterLab server over `folder`, reachable from this machine only; yields its address."""
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+    command += [f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--ServerApp.disable_check_xsrf=True"]
+    command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    command += [f"--LabApp.user_settings_dir={_settings(folder / '.settings')}"]
+    with serve(command, folder, "/api/status") as address:
+        yield address
 
 
 def _settings(folder: Path) -> Path:

@@ -48,7 +48,7 @@ class NormExplorer(widgets.VBox):
         folder: str | Path = ".",
     ) -> None:
         super().__init__()
-        self.add_class("normlab-explorer")
+        self.add_class("normlab")
         self.profiles = Profiles(runs)
         self.source, self.folder, self._follow = source, Path(folder), theme is None
         self._theme = theme or "light"

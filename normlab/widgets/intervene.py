@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import html
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,17 +21,25 @@ from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.labels import metric_row
 from normlab.probes import record, sites
-from normlab.widgets.live import LiveFigure
+from normlab.widgets.live import Frame, finite
 
 _HEIGHT = 460
 _TOP = 8  # tokens of the next-token distribution that are shown
-_MEASURED = ("token_l2_mean", "saturation", "saturation_bound")
+# What the middle panel shows, the first that the model has, and its title; only the first has a bound.
+_SHARES = {"saturation": "share of tanh inputs beyond λ", "saturation_95": "share of tanh inputs with |tanh z| > 0.95"}
+_MEASURED = ("token_l2_mean", "saturation_bound", *_SHARES)
 _BEFORE, _AFTER = "as it is", "intervened"
+_SLOPES = {"lam": "λ", "alpha": "α"}  # what stands before x inside a tanh norm
+
+
+def slope_of(norm: Any) -> str | None:
+    """Name of the parameter that stands before x inside a tanh norm: "lam", "alpha" (DyT's), or None for no such."""
+    return next((name for name in _SLOPES if isinstance(getattr(norm, name, None), torch.Tensor)), None)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to a model: factors on lambda, kappa and gamma, the exact statistic, blocks to skip."""
+    """What is done to a model: factors on lambda (DyT: alpha), kappa and gamma, the exact statistic, blocks to skip."""
 
     lam: float = 1.0
     kappa: float = 1.0
@@ -59,7 +67,8 @@ class Answer:
 def changed(model: nn.Module, change: Change) -> Iterator[None]:
     """The model with the change made to every block; afterwards it is bit for bit what it was.
 
-    Gamma, lambda and kappa are multiplied (only lambda/kappa enters a tanh norm). A skipped block returns its input.
+    Gamma, lambda and kappa are multiplied (only lambda/kappa enters a tanh norm); for DyT, lambda's factor is alpha's.
+    A skipped block returns its input.
 
     Raises:
         NormlabError: a block that the model does not have.
@@ -83,8 +92,8 @@ def changed(model: nn.Module, change: Change) -> Iterator[None]:
 
 
 def _multiply(norm: Any, change: Change, undo: ExitStack) -> None:
-    for name, factor in (("weight", change.gain), ("lam", change.lam)):
-        value = getattr(norm, name, None)
+    for name, factor in (("weight", change.gain), (slope_of(norm), change.lam)):
+        value = getattr(norm, name, None) if name else None
         if isinstance(value, torch.Tensor) and factor != 1.0:
             undo.callback(_restore, value, value.detach().clone())
             value.mul_(factor)
@@ -117,35 +126,36 @@ def ask(model: nn.Module, tokens: torch.Tensor, change: Change) -> Answer:
     return Answer(float(output.loss), chances, recorder.stats().to_pandas())
 
 
-class Intervene(widgets.VBox):
-    """Sliders on lambda, kappa and gamma of all norms, the exact statistic, blocks to skip: the answer is live.
+class Intervene(Frame):
+    """Sliders on lambda (DyT: alpha), kappa and gamma of all norms, the exact statistic, blocks to skip: live answers.
 
     Left: size of the residual stream by layer. Middle: share of tanh inputs beyond lambda, beside its Chebyshev bound
-    (models without a tanh norm have none). Right: the next token's distribution. Grey: the model as it is.
+    (DyT: of those where tanh is flat, which nothing bounds). Right: the next token's distribution. Grey, dashed and
+    hatched: the model as it is.
 
     Args:
         model: a Hugging Face causal language model, ours or another.
         text: what the model reads: a string (with `tokenizer`), or token ids (batch, length).
         tokenizer: encodes the text and names tokens; without one, tokens are shown by number.
+        theme: "light" or "dark"; default: as JupyterLab's.
 
     Raises:
         NormlabError: a string without a tokenizer, or fewer than two tokens.
     """
 
-    def __init__(self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None, theme: str = "light") -> None:
-        super().__init__()
-        self.model, self.tokenizer, self.theme = model, tokenizer, theme
+    def __init__(
+        self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None, theme: str | None = None
+    ) -> None:
+        super().__init__(theme)
+        self.model, self.tokenizer = model, tokenizer
         self.tokens = _encode(text, tokenizer)
-        self._lock = threading.RLock()
-        depth = len(sites(model).blocks)
         self.before = self.now = ask(model, self.tokens, Change())
-        self.bounded = bool(len(self.before.profile("saturation", "attn_norm_in")))
+        self._share = next((m for m in _SHARES if len(self.before.profile(m, "attn_norm_in"))), None)
+        depth = len(sites(model).blocks)
         self._make_controls(depth)
         self.said = widgets.HTML()
-        self.figure = LiveFigure(self._blank(depth), self._lock)
-        self.redraw()
-        rows = [widgets.HBox([self.lam, self.kappa, self.gain]), widgets.HBox([self.exact, self.skip, self.reset])]
-        self.children = [*rows, self.said, self.figure]
+        sliders, others = [self.lam, self.kappa, self.gain], [self.exact, self.skip, self.reset]
+        self.fill(self._blank(depth), widgets.HBox(sliders), widgets.HBox(others), self.said)
 
     def _make_controls(self, depth: int) -> None:
         def factor(name: str, on: bool) -> widgets.FloatLogSlider:
@@ -160,9 +170,13 @@ class Intervene(widgets.VBox):
                 disabled=not on,
             )
 
-        self.lam, self.kappa = factor("λ", self.bounded), factor("κ", self.bounded)
+        blocks = sites(self.model).blocks
+        norms = [norm for block in blocks for norm in block.norms]
+        slopes = {_SLOPES[name]: None for name in map(slope_of, norms) if name}
+        self.lam = factor("/".join(slopes) or "λ", bool(slopes))
+        self.kappa = factor("κ", any(isinstance(getattr(norm, "kappa", None), float) for norm in norms))
         self.gain = factor("γ", True)
-        carries = any(getattr(block.module, "carried", None) for block in sites(self.model).blocks)
+        carries = any(getattr(block.module, "carried", None) for block in blocks)
         self.exact = widgets.Checkbox(value=False, description="exact statistic", indent=False, disabled=not carries)
         self.skip = widgets.SelectMultiple(options=range(1, depth + 1), rows=4, description="skip blocks")
         self.reset = widgets.Button(description="as it is", icon="undo")
@@ -195,38 +209,45 @@ class Intervene(widgets.VBox):
             self._changed(None)
 
     def _blank(self, depth: int) -> go.Figure:
-        titles = ["size of the residual stream", "share of tanh inputs beyond λ", "next token"]
+        titles = ["size of the residual stream", _SHARES[self._share or "saturation"], "next token"]
         figure = make_subplots(
             rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.08, column_widths=[0.38, 0.34, 0.28]
         )
         figure.update_annotations(font=dict(size=13))
         accent = look.ink("#0072b2", self.theme)
-        for name, color in ((_BEFORE, look.NEUTRAL), (_AFTER, accent)):
-            line = dict(color=color, width=2.2)
-            size, share = _hover(name, "token_l2_mean"), _hover(name, "saturation")
+        for name, color, dash, hatch in ((_BEFORE, look.NEUTRAL, "dash", "/"), (_AFTER, accent, "solid", "")):
+            line = dict(color=color, width=2.2, dash=dash)
+            size, share = _hover(name, "token_l2_mean"), _hover(name, self._share or "saturation")
             figure.add_scatter(name=f"{name} size", line=line, hovertemplate=size, row=1, col=1)
             figure.add_scatter(name=f"{name} share", mode="lines+markers", line=line, hovertemplate=share, row=1, col=2)
-            bar = dict(marker=dict(color=color), orientation="h", hovertemplate="%{x:.3f}<extra></extra>")
+            marker = dict(color=color, pattern=dict(shape=hatch))
+            bar = dict(marker=marker, orientation="h", hovertemplate="%{x:.3f}<extra></extra>")
             figure.add_bar(name=f"{name} token", **bar, row=1, col=3)
         bound = dict(color=accent, width=1.2, dash="dot")
         figure.add_scatter(
             name="bound", line=bound, hovertemplate="Chebyshev bound %{y:.4~g}<extra></extra>", row=1, col=2
         )
+        figure.update_traces(showlegend=False)
+        shown = [_BEFORE, _AFTER] + ["Chebyshev bound"] * (self._share == "saturation")
+        for name, trace in zip(shown, [*figure.data[0:6:3], figure.data[-1]], strict=False):  # what the legend shows
+            figure.add_scatter(name=name, x=[None], y=[None], mode="lines", line=trace.line, row=1, col=1)
         figure.update_xaxes(title_text="layer", range=[0, depth], col=1)
         figure.update_xaxes(title_text="layer", range=[0.5, depth + 0.5], col=2)
         figure.update_xaxes(title_text="probability", col=3)
         figure.update_yaxes(type="log", title_text=metric_row("token_l2_mean").axis, col=1)
         figure.update_yaxes(rangemode="tozero", col=2)
         figure.update_yaxes(autorange="reversed", type="category", col=3)
-        if not self.bounded:
-            note = dict(text="no tanh norm here", x=0.5, y=0.5, xref="x2 domain", yref="y2 domain", showarrow=False)
+        if self._share is None:
+            unknown = "these norms do not tell<br>what enters their tanh"
+            text = "no λ or α in these norms:<br>no bound to change" if self.lam.disabled else unknown
+            note = dict(text=text, x=0.5, y=0.5, xref="x2 domain", yref="y2 domain", showarrow=False)
             figure.add_annotation(**note, font=dict(color=look.NEUTRAL))
         return figure.update_layout(
             template=look.template(self.theme),
             height=_HEIGHT,
-            showlegend=False,
+            legend=dict(orientation="h", x=0, y=1.1, yanchor="bottom"),
             autosize=True,
-            margin=dict(t=48, l=66, r=24, b=54),
+            margin=dict(t=84, l=66, r=24, b=54),
         )
 
     def redraw(self) -> None:
@@ -236,24 +257,26 @@ class Intervene(widgets.VBox):
             words = [self._word(int(token)) for token in top]
             for name, answer in ((_BEFORE, self.before), (_AFTER, self.now)):
                 _put(traces[f"{name} size"], answer.profile("token_l2_mean", "block_out"))
-                _put(traces[f"{name} share"], answer.profile("saturation", "attn_norm_in"))
-                traces[f"{name} token"].update(x=[float(p) for p in answer.next_token[top]], y=words)
+                _put(traces[f"{name} share"], answer.profile(self._share or "saturation", "attn_norm_in"))
+                traces[f"{name} token"].update(x=finite(answer.next_token[top]), y=words)
             _put(traces["bound"], self.now.profile("saturation_bound", "attn_norm_in"))
             self.said.value = self._sentence()
 
-    def static(self) -> go.Figure:
-        """What is shown now as a plain figure, for pages without a kernel."""
-        with self._lock:
-            return go.Figure(self.figure)
-
     def _sentence(self) -> str:
         before, now = self.before.loss, self.now.loss
-        told = f"{now:.4f} ({now - before:+.4f})" if math.isfinite(now) else "not finite: the model broke"
-        return f"loss as it is <b>{before:.4f}</b>, now <b>{told}</b> nats per token, over {self.tokens.numel()} tokens"
+        over = f"nats per token, over {self.tokens.numel()} tokens"
+        if not math.isfinite(before):
+            then = f", now <b>{now:.4f}</b> {over}" if math.isfinite(now) else ""
+            return f"<b>the loss of the model as it is is not finite</b>: it is broken before any change{then}"
+        if not math.isfinite(now):
+            return f"loss as it is <b>{before:.4f}</b> {over}, now <b>not finite</b>: this change breaks the model"
+        return f"loss as it is <b>{before:.4f}</b>, now <b>{now:.4f} ({now - before:+.4f})</b> {over}"
 
     def _word(self, token: int) -> str:
         # Never a bare number: an axis would take it for one.
-        return f"#{token}" if self.tokenizer is None else f"{self.tokenizer.decode([token])!r} #{token}"
+        if self.tokenizer is None:
+            return f"#{token}"
+        return html.escape(f"{self.tokenizer.decode([token])!r} #{token}", quote=False)  # plotly takes tags for markup
 
 
 def _hover(name: str, metric: str) -> str:
@@ -261,7 +284,7 @@ def _hover(name: str, metric: str) -> str:
 
 
 def _put(trace: go.Scatter, values: pd.Series) -> None:
-    trace.update(x=[int(layer) for layer in values.index], y=[float(v) if math.isfinite(v) else None for v in values])
+    trace.update(x=[int(layer) for layer in values.index], y=finite(values))
 
 
 def _encode(text: str | torch.Tensor | Sequence[Sequence[int]], tokenizer: Any) -> torch.Tensor:

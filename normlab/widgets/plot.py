@@ -24,7 +24,9 @@ def _module() -> str:
     """plotly and the view as one module; the page evaluates plotly once, however many plots it has."""
     alone = "const module = { exports: {} }, exports = module.exports, define = undefined;"  # no loader of the page's
     library = f"globalThis.normlabPlotly ??= (() => {{ {alone}\n{get_plotlyjs()}\nreturn module.exports; }})()"
-    return f"const library = () => {library};\n" + script("plot.js") + script("plot_widget.js")
+    return f"const library = () => {library};\n" + "".join(
+        script(f"{name}.js") for name in ("plot", "page_side", "plot_widget")
+    )
 
 
 class Plot(anywidget.AnyWidget):

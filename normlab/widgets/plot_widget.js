@@ -18,29 +18,24 @@ function render({ model, el }) {
   let begun = false;
   const show = () => plot.show(unpacked(model.get("figure")));
   const update = () => { if (begun) show(); };
+  let stop = () => {};
   const observer = new ResizeObserver(() => {
     if (begun) plot.resize();
     else if (place.clientWidth) {
       begun = true;
-      // Keys pressed on a control are the reader's, not JupyterLab's commands: r makes a cell raw, d d deletes it.
-      const controls = place.closest(".normlab-explorer")?.querySelectorAll("select, .noUi-handle, input, button") ?? [];
-      for (const control of controls) control.setAttribute("data-lm-suppress-shortcuts", "true");
+      const root = place.closest(".normlab");
+      if (root) stop = attend(root);
       show();
     }
   });
-  const tell = () => {
-    model.set("dark_page", document.body.dataset.jpThemeLight === "false");
-    model.save_changes();
-  };
-  const themes = new MutationObserver(tell);
-  tell();
-  themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
+  const forget = followTheme(model);
   model.on("change:figure", update);
   observer.observe(place);
   return () => {
     model.off("change:figure", update);
     observer.disconnect();
-    themes.disconnect();
+    forget();
+    stop();
     plot.remove();
   };
 }

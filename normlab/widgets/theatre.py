@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import ipywidgets as widgets
-import plotly.graph_objects as go
 
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
@@ -18,13 +17,13 @@ from normlab.figures.stage import Scene, blank, redraw
 from normlab.labels import metric_row
 from normlab.training.background import LIVE, PAUSED, READY, STARTING, TRAINING, BackgroundRun, Point
 from normlab.training.config import PROBE_METRICS, TrainConfig
-from normlab.widgets.live import LiveFigure
+from normlab.widgets.live import Frame
 
 _REST = 0.3  # seconds between two drawings: a page keeps up, and training is not slowed
 _CHECKPOINTS = 50  # steps that a killed kernel costs at most
 
 
-class TrainTheatre(widgets.VBox):
+class TrainTheatre(Frame):
     """Schemes train side by side in the background, each in a process of its own; the kernel stays free.
 
     Left: training and held-out loss by step. Right: the layer profiles at the latest step that all have measured,
@@ -38,7 +37,7 @@ class TrainTheatre(widgets.VBox):
         recipe: fields of `TrainConfig` for all of them, such as depth, width and steps.
         metric: the layer profile to show first.
         cache_dir: for prepared corpora.
-        theme: "light" or "dark".
+        theme: "light" or "dark"; default: as JupyterLab's.
 
     Raises:
         NormlabError: no scheme, one twice, or a recipe that `TrainConfig` refuses.
@@ -52,15 +51,14 @@ class TrainTheatre(widgets.VBox):
         *,
         metric: str = PROBE_METRICS[0],
         cache_dir: str | Path | None = None,
-        theme: str = "light",
+        theme: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(theme)
         if not schemes or len(set(schemes)) != len(schemes):
             raise NormlabError(f"schemes are {list(schemes)}: name one or more, each once")
         if metric not in PROBE_METRICS:
             raise NormlabError(f"unknown metric {metric!r}: runs measure {', '.join(PROBE_METRICS)}")
         fields = {"checkpoint_every": _CHECKPOINTS} | dict(recipe or {})
-        self.theme = theme
         self._news, self._closed = threading.Event(), threading.Event()
         self._painter: threading.Thread | None = None
         self.runs = {
@@ -68,12 +66,9 @@ class TrainTheatre(widgets.VBox):
             for name in schemes
         }
         first = next(iter(self.runs.values())).config
-        self._lock = threading.RLock()
-        self.figure = LiveFigure(blank(list(schemes), first.depth, theme), self._lock)
-        self._make_controls(metric)
-        self.redraw()
+        self.fill(blank(list(schemes), first.depth, self.theme), *self._make_controls(metric))
 
-    def _make_controls(self, metric: str) -> None:
+    def _make_controls(self, metric: str) -> list[widgets.Widget]:
         def button(text: str, icon: str, act: Any) -> widgets.Button:
             made = widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="auto"))
             made.on_click(lambda _: act())
@@ -85,16 +80,21 @@ class TrainTheatre(widgets.VBox):
         options = [(f"{metric_row(name).label} ({name})", name) for name in PROBE_METRICS]
         self.metric = widgets.Dropdown(options=options, value=metric, description="layers:")
         self.metric.observe(lambda _: self.redraw(), names="value")
+        titles = {name: look.style_of(name).title for name in self.runs}
+        room = max(map(len, titles.values()))
         self.bars = {
-            name: widgets.IntProgress(max=run.config.steps, layout=widgets.Layout(width="220px"))
+            name: widgets.IntProgress(
+                max=run.config.steps,
+                description=titles[name],
+                style={"description_width": f"{room}ch"},
+                layout=widgets.Layout(width=f"calc({room}ch + 220px)"),
+            )
             for name, run in self.runs.items()
         }
         self.said = {name: widgets.HTML() for name in self.runs}
-        for name, bar in self.bars.items():
-            bar.style.bar_color = look.ink(look.style_of(name).color, self.theme)
         flow = widgets.Layout(flex_flow="row wrap")
         rows = [widgets.HBox([self.bars[name], self.said[name]], layout=flow) for name in self.runs]
-        self.children = [widgets.HBox([self.go, self.rest, self.end, self.metric], layout=flow), *rows, self.figure]
+        return [widgets.HBox([self.go, self.rest, self.end, self.metric], layout=flow), *rows]
 
     # --- commands ---
 
@@ -162,17 +162,13 @@ class TrainTheatre(widgets.VBox):
             redraw(self.figure, scenes, metric, site, self.theme)
             for name, run in self.runs.items():
                 self.bars[name].value = run.step
-                self.said[name].value = _sentence(name, run, scenes[name], self.theme)
+                self.bars[name].style.bar_color = look.ink(look.style_of(name).color, self.theme)
+                self.said[name].value = _sentence(run, scenes[name])
             states = {run.state for run in self.runs.values()}
             self.go.disabled = not any(_can_start(run) for run in self.runs.values())
             self.go.description = "start" if states == {READY} else "continue"
             self.rest.disabled = not states & {STARTING, TRAINING}
             self.end.disabled = not states & set(LIVE)
-
-    def static(self) -> go.Figure:
-        """What is shown now as a plain figure, for pages without a kernel."""
-        with self._lock:
-            return go.Figure(self.figure)
 
 
 def _config(scheme: str, fields: Mapping[str, Any]) -> TrainConfig:
@@ -202,13 +198,11 @@ def _scene(run: BackgroundRun, profile: Sequence[Point], step: int) -> Scene:
     return Scene(train, held_out, first, last, step, run.unigram_entropy)
 
 
-def _sentence(name: str, run: BackgroundRun, scene: Scene, theme: str) -> str:
-    style = look.style_of(name)
+def _sentence(run: BackgroundRun, scene: Scene) -> str:
     parts = [run.state.replace("_", " ") + (f": {run.reason}" if run.reason else "")]
     parts.append(f"step {run.step:,} of {run.config.steps:,}")
     if scene.train:
         parts.append(f"training loss {scene.train[-1][1]:.3f}")
     if scene.held_out:
         parts.append(f"held out {scene.held_out[-1][1]:.3f}")
-    text = html.escape(", ".join(parts))
-    return f"<b style='color:{look.ink(style.color, theme)}'>{html.escape(style.title)}</b> {text}"
+    return html.escape(", ".join(parts))
