@@ -14,6 +14,7 @@ from normlab.runs import MANIFEST, SCHEMA_VERSION, STATS, STATS_COLUMNS
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def write_runs(root: Path, **options: Any) -> Path:
@@ -32,14 +33,16 @@ def write_runs(root: Path, **options: Any) -> Path:
     return root
 
 
-def execute(name: str, folder: Path, **parameters: Any) -> nbformat.NotebookNode:
-    """Run the notebook in a copy of the repository's layout, so that what it writes lands in `folder`."""
+def execute(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
+    """Run the notebook in a copy of the repository's layout, so that what it writes lands in `folder`; `then` is code
+    for a last cell of its own, such as a reader's move of a control."""
     here = folder / "notebooks"
     here.mkdir(parents=True, exist_ok=True)
-    out = folder / f"{name}.ipynb"
-    papermill.execute_notebook(
-        NOTEBOOKS / f"{name}.ipynb", out, parameters=parameters, cwd=here, progress_bar=False, log_output=False
-    )
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    notebook.cells += [nbformat.v4.new_code_cell(then)] if then else []
+    source, out = here / f"{name}.ipynb", folder / f"{name}.ipynb"
+    nbformat.write(notebook, source)
+    papermill.execute_notebook(source, out, parameters=parameters, cwd=here, progress_bar=False, log_output=False)
     return nbformat.read(out, as_version=4)
 
 
@@ -47,6 +50,12 @@ def figures_in(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
     """Every plotly figure that the notebook shows, in order."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     return [output["data"][PLOTLY] for output in outputs if PLOTLY in output.get("data", {})]
+
+
+def widgets_in(notebook: nbformat.NotebookNode) -> list[str]:
+    """The sources of the cells that show a widget."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [cell.source for cell in cells if any(WIDGET in output.get("data", {}) for output in cell.outputs)]
 
 
 def printed(notebook: nbformat.NotebookNode) -> str:
