@@ -175,7 +175,7 @@ def depth_scaling(
         return theme.message_figure("No held-out loss was logged in these runs.", title)
     base = reference or in_order(runs["scheme"].unique())[0]
     names = ["after training", f"difference from {theme.style_of(base).title}, paired by seed"]
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.2, subplot_titles=names)
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.26, subplot_titles=names)
     figure.update_annotations(font=dict(size=13))
     height = 580
     pixels = height - _MARGIN["t"] - _MARGIN["b"]
@@ -198,8 +198,8 @@ def depth_scaling(
         type="log", tickvals=depths, ticktext=[str(d) for d in depths], title_text="depth (blocks)", range=span
     )
     figure.update_layout(showlegend=False, margin=_MARGIN)
-    subtitle = f"{chosen.describe()} · bars: {level:.0%} interval over seeds · ○ not learned, × diverged · {_DOTTED}"
-    return theme.titled(figure, title, subtitle, height)
+    marks = f"bars: {level:.0%} interval over seeds · ○ not learned, × diverged · {_DOTTED}"
+    return theme.titled(figure, title, f"{chosen.describe()}<br>{marks}", height)
 
 
 def _sideways(schemes: Sequence[str], name: str) -> float:

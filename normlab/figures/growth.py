@@ -198,6 +198,7 @@ def _diamond(points: pd.DataFrame, row: Metric) -> go.Scatter:
             width=3,
         ),
         mode="markers",
+        cliponaxis=False,
         name="published",
         meta=dict(published=True),
         text=about,

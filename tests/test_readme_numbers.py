@@ -1,0 +1,74 @@
+"""The numbers that the README quotes are those of the shipped runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import normlab
+from normlab.compare import compare
+from normlab.selection import choose, title_of
+from normlab.variants import compare_variants
+
+ROOT = Path(__file__).resolve().parents[1]
+README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("−", "-").split())
+NUMBER = r"([+-]?\d+\.\d+)"
+INTERVAL = rf"\[{NUMBER}, {NUMBER}\]"
+
+
+@pytest.fixture(scope="module")
+def runs() -> pd.DataFrame:
+    return normlab.load_runs(ROOT / "data" / "runs")
+
+
+def quoted(pattern: str) -> list[str]:
+    found = re.search(pattern.replace("NUMBER", NUMBER).replace("INTERVAL", INTERVAL), README)
+    assert found is not None, pattern
+    return list(found.groups())
+
+
+def agrees(text: list[str], row: pd.Series) -> None:
+    """Estimate and interval, each to the digits that are quoted."""
+    for said, value in zip(text, row[["estimate", "low", "high"]], strict=True):
+        digits = len(said.partition(".")[2])
+        assert float(said) == pytest.approx(round(float(value), digits), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sentence"),
+    [("bhyt", "to NUMBER INTERVAL of Pre-LN's in the last layer"), ("rmsnorm_gain", "keeps it at NUMBER INTERVAL:")],
+)
+def test_the_last_layers_size_against_pre_ln(runs: pd.DataFrame, scheme: str, sentence: str):
+    row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=16).iloc[0]
+    agrees(quoted(sentence), row)
+    assert row["seeds"] == 3
+    between = compare(runs, "bhyt", "rmsnorm_gain", "token_l2_mean", depth=16).iloc[0]
+    assert between["verdict"] == "no difference" and between["lr_a"] == between["lr_b"]
+
+
+def test_the_table_of_losses(runs: pd.DataFrame):
+    about = choose(runs, depth=None).runs
+    mean = about.groupby(["scheme", "depth"])["eval_loss"].mean()
+    for scheme in ("pre_rmsnorm", "lns", "bhyt", "rmsnorm_gain"):
+        cells = quoted(re.escape(f"| {title_of(scheme)} |") + " NUMBER |".replace("|", r"\|") * 5)
+        assert [float(cell) for cell in cells] == [round(mean[scheme, depth], 2) for depth in (4, 8, 16, 32, 64)]
+    seeds = about.groupby("depth")["seed"].nunique()
+    assert seeds.to_dict() == {4: 3, 8: 3, 16: 3, 32: 1, 64: 1}
+
+
+def test_what_the_tanh_adds():
+    folder = ROOT / "data" / "gain_or_bound"
+    grid, configs = normlab.load_runs(folder), normlab.load_configs(folder)
+    keep = configs[configs["width"].eq(128) & configs["outlier_channels"].eq(0)]
+    by = ["lam_input", "gamma0"]
+
+    def row(metric: str, lam: float, gamma0: float) -> pd.Series:
+        found = compare_variants(grid, keep, "bhyt", "bhyt_linear", by, metric).set_index(by)
+        return found.loc[(lam, gamma0)]
+
+    agrees(quoted(r"last layer's L2 norm × NUMBER INTERVAL"), row("token_l2_mean", 2.0, 1.0))
+    agrees(quoted(r"loss NUMBER INTERVAL"), row("loss", 2.0, 1.0))
+    agrees(quoted(r"activations × NUMBER INTERVAL"), row("token_l2_mean", 50.0, 0.04))
