@@ -143,7 +143,9 @@ def test_start_here_leads_to_every_other_notebook():
 
 def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path: Path, runs: Path):
     notebook = execute("03_norm_explorer", tmp_path, RUNS=str(runs))
-    (figure,) = figures_in(notebook)
+    opened, figure = figures_in(notebook)
+    (line,) = [trace for trace in opened["data"] if trace["name"] == "lns"]
+    assert line["y"][-1] == pytest.approx(1.01 * activation("lns", 4, 20))
     (line,) = [trace for trace in figure["data"] if trace["name"] == "lns"]
     assert line["y"][-1] == pytest.approx(activation("lns", 4, 20) / activation("pre_rmsnorm", 4, 20))
     assert "paired by seed" in figure["layout"]["yaxis"]["title"]["text"]

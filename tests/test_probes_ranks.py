@@ -29,9 +29,11 @@ def run_with_descendants(command: list[str], timeout: float) -> tuple[int, str]:
         errors = process.communicate(timeout=timeout)[1]
         return process.returncode, errors
     except BaseException:
-        for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        for each in [process, *descendants]:
             each.kill()
         process.communicate()
+        psutil.wait_procs(descendants, timeout=30)
         raise
 
 
@@ -45,7 +47,7 @@ def test_a_rank_that_hangs_is_not_left_behind(tmp_path):
         "rank.wait()\n"
     )
     with pytest.raises(subprocess.TimeoutExpired):
-        run_with_descendants([sys.executable, str(script), str(tmp_path / "pid")], timeout=3)
+        run_with_descendants([sys.executable, str(script), str(tmp_path / "pid")], timeout=8)
     rank = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
