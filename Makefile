@@ -40,6 +40,7 @@ $(OUT)/%.html: notebooks/%.ipynb
 	$(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(RUNS)) $< $(OUT)/$*.ipynb
 	$(BIN)/jupyter nbconvert --to html --template html_template --TemplateExporter.extra_template_basedirs=notebooks \
 	  --TemplateExporter.extra_template_paths="$$($(BIN)/python -c 'import plotly; print(*plotly.__path__)')/package_data" \
+	  --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_cell_tags injected-parameters \
 	  --log-level WARN --output-dir $(OUT) $(OUT)/$*.ipynb
 
 site: $(VENV)/.installed-notebooks ## the notebooks and the explorer on the shipped runs, as pages that need no kernel: build/site/
