@@ -126,20 +126,19 @@ def _kill(process: Any) -> bool:
 
 
 def _assert_whole(out: Path, config: TrainConfig) -> None:
-    """Under the run's name there is nothing, or a whole run; every checkpoint can be read."""
+    """Under the run's name there is a whole run; or there is nothing, and the newest checkpoint is whole."""
     final = out / config.run_id
-    if final.exists():
+    if final.exists():  # what is left of the checkpoints is being deleted
         assert len(runs.read_run(final).table()) > 0
         assert (final / runs.WEIGHTS).is_file()
-    for checkpoint in (out / runs.PARTIAL / config.run_id).glob("checkpoint-*"):
-        if checkpoint == max((out / runs.PARTIAL / config.run_id).glob("checkpoint-*"), key=lambda p: int(p.name[11:])):
-            assert len(pd.read_parquet(checkpoint / runs.STATS)) > 0
-            assert {p.name for p in checkpoint.iterdir()} >= {
-                "model.safetensors",
-                "optimizer.pt",
-                "scheduler.pt",
-                "rng_state.pth",
-            }
+        return
+    checkpoints = sorted(
+        (out / runs.PARTIAL / config.run_id).glob("checkpoint-*"), key=lambda path: int(path.name[11:])
+    )
+    for checkpoint in checkpoints[-1:]:
+        assert len(pd.read_parquet(checkpoint / runs.STATS)) > 0
+        names = {path.name for path in checkpoint.iterdir()}
+        assert names >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
 
 
 def _assert_equal(run: runs.Run, reference: runs.Run) -> None:
@@ -161,6 +160,7 @@ def _kill_at_random(config: TrainConfig, out: Path, cache: Path, kills: int, sec
         killed += _kill(process)
         _assert_whole(out, config)
     _finish(config, out, cache)
+    assert not (out / runs.PARTIAL / config.run_id).exists()
     return killed
 
 
