@@ -261,6 +261,7 @@ def test_a_finished_run_is_shown_as_it_is_on_disk(done: runs.Run, text: Path, be
 
 
 PARENT = """
+import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
@@ -268,6 +269,7 @@ from training_helpers import tiny
 from normlab.training.background import BackgroundRun
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     root = Path({root!r})
     config = tiny(root / "text.txt", steps=100_000, eval_every=0, checkpoint_every=0)
     run = BackgroundRun(config, root / "out", cache_dir=root)
