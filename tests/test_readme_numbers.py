@@ -59,6 +59,15 @@ def test_the_table_of_losses(runs: pd.DataFrame):
     assert seeds.to_dict() == {4: 3, 8: 3, 16: 3, 32: 1, 64: 1}
 
 
+def test_how_far_seeds_lie_apart(runs: pd.DataFrame):
+    about = choose(runs, depth=None).runs
+    losses = about[about["depth"] <= 16].groupby(["scheme", "depth"])["eval_loss"]
+    apart = losses.max() - losses.min()
+    text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(rf"end {NUMBER} nats apart in the median, up to {NUMBER}", text)
+    assert said is not None and list(map(float, said.groups())) == [round(apart.median(), 2), round(apart.max(), 2)]
+
+
 def test_what_the_tanh_adds():
     folder = ROOT / "data" / "gain_or_bound"
     grid, configs = normlab.load_runs(folder), normlab.load_configs(folder)

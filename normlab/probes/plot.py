@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from normlab.errors import NormlabError
@@ -45,7 +46,7 @@ def layer_figure(table: pandas.DataFrame, metric: str, mask: str = "all") -> plo
     values = rows["value"]
     wide = bool((values > 0).all()) and values.max() > values.min() * 10**LOG_DECADES
     figure.update_layout(
-        title={"text": f"{metric} by layer", "subtitle": {"text": METRICS[metric].definition}},
+        title={"text": f"{metric} by layer", "subtitle": {"text": "<br>".join(wrap(METRICS[metric].definition, 90))}},
         xaxis={"title": "layer (0 = embeddings)"}, yaxis={"title": metric, "type": "log" if wide else "linear"},
         template="simple_white",
     )  # fmt: skip

@@ -78,6 +78,7 @@ class Pane:
         self.papers = widgets.Checkbox(value=False, description="published values", indent=False)
         self.papers.disabled = self.published is None
         self.theory = widgets.Checkbox(value=False, description="theory", indent=False)
+        self._switches = (self.band, self.log, self.papers, self.theory)
         self.schemes = {name: _scheme_box(name, name in view.schemes) for name in profiles.schemes}
 
     def _ways(self) -> list[tuple[str, str]]:
@@ -87,12 +88,11 @@ class Pane:
     def _rows(self) -> list[widgets.Widget]:
         flow = widgets.Layout(flex_flow="row wrap", width="100%")
         short = widgets.Layout(width="150px")
-        switches = (self.band, self.log, self.papers, self.theory)
-        for box in switches:
+        for box in self._switches:
             box.layout = short
         return [
             widgets.HBox([self.metric, self.site, self.mask, self.put], layout=flow),
-            widgets.HBox([self.depth, self.step, self.play, *switches], layout=flow),
+            widgets.HBox([self.depth, self.step, self.play, *self._switches], layout=flow),
             widgets.HBox(list(self.schemes.values()), layout=flow),
         ]
 
@@ -100,8 +100,7 @@ class Pane:
         for control in (self.metric, self.site):
             control.observe(self._changed_choice, names="value")
         self.depth.observe(self._changed_choice, names="value")
-        switches = (self.band, self.log, self.papers, self.theory)
-        for control in (self.mask, self.step, self.put, *switches, *self.schemes.values()):
+        for control in (self.mask, self.step, self.put, *self._switches, *self.schemes.values()):
             control.observe(self._changed, names="value")
         self.play.observe(self._played, names="value")
 
