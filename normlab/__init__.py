@@ -7,6 +7,7 @@ record, sites, LayerStats            measure the layers of any model; LayerStats
 skip_sensitivity, angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect: experiments on its layers
 TrainConfig, train, sweep            train models and measure them on the way
 load_runs, load_configs              runs on disk -> one tidy table; what each run was told to do, a row a run
+load_experiments                     what was measured once, on the trained models
 figures, widgets                     table -> plotly figure -> figure with controls
 """
 
@@ -38,6 +39,7 @@ _PUBLIC = {
     "sweep": "normlab.training.sweep",
     "load_runs": "normlab.runs",
     "load_configs": "normlab.runs",
+    "load_experiments": "normlab.runs",
 }
 _SUBPACKAGES = ("figures", "widgets")
 __all__ = [*_PUBLIC, *_SUBPACKAGES, "__version__"]

@@ -46,6 +46,11 @@ TRAIN_HELP = {
     "probe_also": "further metrics of normlab.probes to record, comma-separated",
     "eval_every": "steps between held-out losses; 0: none",
     "eval_blocks": "held-out blocks for the held-out loss",
+    "held_out": "held-out blocks to measure on: all, or one half of them, validation or test",
+    "experiment_blocks": "held-out blocks for what is measured after the last step (skipping, angles, ...); 0: none",
+    "log_every": "steps that one logged training loss averages over",
+    "dtype": "of the training steps' matrix products: float32 or bfloat16 (autocast)",
+    "compile": "training steps by torch.compile",
     "checkpoint_every": "steps between checkpoints; 0: none",
     "keep_weights": "keep the trained model",
     "threads": "CPU threads",
@@ -127,14 +132,19 @@ def _add_output(parser: argparse.ArgumentParser, default: str | None, what: str 
 
 
 def _add_sweep(commands: Any) -> None:
+    from normlab.training.presets import PRESETS
+
     parser = commands.add_parser(
         "sweep", help="train many models: scheme x depth x seed x learning rate; finished runs are skipped"
     )
-    parser.add_argument("--preset", default="tiny", help="tiny (minutes), small (hours) or gain_or_bound (an hour)")
+    parser.add_argument("--preset", default="tiny", help=f"{', '.join(PRESETS)}; --dry-run tells how long it takes")
     parser.add_argument("--schemes", help="only these, comma-separated")
     parser.add_argument("--depths", help="only these, comma-separated")
     parser.add_argument("--workers", help="runs at once, or 'ray'; default 2")
     parser.add_argument("--threads", type=int, help="CPU threads a run; default cores/workers")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print runs, order and hours; train nothing but a few steps"
+    )
     _add_output(parser, None)
     parser.set_defaults(act=_sweep)
 
@@ -217,24 +227,19 @@ def _model_fields(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    from normlab.training.plan import plan
     from normlab.training.presets import get_preset
     from normlab.training.sweep import sweep
 
-    preset = get_preset(options.preset)
-    if options.schemes:
-        preset = dataclasses.replace(preset, schemes=tuple(options.schemes.split(",")))
-    if options.depths:
-        depths = [_whole(text, "--depths") for text in options.depths.split(",")]
-        preset = dataclasses.replace(preset, depths={depth: preset.depths.get(depth, 1) for depth in depths})
+    schemes = options.schemes.split(",") if options.schemes else None
+    depths = [_whole(text, "--depths") for text in options.depths.split(",")] if options.depths else None
+    preset = get_preset(options.preset).only(schemes, depths)
     workers = options.workers if options.workers in (None, "ray") else _whole(options.workers, "--workers")
-    result = sweep(
-        preset,
-        options.out,
-        workers=workers,
-        threads=options.threads,
-        cache_dir=options.cache_dir,
-        progress=not options.quiet,
-    )
+    shared = {"workers": workers, "threads": options.threads, "cache_dir": options.cache_dir}
+    if options.dry_run:
+        print(plan(preset, options.out, **shared, progress=not options.quiet).in_words())
+        return 0
+    result = sweep(preset, options.out, **shared, progress=not options.quiet)
     print(f"{result.out}: {len(result.runs)} runs" + "".join(f", {n} {s}" for s, n in _counts(result.runs).items()))
     for name, reason in result.failures.items():
         print(f"normlab: failed: {name}: {reason}", file=sys.stderr)

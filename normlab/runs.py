@@ -2,10 +2,13 @@
 
     <root>/<run id>/manifest.json       everything needed to repeat the run, and what it came to
                     stats.parquet       the measurements, one value a row
+                    experiments.parquet what skipping, angles and Jacobians say of the trained model, when it was asked
                     config.json, model.safetensors   the trained model, when it was kept
     <root>/.partial/<run id>/           a run in progress: checkpoints only, none of them half-written
+    <root>/search/<run id>/             a run of the search for learning rates, left out of what is reported
 
 `load_runs(path)`   one long table of every run below `path`
+`load_experiments(path)`   what was measured once, after training, of every run that has it
 `load_configs(path)`   what each of them was told to do, a row a run
 `read_run(path)`    one run
 `publish`           sync a finished directory to disk and rename it to its final name, so that it exists whole or not at
@@ -31,11 +34,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 1
-PARTIAL = ".partial"
+PARTIAL, SEARCH = ".partial", "search"
 MANIFEST, STATS, WEIGHTS = "manifest.json", "stats.parquet", "model.safetensors"
+EXPERIMENTS = "experiments.parquet"
 RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status"]
 STATS_COLUMNS = ["step", "tokens", "split", "site", "layer", "metric", "mask", "value"]
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
+EXPERIMENT_COLUMNS = ["metric", "part", "layer", "other", "value", "standard_error"]
 MANIFEST_KEYS = ("run", "status", "eval_loss", "config", "corpus", "measured")
 STATUSES = ("finished", "diverged", "not_learned")
 
@@ -92,15 +97,28 @@ class Run:
             if value is not None
         ]
         stats = pd.concat([stats, stats_frame(rows)], ignore_index=True)
+        return self._with_keys(stats)
+
+    def experiments(self) -> pd.DataFrame | None:
+        """This run's rows of `load_experiments`; None when it was not measured so."""
+        import pandas as pd
+
+        if not (self.path / EXPERIMENTS).is_file():
+            return None
+        try:
+            return self._with_keys(pd.read_parquet(self.path / EXPERIMENTS))
+        except Exception as error:
+            raise NormlabError(
+                f"run {self.path}: {EXPERIMENTS} cannot be read ({_first_line(error)}); "
+                "delete the run and train it again"
+            ) from error
+
+    def _with_keys(self, table: pd.DataFrame) -> pd.DataFrame:
         config = self.manifest["config"]
-        keys = {
-            "run": self.name,
-            "status": self.status,
-            **{k: config[k] for k in ("scheme", "depth", "width", "seed", "lr")},
-        }
+        keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
         for position, column in enumerate(RUN_COLUMNS):
-            stats.insert(position, column, keys[column])
-        return stats
+            table.insert(position, column, keys[column])
+        return table
 
     def load_model(self) -> Any:
         """The trained model (`NormlabForCausalLM`); NormlabError when the weights were not kept."""
@@ -159,13 +177,14 @@ def _check_weights(path: Path) -> None:
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Directories of finished runs at or below `root`, sorted; runs in progress are not among them."""
+    """Directories of finished runs at or below `root`, sorted; runs in progress are not among them, nor are those of a
+    search for learning rates."""
     root = Path(root)
     if not root.exists():
         raise NormlabError(f"{root} does not exist")
     if (root / MANIFEST).exists():
         return [root]
-    return sorted(p.parent for p in root.rglob(MANIFEST) if PARTIAL not in p.relative_to(root).parts)
+    return sorted(p.parent for p in root.rglob(MANIFEST) if not {PARTIAL, SEARCH} & set(p.relative_to(root).parts))
 
 
 def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
@@ -207,6 +226,22 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     return table
 
 
+def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """What the runs at or below `path` (or several paths) measured once, on the trained model: a value a row.
+
+    Columns: run scheme depth width seed lr status | metric part layer other value standard_error, explained in
+    `normlab.training.experiments`. NormlabError when no run has any, or one cannot be read.
+    """
+    import pandas as pd
+
+    roots = [path] if isinstance(path, (str, Path)) else list(path)
+    found = (read_run(directory).experiments() for root in roots for directory in find_runs(root))
+    tables = [table for table in found if table is not None]
+    if not tables:
+        raise NormlabError(f"no run in {', '.join(map(str, roots))} was measured so; train with experiment_blocks")
+    return pd.concat(tables, ignore_index=True)
+
+
 def load_configs(path: str | Path) -> pd.DataFrame:
     """What `load_runs` leaves out: one row a run at or below `path`, indexed by run.
 
@@ -236,7 +271,7 @@ def check_root(root: Path) -> None:
     if not root.is_dir() or (root / PARTIAL).is_dir():
         return
     entries = list(root.iterdir())
-    if entries and not any((entry / MANIFEST).is_file() for entry in entries):
+    if entries and not any((entry / MANIFEST).is_file() or entry.name == SEARCH for entry in entries):
         other = min(entry.name for entry in entries)
         raise NormlabError(f"output directory {root} holds something else ({other}); name an empty or new one")
 

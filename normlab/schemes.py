@@ -90,6 +90,11 @@ def _rms_depth_scaled(site: NormSite) -> nn.Module:
     return RMSNorm(site.width, site.config.rms_norm_eps, scale=scale)
 
 
+def _rms_depth_gain(site: NormSite) -> nn.Module:
+    gain = 1.0 if site.place == "final" else 1.0 / math.sqrt(site.layer)
+    return RMSNorm(site.width, site.config.rms_norm_eps, gain=gain)
+
+
 def _layer_norm(site: NormSite) -> nn.Module:
     return LayerNorm(site.width, eps=1e-5)
 
@@ -100,7 +105,8 @@ DYT_ALPHA = {8192: (0.2, 0.05), 5120: (0.6, 0.15), 4096: (0.8, 0.2), 2048: (1.0,
 
 def _dyt(site: NormSite) -> nn.Module:
     attention, other = next(alphas for width, alphas in DYT_ALPHA.items() if site.width >= width)
-    return DyT(site.width, alpha=attention if site.place.startswith("attn") else other)
+    by_width = attention if site.place.startswith("attn") else other
+    return DyT(site.width, alpha=by_width if site.config.alpha0 is None else site.config.alpha0)
 
 
 def _bhyt(bounded: bool) -> Callable[[NormSite], nn.Module]:
@@ -185,6 +191,14 @@ SCHEMES: dict[str, Scheme] = {
             residual_init=lambda depth: 1.0 / math.sqrt(2 * depth),
         ),
         Scheme("lns", "LNS", "The Curse of Depth (2502.05795)", _rms_depth_scaled, "#009e73"),
+        Scheme(
+            "lns_gain",
+            "LNS, trained gain",
+            "LNS as GPAS (2506.22049) and ProRes (2603.05369) have it: a gain that starts at 1/sqrt(l)",
+            _rms_depth_gain,
+            "#009e73",
+            dash="dash",
+        ),
         Scheme("peri_ln", "Peri-LN", "Peri-LN (2502.02732)", _rms, "#e69f00", layout=PERI),
         Scheme("post_rmsnorm", "Post-LN", "Attention Is All You Need (1706.03762)", _rms, "#8c564b", layout=POST),
         Scheme("mix_ln", "Mix-LN", "Mix-LN (2412.13795)", _rms, "#8c564b", first_layout=POST, dash="dash"),
@@ -228,6 +242,11 @@ SCHEMES: dict[str, Scheme] = {
 BASELINE = "pre_rmsnorm"  # what the others are compared with; stock Llama
 DEFAULT = "bhyt"  # of `normlab train`
 SHORT_LIST = (BASELINE, "lns", "peri_ln", "rmsnorm_gain", "bhyt_linear", "bhyt")  # of a sweep of minutes
+CORE = (BASELINE, "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain")  # of the sweep of hours: with seeds
+FURTHER = ("peri_ln", "dyt", "pre_rmsnorm_scaled_init", "mix_ln", "post_rmsnorm", "bhyt_linear")
+DEEP = (BASELINE, "lns", "bhyt_exact", "rmsnorm_gain")  # at depth 32
+DEEPEST = (BASELINE, "rmsnorm_gain")  # at depth 64
+PILOT = ("lns",)  # which text is learned furthest
 BOUND_AND_CONTROL = ("bhyt", "bhyt_linear")  # the same parameters, with the tanh and without
 GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it
 TIMED = ("bhyt", "bhyt_exact", "lns", "peri_ln", "dyt")  # whose training step is timed against the baseline's

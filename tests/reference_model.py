@@ -1,4 +1,4 @@
-"""A Llama with any of the twelve schemes, written out in float64 from the papers' formulas.
+"""A Llama with any of the schemes, written out in float64 from the papers' formulas.
 
 It shares no code with normlab: attention, rotary embedding and every block are spelled out, so that an error in the
 library cannot hide behind the same error here. Parameters come as a state dict; autograd runs through it.
@@ -100,7 +100,7 @@ def block(x: Tensor, layer: int, state: State, config, positions: Tensor, allowe
     if layer <= post_layers:
         x = rms(x + attn(x), "post_attention_layernorm")
         return rms(x + ffn(x), "post_feedforward_layernorm")
-    if scheme in ("pre_rmsnorm", "pre_rmsnorm_scaled_init", "rmsnorm_gain", "mix_ln"):
+    if scheme in ("pre_rmsnorm", "pre_rmsnorm_scaled_init", "rmsnorm_gain", "lns_gain", "mix_ln"):
         x = x + attn(rms(x, "input_layernorm"))
         return x + ffn(rms(x, "post_attention_layernorm"))
     if scheme == "lns":

@@ -18,6 +18,7 @@ from normlab import runs
 from normlab.cli import main
 from normlab.schemes import SCHEMES
 from normlab.training import sweep as sweep_module
+from normlab.training.presets import PRESETS
 
 TINY_FLAGS = [item for name, value in TINY.items() for item in ("--" + name.replace("_", "-"), str(value))]
 
@@ -89,7 +90,7 @@ def test_bad_sweeps_are_one_line(
     monkeypatch.setattr(sweep_module, "finish_in_any_order", lambda *_: pytest.fail("started"))
     out = text.parent / "out"
     assert "--out" in _refused(capsys, "sweep", "--preset", "tiny")
-    assert "known are tiny, gain_or_bound, small" in _refused(capsys, "sweep", "--preset", "huge", "--out", out)
+    assert f"known are {', '.join(PRESETS)}" in _refused(capsys, "sweep", "--preset", "huge", "--out", out)
     assert "unknown scheme 'no'" in _refused(capsys, "sweep", "--schemes", "no", "--out", out)
     assert "'many' is no whole number" in _refused(capsys, "sweep", "--workers", "many", "--out", out)
     assert "workers is 0" in _refused(capsys, "sweep", "--workers", "0", "--out", out)
@@ -178,12 +179,12 @@ def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(
     def fake(preset: Any, out: str, **options: Any) -> sweep_module.SweepResult:
         asked.update(options, preset=preset)
         run = runs.read_run(write_run(tiny(text), text.parent / "out"))
-        return sweep_module.SweepResult(Path(out), [run], {"other-run": "it broke"}, {"lns": 0.1})
+        return sweep_module.SweepResult(Path(out), [run], {"other-run": "it broke"}, {("lns", 16): 0.1})
 
     monkeypatch.setattr(sweep_module, "sweep", fake)
     flags = ["--preset", "small", "--schemes", "lns,bhyt", "--depths", "4,7", "--workers", "3", "--threads", "2"]
     assert main(["sweep", *flags, "--out", str(text.parent / "out"), "--quiet"]) == 1
-    assert asked["preset"].schemes == ("lns", "bhyt") and dict(asked["preset"].depths) == {4: 3, 7: 1}
+    assert [(part.schemes, part.depths) for part in asked["preset"].parts] == [(("lns", "bhyt"), {4: 3, 7: 1})]
     assert (asked["workers"], asked["threads"], asked["progress"]) == (3, 2, False)
     out, err = capsys.readouterr()
     assert "1 runs, 1 finished" in out and "normlab: failed: other-run: it broke" in err

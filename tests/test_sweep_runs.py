@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -24,8 +25,9 @@ from normlab.schemes import SCHEMES
 from normlab.training import sweep as sweep_module
 from normlab.training import workers as workers_module
 from normlab.training.config import TrainConfig
-from normlab.training.presets import PRESETS, Preset, get_preset
-from normlab.training.sweep import best_learning_rates, default_workers, sweep
+from normlab.training.plan import plan
+from normlab.training.presets import PRESETS, Part, Preset, Search, get_preset
+from normlab.training.sweep import default_workers, planned, sweep
 
 
 @pytest.fixture
@@ -41,15 +43,17 @@ def configs(text: Path) -> list[TrainConfig]:
 class InProcess:
     """In place of the workers: writes runs at once and remembers the order.
 
-    `losses`: final held-out loss by learning rate. `failing`: which runs raise.
+    `losses`: final held-out loss by learning rate, or a function of the configuration. `failing`: which runs raise.
     """
 
     def __init__(
         self,
-        losses: dict[float, float | None] | None = None,
+        losses: dict[float, float | None] | Callable[[TrainConfig], float | None] | None = None,
         failing: Callable[[TrainConfig], bool] = lambda config: False,
     ) -> None:
-        self.losses, self.failing = losses or {}, failing
+        table = losses or {}
+        self.loss = table if callable(table) else lambda config: table.get(config.lr, 2.0)
+        self.failing = failing
         self.started: list[TrainConfig] = []
 
     def __call__(self, configs: Sequence[TrainConfig], out: Path, workers: Any, cache_dir: Any) -> Iterator[tuple]:
@@ -58,7 +62,7 @@ class InProcess:
             if self.failing(config):
                 yield config, RuntimeError("it broke\nin many lines")
             else:
-                yield config, runs.read_run(write_run(config, out, self.losses.get(config.lr, 2.0)))
+                yield config, runs.read_run(write_run(config, out, self.loss(config)))
 
 
 def _sweep(what: Any, tmp_path: Path, **options: Any) -> sweep_module.SweepResult:
@@ -67,67 +71,131 @@ def _sweep(what: Any, tmp_path: Path, **options: Any) -> sweep_module.SweepResul
 
 def _preset(text: Path, **fields: Any) -> Preset:
     shared = {name: value for name, value in TINY.items() if name != "depth"} | {"corpus": str(text)}
-    defaults = dict(depths={1: 2, 2: 2, 4: 1}, learning_rates=(0.1, 0.2, 0.3), search_depth=2, schemes=("lns", "bhyt"))
+    defaults = dict(
+        parts=(Part({1: 2, 2: 2, 4: 1}, ("lns", "bhyt")),),
+        rate=Search((0.1, 0.2, 0.4), (2,), {"seed": 9, "held_out": "validation"}),
+    )
     return Preset("test", **{**defaults, "fields": shared, **fields})
 
 
 # --- which runs ---
 
 
-def test_preset_small_is_the_promised_sweep() -> None:
-    preset = get_preset("small")
-    search = preset.search()
-    assert preset.schemes == tuple(SCHEMES) and len(SCHEMES) == 12
-    assert len(search) == 12 * 3 and {(c.depth, c.seed) for c in search} == {(16, 0)}
-    grid = preset.grid(dict.fromkeys(preset.schemes, 0.001))
-    seeds = {depth: {c.seed for c in grid if c.depth == depth} for depth in (4, 8, 16, 32, 64)}
-    assert seeds == {4: {0, 1, 2}, 8: {0, 1, 2}, 16: {0, 1, 2}, 32: {0}, 64: {0}}
-    assert len(grid) == 12 * (3 + 3 + 3 + 1 + 1)
-    shapes = {(c.width, c.batch_size, c.block_length, c.steps, c.vocab_size) for c in search + grid}
-    assert shapes == {(128, 8, 128, 300, 4096)}
-    assert len({c.run_id for c in grid} & {c.run_id for c in search}) == 12  # searched at 1e-3 already
+def test_preset_trained_is_the_promised_sweep() -> None:
+    preset = get_preset("trained")
+    core, further, *deep = preset.parts
+    assert set(core.schemes) >= {"pre_rmsnorm", "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain"}
+    assert core.depths == {4: 3, 8: 1, 16: 3} and set(further.depths) == {4, 16}
+    assert set(further.schemes) >= {
+        "peri_ln",
+        "dyt",
+        "pre_rmsnorm_scaled_init",
+        "mix_ln",
+        "post_rmsnorm",
+        "bhyt_linear",
+    }
+    assert [(set(part.depths), len(part.schemes)) for part in deep] == [({32}, 4), ({64}, 2)]
+    plan = planned(preset)
+    reported = [config for what, config in plan if what == "runs"]
+    search = [config for what, config in plan if what == "search"]
+    assert min(c.steps * c.tokens_per_step for c in reported) >= 6e6 and all(c.experiment_blocks for c in reported)
+    assert {(c.scheme, c.depth) for c in search} == {
+        (s, d) for p in (core, further) for s in p.schemes for d in (4, 16)
+    }
+    assert not {c.seed for c in reported} & {c.seed for c in search}
+    assert ({c.held_out for c in reported}, {c.held_out for c in search}) == ({"test"}, {"validation"})
+    assert {c.depth for c in reported if c.keep_weights} == {8}
 
 
 def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
-    preset = get_preset("tiny")
-    grid = preset.grid(dict.fromkeys(preset.schemes, preset.learning_rates[0]))
-    assert not preset.search()
-    assert (
-        len(preset.schemes) >= 6 and len(preset.depths) >= 3 and len(grid) == len(preset.schemes) * len(preset.depths)
-    )
-    assert {scheme.name for scheme in SCHEMES.values() if scheme.is_control} <= set(preset.schemes)
-    assert {c.width for c in grid} == {128}
+    plan = planned(get_preset("tiny"))
+    assert {what for what, _ in plan} == {"runs"}
+    schemes, depths = ({getattr(c, name) for _, c in plan} for name in ("scheme", "depth"))
+    assert len(schemes) >= 6 and len(depths) >= 3 and len(plan) == len(schemes) * len(depths)
+    assert {scheme.name for scheme in SCHEMES.values() if scheme.is_control} <= schemes
+    assert {c.width for _, c in plan} == {128}
 
 
 def test_every_preset_names_known_schemes() -> None:
-    assert all(set(preset.schemes) <= set(SCHEMES) for preset in PRESETS.values())
+    assert all(set(part.schemes) <= set(SCHEMES) for preset in PRESETS.values() for part in preset.parts)
     with pytest.raises(NormlabError, match="unknown scheme"):
-        replace(PRESETS["tiny"], schemes=("nonorm",))
-    with pytest.raises(NormlabError, match="unknown preset 'huge'; known are tiny, gain_or_bound, small"):
+        get_preset("tiny").only(("nonorm",), None)
+    with pytest.raises(NormlabError, match=f"unknown preset 'huge'; known are {', '.join(PRESETS)}"):
         get_preset("huge")
+
+
+def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part() -> None:
+    parts = (Part({4: 3, 16: 3}, ("lns", "bhyt")), Part({32: 1}, ("lns",)))
+    preset = Preset("test", parts, 0.1)
+    chosen = preset.only(("bhyt", "dyt"), (32, 4, 7))
+    assert [(part.schemes, dict(part.depths)) for part in chosen.parts] == [(("bhyt", "dyt"), {32: 1, 4: 3, 7: 1})]
+    assert [dict(part.depths) for part in preset.only(None, (32, 4)).parts] == [{4: 3}, {32: 1}]
 
 
 def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = InProcess({0.1: 3.0, 0.2: 2.0, 0.3: None})
+    fake = InProcess({0.1: 3.0, 0.2: 2.0, 0.4: None})
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     result = _sweep(_preset(text), tmp_path)
-    assert result.learning_rates == {"lns": 0.2, "bhyt": 0.2}
+    assert result.learning_rates == {("lns", 2): 0.2, ("bhyt", 2): 0.2}
     searched, rest = fake.started[:6], fake.started[6:]
-    assert {(c.scheme, c.lr) for c in searched} == {(s, lr) for s in ("lns", "bhyt") for lr in (0.1, 0.2, 0.3)}
-    assert [(c.seed, c.depth) for c in rest] == [(0, 1)] * 2 + [(0, 4)] * 2 + [(1, 1)] * 2 + [(1, 2)] * 2
-    assert {c.lr for c in rest} == {0.2}
-    assert len(result.runs) == 6 + 8 and not result.failures  # depth 2, seed 0 was a search run
+    assert {(c.scheme, c.lr) for c in searched} == {(s, lr) for s in ("lns", "bhyt") for lr in (0.1, 0.2, 0.4)}
+    assert {(c.depth, c.seed, c.held_out) for c in searched} == {(2, 9, "validation")}
+    order = [(0, 1), (0, 2), (0, 4), (1, 1), (1, 2)]
+    assert [(c.seed, c.depth) for c in rest] == [pair for pair in order for _ in range(2)]
+    assert {(c.lr, c.held_out) for c in rest} == {(0.2, "all")}
+    assert len(result.runs) == 10 and not result.failures
     assert not any(c.keep_weights for c in fake.started)
+    there = set(normlab.load_runs(tmp_path / "out")["run"])
+    assert there == {c.run_id for c in rest}, "runs of the search are not reported"
+    assert set(normlab.load_runs(tmp_path / "out" / runs.SEARCH)["run"]) == {c.run_id for c in searched}
 
 
-def test_the_learning_rate_with_the_lowest_final_loss_wins_and_diverged_runs_never_do(text: Path) -> None:
-    search = [tiny(text, scheme=s, lr=lr) for s in ("lns", "bhyt", "dyt") for lr in (0.1, 0.2, 0.3)]
-    losses = [3.0, 2.0, None, None, None, None, 2.0, 2.0, 2.5]
-    done = {c.run_id: runs.Run(Path(), {"eval_loss": loss}) for c, loss in zip(search, losses, strict=True)}
-    assert best_learning_rates(search, done) == {"lns": 0.2, "bhyt": 0.1, "dyt": 0.1}
-    assert best_learning_rates(search[:3], {}) == {}
+def test_the_grid_of_rates_grows_until_the_best_lies_inside(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = {("lns", 2): 0.05, ("bhyt", 2): 0.2, ("lns", 4): 1.6, ("bhyt", 4): 0.4}
+    fake = InProcess(lambda config: abs(math.log(config.lr / best[config.scheme, 2 if config.depth < 4 else 4])))
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    preset = _preset(text, rate=Search((0.1, 0.2, 0.4), (2, 4)))
+    result = _sweep(preset, tmp_path)
+    assert result.learning_rates == best
+    tried = {pair: {c.lr for c in fake.started if c.seed == 0 and (c.scheme, c.depth) == pair} for pair in best}
+    assert tried["lns", 2] == {0.025, 0.05, 0.1, 0.2, 0.4} and tried["lns", 4] == {0.1, 0.2, 0.4, 0.8, 1.6, 3.2}
+    assert {(c.depth, c.lr) for c in fake.started if c.scheme == "lns" and c.seed == 1} == {(1, 0.05), (2, 0.05)}
+
+
+def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_for_ever() -> None:
+    search = Search((0.1, 0.2, 0.4), (2,))
+    assert search.next_rate({0.1: math.inf, 0.2: math.inf, 0.4: math.inf}) is None
+    losses = {0.1: 3.0, 0.2: 2.0, 0.4: 1.0}
+    while (rate := search.next_rate(losses)) is not None:
+        losses[rate] = min(losses.values()) - 1
+    assert sorted(losses) == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4]
+    assert search.next_rate({0.1: 1.0, 0.2: 1.0, 0.4: 2.0}) == 0.05, "a tie goes to the smaller rate"
+
+
+def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it() -> None:
+    search = Search((0.1,), (4, 16))
+    assert [search.depth_for(depth) for depth in (2, 4, 8, 15, 16, 64)] == [4, 4, 4, 4, 16, 16]
+
+
+def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Path) -> None:
+    preset = _preset(text)
+    out = tmp_path / "out"
+    first = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    assert not out.exists() and not first.table["done"].any() and (first.table["hours"] > 0).all()
+    order = [(what, config.run_id) for what, config in planned(preset, threads=1, keep_weights=False)]
+    assert list(first.table[["what", "run"]].itertuples(index=False, name=None)) == order
+    searched = [config for what, config in planned(preset, threads=1) if what == "search"]
+    write_run(searched[0], out / runs.SEARCH, measured={"wall_s": 7200.0, "resumed_from_step": 0, "tokens_per_s": 1.0})
+    second = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    at_two = second.table[second.table["depth"] == 2]
+    assert set(at_two["hours"]) == {2.0}, "finished runs of that shape say how long one takes"
+    assert list(second.table["done"]) == [row.run == searched[0].run_id for row in second.table.itertuples()]
+    words = second.in_words()
+    assert words.startswith("   6 search depth 2 ") and "16 runs, " in words and "with 2 workers" in words
 
 
 def test_a_sweep_started_again_trains_only_what_is_missing(
@@ -187,13 +255,13 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
         assert default_workers() == expected
     assert default_workers(4) == (4, 4)
-    assert sweep_module._share(8, None) == (8, 2)
-    assert sweep_module._share(32, None) == (32, 1)
-    assert sweep_module._share(3, 7) == (3, 7)
-    assert sweep_module._share("ray", None) == ("ray", 1)
+    assert sweep_module.share_cores(8, None) == (8, 2)
+    assert sweep_module.share_cores(32, None) == (32, 1)
+    assert sweep_module.share_cores(3, 7) == (3, 7)
+    assert sweep_module.share_cores("ray", None) == ("ray", 1)
     for workers, threads in ((0, None), ("some", None), (2, 0)):
         with pytest.raises(NormlabError):
-            sweep_module._share(workers, threads)
+            sweep_module.share_cores(workers, threads)
 
 
 def test_bad_input_is_refused_before_any_run_starts(

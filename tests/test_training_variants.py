@@ -18,14 +18,14 @@ from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
 from normlab.schemes import BOUND_AND_CONTROL, GAIN_CONTROL
 from normlab.training.config import TrainConfig
-from normlab.training.presets import Preset, Variant, get_preset
+from normlab.training.presets import Part, Preset, Variant, get_preset
 from normlab.variants import compare_variants
 
 pytest_plugins = ["training_fixtures"]
 
 DATA = Path(__file__).parents[1] / "data"
 GRID = get_preset("gain_or_bound")
-CONFIGS = GRID.grid(dict.fromkeys(GRID.schemes, 3e-3))
+CONFIGS = GRID.grid(GRID.parts[0], {})
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +135,11 @@ def test_shipped_runs_keep_their_ids():
 def test_model_fields_of_preset_command_and_variant_are_laid_over_each_other():
     preset = Preset(
         "made up",
-        depths={2: 1},
-        learning_rates=(1e-3,),
-        schemes=("bhyt",),
+        parts=(Part({2: 1}, ("bhyt",), variants=(Variant({"model": {"lam_input": 4.0}}), Variant())),),
+        rate=1e-3,
         fields={"width": 64, "model": {"kappa": 5.0, "lam_input": 1.0, "lam_post": 1.0}},
-        variants=(Variant({"model": {"lam_input": 4.0}}), Variant()),
     )
-    bent, plain = preset.grid({"bhyt": 1e-3}, model={"lam_input": 2.0, "gamma0": 0.5})
+    bent, plain = preset.grid(preset.parts[0], {}, model={"lam_input": 2.0, "gamma0": 0.5})
     assert plain.model == {"kappa": 5.0, "lam_input": 2.0, "lam_post": 1.0, "gamma0": 0.5}
     assert bent.model == {**plain.model, "lam_input": 4.0}
 

@@ -10,6 +10,7 @@ from normlab.models.configuration import NormlabConfig
 from normlab.models.conversion import swap_norms
 from normlab.models.folding import FoldedNorms, fold_norms
 from normlab.models.modeling import NormlabDecoderLayer, NormlabForCausalLM, NormlabModel, refresh_carried
+from normlab.models.pruning import without_blocks
 
 AutoConfig.register(NormlabConfig.model_type, NormlabConfig, exist_ok=True)
 AutoModel.register(NormlabConfig, NormlabModel, exist_ok=True)
@@ -24,4 +25,5 @@ __all__ = [
     "fold_norms",
     "refresh_carried",
     "swap_norms",
+    "without_blocks",
 ]

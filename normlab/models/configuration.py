@@ -42,6 +42,7 @@ class NormlabConfig(LlamaConfig):
             "causal" (over the tokens a position attends to), "exact" (reduced again). None: the scheme's default.
         train_seq_len: T of the carried statistic; None: ``max_position_embeddings``.
         post_fraction: share of the first blocks that are Post-LN in Mix-LN.
+        alpha0: what DyT's alpha starts at, at every site; None: by width and site, as its paper has it.
 
     lambda, kappa and gamma0 also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are
     kept unused. Loading weights with another ``train_seq_len`` keeps the c that they hold: call ``refresh_carried()``
@@ -64,6 +65,7 @@ class NormlabConfig(LlamaConfig):
     carried: str | None = None
     train_seq_len: int | None = None
     post_fraction: float | int = 0.25
+    alpha0: float | int | None = None
 
     def __post_init__(self, **kwargs):
         for name in kwargs.keys() - _FIELDS:
@@ -92,6 +94,7 @@ class NormlabConfig(LlamaConfig):
         for name in ("lam_input", "lam_post", "kappa", "gamma0"):
             value = getattr(self, name)
             _require(0 < value < math.inf, f"{name} {value} must be positive and finite")
+        _require(self.alpha0 is None or 0 < self.alpha0 < math.inf, f"alpha0 {self.alpha0} must be positive and finite")
         _require(0 <= self.lam_last < math.inf, f"lam_last {self.lam_last} must be positive, or 0, and finite")
         _require(0 <= self.post_fraction <= 1, f"post_fraction is {self.post_fraction}: give a share between 0 and 1")
         if self.carried is None and scheme.carried:

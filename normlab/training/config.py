@@ -12,12 +12,15 @@ from typing import Any
 
 from normlab.errors import NormlabError
 from normlab.schemes import DEFAULT, get_scheme
-from normlab.training.corpus import DEFAULT_CHARACTERS, DEFAULT_CORPUS
+from normlab.training.corpus import DEFAULT_CHARACTERS, DEFAULT_CORPUS, HELD_OUT
 
 # Fields that leave the numbers as they are: not part of a run's identity. Threads change sums in the last digits only;
 # they are recorded, and a run continues only under the number of threads that it began with.
 NOT_IDENTITY = ("threads", "keep_weights", "checkpoint_every")
 HEAD_SIZE = 32
+AT_LEAST_ONE = "depth width steps batch_size probe_blocks eval_blocks log_every threads characters".split()
+NOT_NEGATIVE = "probe_every eval_every checkpoint_every weight_decay seed outlier_channels experiment_blocks".split()
+CHOICES = {"dtype": ("float32", "bfloat16"), "held_out": HELD_OUT}
 PROBE_METRICS = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis", "grad_l2_mean", "grad_l2_total")
 
 
@@ -36,6 +39,13 @@ class TrainConfig:
     probe_every, probe_blocks, probe_also: layer statistics on a fixed held-out batch at step 0, every so many steps,
     and after the last (0: never); further metrics of `normlab.probes`, comma-separated.
     eval_every, eval_blocks: held-out loss, likewise.
+    held_out: which held-out blocks the run is measured on: "all", or "validation" or "test", the two halves of them,
+    so that what is chosen by one is reported on the other.
+    experiment_blocks: held-out blocks on which skipping, angles, Jacobians and the logit lens are measured after the
+    last step (`normlab.training.experiments`; 0: never).
+    log_every: steps that one row of the training loss averages over.
+    dtype: "float32", or "bfloat16": matrix products of training steps in bfloat16 (autocast), weights and everything
+    that is measured in float32. compile: training steps by torch.compile.
     checkpoint_every: steps between checkpoints, 0: none. keep_weights: keep the trained model. threads: CPU threads.
     Raises NormlabError for values out of range.
     """
@@ -70,20 +80,34 @@ class TrainConfig:
     probe_also: str = ""
     eval_every: int = 100
     eval_blocks: int = 128
+    held_out: str = "all"
+    experiment_blocks: int = 0
+    log_every: int = 1
+    dtype: str = "float32"
+    compile: bool = False
     checkpoint_every: int = 100
     keep_weights: bool = True
     threads: int = 1
 
     def __post_init__(self) -> None:
         get_scheme(self.scheme)
-        for name in ("depth", "width", "steps", "batch_size", "probe_blocks", "eval_blocks", "threads", "characters"):
+        for name in AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("probe_every", "eval_every", "checkpoint_every", "weight_decay", "seed", "outlier_channels"):
+        for name in NOT_NEGATIVE:
             _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must not be negative")
+        for name, values in CHOICES.items():
+            _require(
+                getattr(self, name) in values, f"{name} is {getattr(self, name)!r}; choose one of {', '.join(values)}"
+            )
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
         for name in ("warmup", "min_lr_ratio", "beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"{name} is {getattr(self, name)}; it must be in [0, 1)")
+        _require(
+            self.checkpoint_every % self.log_every == 0,
+            f"checkpoint_every is {self.checkpoint_every}, no multiple of log_every {self.log_every}: "
+            "a resumed run would average its loss over other steps",
+        )
         _require(self.block_length >= 2, f"block_length is {self.block_length}; it must be at least 2")
         if self.heads is None:
             _require(

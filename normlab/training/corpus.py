@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_CORPUS = "stdlib"
 DEFAULT_CHARACTERS = 100_000_000
 HELD_OUT_PERCENT = 5
+HELD_OUT = ("all", "validation", "test")  # which held-out blocks: every one, every second from the first, the others
 CACHE_VERSION = 1
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
 
@@ -67,11 +68,13 @@ class Corpus:
 
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(self.tokenizer_path))
 
-    def spread(self, count: int) -> np.ndarray:
-        """`count` held-out blocks, evenly spaced over the split: the same ones for every run. Fewer when the split is
-        smaller."""
-        count = min(count, len(self.held_out))
-        return self.held_out[np.linspace(0, len(self.held_out) - 1, count).round().astype(int)].astype(np.int64)
+    def spread(self, count: int, held_out: str = "all") -> np.ndarray:
+        """`count` held-out blocks, evenly spaced over the split or over one half of it ("validation", "test"): the same
+        ones for every run. Fewer when there are fewer."""
+        first, step = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}[held_out]
+        blocks = self.held_out[first::step]
+        count = min(count, len(blocks))
+        return blocks[np.linspace(0, len(blocks) - 1, count).round().astype(int)].astype(np.int64)
 
     def identity(self) -> dict[str, Any]:
         """What a manifest keeps, so that numbers are only compared between equal corpora."""

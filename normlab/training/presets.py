@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.schemes import BOUND_AND_CONTROL, GAIN_CONTROL, SCHEMES, SHORT_LIST, get_scheme
+from normlab.schemes import (
+    BOUND_AND_CONTROL,
+    CORE,
+    DEEP,
+    DEEPEST,
+    FURTHER,
+    GAIN_CONTROL,
+    PILOT,
+    SCHEMES,
+    SHORT_LIST,
+    get_scheme,
+)
 from normlab.training.config import TrainConfig
+
+MOST_GROWTH = 4
 
 
 @dataclass(frozen=True)
@@ -21,51 +35,117 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Preset:
-    """A sweep over scheme x depth x seed x variant, after a search for each scheme's learning rate.
+class Part:
+    """Some of a preset's runs: schemes x depths x seeds x variants. depths: depth -> number of seeds (0, 1, ...).
+    variants: of every run; without them each is run once, as it is. kept: depths whose seed 0 keeps its weights."""
 
-    depths: depth -> number of seeds (0, 1, ...). learning_rates: tried at `search_depth`, seed 0; the one with the
-    lowest final held-out loss is the scheme's at every depth. One learning rate: no search. fields: of TrainConfig, the
-    same for all runs. variants: of every run; without them each is run once, as it is.
-    """
-
-    name: str
     depths: Mapping[int, int]
-    learning_rates: tuple[float, ...]
-    search_depth: int = 16
     schemes: tuple[str, ...] = tuple(SCHEMES)
-    fields: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[Variant, ...] = (Variant(),)
+    kept: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for scheme in self.schemes:
             get_scheme(scheme)
 
-    def config(self, scheme: str, depth: int, seed: int, lr: float, **more: Any) -> TrainConfig:
-        fields = _laid_over(self.fields, more)
-        return TrainConfig(**{**fields, "scheme": scheme, "depth": depth, "seed": seed, "lr": lr})
 
-    def search(self, **more: Any) -> list[TrainConfig]:
-        """The runs that choose each scheme's learning rate; none when there is nothing to choose."""
-        if len(self.learning_rates) == 1:
+@dataclass(frozen=True)
+class Search:
+    """How a scheme's learning rate is found: every rate of the grid at every one of `depths`; where the lowest final
+    held-out loss is at an edge of the grid, the grid grows on that side, by the same ratio, until it lies inside
+    (by `MOST_GROWTH` rates at most). fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing
+    else uses.
+
+    A depth takes the rate of the deepest searched depth not above it.
+    """
+
+    rates: tuple[float, ...]
+    depths: tuple[int, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def depth_for(self, depth: int) -> int:
+        return max((d for d in self.depths if d <= depth), default=min(self.depths))
+
+    def next_rate(self, losses: Mapping[float, float]) -> float | None:
+        """The rate to try next, from the loss at each rate tried; None when the best lies inside, or enough was tried,
+        or nothing learned at any rate."""
+        tried = sorted(losses)
+        best = min(tried, key=lambda rate: (losses[rate], rate))
+        if not math.isfinite(losses[best]) or len(tried) >= len(self.rates) + MOST_GROWTH:
+            return None
+        if best == tried[0]:
+            return float(f"{tried[0] ** 2 / tried[1]:.3g}")
+        if best == tried[-1]:
+            return float(f"{tried[-1] ** 2 / tried[-2]:.3g}")
+        return None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A sweep: its parts one after another, each after the search for the learning rates that it needs.
+
+    rate: one learning rate for all runs, or how each scheme's is found. fields: of TrainConfig, the same for all runs.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    rate: float | Search
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def only(self, schemes: Sequence[str] | None, depths: Sequence[int] | None) -> Preset:
+        """The same for some schemes and depths; those that it lacks are added to its first part, with one seed."""
+        parts = self.parts
+        if schemes is not None:
+            new = set(schemes).difference(*(part.schemes for part in parts))
+            chosen = [[s for s in schemes if s in part.schemes or (part is parts[0] and s in new)] for part in parts]
+            parts = tuple(replace(part, schemes=tuple(own)) for part, own in zip(parts, chosen, strict=True) if own)
+        if depths is not None:
+            missing = set(depths).difference(*(part.depths for part in parts))
+            counts = [
+                {d: part.depths.get(d, 1) for d in depths if d in part.depths or (part is parts[0] and d in missing)}
+                for part in parts
+            ]
+            parts = tuple(replace(part, depths=own) for part, own in zip(parts, counts, strict=True) if own)
+        return replace(self, parts=parts)
+
+    def config(self, scheme: str, depth: int, seed: int, lr: float, more: Mapping[str, Any]) -> TrainConfig:
+        """A run; fields that the preset or `more` give are laid over the rest."""
+        own: dict[str, Any] = {"scheme": scheme, "depth": depth, "seed": seed, "lr": lr}
+        return TrainConfig(**(own | _laid_over(self.fields, more)))
+
+    def searched(self, part: Part) -> list[tuple[str, int]]:
+        """(scheme, depth) of every learning rate that a part needs."""
+        if not isinstance(self.rate, Search):
             return []
-        return [
-            self.config(scheme, self.search_depth, 0, lr, **more)
-            for scheme in self.schemes
-            for lr in self.learning_rates
-        ]
+        depths = sorted({self.rate.depth_for(depth) for depth in part.depths})
+        return [(scheme, depth) for depth in depths for scheme in part.schemes]
 
-    def grid(self, lr: Mapping[str, float], **more: Any) -> list[TrainConfig]:
-        """The sweep itself, in the order in which partial results say most: seed 0 at every depth first, shallow before
-        deep."""
-        order = [(seed, depth) for depth, seeds in self.depths.items() for seed in range(seeds)]
-        return [
-            self.config(scheme, depth, seed, lr[scheme], **_laid_over(more, variant.fields))
-            for seed, depth in sorted(order)
-            for variant in self.variants
-            for scheme in variant.schemes or self.schemes
-            if scheme in self.schemes
-        ]
+    def trial(self, part: Part, scheme: str, depth: int, lr: float, **more: Any) -> TrainConfig:
+        """A run of a part's search, of the scheme's first variant."""
+        assert isinstance(self.rate, Search)
+        variant = next(v for v in part.variants if scheme in (v.schemes or part.schemes))
+        fields = _laid_over(_laid_over(more, variant.fields), self.rate.fields)
+        return self.config(scheme, depth, 0, lr, {**fields, "keep_weights": False})
+
+    def grid(self, part: Part, rates: Mapping[tuple[str, int], float], **more: Any) -> list[TrainConfig]:
+        """A part's runs, in the order in which partial results say most: seed 0 at every depth first, shallow before
+        deep. `rates`: by scheme and searched depth; a scheme without one is left out."""
+        order = [(seed, depth) for depth, seeds in part.depths.items() for seed in range(seeds)]
+        runs = []
+        for seed, depth in sorted(order):
+            for variant in part.variants:
+                for scheme in variant.schemes or part.schemes:
+                    rate = self.rate_of(scheme, depth, rates)
+                    if scheme in part.schemes and rate is not None:
+                        keep = {"keep_weights": seed == 0 and depth in part.kept}
+                        fields = _laid_over({**more, **keep}, variant.fields)
+                        runs.append(self.config(scheme, depth, seed, rate, fields))
+        return runs
+
+    def rate_of(self, scheme: str, depth: int, rates: Mapping[tuple[str, int], float]) -> float | None:
+        if isinstance(self.rate, Search):
+            return rates.get((scheme, self.rate.depth_for(depth)))
+        return self.rate
 
 
 def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,16 +165,42 @@ def _bent(strength: float, gamma0: float | None = None, schemes: tuple[str, ...]
 _OUTLIERS: dict[str, Any] = {"outlier_channels": 2, "outlier_size": 1.0}
 
 
+# Runs that learn: 6.1M tokens, two and a half times the text. What is chosen is chosen on other blocks, another seed.
+_TRAINED: dict[str, Any] = {
+    "width": 128,
+    "vocab_size": 4096,
+    "steps": 6000,
+    "dtype": "bfloat16",
+    "compile": True,
+    "held_out": "test",
+    "eval_every": 1000,
+    "eval_blocks": 256,
+    "probe_every": 1000,
+    "probe_blocks": 16,
+    "probe_also": "relative_contribution,update_cosine,block_influence,update_effective_rank,attention_entropy,"
+    "attention_logit_max,carried_var_ratio,saturation,saturation_95,tanh_input_max",
+    "experiment_blocks": 32,
+    "log_every": 20,
+    "checkpoint_every": 200,
+}
+_CHOOSING: dict[str, Any] = {
+    "seed": 1000,
+    "steps": 2000,
+    "held_out": "validation",
+    "probe_every": 0,
+    "experiment_blocks": 0,
+    "eval_every": 2000,
+}
+
 PRESETS = {
     preset.name: preset
     for preset in (
         Preset(
             "tiny",
-            depths={2: 1, 4: 1, 8: 1},
+            parts=(Part({2: 1, 4: 1, 8: 1}, SHORT_LIST),),
             # Small batches of a small vocabulary learn most in the few minutes that the preset has. At 3e-3 and above
             # the residual stream of every scheme blows up in so short a run, and says nothing about normalization.
-            learning_rates=(1e-3,),
-            schemes=SHORT_LIST,
+            rate=1e-3,
             fields={
                 "width": 128,
                 "vocab_size": 1024,
@@ -108,9 +214,22 @@ PRESETS = {
         ),
         Preset(
             "gain_or_bound",
-            depths={8: 3},
-            learning_rates=(3e-3,),
-            schemes=(*BOUND_AND_CONTROL, GAIN_CONTROL),
+            parts=(
+                Part(
+                    {8: 3},
+                    (*BOUND_AND_CONTROL, GAIN_CONTROL),
+                    variants=(
+                        _bent(1.0),
+                        *(_bent(strength, schemes=BOUND_AND_CONTROL) for strength in (5.0, 10.0, 25.0)),
+                        _bent(5.0, 1.0, BOUND_AND_CONTROL),
+                        _bent(1.0, **_OUTLIERS),
+                        _bent(5.0, schemes=BOUND_AND_CONTROL, **_OUTLIERS),
+                        _bent(1.0, schemes=BOUND_AND_CONTROL, width=256),
+                        _bent(5.0, schemes=BOUND_AND_CONTROL, width=256),
+                    ),
+                ),
+            ),
+            rate=3e-3,
             fields={
                 "width": 128,
                 "vocab_size": 4096,
@@ -120,20 +239,11 @@ PRESETS = {
                 "eval_every": 100,
                 "eval_blocks": 128,
             },
-            variants=(
-                _bent(1.0),
-                *(_bent(strength, schemes=BOUND_AND_CONTROL) for strength in (5.0, 10.0, 25.0)),
-                _bent(5.0, 1.0, BOUND_AND_CONTROL),
-                _bent(1.0, **_OUTLIERS),
-                _bent(5.0, schemes=BOUND_AND_CONTROL, **_OUTLIERS),
-                _bent(1.0, schemes=BOUND_AND_CONTROL, width=256),
-                _bent(5.0, schemes=BOUND_AND_CONTROL, width=256),
-            ),
         ),
         Preset(
             "small",
-            depths={4: 3, 8: 3, 16: 3, 32: 1, 64: 1},
-            learning_rates=(1e-3, 3e-3, 1e-2),
+            parts=(Part({4: 3, 8: 3, 16: 3, 32: 1, 64: 1}),),
+            rate=Search((1e-3, 3e-3, 1e-2), (16,)),
             fields={
                 "width": 128,
                 "vocab_size": 4096,
@@ -142,6 +252,25 @@ PRESETS = {
                 "eval_every": 100,
                 "eval_blocks": 128,
             },
+        ),
+        Preset(
+            "pilot",
+            parts=(
+                Part({4: 1, 16: 1}, PILOT, variants=tuple(Variant({"corpus": name}) for name in ("stdlib", "english"))),
+            ),
+            rate=1e-3,
+            fields=_TRAINED | {"steps": 3000, "held_out": "validation", "experiment_blocks": 0},
+        ),
+        Preset(
+            "trained",
+            parts=(
+                Part({4: 3, 8: 1, 16: 3}, CORE, kept=(8,)),
+                Part({4: 1, 16: 1}, FURTHER),
+                Part({32: 1}, DEEP),
+                Part({64: 1}, DEEPEST),
+            ),
+            rate=Search((5e-4, 1e-3, 2e-3), (4, 16), _CHOOSING),
+            fields=_TRAINED,
         ),
     )
 }

@@ -19,19 +19,20 @@ from normlab import runs
 from normlab.errors import NormlabError
 from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import corpus_of
-from normlab.training.presets import Preset, get_preset
+from normlab.training.presets import Part, Preset, Search, get_preset
 from normlab.training.workers import finish_in_any_order, import_ray
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """runs: all finished ones, in the sweep's order. failures: run id -> one line saying why it failed. learning_rates:
-    by scheme, where the preset searched for them."""
+    """runs: all finished ones, in the sweep's order, without those of the search for learning rates, which are below
+    `out`/search. failures: run id -> one line saying why it failed. learning_rates: by scheme and depth, where the
+    preset searched for them."""
 
     out: Path
     runs: list[runs.Run]
     failures: dict[str, str]
-    learning_rates: dict[str, float]
+    learning_rates: dict[tuple[str, int], float]
 
 
 def default_workers(threads: int | None = None) -> tuple[int, int]:
@@ -53,49 +54,49 @@ def sweep(
     """Train a preset (by name or as `Preset`) or a list of configurations under directory `out`.
 
     workers: processes at once, default 2; "ray": Ray's. threads: CPU threads a run, default cores/workers. Runs of a
-    preset keep no weights. A run that fails is in the result's `failures`; the others go on. NormlabError for bad
-    input, before any run starts.
+    preset keep no weights but those that it names. A run that fails is in the result's `failures`; the others go on.
+    NormlabError for bad input, before any run starts.
     """
     root = Path(out)
     runs.check_root(root)
-    workers, threads = _share(workers, threads)
+    workers, threads = share_cores(workers, threads)
     if workers == "ray":
         import_ray()
     job = _Job(root, workers, cache_dir, progress)
     if not isinstance(what, (str, Preset)):
         configs = [dataclasses.replace(config, threads=threads) for config in what]
-        job.run(configs, cost=sum(map(_cost, configs)))
+        job.expect(("runs", config) for config in configs)
+        job.run(configs)
         return job.result(configs, {})
     preset = get_preset(what) if isinstance(what, str) else what
-    more = {"threads": threads, "keep_weights": False}
-    search = preset.search(**more)
-    # Every scheme's first learning rate stands for the one to be found: costs are the same.
-    planned = preset.grid(dict.fromkeys(preset.schemes, preset.learning_rates[0]), **more)
-    shared = len(preset.schemes) if search and preset.search_depth in preset.depths else 0
-    job.run(
-        search,
-        cost=sum(map(_cost, search + planned)) - sum(_cost(c) for c in search[:: len(preset.learning_rates)][:shared]),
-    )
-    chosen = (
-        best_learning_rates(search, job.done) if search else dict.fromkeys(preset.schemes, preset.learning_rates[0])
-    )
-    missing = [scheme for scheme in preset.schemes if scheme not in chosen]
-    grid = preset.grid(chosen | dict.fromkeys(missing, min(preset.learning_rates)), **more)
-    grid = [config for config in grid if config.scheme not in missing]
-    job.run(grid)
-    return job.result(search + grid, chosen if search else {})
+    more: dict[str, Any] = {"threads": threads, "keep_weights": False}
+    job.expect(planned(preset, **more))
+    rates: dict[tuple[str, int], float] = {}
+    configs = []
+    for part in preset.parts:
+        rates |= job.search(preset, part, rates, more)
+        grid = preset.grid(part, rates, **more)
+        job.run(grid)
+        configs += grid
+    return job.result(configs, rates)
 
 
-def best_learning_rates(search: Iterable[TrainConfig], done: Mapping[str, runs.Run]) -> dict[str, float]:
-    """By scheme, the learning rate with the lowest final held-out loss; the lowest of all when every run diverged. A
-    scheme none of whose runs ended is left out."""
-    best: dict[str, tuple[float, float]] = {}
-    for config in search:
-        if (run := done.get(config.run_id)) is None:
-            continue
-        loss = run.eval_loss if math.isfinite(run.eval_loss) else math.inf
-        best[config.scheme] = min(best.get(config.scheme, (math.inf, math.inf)), (loss, config.lr))
-    return {scheme: lr for scheme, (_, lr) in best.items()}
+def planned(preset: Preset, **more: Any) -> list[tuple[str, TrainConfig]]:
+    """("search" or "runs", configuration) of every run of a preset, in order, before anything is known: the grid of
+    rates as it stands, and its middle rate for those to be found. A search may grow its grid."""
+    plan: list[tuple[str, TrainConfig]] = []
+    known: set[tuple[str, int]] = set()
+    for part in preset.parts:
+        if isinstance(preset.rate, Search):
+            middle = sorted(preset.rate.rates)[len(preset.rate.rates) // 2]
+            for scheme, depth in preset.searched(part):
+                if (scheme, depth) not in known:
+                    known.add((scheme, depth))
+                    plan += [("search", preset.trial(part, scheme, depth, r, **more)) for r in preset.rate.rates]
+            plan += [("runs", config) for config in preset.grid(part, dict.fromkeys(known, middle), **more)]
+        else:
+            plan += [("runs", config) for config in preset.grid(part, {}, **more)]
+    return plan
 
 
 class _Job:
@@ -107,35 +108,68 @@ class _Job:
         self.failures: dict[str, str] = {}
         self.bar: Any = None
 
-    def run(self, configs: Sequence[TrainConfig], cost: int | None = None) -> None:
-        """Train those of `configs` that are not finished. `cost`: of the whole sweep, when it is known first."""
+    def expect(self, plan: Iterable[tuple[str, TrainConfig]]) -> None:
+        """More work ahead, for the bar."""
         from tqdm import tqdm
 
+        total = sum(_cost(config) for _, config in plan)
         if self.bar is None:
             form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left{postfix}"
-            self.bar = tqdm(desc="sweep", total=cost, disable=not self.progress, bar_format=form)
+            self.bar = tqdm(desc="sweep", total=0, disable=not self.progress, bar_format=form)
+        self.bar.total += total
+
+    def search(
+        self, preset: Preset, part: Part, known: Mapping[tuple[str, int], float], more: Mapping[str, Any]
+    ) -> dict[tuple[str, int], float]:
+        """The learning rates, by scheme and searched depth, that a part needs beside those known. The grids of all of
+        them grow together, so that the workers have something to do. A pair none of whose runs ended is left out."""
+        if not isinstance(preset.rate, Search):
+            return {}
+        losses: dict[tuple[str, int], dict[float, float]] = {
+            pair: {} for pair in preset.searched(part) if pair not in known
+        }
+        wanted = {pair: list(preset.rate.rates) for pair in losses}
+        while wanted:
+            trials = {
+                pair: [preset.trial(part, *pair, rate, **more) for rate in rates] for pair, rates in wanted.items()
+            }
+            self.run([config for configs in trials.values() for config in configs], self.root / runs.SEARCH)
+            for pair, configs in trials.items():
+                for config in configs:
+                    if (run := self.done.get(config.run_id)) is not None:
+                        losses[pair][config.lr] = run.eval_loss if math.isfinite(run.eval_loss) else math.inf
+            tried = {pair: found for pair, found in losses.items() if len(found) > 1 and pair in wanted}
+            more_rates = {pair: preset.rate.next_rate(found) for pair, found in tried.items()}
+            wanted = {
+                pair: [rate] for pair, rate in more_rates.items() if rate is not None and rate not in losses[pair]
+            }
+            self.expect(("search", preset.trial(part, *pair, rate, **more)) for pair, (rate,) in wanted.items())
+        return {pair: min(found, key=lambda rate: (found[rate], rate)) for pair, found in losses.items() if found}
+
+    def run(self, configs: Sequence[TrainConfig], root: Path | None = None) -> None:
+        """Train those of `configs` that are not finished under `root`, by default the sweep's."""
+        root = root or self.root
         todo = [config for config in configs if config.run_id not in self.done and config.run_id not in self.failures]
         identities = self._corpus_identities(todo)
         waiting = []
         for config in todo:
-            if not (self.root / config.run_id).exists():
+            if not (root / config.run_id).exists():
                 waiting.append(config)
                 continue
             try:
-                run = runs.read_run(self.root / config.run_id)
+                run = runs.read_run(root / config.run_id)
                 require_same(run.manifest, config, identities[_corpus_fields(config)])
                 self._finished(config, run, skipped=True)
             except NormlabError as error:
                 self._failed(config, error)
-        for config, outcome in finish_in_any_order(waiting, self.root, self.workers, self.cache_dir):
+        for config, outcome in finish_in_any_order(waiting, root, self.workers, self.cache_dir):
             if isinstance(outcome, runs.Run):
                 self._finished(config, outcome)
             else:
                 self._failed(config, outcome)
 
-    def result(self, configs: Sequence[TrainConfig], learning_rates: dict[str, float]) -> SweepResult:
-        if self.bar is not None:
-            self.bar.close()
+    def result(self, configs: Sequence[TrainConfig], learning_rates: dict[tuple[str, int], float]) -> SweepResult:
+        self.bar.close()
         names = dict.fromkeys(config.run_id for config in configs)
         return SweepResult(self.root, [self.done[n] for n in names if n in self.done], self.failures, learning_rates)
 
@@ -166,7 +200,8 @@ class _Job:
             self.bar.write(line)
 
 
-def _share(workers: int | str | None, threads: int | None) -> tuple[int | str, int]:
+def share_cores(workers: int | str | None, threads: int | None) -> tuple[int | str, int]:
+    """(workers, threads each), of what was asked for and the machine's cores."""
     if workers is not None and workers != "ray" and (not isinstance(workers, int) or workers < 1):
         raise NormlabError(f"workers is {workers!r}; give a number of processes, at least 1, or 'ray'")
     if threads is not None and threads < 1:

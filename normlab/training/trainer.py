@@ -11,6 +11,7 @@ bit for bit on a CPU, what the killed one would have done. The finished run appe
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -47,6 +48,8 @@ from normlab.training.callbacks import (
 )
 from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import Corpus, corpus_of
+from normlab.training.experiments import experiments
+from normlab.training.precision import autocast, require_compiler, use_fast_attention
 
 PARTIAL_MANIFEST = "partial.json"
 
@@ -88,17 +91,23 @@ class SeededOrder(Sampler[int]):
 
 
 class RunTrainer(Trainer):
-    """Trainer whose data order hangs on the seed alone, whose log is a `RunLog`, and whose checkpoints are whole or
-    absent."""
+    """Trainer whose data order hangs on the seed alone, whose log is a `RunLog`, whose checkpoints are whole or absent,
+    and whose steps alone run in `dtype` (the engine's own autocast would reach what callbacks measure)."""
 
-    def __init__(self, *args: Any, log: RunLog, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, log: RunLog, dtype: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.run_log = log
+        self.dtype = dtype
         self._staging: Path | None = None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return SeededOrder(len(cast(Blocks, self.train_dataset)), self.args.max_steps * batch, self.args.seed)
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        stack = super().compute_loss_context_manager()
+        stack.enter_context(autocast(self.dtype, self.args.device))
+        return stack
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The model knows; transformers goes by the parameter's name, which is wrong for norms that are to be
@@ -149,7 +158,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
-    """AdamW, linear warm-up, cosine to a minimum, clipping; a log every step and nothing that costs time."""
+    """AdamW, linear warm-up, cosine to a minimum, clipping; nothing that costs time beside it."""
     arguments = TrainingArguments(
         output_dir=str(work),
         max_steps=config.steps,
@@ -165,13 +174,14 @@ def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
         warmup_steps=config.warmup,
         seed=config.seed,
         logging_strategy="steps",
-        logging_steps=1,
+        logging_steps=config.log_every,
         logging_nan_inf_filter=False,
         save_strategy="steps" if config.checkpoint_every else "no",
         save_steps=config.checkpoint_every or config.steps,
         disable_tqdm=True,
         report_to="none",
         dataloader_pin_memory=False,
+        torch_compile=config.compile,
         log_level="error",
     )
     if arguments.n_gpu > 1:
@@ -252,6 +262,9 @@ def _run(
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     manifest |= _verdict(log, stop.diverged, corpus.unigram_entropy)
+    found = None
+    if config.experiment_blocks and not stop.diverged:
+        found = experiments(model, corpus.spread(config.experiment_blocks, config.held_out))
     manifest |= {
         "steps": trainer.state.global_step,
         "tokens": trainer.state.global_step * config.tokens_per_step,
@@ -270,6 +283,8 @@ def _run(
         model.save_pretrained(staged)
         corpus.tokenizer().save_pretrained(staged)
     runs.write_stats(staged / runs.STATS, log.frame())
+    if found is not None:
+        runs.write_stats(staged / runs.EXPERIMENTS, found)
     runs.write_json(staged / runs.MANIFEST, manifest)
     runs.publish(staged, final)
     shutil.rmtree(work)
@@ -315,14 +330,15 @@ def build_trainer(
     with torch.no_grad():
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         embeddings.weight[:, : config.outlier_channels] = config.outlier_size
+    measured = functools.partial(corpus.spread, held_out=config.held_out)
     log = RunLog(config.tokens_per_step)
     stop = StopCallback()
     bar = ProgressCallback(config.run_id, config.tokens_per_step, progress)
     callbacks = [
         bar,
         RefreshCallback(refresh_interval(config.steps)),
-        ProbeCallback(log, corpus.spread(config.probe_blocks), config.probe_every, config.probe_metrics()),
-        EvalCallback(log, corpus.spread(config.eval_blocks), config.batch_size, config.eval_every),
+        ProbeCallback(log, measured(config.probe_blocks), config.probe_every, config.probe_metrics()),
+        EvalCallback(log, measured(config.eval_blocks), config.batch_size, config.eval_every),
         stop,
     ]
     trainer = RunTrainer(
@@ -332,7 +348,11 @@ def build_trainer(
         data_collator=collate,
         callbacks=callbacks,
         log=log,
+        dtype=config.dtype,
     )
+    use_fast_attention(model, config.dtype, trainer.args.device)
+    if config.compile:
+        require_compiler(trainer.args.device)
     trainer.remove_callback(PrinterCallback)
     return trainer, log, stop, bar
 

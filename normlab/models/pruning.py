@@ -1,0 +1,52 @@
+"""Deleting blocks the way the papers prune: the others move up and take the constants of their new places."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from normlab.errors import NormlabError
+from normlab.models.modeling import NormlabForCausalLM
+from normlab.schemes import NormSite, get_scheme
+
+
+@contextmanager
+def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterator[NormlabForCausalLM]:
+    """While active, the model lacks the blocks `layers` (counted from 1) and the rest are renumbered 1, 2, ...
+
+    Every norm is built again for its new layer by the scheme, with the weights that it has: LNS's factor 1/sqrt(l)
+    (2502.05795) follows the new number. A block keeps its layout (Mix-LN's Post-LN blocks stay so). Schemes whose norms
+    do not depend on the layer lose exactly what `skip_sensitivity` says. For evaluation without a cache.
+
+    Raises:
+        NormlabError: a layer that the model does not have, or all of them.
+    """
+    decoder = model.model
+    blocks = decoder.layers
+    if wrong := [layer for layer in layers if not 1 <= layer <= len(blocks)]:
+        raise NormlabError(f"there is no block {wrong[0]} to delete: the model has blocks 1 to {len(blocks)}")
+    kept = [block for layer, block in enumerate(blocks, start=1) if layer not in layers]
+    if not kept:
+        raise NormlabError("all blocks would be deleted: keep at least one")
+    config = copy.copy(model.config)
+    config.num_hidden_layers = len(kept)
+    scheme = get_scheme(config.scheme)
+    own: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for layer, block in enumerate(kept, start=1):
+            for place, name in block.layout.places():
+                norm = getattr(block, name)
+                moved = scheme.norm(NormSite(place, layer, config)).to(next(norm.parameters()))
+                moved.load_state_dict(norm.state_dict())
+                moved.kernels = norm.kernels
+                own.append((block, name, norm))
+                setattr(block, name, moved.train(norm.training))
+        decoder.layers = nn.ModuleList(kept)
+        yield model
+    finally:
+        decoder.layers = blocks
+        for block, name, norm in own:
+            setattr(block, name, norm)

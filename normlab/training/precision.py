@@ -1,0 +1,56 @@
+"""Faster training steps: bfloat16 matrix products by autocast, and `torch.compile`.
+
+`autocast(dtype)`        the context of a training step's forward pass
+`use_fast_attention`     keeps attention's core in float32 where bfloat16 would be slower
+`require_compiler`       one line where `torch.compile` could not work
+
+Weights, gradients, the optimizer and the residual stream stay in float32, and so does everything that is measured:
+probes and held-out losses run the model itself, outside both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normlab.errors import NormlabError
+
+ATTENTION_IN_FLOAT32 = "sdpa_float32"
+
+
+def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager:
+    """Autocast to `dtype` on the device's kind; nothing for float32."""
+    if dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, getattr(torch, dtype))
+
+
+def _attention_in_float32(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    with torch.autocast(query.device.type, enabled=False):
+        out, weights = sdpa_attention_forward(module, query.float(), key.float(), value.float(), *args, **kwargs)
+    return out.to(query.dtype), weights
+
+
+def use_fast_attention(model: Any, dtype: str, device: torch.device) -> None:
+    """On a CPU, bfloat16 attention runs its core in float32: PyTorch's backward of it takes six times as long in
+    bfloat16 (14.6 against 2.2 ms for 8 x 4 heads x 128 x 32 on one core). The output is rounded all the same."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if dtype == "float32" or device.type != "cpu":
+        return
+    AttentionInterface.register(ATTENTION_IN_FLOAT32, _attention_in_float32)
+    AttentionMaskInterface.register(ATTENTION_IN_FLOAT32, sdpa_mask)
+    model.set_attn_implementation(ATTENTION_IN_FLOAT32)
+
+
+def require_compiler(device: torch.device) -> None:
+    """NormlabError where a CPU has no C++ compiler for `torch.compile`."""
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "cl"))):
+        raise NormlabError("compiled training needs a C++ compiler: install g++ or clang, or leave compile off")

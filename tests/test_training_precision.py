@@ -1,0 +1,118 @@
+"""Training steps in bfloat16 and compiled; what is measured stays in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_helpers import tiny
+
+from normlab import NormlabError, runs
+from normlab.models import NormlabForCausalLM
+from normlab.training import precision, trainer
+from normlab.training.callbacks import RunStopped
+from normlab.training.config import TrainConfig
+
+pytest_plugins = ["training_fixtures"]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
+    """The dtypes that MLPs return, by "training" and "measuring"."""
+    found: dict[str, set[torch.dtype]] = {"training": set(), "measuring": set()}
+    build = trainer.NormlabForCausalLM.__init__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        for block in self.model.layers:
+            block.mlp.register_forward_hook(
+                lambda module, _, out: found["training" if module.training else "measuring"].add(out.dtype)
+            )
+
+    monkeypatch.setattr(NormlabForCausalLM, "__init__", watched)
+    return found
+
+
+def test_steps_run_in_bfloat16_and_what_is_measured_in_float32(
+    text: Path, go: Callable, tmp_path: Path, seen: dict[str, set[torch.dtype]]
+) -> None:
+    run = go(tiny(text, dtype="bfloat16"), tmp_path)
+    assert seen == {"training": {torch.bfloat16}, "measuring": {torch.float32}}
+    weights = run.load_model().state_dict()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_bfloat16_ends_near_float32_and_not_on_its_bits(text: Path, go: Callable, tmp_path: Path) -> None:
+    full, half = (go(tiny(text, dtype=dtype, steps=30, lr=1e-2), tmp_path) for dtype in ("float32", "bfloat16"))
+    assert full.name != half.name
+    assert half.eval_loss != full.eval_loss and half.eval_loss == pytest.approx(full.eval_loss, abs=0.05)
+
+
+def test_attention_in_float32_is_attention(text: Path) -> None:
+    torch.manual_seed(0)
+    model = NormlabForCausalLM(tiny(text, scheme="pre_rmsnorm").model_config(300, 0)).eval()
+    ids = torch.randint(300, (2, 16))
+    expected = model(ids).logits
+    precision.use_fast_attention(model, "bfloat16", torch.device("cpu"))
+    assert model.config._attn_implementation == precision.ATTENTION_IN_FLOAT32
+    assert torch.equal(model(ids).logits, expected)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    padded = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(ids, attention_mask=mask).logits[:, 5:], padded[:, 5:])
+
+
+def test_a_compiled_run_measures_the_model_itself_and_resumes_on_its_bits(
+    text: Path, go: Callable, tmp_path: Path
+) -> None:
+    config = tiny(text, compile=True, dtype="bfloat16", checkpoint_every=4, log_every=2)
+    whole = go(config, tmp_path / "whole")
+    with pytest.raises(RunStopped):
+        go(config, tmp_path / "cut", watch=lambda step, rows: step != 6)
+    resumed = go(config, tmp_path / "cut")
+    assert resumed.manifest["measured"]["resumed_from_step"] == 6
+    assert (resumed.path / runs.STATS).read_bytes() == (whole.path / runs.STATS).read_bytes()
+    eager = go(tiny(text, dtype="bfloat16", log_every=1), tmp_path / "eager")
+    assert whole.eval_loss == pytest.approx(eager.eval_loss, abs=1e-3)
+    sites = whole.table().query("split == 'probe' and step == 8")["site"].unique()
+    assert set(sites) == set(eager.table().query("split == 'probe' and step == 8")["site"].unique())
+
+
+def test_a_logged_loss_is_the_mean_since_the_last_one(text: Path, go: Callable, tmp_path: Path) -> None:
+    each, third = (go(tiny(text, log_every=n, checkpoint_every=0, steps=9), tmp_path / str(n)) for n in (1, 3))
+    losses = [
+        run.table().query("metric == 'loss' and split == 'train'").set_index("step")["value"] for run in (each, third)
+    ]
+    assert list(losses[1].index) == [3, 6, 9]
+    for step, value in losses[1].items():
+        assert value == pytest.approx(losses[0].loc[step - 2 : step].mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dtype": "float16"}, "dtype is 'float16'; choose one of float32, bfloat16"),
+        ({"held_out": "train"}, "held_out is 'train'; choose one of all, validation, test"),
+        ({"log_every": 0}, "log_every is 0; it must be at least 1"),
+        ({"log_every": 2}, "checkpoint_every is 3, no multiple of log_every 2"),
+        ({"experiment_blocks": -1}, "experiment_blocks is -1; it must not be negative"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_one_line(text: Path, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(NormlabError, match=words):
+        tiny(text, **fields)
+
+
+def test_without_a_compiler_the_message_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision.shutil, "which", lambda name: None)
+    with pytest.raises(NormlabError, match="needs a C\\+\\+ compiler: install g\\+\\+"):
+        precision.require_compiler(torch.device("cpu"))
+    precision.require_compiler(torch.device("cuda"))
+
+
+def test_fields_that_this_version_added_leave_the_names_of_runs_as_they_were() -> None:
+    assert TrainConfig().run_id == "bhyt-d16-w128-lr0.003-s0-2dbbe546"
