@@ -2,12 +2,13 @@
 
 `load_corpus(source)`   builds (or finds in the cache) the packed train and held-out splits
 `Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, the unigram entropy
+`SOURCES`               corpora known by name, and what yields their documents
 `DEFAULT_CORPUS`        "stdlib": the Python standard library's source and pydoc topics, always at hand with no network
 
 Every source becomes a streamed `datasets.IterableDataset` of documents with two columns, `key` and `text`; after that
 there is one code path. A document belongs to the held-out split when a hash of its key falls into the last 5%: a file's
-path for the standard library, the text itself for every other source, so a duplicate never sits in both splits and the
-order of reading does not matter.
+path for the standard library, a work's name for `english`, the text itself for every other source, so a duplicate never
+sits in both splits and the order of reading does not matter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +27,7 @@ import numpy as np
 
 from normlab.errors import NormlabError
 from normlab.runs import full_disk_named
+from normlab.training.english import english_documents
 from normlab.training.stdlib import stdlib_documents
 from normlab.training.tokens import saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
 
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
     from normlab.training.config import TrainConfig
 
 DEFAULT_CORPUS = "stdlib"
+SOURCES: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
+    DEFAULT_CORPUS: stdlib_documents,
+    "english": english_documents,
+}
 DEFAULT_CHARACTERS = 100_000_000
 HELD_OUT_PERCENT = 5
 CACHE_VERSION = 1
@@ -106,8 +113,8 @@ def load_corpus(
 ) -> Corpus:
     """Read, tokenize, pack and cache a corpus; a second call with the same content maps the cached files.
 
-    source: "stdlib", a local .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, a directory of such
-    files, or the name of a data set on the Hugging Face hub, read as a stream ("name" or "name:configuration").
+    source: a name of SOURCES, a local .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, a directory
+    of such files, or the name of a data set on the Hugging Face hub, read as a stream ("name" or "name:configuration").
     tokenizer: directory or hub name of a saved tokenizer; None trains a byte-level BPE of `vocab_size` on the train
     split.
     characters: read at most so much text. Hub data sets are cached by name: they are not read again to see whether they
@@ -224,8 +231,8 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
     source."""
     import datasets
 
-    if source == DEFAULT_CORPUS:
-        return datasets.IterableDataset.from_generator(stdlib_documents)
+    if source in SOURCES:
+        return datasets.IterableDataset.from_generator(SOURCES[source])
     files = _local_files(source)
     if files:
         builder = BUILDERS[_suffix(files[0])]
@@ -311,7 +318,7 @@ def _local_files(source: str) -> list[Path]:
 
 def _check_text(source: str) -> None:
     """Refuse a binary .txt or .jsonl: a NUL byte never occurs in text, and readers only fail on it later, obscurely."""
-    if source == DEFAULT_CORPUS:
+    if source in SOURCES:
         return
     for path in _local_files(source):
         if path.stat().st_size == 0:
@@ -326,8 +333,8 @@ def _source_key(source: str) -> str:
     """What decides whether a cached corpus still stands for its source: the bytes of local files, the name of a hub
     data set."""
     digest = hashlib.sha256()
-    if source == DEFAULT_CORPUS:
-        for document in stdlib_documents():
+    if source in SOURCES:
+        for document in SOURCES[source]():
             digest.update(document["key"].encode() + b"\0" + document["text"].encode("utf-8", "surrogatepass") + b"\0")
         return digest.hexdigest()
     files = _local_files(source)
