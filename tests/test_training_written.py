@@ -32,6 +32,7 @@ def test_a_manifest_tells_everything_that_the_numbers_depend_on(done: runs.Run, 
     manifest = json.loads((done.path / runs.MANIFEST).read_text())
     assert TrainConfig.from_dict(manifest["config"]).run_id == done.path.name == manifest["run"]
     assert manifest["corpus"] == corpus.identity()
+    assert manifest["epochs"] == manifest["tokens"] / corpus.train.size
     assert {"python", "torch", "transformers", "tokenizers", "normlab", "system", "device"} <= set(
         manifest["environment"]
     )

@@ -1,7 +1,8 @@
 """Text in, fixed-length blocks of token ids out: one road for every corpus.
 
 `load_corpus(source)`   builds (or finds in the cache) the packed train and held-out splits
-`Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, the unigram entropy
+`Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, and the losses of
+                        models that only count
 `SOURCES`               corpora known by name, and what yields their documents
 `DEFAULT_CORPUS`        "stdlib": the Python standard library's source and pydoc topics, always at hand with no network
 
@@ -28,6 +29,7 @@ import numpy as np
 from normlab.errors import NormlabError
 from normlab.runs import full_disk_named
 from normlab.training.english import english_documents
+from normlab.training.ngrams import ngram_losses
 from normlab.training.stdlib import stdlib_documents
 from normlab.training.tokens import saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
 
@@ -44,7 +46,7 @@ SOURCES: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
 }
 DEFAULT_CHARACTERS = 100_000_000
 HELD_OUT_PERCENT = 5
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
 
 
@@ -56,6 +58,7 @@ class Corpus:
     content_hash: of every document, in order. tokenizer_hash: of the tokenizer's vocabulary, merges and normalisation.
     unigram_entropy: nats a token; cross-entropy of the held-out tokens under the add-one smoothed token frequencies of
     the train split. A model that does no better has learned nothing but how frequent each token is.
+    ngram_losses: (2, held-out blocks), nats a token; see `normlab.training.ngrams`, fitted on all of the train split.
     """
 
     source: str
@@ -67,6 +70,12 @@ class Corpus:
     content_hash: str
     tokenizer_hash: str
     unigram_entropy: float
+    ngram_losses: np.ndarray
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of one epoch."""
+        return self.train.size
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer, as transformers knows it."""
@@ -77,8 +86,18 @@ class Corpus:
     def spread(self, count: int) -> np.ndarray:
         """`count` held-out blocks, evenly spaced over the split: the same ones for every run. Fewer when the split is
         smaller."""
+        return self.held_out[self._spread_rows(count)].astype(np.int64)
+
+    def count_losses(self, count: int | None = None) -> dict[str, float]:
+        """`bigram_loss` and `trigram_loss` of the blocks `spread(count)`, by default of all held-out blocks, in nats a
+        token: to be compared with a model's loss on the same blocks."""
+        rows = self._spread_rows(len(self.held_out) if count is None else count)
+        bigram, trigram = self.ngram_losses[:, rows].mean(axis=1)
+        return {"bigram_loss": float(bigram), "trigram_loss": float(trigram)}
+
+    def _spread_rows(self, count: int) -> np.ndarray:
         count = min(count, len(self.held_out))
-        return self.held_out[np.linspace(0, len(self.held_out) - 1, count).round().astype(int)].astype(np.int64)
+        return np.linspace(0, len(self.held_out) - 1, count).round().astype(int)
 
     def identity(self) -> dict[str, Any]:
         """What a manifest keeps, so that numbers are only compared between equal corpora."""
@@ -88,6 +107,7 @@ class Corpus:
             "tokenizer_hash": self.tokenizer_hash,
             "vocab_size": self.vocab_size,
             "train_blocks": len(self.train),
+            "train_tokens": self.train_tokens,
             "held_out_blocks": len(self.held_out),
             "unigram_entropy": self.unigram_entropy,
         }
@@ -113,7 +133,7 @@ def load_corpus(
 ) -> Corpus:
     """Read, tokenize, pack and cache a corpus; a second call with the same content maps the cached files.
 
-    source: a name of SOURCES, a local .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, a directory
+    source: a name in SOURCES, a local .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, a folder
     of such files, or the name of a data set on the Hugging Face hub, read as a stream ("name" or "name:configuration").
     tokenizer: directory or hub name of a saved tokenizer; None trains a byte-level BPE of `vocab_size` on the train
     split.
@@ -172,6 +192,7 @@ def _open(path: Path, source: str) -> Corpus:
         facts["content_hash"],
         facts["tokenizer_hash"],
         facts["unigram_entropy"],
+        np.load(path / "ngram_losses.npy"),
     )
 
 
@@ -204,6 +225,8 @@ def _build(
                     f"corpus {source!r} is too small: {len(ids)} {name} tokens, one block has {block_length}"
                 )
             _write_blocks(staging / f"{split}.arrow", ids, block_length)
+        blocks = _blocks(tokens["held_out"], block_length)
+        np.save(staging / "ngram_losses.npy", ngram_losses(tokens["train"], blocks, len(fast)))
         facts = {
             "source": source,
             "block_length": block_length,
@@ -346,12 +369,17 @@ def _source_key(source: str) -> str:
     return digest.hexdigest()
 
 
+def _blocks(ids: np.ndarray, block_length: int) -> np.ndarray:
+    """The stream in rows; what does not fill a row is left out."""
+    return ids[: len(ids) // block_length * block_length].reshape(-1, block_length)
+
+
 def _write_blocks(path: Path, ids: np.ndarray, block_length: int) -> None:
     """One record batch, so that the memory-mapped column is a single array."""
     import pyarrow as pa
 
-    usable = len(ids) // block_length * block_length
-    blocks = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(ids[:usable]), block_length)})
+    flat = _blocks(ids, block_length).reshape(-1)
+    blocks = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(flat), block_length)})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, blocks.schema) as writer:
         writer.write_table(blocks)
 

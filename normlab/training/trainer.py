@@ -252,9 +252,11 @@ def _run(
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     manifest |= _verdict(log, stop.diverged, corpus.unigram_entropy)
+    tokens = trainer.state.global_step * config.tokens_per_step
     manifest |= {
         "steps": trainer.state.global_step,
-        "tokens": trainer.state.global_step * config.tokens_per_step,
+        "tokens": tokens,
+        "epochs": tokens / corpus.train_tokens,
         "model": _model_facts(model.config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "measured": {
