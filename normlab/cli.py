@@ -185,6 +185,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from normlab.labels import COUNTED
     from normlab.training.config import TrainConfig
     from normlab.training.trainer import train, train_from_manifest
 
@@ -198,8 +199,9 @@ def _train(options: argparse.Namespace) -> int:
         run = train_from_manifest(options.from_manifest, options.out, **shared)
     else:
         run = train(TrainConfig(**{**given, "model": _model_fields(options.model or [])}), options.out, **shared)
-    entropy = run.manifest["corpus"]["unigram_entropy"]
-    print(f"{run.path}: {run.status}, eval loss {run.eval_loss:.4f} (unigram entropy {entropy:.4f}), nats a token")
+    losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"], **run.manifest}
+    beside = ", ".join(f"{label} {losses[name]:.4f}" for name, label in COUNTED.items() if losses[name] is not None)
+    print(f"{run.path}: {run.status}, eval loss {run.eval_loss:.4f} ({beside}), nats a token")
     return 0
 
 

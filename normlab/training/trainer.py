@@ -251,7 +251,8 @@ def _run(
     trainer.train(resume_from_checkpoint=str(latest) if latest else None)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
-    manifest |= _verdict(log, stop.diverged, corpus.unigram_entropy)
+    counted = corpus.count_losses(config.eval_blocks)
+    manifest |= _verdict(log, stop.diverged, counted["trigram_loss"]) | counted
     tokens = trainer.state.global_step * config.tokens_per_step
     manifest |= {
         "steps": trainer.state.global_step,
@@ -283,13 +284,13 @@ def _model_facts(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config.to_diff_dict().items() if name not in ("architectures", "dtype")}
 
 
-def _verdict(log: RunLog, stopped: bool, entropy: float) -> dict[str, Any]:
+def _verdict(log: RunLog, stopped: bool, trigram_loss: float) -> dict[str, Any]:
     """status and the last held-out loss (None when it is not finite, or was never measured: then learning is taken for
-    granted)."""
+    granted). Learned is what a trigram model of the training text does not predict as well on the same blocks."""
     loss = log.last("loss", "eval")
     if stopped or (loss is not None and not math.isfinite(loss)):
         return {"status": "diverged", "eval_loss": None}
-    return {"status": "not_learned" if loss is not None and loss >= entropy else "finished", "eval_loss": loss}
+    return {"status": "not_learned" if loss is not None and loss >= trigram_loss else "finished", "eval_loss": loss}
 
 
 @contextlib.contextmanager
