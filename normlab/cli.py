@@ -34,7 +34,7 @@ TRAIN_HELP = {
     "clip": "largest gradient norm",
     "beta1": "AdamW's first moment",
     "beta2": "AdamW's second moment",
-    "corpus": "stdlib; a .txt, .jsonl, .jsonl.gz or .parquet file, or a directory of them; a data set on the hub",
+    "corpus": "stdlib; english; a .txt, .jsonl, .jsonl.gz or .parquet file, or a folder of them; a hub data set",
     "tokenizer": "directory or hub name of a tokenizer; default: train a byte-level BPE on the corpus",
     "vocab_size": "of the tokenizer to train",
     "text_column": "column that holds the text",
@@ -195,6 +195,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from normlab.labels import COUNTED
     from normlab.training.config import TrainConfig
     from normlab.training.trainer import train, train_from_manifest
 
@@ -208,8 +209,9 @@ def _train(options: argparse.Namespace) -> int:
         run = train_from_manifest(options.from_manifest, options.out, **shared)
     else:
         run = train(TrainConfig(**{**given, "model": _model_fields(options.model or [])}), options.out, **shared)
-    entropy = run.manifest["corpus"]["unigram_entropy"]
-    print(f"{run.path}: {run.status}, eval loss {run.eval_loss:.4f} (unigram entropy {entropy:.4f}), nats a token")
+    losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"], **run.manifest}
+    beside = ", ".join(f"{label} {losses[name]:.4f}" for name, label in COUNTED.items() if losses[name] is not None)
+    print(f"{run.path}: {run.status}, eval loss {run.eval_loss:.4f} ({beside}), nats a token")
     return 0
 
 

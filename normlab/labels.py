@@ -51,12 +51,36 @@ _ROWS = (
         "cross-entropy of the held-out text under token frequencies alone",
         False,
     ),
+    Metric(
+        "bigram_loss",
+        "bigram loss",
+        "nats per token",
+        "loss of a Witten-Bell bigram model of the training text on the same held-out blocks",
+        False,
+    ),
+    Metric(
+        "trigram_loss",
+        "trigram loss",
+        "nats per token",
+        "loss of a Witten-Bell trigram model of the training text on the same held-out blocks; a run that is not below"
+        " it has not learned",
+        False,
+    ),
 )
 
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}
 
 # Measured once for the whole model, so the table gives them no layer.
-OF_THE_MODEL = frozenset({"loss", "grad_norm", "learning_rate", "tokens_per_s", "unigram_entropy"})
+OF_THE_MODEL = frozenset(
+    {"loss", "grad_norm", "learning_rate", "tokens_per_s", "unigram_entropy", "bigram_loss", "trigram_loss"}
+)
+
+# Losses of models that only count, from the highest down: the lines that loss figures draw.
+COUNTED: dict[str, str] = {
+    "unigram_entropy": "unigram entropy",
+    "bigram_loss": "bigram loss",
+    "trigram_loss": "trigram loss",
+}
 
 SITES: dict[str, str] = {
     "block_out": "block output",

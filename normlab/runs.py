@@ -33,7 +33,7 @@ from normlab.errors import NormlabError
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PARTIAL, SEARCH = ".partial", "search"
 MANIFEST, STATS, WEIGHTS = "manifest.json", "stats.parquet", "model.safetensors"
 EXPERIMENTS = "experiments.parquet"
@@ -42,6 +42,7 @@ STATS_COLUMNS = ["step", "tokens", "split", "site", "layer", "metric", "mask", "
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 EXPERIMENT_COLUMNS = ["metric", "part", "layer", "other", "value", "standard_error"]
 MANIFEST_KEYS = ("run", "status", "eval_loss", "config", "corpus", "measured")
+COUNT_LOSSES = ("bigram_loss", "trigram_loss")  # keys of a manifest since schema version 2
 STATUSES = ("finished", "diverged", "not_learned")
 
 
@@ -58,8 +59,8 @@ class Run:
 
     @property
     def status(self) -> str:
-        """ "finished"; "diverged": the loss became non-finite; "not_learned": the eval loss never fell below the
-        unigram entropy."""
+        """ "finished"; "diverged": the loss became non-finite; "not_learned": the eval loss after the last step is not
+        below `trigram_loss` (in runs that do not know it: not below the unigram entropy)."""
         return self.manifest["status"]
 
     @property
@@ -67,12 +68,19 @@ class Run:
         """Held-out loss after the last step, in nats a token; NaN for a diverged run."""
         return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
 
+    @property
+    def trigram_loss(self) -> float | None:
+        """Loss of a trigram model of the training text on the blocks of `eval_loss`, in nats a token
+        (`normlab.training.ngrams`); None for a run of schema version 1."""
+        return self.manifest["trigram_loss"]
+
     def table(self) -> pd.DataFrame:
         """This run's rows of the long table (columns COLUMNS).
 
-        Beside what stats.parquet holds, two rows at the last step: the held-out unigram entropy (split "eval") and the
-        training speed (split "train", median over steps of tokens_per_s); speed is kept out of the Parquet file so that
-        it is the same file whenever the run is repeated.
+        Beside what stats.parquet holds, rows at the last step: the held-out unigram entropy and the bigram and trigram
+        losses (split "eval"; the last two where the run knows them), and the training speed (split "train", median over
+        steps of tokens_per_s); speed is kept out of the Parquet file so that it is the same file whenever the run is
+        repeated.
         """
         import pandas as pd
 
@@ -89,6 +97,7 @@ class Run:
         last = stats[["step", "tokens"]].max()
         extra = {
             "unigram_entropy": ("eval", self.manifest["corpus"]["unigram_entropy"]),
+            **{name: ("eval", self.manifest[name]) for name in COUNT_LOSSES},
             "tokens_per_s": ("train", self.manifest["measured"]["tokens_per_s"]),
         }
         rows = [
@@ -151,16 +160,32 @@ def read_run(path: str | Path) -> Run:
         raise NormlabError(
             f"run {path}: {MANIFEST} cannot be read ({_first_line(error)}); delete the run and train it again"
         ) from error
-    if version != SCHEMA_VERSION:
+    if version not in (1, SCHEMA_VERSION):
         raise NormlabError(
-            f"run {path} has schema version {version}, this normlab reads {SCHEMA_VERSION}; "
+            f"run {path} has schema version {version}, this normlab reads 1 and {SCHEMA_VERSION}; "
             "train it again or use the version that made it"
         )
-    if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
+    needed = MANIFEST_KEYS if version == 1 else MANIFEST_KEYS + COUNT_LOSSES
+    if missing := [key for key in needed if key not in manifest]:
         raise NormlabError(f"run {path}: {MANIFEST} lacks {', '.join(missing)}; delete the run and train it again")
+    if version == 1:
+        manifest = _migrated(manifest)
     if (path / WEIGHTS).is_file():
         _check_weights(path)
     return Run(path, manifest)
+
+
+def _migrated(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of schema version 1 as one of version 2: bigram and trigram losses were not known, so the status is
+    what was made of the unigram entropy; epochs follow from what it says."""
+    tokens = manifest["corpus"]["train_blocks"] * manifest["config"]["block_length"]
+    return {
+        **manifest,
+        **dict.fromkeys(COUNT_LOSSES),
+        "schema": SCHEMA_VERSION,
+        "corpus": {**manifest["corpus"], "train_tokens": tokens},
+        "epochs": manifest["tokens"] / tokens,
+    }
 
 
 def _check_weights(path: Path) -> None:
@@ -192,9 +217,10 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
     Columns: run scheme depth width seed lr status | step tokens split site layer metric mask value. step: optimizer
     steps done (0: before training). tokens: trained so far. split: "train", "eval" or "probe". site "model": loss,
-    grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy; other sites as `normlab.probes` names
-    them. layer: 0 the embeddings, 1..L the blocks, missing where it means nothing. mask: "all", or "no_first" without
-    each row's first token. `.attrs["configs"]` has each run's training configuration, as JSON.
+    grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy, and bigram_loss and trigram_loss where
+    the run knows them; other sites as `normlab.probes` names them. layer: 0 the embeddings, 1..L the blocks, missing
+    where it means nothing. mask: "all", or "no_first" without each row's first token. `.attrs["configs"]` has each
+    run's training configuration, as JSON.
 
     A run that cannot be read is named in a warning and left out; NormlabError when none is left.
     """

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from normlab.errors import NormlabError
+from normlab.labels import COUNTED
 from normlab.schemes import SCHEMES
 
 NEEDED = (
@@ -57,9 +58,11 @@ def checked(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row a run, indexed by its id: `scheme depth width seed lr status steps train_loss eval_loss unigram_entropy`.
+    """One row a run, indexed by its id: `scheme depth width seed lr status steps train_loss eval_loss unigram_entropy
+    bigram_loss trigram_loss`.
 
-    Losses are those of the last step at which they were logged; a diverged run has an infinite eval loss.
+    Losses are those of the last step at which they were logged; a diverged run has an infinite eval loss. Bigram and
+    trigram losses are missing for runs that do not know them.
     """
     checked(runs)
     about = runs.groupby("run", observed=True)[["scheme", "depth", "width", "seed", "lr", "status"]].first()
@@ -68,7 +71,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     for column, metric, split in (
         ("train_loss", "loss", "train"),
         ("eval_loss", "loss", "eval"),
-        ("unigram_entropy", "unigram_entropy", None),
+        *((metric, metric, None) for metric in COUNTED),
     ):
         rows = model[model["metric"] == metric]
         if split is not None:

@@ -27,6 +27,7 @@ def write_runs(root: Path, **options: Any) -> Path:
         config |= {key: int(first[key]) for key in ("depth", "width", "seed")} | {"heads": 1}
         manifest = {"schema": SCHEMA_VERSION, "run": str(name), "status": str(first["status"]), "config": config}
         manifest |= {"corpus": {"unigram_entropy": UNIGRAM}, "measured": {"tokens_per_s": 100.0}, "eval_loss": None}
+        manifest |= {"bigram_loss": None, "trigram_loss": None}
         (folder / MANIFEST).write_text(json.dumps(manifest))
         stats = rows[rows["metric"] != "unigram_entropy"][STATS_COLUMNS]
         stats.to_parquet(folder / STATS, index=False)

@@ -65,6 +65,26 @@ def test_loss_curves_show_both_splits_and_the_unigram_entropy():
     assert any("LNS 4.400" in a.text for a in figure.layout.annotations)
 
 
+def with_counted(runs: pd.DataFrame, **levels: float) -> pd.DataFrame:
+    """The table, with runs that know those losses."""
+    known = runs[runs["metric"] == "unigram_entropy"]
+    return pd.concat([runs, *(known.assign(metric=name, value=value) for name, value in levels.items())])
+
+
+@pytest.mark.parametrize("draw", [loss_curves, depth_scaling])
+def test_loss_figures_draw_and_name_what_counting_achieves(draw):
+    figure = draw(with_counted(table(), bigram_loss=5.25, trigram_loss=4.5))
+    levels = [shape.y0 for shape in figure.layout.shapes if shape.y0]
+    assert sorted(set(levels)) == [4.5, 5.25, UNIGRAM]
+    words = text_of(figure)
+    assert "dotted: held-out unigram entropy 6.00, bigram loss 5.25, trigram loss 4.50" in words
+    labels = [a.text for a in figure.layout.annotations]
+    assert "trigram loss 4.50" in labels
+    # the panel that is enlarged reaches down to the lowest of them, not up to the highest
+    low, high = (figure.layout.yaxis2 if draw is loss_curves else figure.layout.yaxis).range
+    assert low < 4.5 < high < UNIGRAM and "unigram entropy 6.00" not in labels
+
+
 def test_failed_runs_are_marked_wherever_they_appear():
     runs = table(statuses={("lns", 4): "diverged", ("pre_rmsnorm", 4): "not_learned"})
     for figure in (layer_growth(runs), loss_curves(runs), growth_before_after(runs)):

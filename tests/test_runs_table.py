@@ -13,6 +13,8 @@ import pandas as pd
 import pytest
 
 from normlab import NormlabError, load_runs, runs
+from normlab.selection import summarize
+from normlab.training.config import TrainConfig, require_same
 
 
 def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
@@ -37,6 +39,8 @@ def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
         "eval_loss": 2.0,
         "config": {"scheme": "bhyt", "depth": 1, "width": 8, "seed": 0, "lr": 0.1},
         "corpus": {"unigram_entropy": 6.5},
+        "bigram_loss": 4.5,
+        "trigram_loss": 4.0,
         "measured": {"tokens_per_s": 100.0, "wall_s": 1.0},
     }
     runs.write_json(path / runs.MANIFEST, {**content, **manifest})
@@ -66,16 +70,11 @@ def test_the_table_holds_every_value_once(tmp_path: Path) -> None:
     assert not table.duplicated(["run", "step", "split", "site", "layer", "metric", "mask"]).any()
 
 
-def test_entropy_and_speed_are_rows_of_the_last_step(tmp_path: Path) -> None:
+def test_what_counting_achieves_and_speed_are_rows_of_the_last_step(tmp_path: Path) -> None:
     make_run(tmp_path)
     table = load_runs(tmp_path).set_index("metric")
-    assert tuple(table.loc["unigram_entropy", ["step", "tokens", "split", "site", "value"]]) == (
-        3,
-        30,
-        "eval",
-        "model",
-        6.5,
-    )
+    for metric, value in {"unigram_entropy": 6.5, "bigram_loss": 4.5, "trigram_loss": 4.0}.items():
+        assert tuple(table.loc[metric, ["step", "tokens", "split", "site", "value"]]) == (3, 30, "eval", "model", value)
     assert tuple(table.loc["tokens_per_s", ["step", "tokens", "split", "site", "value"]]) == (
         3,
         30,
@@ -115,8 +114,51 @@ DAMAGE = {
     "empty manifest": (runs.MANIFEST, lambda path: path.write_text(""), "manifest.json cannot be read"),
     "manifest that is no object": (runs.MANIFEST, lambda path: path.write_text("[1]"), "manifest.json cannot be read"),
     "incomplete manifest": (runs.MANIFEST, lambda path: path.write_text('{"schema": 1}'), "manifest.json lacks"),
-    "other version": (runs.MANIFEST, _set_schema, "has schema version 99, this normlab reads 1"),
+    "other version": (runs.MANIFEST, _set_schema, "has schema version 99, this normlab reads 1 and 2"),
 }
+
+
+def make_run_of_schema_1(root: Path) -> Path:
+    """A run as version 1 of the schema had it."""
+    identity = {"train_blocks": 50, "held_out_blocks": 4, "unigram_entropy": 6.5}
+    config = {"scheme": "bhyt", "depth": 1, "width": 32, "seed": 0, "lr": 0.1, "block_length": 16}
+    path = make_run(root, schema=1, tokens=1600, corpus=identity, config=config)
+    manifest = json.loads((path / runs.MANIFEST).read_text())
+    runs.write_json(path / runs.MANIFEST, {k: v for k, v in manifest.items() if k not in runs.COUNT_LOSSES})
+    return path
+
+
+def test_a_run_of_schema_1_is_read_with_the_status_it_was_written_with(tmp_path: Path) -> None:
+    path = make_run_of_schema_1(tmp_path)
+    run = runs.read_run(path)
+    assert run.trigram_loss is None and run.manifest["bigram_loss"] is None and run.status == "finished"
+    assert run.manifest["schema"] == runs.SCHEMA_VERSION
+    assert run.manifest["corpus"]["train_tokens"] == 800 and run.manifest["epochs"] == 2.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = load_runs(tmp_path)
+    assert {"unigram_entropy", "tokens_per_s"} == set(table.metric) - {"loss", "token_l2_mean"}
+    about = summarize(table)
+    assert about["unigram_entropy"].tolist() == [6.5]
+    assert about[["bigram_loss", "trigram_loss"]].isna().all(axis=None)
+
+
+def test_a_run_of_schema_1_is_the_same_run_still(tmp_path: Path) -> None:
+    manifest = runs.read_run(make_run_of_schema_1(tmp_path)).manifest
+    config = TrainConfig.from_dict(manifest["config"])
+    identity = {"train_blocks": 50, "train_tokens": 800, "held_out_blocks": 4, "unigram_entropy": 6.5}
+    require_same(manifest, config, identity)
+    with pytest.raises(NormlabError, match="has train_blocks 50, here it is 51"):
+        require_same(manifest, config, identity | {"train_blocks": 51})
+
+
+def test_a_run_of_schema_2_needs_its_counted_losses(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    manifest = json.loads((path / runs.MANIFEST).read_text())
+    del manifest["trigram_loss"]
+    runs.write_json(path / runs.MANIFEST, manifest)
+    with pytest.raises(NormlabError, match="manifest.json lacks trigram_loss"):
+        runs.read_run(path)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_helpers import tiny
+from training_helpers import WORDS, tiny
 
 from normlab import runs
 from normlab.schemes import SCHEMES
@@ -202,14 +203,37 @@ def test_a_run_whose_loss_is_not_finite_stops_and_is_kept(text: Path, go: Callab
     assert go(tiny(text, scheme="pre_rmsnorm", lr=1e30, steps=50, eval_every=10), tmp_path).path == run.path
 
 
-def test_a_loss_that_stays_above_the_unigram_entropy_is_marked(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text: Path, go: Callable, tmp_path: Path) -> None:
     run = go(tiny(text, lr=1e-9, steps=2), tmp_path)
     assert run.status == "not_learned"
-    assert run.eval_loss > run.manifest["corpus"]["unigram_entropy"]
+    assert run.eval_loss > run.trigram_loss
     assert set(run.table().status) == {"not_learned"}
 
 
-def test_a_loss_below_the_unigram_entropy_counts_as_learned(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_loss_below_the_unigram_entropy_alone_is_not_learned(text: Path, go: Callable, tmp_path: Path) -> None:
     run = go(tiny(text, scheme="pre_rmsnorm", lr=1e-2, steps=80, batch_size=8, probe_every=0, eval_every=80), tmp_path)
+    assert run.trigram_loss < run.eval_loss < run.manifest["corpus"]["unigram_entropy"]
+    assert run.status == "not_learned"
+
+
+def test_a_loss_below_the_trigram_loss_counts_as_learned(go: Callable, tmp_path: Path) -> None:
+    choose = random.Random(0)
+    # Eleven sentences, over and over, of which a trigram model is too sure when it meets a twelfth.
+    sentences = [" ".join(choose.choices(WORDS, k=40)) for _ in range(12)]
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(choose.choice(sentences) for _ in range(300)))
+    config = tiny(path, scheme="pre_rmsnorm", lr=1e-2, steps=100, batch_size=8, probe_every=0, eval_every=100)
+    run = go(config, tmp_path / "out")
     assert run.status == "finished"
-    assert run.eval_loss < run.manifest["corpus"]["unigram_entropy"]
+    assert run.eval_loss < run.trigram_loss - 0.2
+
+
+def test_a_manifest_has_the_counted_losses_of_the_blocks_that_its_run_was_scored_on(
+    done: runs.Run, corpus: Corpus
+) -> None:
+    blocks = done.manifest["config"]["eval_blocks"]
+    assert blocks < len(corpus.held_out)
+    counted = {name: done.manifest[name] for name in runs.COUNT_LOSSES}
+    assert counted == corpus.count_losses(blocks) != corpus.count_losses()
+    table = done.table().query("split == 'eval' and metric in @counted")
+    assert dict(zip(table.metric, table.value, strict=True)) == counted

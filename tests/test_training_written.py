@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ def test_a_manifest_tells_everything_that_the_numbers_depend_on(done: runs.Run, 
     manifest = json.loads((done.path / runs.MANIFEST).read_text())
     assert TrainConfig.from_dict(manifest["config"]).run_id == done.path.name == manifest["run"]
     assert manifest["corpus"] == corpus.identity()
+    assert manifest["epochs"] == manifest["tokens"] / corpus.train.size
     assert {"python", "torch", "transformers", "tokenizers", "normlab", "system", "device"} <= set(
         manifest["environment"]
     )
@@ -39,6 +42,25 @@ def test_a_manifest_tells_everything_that_the_numbers_depend_on(done: runs.Run, 
     assert manifest["model"]["scheme"] == "bhyt" and manifest["model"]["lam_input"] == 2.0
     assert manifest["parameters"] == sum(p.numel() for p in done.load_model().parameters())
     assert set(manifest["measured"]) == {"wall_s", "tokens_per_s", "resumed_from_step"}
+
+
+def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(
+    done: runs.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = done.manifest["commit"]
+    assert found is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", found)
+    package = tmp_path / "normlab"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(normlab, "__file__", str(package / "__init__.py"))
+    assert trainer_module.commit() is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b@c"]
+    for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    clean = trainer_module.commit()
+    assert clean is not None and re.fullmatch("[0-9a-f]{40}", clean)
+    (package / "__init__.py").write_text("changed")
+    assert trainer_module.commit() == f"{clean}-dirty"
 
 
 def test_the_command_in_a_manifest_gives_its_configuration(text: Path) -> None:

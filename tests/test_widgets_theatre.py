@@ -195,7 +195,12 @@ def test_a_long_curve_is_thinned_by_means_and_gaps_stay_gaps():
     few = thinned(pairs)
     assert len(few) <= MOST_POINTS and few[-1][0] == 10_000 and {value for _, value in few[:-1]} <= {0.48, 0.5, 0.52}
     figure = blank(["bhyt"], depth=2)
-    scene = Scene(train=[(1, 5.0), (2, float("nan"))], first=[(0, 1.0)], last=[(0, 1.0), (1, 0.0)], unigram_entropy=4.0)
+    scene = Scene(
+        train=[(1, 5.0), (2, float("nan"))],
+        first=[(0, 1.0)],
+        last=[(0, 1.0), (1, 0.0)],
+        levels={"unigram_entropy": 4.0},
+    )
     redraw(figure, {"bhyt": scene}, "token_l2_mean", "block_out")
     lines = {trace.name: trace for trace in figure.data}
     assert list(lines["bhyt train"].y) == [5.0, None] and list(lines["unigram entropy"].y) == [4.0, 4.0]

@@ -1,4 +1,4 @@
-"""Losses by training step (B2) and by depth (C5), beside the unigram entropy that a model must beat to have learned."""
+"""Losses by training step (B2) and by depth (C5), beside those of models that only count: unigram, bigram, trigram."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from plotly.subplots import make_subplots
 
 from normlab.compare import interval, last_values, paired
 from normlab.figures import theme
-from normlab.labels import metric_row
+from normlab.labels import COUNTED, metric_row
 from normlab.selection import DIVERGED, FINISHED, NOT_LEARNED, Selection, choose, in_order
 
 _MARGIN = dict(l=70, r=190, t=112, b=64)
 _LOSS = metric_row("loss")
-_DOTTED = "dotted: held-out unigram entropy"
 
 
 def loss_curves(
@@ -29,8 +28,9 @@ def loss_curves(
 ) -> go.Figure:
     """Training and held-out loss by step, one line a scheme (B2).
 
-    Lines are means over seeds, thin ones single seeds. The dotted line is the held-out unigram entropy: what token
-    frequencies alone achieve. A scheme whose runs end above it is marked "not learned".
+    Lines are means over seeds, thin ones single seeds. Dotted lines are held-out losses of models that only count: the
+    unigram entropy, and the bigram and trigram losses where the runs know them. A scheme whose runs did not come below
+    the lowest of them is marked "not learned".
     """
     title = "Loss by training step"
     chosen = choose(runs, depth, width, schemes)
@@ -51,17 +51,18 @@ def loss_curves(
         for name in chosen.schemes:
             _add_curves(figure, part[part["scheme"] == name], name, split, window if split == "train" else 1, column)
     ends = _ends(chosen, parts["eval"] if len(parts["eval"]) else parts["train"])
-    unigram = _unigram(chosen)
-    level = [] if unigram is None else [unigram]
-    _mark_unigram(figure, unigram, ends, columns=(1, 2))
+    levels = _levels(chosen)
     # Runs differ by hundredths after falling by several nats: the second panel shows the end, from just above the
-    # unigram entropy.
+    # lowest level.
     closer = theme.axis_bounds(
-        [*(label.y for label in ends), *level, *_values_of(figure, "eval", largest=False)], False
+        [*(label.y for label in ends), *_lowest(levels), *_values_of(figure, "eval", largest=False)], False
     )
+    ends += _mark_levels(figure, levels, closer, columns=(1, 2))
     if closer is not None:
         figure.update_yaxes(
-            range=theme.axis_bounds([*_values_of(figure, "train"), *_values_of(figure, "eval"), *level], False, 0.03),
+            range=theme.axis_bounds(
+                [*_values_of(figure, "train"), *_values_of(figure, "eval"), *levels.values()], False, 0.03
+            ),
             col=1,
         )
         figure.update_yaxes(range=closer, col=2)
@@ -70,7 +71,7 @@ def loss_curves(
     figure.update_yaxes(title_text=_LOSS.axis, col=1)
     margin = _MARGIN | dict(r=theme.label_room(ends))
     figure.update_layout(showlegend=False, margin=margin, hovermode="closest")
-    return theme.titled(figure, title, f"{chosen.describe()} · {_DOTTED}", height)
+    return theme.titled(figure, title, f"{chosen.describe()} · {_dotted(levels)}", height)
 
 
 def _by_step(rows: pd.DataFrame) -> pd.DataFrame:
@@ -127,20 +128,35 @@ def _ends(chosen: Selection, part: pd.DataFrame) -> list[theme.EndLabel]:
     return labels
 
 
-def _unigram(chosen: Selection) -> float | None:
-    entropy = chosen.runs["unigram_entropy"].dropna()
-    return float(entropy.mean()) if len(entropy) else None
+def _levels(chosen: Selection) -> dict[str, float]:
+    """Losses of models that only count, by name: those that the runs know."""
+    known = {label: chosen.runs[metric].dropna() for metric, label in COUNTED.items()}
+    return {label: float(values.mean()) for label, values in known.items() if len(values)}
 
 
-def _mark_unigram(
-    figure: go.Figure, entropy: float | None, labels: list[theme.EndLabel], columns: Sequence[int]
-) -> None:
-    """A dotted line in those panels, and a label for its end among the others."""
-    if entropy is None:
-        return
-    for column in columns:
-        figure.add_hline(y=entropy, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"), row=1, col=column)
-    labels.append(theme.EndLabel(entropy, f"unigram entropy {entropy:.2f}", theme.NEUTRAL))
+def _lowest(levels: dict[str, float]) -> list[float]:
+    return [min(levels.values())] if levels else []
+
+
+def _mark_levels(
+    figure: go.Figure, levels: dict[str, float], bounds: tuple[float, float] | None, columns: Sequence[int]
+) -> list[theme.EndLabel]:
+    """Dotted lines in those panels, and labels for the ends of those that a panel of these bounds shows."""
+    for level in levels.values():
+        for column in columns:
+            figure.add_hline(y=level, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"), row=1, col=column)
+    return [
+        theme.EndLabel(level, f"{label} {level:.2f}", theme.NEUTRAL)
+        for label, level in levels.items()
+        if bounds is None or bounds[0] <= level <= bounds[1]
+    ]
+
+
+def _dotted(levels: dict[str, float]) -> str:
+    """The dotted lines in words, and where they are: some may lie outside the panel that has labels."""
+    if len(levels) < 2:
+        return "dotted: held-out unigram entropy"
+    return "dotted: held-out " + ", ".join(f"{label} {level:.2f}" for label, level in levels.items())
 
 
 def _values_of(figure: go.Figure, split: str, largest: bool = True) -> list[float]:
@@ -179,16 +195,15 @@ def depth_scaling(
     figure.update_annotations(font=dict(size=13))
     height = 580
     pixels = height - _MARGIN["t"] - _MARGIN["b"]
-    unigram = _unigram(chosen)
-    bounds = theme.axis_bounds(
-        [*points["low"], *points["high"], *points["mean"], *([] if unigram is None else [unigram])], False
-    ) or (0.0, 1.0)
+    levels = _levels(chosen)
+    drawn = [*points["low"], *points["high"], *points["mean"], *_lowest(levels)]
+    bounds = theme.axis_bounds(drawn, False) or (0.0, 1.0)
     for name in chosen.schemes:
         shift = _sideways(chosen.schemes, name)
         _add_depth_line(figure, points[points["scheme"] == name], name, bounds[1], shift)
     figure.update_yaxes(range=bounds, title_text=_LOSS.axis, col=1)
     labels = _last_labels(points, chosen.depths[-1])
-    _mark_unigram(figure, unigram, labels, columns=(1,))
+    labels += _mark_levels(figure, levels, bounds, columns=(1,))
     theme.label_ends(figure, labels, bounds, pixels, False)
     _add_differences(figure, chosen, base, level, pixels)
     depths = chosen.depths
@@ -198,7 +213,7 @@ def depth_scaling(
         type="log", tickvals=depths, ticktext=[str(d) for d in depths], title_text="depth (blocks)", range=span
     )
     figure.update_layout(showlegend=False, margin=_MARGIN)
-    marks = f"bars: {level:.0%} interval over seeds · ○ not learned, × diverged · {_DOTTED}"
+    marks = f"bars: {level:.0%} interval over seeds · ○ not learned, × diverged · {_dotted(levels)}"
     return theme.titled(figure, title, f"{chosen.describe()}<br>{marks}", height)
 
 

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.figures import theme as look
-from normlab.labels import SITES, metric_row
+from normlab.labels import COUNTED, SITES, metric_row
 
 HEIGHT = 440
 MOST_POINTS = 400  # a curve has no more: a page draws thousands of them slowly, and shows no more
@@ -28,6 +28,7 @@ class Scene:
         train, held_out: (step, loss) in order of the steps.
         first, last: (layer, value) of the profile before training and of the latest one.
         step: when the latest profile was measured.
+        levels: losses of models that only count, by the names in `normlab.labels.COUNTED`.
     """
 
     train: Sequence[tuple[int, float]] = ()
@@ -35,7 +36,7 @@ class Scene:
     first: Sequence[tuple[int, float]] = ()
     last: Sequence[tuple[int, float]] = ()
     step: int = 0
-    unigram_entropy: float | None = field(default=None)
+    levels: Mapping[str, float] = field(default_factory=dict)
 
 
 def blank(schemes: Sequence[str], depth: int, theme: str = "light") -> go.Figure:
@@ -72,8 +73,20 @@ def blank(schemes: Sequence[str], depth: int, theme: str = "light") -> go.Figure
             name=f"{name} last", mode="lines", line=dict(color=color, width=2.2, dash=style.dash), **layers
         )
     neutral = dict(color=look.NEUTRAL, width=1.4, dash="dot")
-    hover = "unigram entropy %{y:.3f}: above it nothing is learned<extra></extra>"
-    figure.add_scatter(name="unigram entropy", mode="lines", line=neutral, hovertemplate=hover, row=1, col=1)
+    for metric, label in COUNTED.items():
+        hover = f"{label} %{{y:.3f}}<br><i>{metric_row(metric).definition}</i><extra></extra>"
+        figure.add_scatter(
+            name=label,
+            mode="lines+text",
+            line=neutral,
+            text=["", f" {label.split()[0]}"],
+            textposition="middle right",
+            textfont=dict(color=look.NEUTRAL, size=12),
+            cliponaxis=False,
+            hovertemplate=hover,
+            row=1,
+            col=1,
+        )
     for column in (1, 2):
         figure.add_scatter(
             name=f"labels {column}",
@@ -111,11 +124,14 @@ def redraw(figure: go.Figure, scenes: Mapping[str, Scene], metric: str, site: st
             traces[f"{name} {part}"].hovertemplate = _hover(name, metric, when)
     done = max([step for scene in scenes.values() for step, _ in (*scene.train[-1:], *scene.held_out[-1:])], default=0)
     figure.layout.xaxis.range = [0, max(done, _LEAST_STEPS)]
-    _draw_entropy(traces["unigram entropy"], scenes, figure.layout.xaxis.range[1])
+    levels = {name: level for scene in scenes.values() for name, level in scene.levels.items()}
+    for name, label in COUNTED.items():
+        known = name in levels
+        ends = [0, figure.layout.xaxis.range[1]] if known else []
+        traces[label].update(x=ends, y=[levels[name]] * 2 if known else [])
     losses = {name: scene.held_out or thinned(scene.train) for name, scene in scenes.items()}
     drawn = [value for scene in scenes.values() for _, value in (*thinned(scene.train), *scene.held_out)]
-    entropies = [scene.unigram_entropy for scene in scenes.values() if scene.unigram_entropy is not None]
-    _scale(figure.layout.yaxis, traces["labels 1"], [*drawn, *entropies], losses, False, theme)
+    _scale(figure.layout.yaxis, traces["labels 1"], [*drawn, *levels.values()], losses, False, theme)
     row = metric_row(metric)
     profiles = {name: scene.last for name, scene in scenes.items()}
     shown = [value for scene in scenes.values() for _, value in (*scene.first, *scene.last)]
@@ -124,7 +140,7 @@ def redraw(figure: go.Figure, scenes: Mapping[str, Scene], metric: str, site: st
     figure.layout.yaxis2.title.text = row.axis
     steps = sorted({scene.step for scene in scenes.values() if scene.last})
     when = " and ".join(f"{step:,}" for step in steps)
-    figure.layout.annotations[0].text = "loss: training thin, held out thick; dotted: unigram entropy"
+    figure.layout.annotations[0].text = "loss: training thin, held out thick; dotted: n-gram models"
     figure.layout.annotations[1].text = f"{SITES.get(site, site)}" + (f", step {when}; dotted: before" if steps else "")
 
 
@@ -145,11 +161,6 @@ def _hover(name: str, metric: str, when: str) -> str:
     row, style = metric_row(metric), look.style_of(name)
     said = f"<b>{style.title}</b>, {when}<br>layer %{{x}}: %{{y:.4~g}}"
     return f"{said}<br><i>{row.name}: {row.definition}</i><extra></extra>"
-
-
-def _draw_entropy(trace: go.Scatter, scenes: Mapping[str, Scene], last: float) -> None:
-    levels = [scene.unigram_entropy for scene in scenes.values() if scene.unigram_entropy is not None]
-    trace.update(x=[0, last] if levels else [], y=[levels[0]] * 2 if levels else [])
 
 
 def _scale(

@@ -49,6 +49,7 @@ class BackgroundRun:
         step: optimizer steps done.
         reason: one line that says why it failed.
         run: the ended `normlab.runs.Run`.
+        levels: losses of models that only count, by their metrics' names, once they are known.
     """
 
     _context: ClassVar[Any] = multiprocessing.get_context("spawn")  # a fork would copy locks that threads hold
@@ -66,7 +67,7 @@ class BackgroundRun:
         self.config, self.out, self.cache_dir = config, Path(out), cache_dir
         self.state, self.step, self.reason = READY, 0, ""
         self.run: runs.Run | None = None
-        self.unigram_entropy: float | None = None
+        self.levels: dict[str, float] = {}
         self._changed = changed
         self._condition = threading.Condition(threading.RLock())
         self._points: dict[Place, list[Point]] = defaultdict(list)
@@ -135,6 +136,11 @@ class BackgroundRun:
         process = self._process
         return process.pid if process is not None else None
 
+    @property
+    def unigram_entropy(self) -> float | None:
+        """That of the corpus, once it is known."""
+        return self.levels.get("unigram_entropy")
+
     def points(self, split: str, site: str, metric: str, mask: str = "all") -> list[Point]:
         """(step, layer, value) of everything measured there so far, in order."""
         with self._condition:
@@ -201,8 +207,8 @@ class BackgroundRun:
                 getattr(self, f"_heard_{what}")(*rest)
             self._condition.notify_all()
 
-    def _heard_corpus(self, unigram_entropy: float) -> None:
-        self.unigram_entropy = unigram_entropy
+    def _heard_corpus(self, levels: dict[str, float]) -> None:
+        self.levels = levels
 
     def _heard_began(self, step: int, rows: list[tuple]) -> None:
         self._points.clear()  # a run that goes on sends what it had measured at its checkpoint
@@ -236,7 +242,8 @@ class BackgroundRun:
         for split, site, metric, mask, step, layer, value in frame[columns].itertuples(index=False, name=None):
             at = int(layer) if pd.notna(layer) else None
             self._points[split, site, metric, mask].append((int(step), at, float(value)))
-        self.unigram_entropy = self.run.manifest["corpus"]["unigram_entropy"]
+        ends = frame[frame["metric"].isin(["unigram_entropy", *runs.COUNT_LOSSES])]
+        self.levels = dict(zip(ends["metric"], ends["value"].astype(float), strict=True))
         self.state, self.step = self.run.status, int(frame["step"].max())
 
 
@@ -295,7 +302,9 @@ def _trained(config: TrainConfig, out: str, cache_dir: str | None, pipe: Any) ->
     from normlab.training.corpus import corpus_of
     from normlab.training.trainer import train
 
-    pipe.send(("corpus", corpus_of(config, cache_dir).unigram_entropy))
+    corpus = corpus_of(config, cache_dir)
+    counted = corpus.count_losses(config.eval_blocks, config.held_out)
+    pipe.send(("corpus", {"unigram_entropy": corpus.unigram_entropy, **counted}))
     try:
         run = train(config, out, cache_dir=cache_dir, progress=False, watch=_Watcher(pipe))
     except RunStopped:

@@ -1,13 +1,15 @@
 """Text in, fixed-length blocks of token ids out: one road for every corpus.
 
 `load_corpus(source)`   builds (or finds in the cache) the packed train and held-out splits
-`Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, the unigram entropy
+`Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, and the losses of
+                        models that only count
+`SOURCES`               corpora known by name, and what yields their documents
 `DEFAULT_CORPUS`        "stdlib": the Python standard library's source and pydoc topics, always at hand with no network
 
 Every source becomes a streamed `datasets.IterableDataset` of documents with two columns, `key` and `text`; after that
 there is one code path. A document belongs to the held-out split when a hash of its key falls into the last 5%: a file's
-path for the standard library, the text itself for every other source, so a duplicate never sits in both splits and the
-order of reading does not matter.
+path for the standard library, a work's name for `english`, the text itself for every other source, so a duplicate never
+sits in both splits and the order of reading does not matter.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +28,8 @@ import numpy as np
 
 from normlab.errors import NormlabError
 from normlab.runs import full_disk_named
+from normlab.training.english import english_documents
+from normlab.training.ngrams import ngram_losses
 from normlab.training.stdlib import stdlib_documents
 from normlab.training.tokens import saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
 
@@ -35,10 +40,14 @@ if TYPE_CHECKING:
     from normlab.training.config import TrainConfig
 
 DEFAULT_CORPUS = "stdlib"
+SOURCES: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
+    DEFAULT_CORPUS: stdlib_documents,
+    "english": english_documents,
+}
 DEFAULT_CHARACTERS = 100_000_000
 HELD_OUT_PERCENT = 5
 HELD_OUT = ("all", "validation", "test")  # which held-out blocks: every one, every second from the first, the others
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
 
 
@@ -50,6 +59,7 @@ class Corpus:
     content_hash: of every document, in order. tokenizer_hash: of the tokenizer's vocabulary, merges and normalisation.
     unigram_entropy: nats a token; cross-entropy of the held-out tokens under the add-one smoothed token frequencies of
     the train split. A model that does no better has learned nothing but how frequent each token is.
+    ngram_losses: (2, held-out blocks), nats a token; see `normlab.training.ngrams`, fitted on all of the train split.
     """
 
     source: str
@@ -61,6 +71,12 @@ class Corpus:
     content_hash: str
     tokenizer_hash: str
     unigram_entropy: float
+    ngram_losses: np.ndarray
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of one epoch."""
+        return self.train.size
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer, as transformers knows it."""
@@ -71,10 +87,20 @@ class Corpus:
     def spread(self, count: int, held_out: str = "all") -> np.ndarray:
         """`count` held-out blocks, evenly spaced over the split or over one half of it ("validation", "test"): the same
         ones for every run. Fewer when there are fewer."""
+        return self.held_out[self._spread_rows(count, held_out)].astype(np.int64)
+
+    def count_losses(self, count: int | None = None, held_out: str = "all") -> dict[str, float]:
+        """`bigram_loss` and `trigram_loss` of the blocks `spread(count, held_out)`, by default of all held-out blocks,
+        in nats a token: to be compared with a model's loss on the same blocks."""
+        rows = self._spread_rows(len(self.held_out) if count is None else count, held_out)
+        bigram, trigram = self.ngram_losses[:, rows].mean(axis=1)
+        return {"bigram_loss": float(bigram), "trigram_loss": float(trigram)}
+
+    def _spread_rows(self, count: int, held_out: str) -> np.ndarray:
         first, step = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}[held_out]
-        blocks = self.held_out[first::step]
-        count = min(count, len(blocks))
-        return blocks[np.linspace(0, len(blocks) - 1, count).round().astype(int)].astype(np.int64)
+        rows = np.arange(first, len(self.held_out), step)
+        count = min(count, len(rows))
+        return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
 
     def identity(self) -> dict[str, Any]:
         """What a manifest keeps, so that numbers are only compared between equal corpora."""
@@ -84,6 +110,7 @@ class Corpus:
             "tokenizer_hash": self.tokenizer_hash,
             "vocab_size": self.vocab_size,
             "train_blocks": len(self.train),
+            "train_tokens": self.train_tokens,
             "held_out_blocks": len(self.held_out),
             "unigram_entropy": self.unigram_entropy,
         }
@@ -109,8 +136,8 @@ def load_corpus(
 ) -> Corpus:
     """Read, tokenize, pack and cache a corpus; a second call with the same content maps the cached files.
 
-    source: "stdlib", a local .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, a directory of such
-    files, or the name of a data set on the Hugging Face hub, read as a stream ("name" or "name:configuration").
+    source: a name in SOURCES, a local .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, a folder
+    of such files, or the name of a data set on the Hugging Face hub, read as a stream ("name" or "name:configuration").
     tokenizer: directory or hub name of a saved tokenizer; None trains a byte-level BPE of `vocab_size` on the train
     split.
     characters: read at most so much text. Hub data sets are cached by name: they are not read again to see whether they
@@ -168,6 +195,7 @@ def _open(path: Path, source: str) -> Corpus:
         facts["content_hash"],
         facts["tokenizer_hash"],
         facts["unigram_entropy"],
+        np.load(path / "ngram_losses.npy"),
     )
 
 
@@ -200,6 +228,8 @@ def _build(
                     f"corpus {source!r} is too small: {len(ids)} {name} tokens, one block has {block_length}"
                 )
             _write_blocks(staging / f"{split}.arrow", ids, block_length)
+        blocks = _blocks(tokens["held_out"], block_length)
+        np.save(staging / "ngram_losses.npy", ngram_losses(tokens["train"], blocks, len(fast)))
         facts = {
             "source": source,
             "block_length": block_length,
@@ -227,8 +257,8 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
     source."""
     import datasets
 
-    if source == DEFAULT_CORPUS:
-        return datasets.IterableDataset.from_generator(stdlib_documents)
+    if source in SOURCES:
+        return datasets.IterableDataset.from_generator(SOURCES[source])
     files = _local_files(source)
     if files:
         builder = BUILDERS[_suffix(files[0])]
@@ -314,7 +344,7 @@ def _local_files(source: str) -> list[Path]:
 
 def _check_text(source: str) -> None:
     """Refuse a binary .txt or .jsonl: a NUL byte never occurs in text, and readers only fail on it later, obscurely."""
-    if source == DEFAULT_CORPUS:
+    if source in SOURCES:
         return
     for path in _local_files(source):
         if path.stat().st_size == 0:
@@ -329,8 +359,8 @@ def _source_key(source: str) -> str:
     """What decides whether a cached corpus still stands for its source: the bytes of local files, the name of a hub
     data set."""
     digest = hashlib.sha256()
-    if source == DEFAULT_CORPUS:
-        for document in stdlib_documents():
+    if source in SOURCES:
+        for document in SOURCES[source]():
             digest.update(document["key"].encode() + b"\0" + document["text"].encode("utf-8", "surrogatepass") + b"\0")
         return digest.hexdigest()
     files = _local_files(source)
@@ -342,12 +372,17 @@ def _source_key(source: str) -> str:
     return digest.hexdigest()
 
 
+def _blocks(ids: np.ndarray, block_length: int) -> np.ndarray:
+    """The stream in rows; what does not fill a row is left out."""
+    return ids[: len(ids) // block_length * block_length].reshape(-1, block_length)
+
+
 def _write_blocks(path: Path, ids: np.ndarray, block_length: int) -> None:
     """One record batch, so that the memory-mapped column is a single array."""
     import pyarrow as pa
 
-    usable = len(ids) // block_length * block_length
-    blocks = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(ids[:usable]), block_length)})
+    flat = _blocks(ids, block_length).reshape(-1)
+    blocks = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(flat), block_length)})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, blocks.schema) as writer:
         writer.write_table(blocks)
 

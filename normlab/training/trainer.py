@@ -18,6 +18,7 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,13 +262,16 @@ def _run(
     trainer.train(resume_from_checkpoint=str(latest) if latest else None)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
-    manifest |= _verdict(log, stop.diverged, corpus.unigram_entropy)
+    counted = corpus.count_losses(config.eval_blocks, config.held_out)
+    manifest |= _verdict(log, stop.diverged, counted["trigram_loss"]) | counted
     found = None
     if config.experiment_blocks and not stop.diverged:
         found = experiments(model, corpus.spread(config.experiment_blocks, config.held_out))
+    tokens = trainer.state.global_step * config.tokens_per_step
     manifest |= {
         "steps": trainer.state.global_step,
-        "tokens": trainer.state.global_step * config.tokens_per_step,
+        "tokens": tokens,
+        "epochs": tokens / corpus.train_tokens,
         "model": _model_facts(model.config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "measured": {
@@ -296,13 +300,13 @@ def _model_facts(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config.to_diff_dict().items() if name not in ("architectures", "dtype")}
 
 
-def _verdict(log: RunLog, stopped: bool, entropy: float) -> dict[str, Any]:
+def _verdict(log: RunLog, stopped: bool, trigram_loss: float) -> dict[str, Any]:
     """status and the last held-out loss (None when it is not finite, or was never measured: then learning is taken for
-    granted)."""
+    granted). Learned is what a trigram model of the training text does not predict as well on the same blocks."""
     loss = log.last("loss", "eval")
     if stopped or (loss is not None and not math.isfinite(loss)):
         return {"status": "diverged", "eval_loss": None}
-    return {"status": "not_learned" if loss is not None and loss >= entropy else "finished", "eval_loss": loss}
+    return {"status": "not_learned" if loss is not None and loss >= trigram_loss else "finished", "eval_loss": loss}
 
 
 @contextlib.contextmanager
@@ -378,8 +382,20 @@ def _manifest(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
         "config": config.to_dict(),
         "corpus": corpus.identity(),
         "environment": environment(),
+        "commit": commit(),
         "command": f"normlab train {shlex.join(config.to_arguments())}",
     }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this code is in, with "-dirty" where tracked files differ from it; None outside
+    one."""
+    git = ["git", "-C", str(Path(normlab.__file__).parent)]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], check=True, capture_output=True)
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+    return None
 
 
 def environment() -> dict[str, str]:

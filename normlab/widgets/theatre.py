@@ -195,7 +195,7 @@ def _scene(run: BackgroundRun, profile: Sequence[Point], step: int) -> Scene:
     )
     start = min((at for at, _, _ in profile), default=0)
     first, last = ([(layer or 0, value) for at, layer, value in profile if at == when] for when in (start, step))
-    return Scene(train, held_out, first, last, step, run.unigram_entropy)
+    return Scene(train, held_out, first, last, step, run.levels)
 
 
 def _sentence(run: BackgroundRun, scene: Scene) -> str:
