@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -10,24 +9,22 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import training_helpers
-from training_helpers import TINY, tiny, write_run, write_text
+from sweep_helpers import InProcess, quiet_sweep, small_preset
+from training_helpers import tiny, write_run, write_text
 
 import normlab
 from normlab import NormlabError, runs
-from normlab.schemes import SCHEMES
 from normlab.training import sweep as sweep_module
 from normlab.training import workers as workers_module
 from normlab.training.config import TrainConfig
-from normlab.training.plan import plan
-from normlab.training.presets import PRESETS, Part, Preset, Search, get_preset
-from normlab.training.sweep import default_workers, planned, sweep
+from normlab.training.sweep import default_workers, sweep
 
 
 @pytest.fixture
@@ -40,173 +37,15 @@ def configs(text: Path) -> list[TrainConfig]:
     return [tiny(text, seed=seed) for seed in range(4)]
 
 
-class InProcess:
-    """In place of the workers: writes runs at once and remembers the order.
-
-    `losses`: final held-out loss by learning rate, or a function of the configuration. `failing`: which runs raise.
-    """
-
-    def __init__(
-        self,
-        losses: dict[float, float | None] | Callable[[TrainConfig], float | None] | None = None,
-        failing: Callable[[TrainConfig], bool] = lambda config: False,
-    ) -> None:
-        table = losses or {}
-        self.loss = table if callable(table) else lambda config: table.get(config.lr, 2.0)
-        self.failing = failing
-        self.started: list[TrainConfig] = []
-
-    def __call__(self, configs: Sequence[TrainConfig], out: Path, workers: Any, cache_dir: Any) -> Iterator[tuple]:
-        for config in configs:
-            self.started.append(config)
-            if self.failing(config):
-                yield config, RuntimeError("it broke\nin many lines")
-            else:
-                yield config, runs.read_run(write_run(config, out, self.loss(config)))
-
-
-def _sweep(what: Any, tmp_path: Path, **options: Any) -> sweep_module.SweepResult:
-    return sweep(what, tmp_path / "out", cache_dir=tmp_path / "cache", progress=False, **options)
-
-
-def _preset(text: Path, **fields: Any) -> Preset:
-    shared = {name: value for name, value in TINY.items() if name != "depth"} | {"corpus": str(text)}
-    defaults = dict(
-        parts=(Part({1: 2, 2: 2, 4: 1}, ("lns", "bhyt")),),
-        rate=Search((0.1, 0.2, 0.4), (2,), {"seed": 9, "held_out": "validation"}),
-    )
-    return Preset("test", **{**defaults, "fields": shared, **fields})
-
-
-# --- which runs ---
-
-
-def test_preset_trained_is_the_promised_sweep() -> None:
-    preset = get_preset("trained")
-    core, further, *deep = preset.parts
-    assert set(core.schemes) >= {"pre_rmsnorm", "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain"}
-    assert core.depths == {4: 3, 8: 1, 16: 3} and set(further.depths) == {4, 16}
-    assert set(further.schemes) >= {
-        "peri_ln",
-        "dyt",
-        "pre_rmsnorm_scaled_init",
-        "mix_ln",
-        "post_rmsnorm",
-        "bhyt_linear",
-    }
-    assert [(set(part.depths), len(part.schemes)) for part in deep] == [({32}, 4), ({64}, 2)]
-    plan = planned(preset)
-    reported = [config for what, config in plan if what == "runs"]
-    search = [config for what, config in plan if what == "search"]
-    assert min(c.steps * c.tokens_per_step for c in reported) >= 6e6 and all(c.experiment_blocks for c in reported)
-    assert {(c.scheme, c.depth) for c in search} == {
-        (s, d) for p in (core, further) for s in p.schemes for d in (4, 16)
-    }
-    assert not {c.seed for c in reported} & {c.seed for c in search}
-    assert ({c.held_out for c in reported}, {c.held_out for c in search}) == ({"test"}, {"validation"})
-    assert {c.depth for c in reported if c.keep_weights} == {8}
-
-
-def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
-    plan = planned(get_preset("tiny"))
-    assert {what for what, _ in plan} == {"runs"}
-    schemes, depths = ({getattr(c, name) for _, c in plan} for name in ("scheme", "depth"))
-    assert len(schemes) >= 6 and len(depths) >= 3 and len(plan) == len(schemes) * len(depths)
-    assert {scheme.name for scheme in SCHEMES.values() if scheme.is_control} <= schemes
-    assert {c.width for _, c in plan} == {128}
-
-
-def test_every_preset_names_known_schemes() -> None:
-    assert all(set(part.schemes) <= set(SCHEMES) for preset in PRESETS.values() for part in preset.parts)
-    with pytest.raises(NormlabError, match="unknown scheme"):
-        get_preset("tiny").only(("nonorm",), None)
-    with pytest.raises(NormlabError, match=f"unknown preset 'huge'; known are {', '.join(PRESETS)}"):
-        get_preset("huge")
-
-
-def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part() -> None:
-    parts = (Part({4: 3, 16: 3}, ("lns", "bhyt")), Part({32: 1}, ("lns",)))
-    preset = Preset("test", parts, 0.1)
-    chosen = preset.only(("bhyt", "dyt"), (32, 4, 7))
-    assert [(part.schemes, dict(part.depths)) for part in chosen.parts] == [(("bhyt", "dyt"), {32: 1, 4: 3, 7: 1})]
-    assert [dict(part.depths) for part in preset.only(None, (32, 4)).parts] == [{4: 3}, {32: 1}]
-
-
-def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = InProcess({0.1: 3.0, 0.2: 2.0, 0.4: None})
-    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
-    result = _sweep(_preset(text), tmp_path)
-    assert result.learning_rates == {("lns", 2): 0.2, ("bhyt", 2): 0.2}
-    searched, rest = fake.started[:6], fake.started[6:]
-    assert {(c.scheme, c.lr) for c in searched} == {(s, lr) for s in ("lns", "bhyt") for lr in (0.1, 0.2, 0.4)}
-    assert {(c.depth, c.seed, c.held_out) for c in searched} == {(2, 9, "validation")}
-    order = [(0, 1), (0, 2), (0, 4), (1, 1), (1, 2)]
-    assert [(c.seed, c.depth) for c in rest] == [pair for pair in order for _ in range(2)]
-    assert {(c.lr, c.held_out) for c in rest} == {(0.2, "all")}
-    assert len(result.runs) == 10 and not result.failures
-    assert not any(c.keep_weights for c in fake.started)
-    there = set(normlab.load_runs(tmp_path / "out")["run"])
-    assert there == {c.run_id for c in rest}, "runs of the search are not reported"
-    assert set(normlab.load_runs(tmp_path / "out" / runs.SEARCH)["run"]) == {c.run_id for c in searched}
-
-
-def test_the_grid_of_rates_grows_until_the_best_lies_inside(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    best = {("lns", 2): 0.05, ("bhyt", 2): 0.2, ("lns", 4): 1.6, ("bhyt", 4): 0.4}
-    fake = InProcess(lambda config: abs(math.log(config.lr / best[config.scheme, 2 if config.depth < 4 else 4])))
-    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
-    preset = _preset(text, rate=Search((0.1, 0.2, 0.4), (2, 4)))
-    result = _sweep(preset, tmp_path)
-    assert result.learning_rates == best
-    tried = {pair: {c.lr for c in fake.started if c.seed == 0 and (c.scheme, c.depth) == pair} for pair in best}
-    assert tried["lns", 2] == {0.025, 0.05, 0.1, 0.2, 0.4} and tried["lns", 4] == {0.1, 0.2, 0.4, 0.8, 1.6, 3.2}
-    assert {(c.depth, c.lr) for c in fake.started if c.scheme == "lns" and c.seed == 1} == {(1, 0.05), (2, 0.05)}
-
-
-def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_for_ever() -> None:
-    search = Search((0.1, 0.2, 0.4), (2,))
-    assert search.next_rate({0.1: math.inf, 0.2: math.inf, 0.4: math.inf}) is None
-    losses = {0.1: 3.0, 0.2: 2.0, 0.4: 1.0}
-    while (rate := search.next_rate(losses)) is not None:
-        losses[rate] = min(losses.values()) - 1
-    assert sorted(losses) == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4]
-    assert search.next_rate({0.1: 1.0, 0.2: 1.0, 0.4: 2.0}) == 0.05, "a tie goes to the smaller rate"
-
-
-def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it() -> None:
-    search = Search((0.1,), (4, 16))
-    assert [search.depth_for(depth) for depth in (2, 4, 8, 15, 16, 64)] == [4, 4, 4, 4, 16, 16]
-
-
-def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Path) -> None:
-    preset = _preset(text)
-    out = tmp_path / "out"
-    first = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
-    assert not out.exists() and not first.table["done"].any() and (first.table["hours"] > 0).all()
-    order = [(what, config.run_id) for what, config in planned(preset, threads=1, keep_weights=False)]
-    assert list(first.table[["what", "run"]].itertuples(index=False, name=None)) == order
-    searched = [config for what, config in planned(preset, threads=1) if what == "search"]
-    write_run(searched[0], out / runs.SEARCH, measured={"wall_s": 7200.0, "resumed_from_step": 0, "tokens_per_s": 1.0})
-    second = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
-    at_two = second.table[second.table["depth"] == 2]
-    assert set(at_two["hours"]) == {2.0}, "finished runs of that shape say how long one takes"
-    assert list(second.table["done"]) == [row.run == searched[0].run_id for row in second.table.itertuples()]
-    words = second.in_words()
-    assert words.startswith("   6 search depth 2 ") and "16 runs, " in words and "with 2 workers" in words
-
-
 def test_a_sweep_started_again_trains_only_what_is_missing(
     configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = InProcess(failing=lambda config: config.seed == 2)
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
-    first = _sweep(configs, tmp_path)
+    first = quiet_sweep(configs, tmp_path)
     assert len(fake.started) == 4 and list(first.failures) == [configs[2].run_id]
     fake.failing = lambda config: False
-    second = _sweep(configs, tmp_path)
+    second = quiet_sweep(configs, tmp_path)
     assert fake.started[4:] == [replace(configs[2], threads=default_workers()[1])]
     assert [run.name for run in second.runs] == [config.run_id for config in configs] and not second.failures
 
@@ -216,7 +55,7 @@ def test_a_failing_run_is_reported_and_stops_no_other(
 ) -> None:
     fake = InProcess(failing=lambda config: config.seed == 0)
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
-    result = _sweep(configs, tmp_path)
+    result = quiet_sweep(configs, tmp_path)
     assert [run.name for run in result.runs] == [config.run_id for config in configs[1:]]
     assert result.failures == {configs[0].run_id: "RuntimeError: it broke"}
 
@@ -226,7 +65,7 @@ def test_a_scheme_whose_search_failed_is_left_out_of_the_grid(
 ) -> None:
     fake = InProcess(failing=lambda config: config.scheme == "lns")
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
-    result = _sweep(_preset(text), tmp_path)
+    result = quiet_sweep(small_preset(text), tmp_path)
     assert {run.manifest["config"]["scheme"] for run in result.runs} == {"bhyt"}
     assert len(result.failures) == 3
 
@@ -244,7 +83,7 @@ def test_a_damaged_or_different_run_in_the_way_is_a_failure_of_that_run(
         out / configs[1].run_id / runs.MANIFEST,
         runs.read_run(out / configs[1].run_id).manifest | {"corpus": corpus | {"content_hash": "other"}},
     )
-    result = _sweep(configs, tmp_path)
+    result = quiet_sweep(configs, tmp_path)
     assert len(result.runs) == 2
     assert "manifest.json cannot be read" in result.failures[configs[0].run_id]
     assert "has content_hash 'other'" in result.failures[configs[1].run_id]
@@ -269,7 +108,7 @@ def test_bad_input_is_refused_before_any_run_starts(
 ) -> None:
     monkeypatch.setattr(sweep_module, "finish_in_any_order", lambda *_: pytest.fail("started"))
     with pytest.raises(NormlabError, match="does not exist"):
-        _sweep([tiny(tmp_path / "missing.txt")], tmp_path)
+        quiet_sweep([tiny(tmp_path / "missing.txt")], tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(NormlabError, match="is a file"):
         sweep([tiny(text)], tmp_path / "file", progress=False)
@@ -297,7 +136,7 @@ def test_a_killed_worker_costs_no_run(
     configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "train_one", training_helpers.die_the_first_time)
-    result = _sweep(configs[:3], tmp_path, workers=2, threads=1)
+    result = quiet_sweep(configs[:3], tmp_path, workers=2, threads=1)
     assert (tmp_path / "died-1").exists()
     assert len(result.runs) == 3 and not result.failures
 
@@ -306,7 +145,7 @@ def test_a_run_that_kills_its_worker_every_time_is_given_up_and_takes_no_other_w
     configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "train_one", training_helpers.always_die)
-    result = _sweep(configs[1:3], tmp_path, workers=2, threads=1)
+    result = quiet_sweep(configs[1:3], tmp_path, workers=2, threads=1)
     assert [run.name for run in result.runs] == [configs[2].run_id]  # that was in progress beside it
     assert list(result.failures) == [configs[1].run_id]
     assert "its process was killed" in result.failures[configs[1].run_id]
@@ -316,6 +155,7 @@ SLEEPING_SWEEP = """
 import signal
 import sys
 import training_helpers
+from sweep_helpers import InProcess, quiet_sweep, small_preset
 from pathlib import Path
 from normlab.training import workers
 from normlab.training.sweep import sweep
@@ -427,7 +267,7 @@ def test_ray_runs_what_processes_would(
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(workers_module, "train_one", _fail_one)
-    result = _sweep(configs, tmp_path, workers="ray", threads=3)
+    result = quiet_sweep(configs, tmp_path, workers="ray", threads=3)
     assert [run.name for run in result.runs] == [c.run_id for c in configs if c.seed != 1]
     assert result.failures == {configs[1].run_id: "this one cannot"}
     assert ray.cpus == [3] * 4 and not ray.running
@@ -438,12 +278,12 @@ def test_without_ray_the_message_names_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(NormlabError, match=r"pip install 'normlab\[ray\]'"):
-        _sweep(configs, tmp_path, workers="ray")
+        quiet_sweep(configs, tmp_path, workers="ray")
 
 
 @pytest.mark.slow
 def test_ray_itself_runs_a_sweep(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     configs = [tiny(text, seed=seed, keep_weights=False) for seed in range(2)]
-    result = _sweep(configs, tmp_path, workers="ray", threads=1)
+    result = quiet_sweep(configs, tmp_path, workers="ray", threads=1)
     assert [run.name for run in result.runs] == [config.run_id for config in configs], result.failures

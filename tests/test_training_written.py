@@ -22,6 +22,7 @@ from normlab import NormlabError, runs
 from normlab.training import trainer as trainer_module
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import Corpus
+from normlab.training.manifest import commit
 from normlab.training.trainer import train_from_manifest
 
 pytest_plugins = ["training_fixtures"]
@@ -44,23 +45,20 @@ def test_a_manifest_tells_everything_that_the_numbers_depend_on(done: runs.Run, 
     assert set(manifest["measured"]) == {"wall_s", "tokens_per_s", "resumed_from_step"}
 
 
-def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(
-    done: runs.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(done: runs.Run, tmp_path: Path) -> None:
     found = done.manifest["commit"]
     assert found is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", found)
     package = tmp_path / "normlab"
     package.mkdir()
     (package / "__init__.py").touch()
-    monkeypatch.setattr(normlab, "__file__", str(package / "__init__.py"))
-    assert trainer_module.commit() is None
+    assert commit(package) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b@c"]
     for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
-    clean = trainer_module.commit()
+    clean = commit(package)
     assert clean is not None and re.fullmatch("[0-9a-f]{40}", clean)
     (package / "__init__.py").write_text("changed")
-    assert trainer_module.commit() == f"{clean}-dirty"
+    assert commit(package) == f"{clean}-dirty"
 
 
 def test_the_command_in_a_manifest_gives_its_configuration(text: Path) -> None:

@@ -15,10 +15,7 @@ import functools
 import json
 import math
 import os
-import platform
-import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +29,6 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-import normlab
 from normlab import runs
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
@@ -50,6 +46,7 @@ from normlab.training.callbacks import (
 from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.experiments import experiments
+from normlab.training.manifest import manifest_of
 from normlab.training.precision import autocast, require_compiler, use_fast_attention
 
 PARTIAL_MANIFEST = "partial.json"
@@ -220,7 +217,7 @@ def train(
             require_same(run.manifest, config, corpus.identity())
             shutil.rmtree(work, ignore_errors=True)
             return run
-        manifest = _manifest(config, corpus)
+        manifest = manifest_of(config, corpus)
         _prepare(work, manifest)
         with _settings(config.threads):
             _run(config, corpus, work, final, manifest, progress, watch)
@@ -373,43 +370,3 @@ def _prepare(work: Path, manifest: dict[str, Any]) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     runs.write_json(file, manifest)
-
-
-def _manifest(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
-    return {
-        "schema": runs.SCHEMA_VERSION,
-        "run": config.run_id,
-        "config": config.to_dict(),
-        "corpus": corpus.identity(),
-        "environment": environment(),
-        "commit": commit(),
-        "command": f"normlab train {shlex.join(config.to_arguments())}",
-    }
-
-
-def commit() -> str | None:
-    """The commit of the checkout that this code is in, with "-dirty" where tracked files differ from it; None outside
-    one."""
-    git = ["git", "-C", str(Path(normlab.__file__).parent)]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], check=True, capture_output=True)
-        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
-        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
-    return None
-
-
-def environment() -> dict[str, str]:
-    """Versions and machine: what else the last digits of a number depend on."""
-    import tokenizers
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-        "normlab": normlab.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }

@@ -1,0 +1,140 @@
+"""Which runs a preset stands for, in which order, at which learning rates, and how long they will take."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from sweep_helpers import InProcess, quiet_sweep, small_preset
+from training_helpers import write_run, write_text
+
+import normlab
+from normlab import NormlabError, runs
+from normlab.schemes import SCHEMES
+from normlab.training import sweep as sweep_module
+from normlab.training.plan import plan
+from normlab.training.presets import PRESETS, Part, Preset, Search, get_preset
+from normlab.training.sweep import planned
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def test_preset_trained_is_the_promisedquiet_sweep() -> None:
+    preset = get_preset("trained")
+    core, further, *deep = preset.parts
+    assert set(core.schemes) >= {"pre_rmsnorm", "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain"}
+    assert core.depths == {4: 3, 8: 1, 16: 3} and set(further.depths) == {4, 16}
+    assert set(further.schemes) >= {
+        "peri_ln",
+        "dyt",
+        "pre_rmsnorm_scaled_init",
+        "mix_ln",
+        "post_rmsnorm",
+        "bhyt_linear",
+    }
+    assert [(set(part.depths), len(part.schemes)) for part in deep] == [({32}, 4), ({64}, 2)]
+    plan = planned(preset)
+    reported = [config for what, config in plan if what == "runs"]
+    search = [config for what, config in plan if what == "search"]
+    assert min(c.steps * c.tokens_per_step for c in reported) >= 6e6 and all(c.experiment_blocks for c in reported)
+    assert {(c.scheme, c.depth) for c in search} == {
+        (s, d) for p in (core, further) for s in p.schemes for d in (4, 16)
+    }
+    assert not {c.seed for c in reported} & {c.seed for c in search}
+    assert ({c.held_out for c in reported}, {c.held_out for c in search}) == ({"test"}, {"validation"})
+    assert {c.depth for c in reported if c.keep_weights} == {8}
+
+
+def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
+    plan = planned(get_preset("tiny"))
+    assert {what for what, _ in plan} == {"runs"}
+    schemes, depths = ({getattr(c, name) for _, c in plan} for name in ("scheme", "depth"))
+    assert len(schemes) >= 6 and len(depths) >= 3 and len(plan) == len(schemes) * len(depths)
+    assert {scheme.name for scheme in SCHEMES.values() if scheme.is_control} <= schemes
+    assert {c.width for _, c in plan} == {128}
+
+
+def test_every_preset_names_known_schemes() -> None:
+    assert all(set(part.schemes) <= set(SCHEMES) for preset in PRESETS.values() for part in preset.parts)
+    with pytest.raises(NormlabError, match="unknown scheme"):
+        get_preset("tiny").only(("nonorm",), None)
+    with pytest.raises(NormlabError, match=f"unknown preset 'huge'; known are {', '.join(PRESETS)}"):
+        get_preset("huge")
+
+
+def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part() -> None:
+    parts = (Part({4: 3, 16: 3}, ("lns", "bhyt")), Part({32: 1}, ("lns",)))
+    preset = Preset("test", parts, 0.1)
+    chosen = preset.only(("bhyt", "dyt"), (32, 4, 7))
+    assert [(part.schemes, dict(part.depths)) for part in chosen.parts] == [(("bhyt", "dyt"), {32: 1, 4: 3, 7: 1})]
+    assert [dict(part.depths) for part in preset.only(None, (32, 4)).parts] == [{4: 3}, {32: 1}]
+
+
+def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = InProcess({0.1: 3.0, 0.2: 2.0, 0.4: None})
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    result = quiet_sweep(small_preset(text), tmp_path)
+    assert result.learning_rates == {("lns", 2): 0.2, ("bhyt", 2): 0.2}
+    searched, rest = fake.started[:6], fake.started[6:]
+    assert {(c.scheme, c.lr) for c in searched} == {(s, lr) for s in ("lns", "bhyt") for lr in (0.1, 0.2, 0.4)}
+    assert {(c.depth, c.seed, c.held_out) for c in searched} == {(2, 9, "validation")}
+    order = [(0, 1), (0, 2), (0, 4), (1, 1), (1, 2)]
+    assert [(c.seed, c.depth) for c in rest] == [pair for pair in order for _ in range(2)]
+    assert {(c.lr, c.held_out) for c in rest} == {(0.2, "all")}
+    assert len(result.runs) == 10 and not result.failures
+    assert not any(c.keep_weights for c in fake.started)
+    there = set(normlab.load_runs(tmp_path / "out")["run"])
+    assert there == {c.run_id for c in rest}, "runs of the search are not reported"
+    assert set(normlab.load_runs(tmp_path / "out" / runs.SEARCH)["run"]) == {c.run_id for c in searched}
+
+
+def test_the_grid_of_rates_grows_until_the_best_lies_inside(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = {("lns", 2): 0.05, ("bhyt", 2): 0.2, ("lns", 4): 1.6, ("bhyt", 4): 0.4}
+    fake = InProcess(lambda config: abs(math.log(config.lr / best[config.scheme, 2 if config.depth < 4 else 4])))
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    preset = small_preset(text, rate=Search((0.1, 0.2, 0.4), (2, 4)))
+    result = quiet_sweep(preset, tmp_path)
+    assert result.learning_rates == best
+    tried = {pair: {c.lr for c in fake.started if c.seed == 0 and (c.scheme, c.depth) == pair} for pair in best}
+    assert tried["lns", 2] == {0.025, 0.05, 0.1, 0.2, 0.4} and tried["lns", 4] == {0.1, 0.2, 0.4, 0.8, 1.6, 3.2}
+    assert {(c.depth, c.lr) for c in fake.started if c.scheme == "lns" and c.seed == 1} == {(1, 0.05), (2, 0.05)}
+
+
+def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_for_ever() -> None:
+    search = Search((0.1, 0.2, 0.4), (2,))
+    assert search.next_rate({0.1: math.inf, 0.2: math.inf, 0.4: math.inf}) is None
+    losses = {0.1: 3.0, 0.2: 2.0, 0.4: 1.0}
+    while (rate := search.next_rate(losses)) is not None:
+        losses[rate] = min(losses.values()) - 1
+    assert sorted(losses) == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4]
+    assert search.next_rate({0.1: 1.0, 0.2: 1.0, 0.4: 2.0}) == 0.05, "a tie goes to the smaller rate"
+
+
+def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it() -> None:
+    search = Search((0.1,), (4, 16))
+    assert [search.depth_for(depth) for depth in (2, 4, 8, 15, 16, 64)] == [4, 4, 4, 4, 16, 16]
+
+
+def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Path) -> None:
+    preset = small_preset(text)
+    out = tmp_path / "out"
+    first = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    assert not out.exists() and not first.table["done"].any() and (first.table["hours"] > 0).all()
+    order = [(what, config.run_id) for what, config in planned(preset, threads=1, keep_weights=False)]
+    assert list(first.table[["what", "run"]].itertuples(index=False, name=None)) == order
+    searched = [config for what, config in planned(preset, threads=1) if what == "search"]
+    write_run(searched[0], out / runs.SEARCH, measured={"wall_s": 7200.0, "resumed_from_step": 0, "tokens_per_s": 1.0})
+    second = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    at_two = second.table[second.table["depth"] == 2]
+    assert set(at_two["hours"]) == {2.0}, "finished runs of that shape say how long one takes"
+    assert list(second.table["done"]) == [row.run == searched[0].run_id for row in second.table.itertuples()]
+    words = second.in_words()
+    assert words.startswith("   6 search depth 2 ") and "16 runs, " in words and "with 2 workers" in words
