@@ -246,6 +246,11 @@ CORE = (BASELINE, "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain")  # of
 FURTHER = ("peri_ln", "dyt", "pre_rmsnorm_scaled_init", "mix_ln", "post_rmsnorm", "bhyt_linear")
 DEEP = (BASELINE, "lns", "bhyt_exact", "rmsnorm_gain")  # at depth 32
 DEEPEST = (BASELINE, "rmsnorm_gain")  # at depth 64
+# What a search tries beside the learning rate, where a scheme is known to hang on it: fields of TrainConfig.
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "dyt": ({}, {"model": {"alpha0": 0.5}}, {"model": {"alpha0": 0.25}}),
+    "post_rmsnorm": ({}, {"warmup": 0.3}),
+}
 PILOT = ("lns",)  # which text is learned furthest
 BOUND_AND_CONTROL = ("bhyt", "bhyt_linear")  # the same parameters, with the tanh and without
 GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it

@@ -181,7 +181,7 @@ def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(
     def fake(preset: Any, out: str, **options: Any) -> sweep_module.SweepResult:
         asked.update(options, preset=preset)
         run = runs.read_run(write_run(tiny(text), text.parent / "out"))
-        return sweep_module.SweepResult(Path(out), [run], {"other-run": "it broke"}, {("lns", 16): 0.1})
+        return sweep_module.SweepResult(Path(out), [run], {"other-run": "it broke"}, {})
 
     monkeypatch.setattr(sweep_module, "sweep", fake)
     flags = ["--preset", "small", "--schemes", "lns,bhyt", "--depths", "4,7", "--workers", "3", "--threads", "2"]

@@ -13,8 +13,9 @@ import normlab
 from normlab import NormlabError, runs
 from normlab.schemes import SCHEMES
 from normlab.training import sweep as sweep_module
+from normlab.training.config import TrainConfig
 from normlab.training.plan import plan
-from normlab.training.presets import PRESETS, Part, Preset, Search, get_preset
+from normlab.training.presets import PRESETS, Choice, Part, Preset, Search, get_preset
 from normlab.training.sweep import planned
 
 
@@ -80,7 +81,7 @@ def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
     fake = InProcess({0.1: 3.0, 0.2: 2.0, 0.4: None})
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     result = quiet_sweep(small_preset(text), tmp_path)
-    assert result.learning_rates == {("lns", 2): 0.2, ("bhyt", 2): 0.2}
+    assert result.choices == {("lns", 2): Choice(0.2), ("bhyt", 2): Choice(0.2)}
     searched, rest = fake.started[:6], fake.started[6:]
     assert {(c.scheme, c.lr) for c in searched} == {(s, lr) for s in ("lns", "bhyt") for lr in (0.1, 0.2, 0.4)}
     assert {(c.depth, c.seed, c.held_out) for c in searched} == {(2, 9, "validation")}
@@ -102,10 +103,30 @@ def test_the_grid_of_rates_grows_until_the_best_lies_inside(
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     preset = small_preset(text, rate=Search((0.1, 0.2, 0.4), (2, 4)))
     result = quiet_sweep(preset, tmp_path)
-    assert result.learning_rates == best
+    assert {pair: choice.lr for pair, choice in result.choices.items()} == best
     tried = {pair: {c.lr for c in fake.started if c.seed == 0 and (c.scheme, c.depth) == pair} for pair in best}
     assert tried["lns", 2] == {0.025, 0.05, 0.1, 0.2, 0.4} and tried["lns", 4] == {0.1, 0.2, 0.4, 0.8, 1.6, 3.2}
     assert {(c.depth, c.lr) for c in fake.started if c.scheme == "lns" and c.seed == 1} == {(1, 0.05), (2, 0.05)}
+
+
+def test_settings_of_a_scheme_are_searched_with_its_rate_and_the_best_are_kept(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = {1.0: 0.2, 0.5: 0.8, 0.25: 0.2}  # rate by alpha0, the loss lowest at 0.5
+
+    def loss(config: TrainConfig) -> float:
+        alpha = config.model.get("alpha0", 1.0)
+        return abs(math.log(config.lr / best[alpha])) + abs(alpha - 0.5)
+
+    fake = InProcess(loss)
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    result = quiet_sweep(small_preset(text, parts=(Part({2: 2}, ("dyt",)),)), tmp_path)
+    assert result.choices == {("dyt", 2): Choice(0.8, {"model": {"alpha0": 0.5}})}
+    searched = [c for c in fake.started if c.held_out == "validation"]
+    assert {c.model.get("alpha0") for c in searched} == {None, 0.5, 0.25} and len(searched) == 3 * 3 + 2
+    assert [(c.seed, c.lr, c.model) for c in fake.started[len(searched) :]] == [
+        (seed, 0.8, {"alpha0": 0.5}) for seed in (0, 1)
+    ]
 
 
 def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_for_ever() -> None:

@@ -17,6 +17,7 @@ from normlab.schemes import (
     GAIN_CONTROL,
     PILOT,
     SCHEMES,
+    SETTINGS,
     SHORT_LIST,
     get_scheme,
 )
@@ -50,11 +51,23 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a search settled on: the learning rate, and fields of TrainConfig where the scheme has settings to try."""
+
+    lr: float
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Choices = Mapping[tuple[str, int], Choice]  # by scheme and searched depth
+
+
+@dataclass(frozen=True)
 class Search:
-    """How a scheme's learning rate is found: every rate of the grid at every one of `depths`; where the lowest final
-    held-out loss is at an edge of the grid, the grid grows on that side, by the same ratio, until it lies inside
-    (by `MOST_GROWTH` rates at most). fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing
-    else uses.
+    """How a scheme's learning rate is found: every rate of the grid at every one of `depths`, under each of the
+    scheme's `SETTINGS`; where the lowest final held-out loss is at an edge of the grid, the grid grows on that side, by
+    the same ratio, until it lies inside (by `MOST_GROWTH` rates at most).
+
+    fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses.
 
     A depth takes the rate of the deepest searched depth not above it.
     """
@@ -62,6 +75,9 @@ class Search:
     rates: tuple[float, ...]
     depths: tuple[int, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self, scheme: str) -> tuple[Mapping[str, Any], ...]:
+        return SETTINGS.get(scheme, ({},))
 
     def depth_for(self, depth: int) -> int:
         return max((d for d in self.depths if d <= depth), default=min(self.depths))
@@ -114,38 +130,40 @@ class Preset:
         return TrainConfig(**(own | _laid_over(self.fields, more)))
 
     def searched(self, part: Part) -> list[tuple[str, int]]:
-        """(scheme, depth) of every learning rate that a part needs."""
+        """(scheme, depth) of every choice that a part needs."""
         if not isinstance(self.rate, Search):
             return []
         depths = sorted({self.rate.depth_for(depth) for depth in part.depths})
         return [(scheme, depth) for depth in depths for scheme in part.schemes]
 
-    def trial(self, part: Part, scheme: str, depth: int, lr: float, **more: Any) -> TrainConfig:
+    def trial(self, part: Part, scheme: str, depth: int, choice: Choice, **more: Any) -> TrainConfig:
         """A run of a part's search, of the scheme's first variant."""
         assert isinstance(self.rate, Search)
         variant = next(v for v in part.variants if scheme in (v.schemes or part.schemes))
-        fields = _laid_over(_laid_over(more, variant.fields), self.rate.fields)
-        return self.config(scheme, depth, 0, lr, {**fields, "keep_weights": False})
+        fields = {**more, "keep_weights": False}
+        for above in (variant.fields, choice.fields, self.rate.fields):
+            fields = _laid_over(fields, above)
+        return self.config(scheme, depth, 0, choice.lr, fields)
 
-    def grid(self, part: Part, rates: Mapping[tuple[str, int], float], **more: Any) -> list[TrainConfig]:
+    def grid(self, part: Part, choices: Choices, **more: Any) -> list[TrainConfig]:
         """A part's runs, in the order in which partial results say most: seed 0 at every depth first, shallow before
-        deep. `rates`: by scheme and searched depth; a scheme without one is left out."""
+        deep. A scheme for which nothing was chosen is left out."""
         order = [(seed, depth) for depth, seeds in part.depths.items() for seed in range(seeds)]
         runs = []
         for seed, depth in sorted(order):
             for variant in part.variants:
                 for scheme in variant.schemes or part.schemes:
-                    rate = self.rate_of(scheme, depth, rates)
-                    if scheme in part.schemes and rate is not None:
+                    choice = self.choice_for(scheme, depth, choices)
+                    if scheme in part.schemes and choice is not None:
                         keep = {"keep_weights": seed == 0 and depth in part.kept}
-                        fields = _laid_over({**more, **keep}, variant.fields)
-                        runs.append(self.config(scheme, depth, seed, rate, fields))
+                        fields = _laid_over(_laid_over({**more, **keep}, choice.fields), variant.fields)
+                        runs.append(self.config(scheme, depth, seed, choice.lr, fields))
         return runs
 
-    def rate_of(self, scheme: str, depth: int, rates: Mapping[tuple[str, int], float]) -> float | None:
+    def choice_for(self, scheme: str, depth: int, choices: Choices) -> Choice | None:
         if isinstance(self.rate, Search):
-            return rates.get((scheme, self.rate.depth_for(depth)))
-        return self.rate
+            return choices.get((scheme, self.rate.depth_for(depth)))
+        return Choice(self.rate)
 
 
 def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

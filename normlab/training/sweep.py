@@ -19,20 +19,20 @@ from normlab import runs
 from normlab.errors import NormlabError
 from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import corpus_of
-from normlab.training.presets import Part, Preset, Search, get_preset
+from normlab.training.presets import Choice, Choices, Part, Preset, Search, get_preset
 from normlab.training.workers import finish_in_any_order, import_ray
 
 
 @dataclass(frozen=True)
 class SweepResult:
     """runs: all finished ones, in the sweep's order, without those of the search for learning rates, which are below
-    `out`/search. failures: run id -> one line saying why it failed. learning_rates: by scheme and depth, where the
-    preset searched for them."""
+    `out`/search. failures: run id -> one line saying why it failed. choices: learning rate and settings by scheme and
+    searched depth, where the preset searched for them."""
 
     out: Path
     runs: list[runs.Run]
     failures: dict[str, str]
-    learning_rates: dict[tuple[str, int], float]
+    choices: dict[tuple[str, int], Choice]
 
 
 def default_workers(threads: int | None = None) -> tuple[int, int]:
@@ -71,31 +71,30 @@ def sweep(
     preset = get_preset(what) if isinstance(what, str) else what
     more: dict[str, Any] = {"threads": threads, "keep_weights": False}
     job.expect(planned(preset, **more))
-    rates: dict[tuple[str, int], float] = {}
+    choices: dict[tuple[str, int], Choice] = {}
     configs = []
     for part in preset.parts:
-        rates |= job.search(preset, part, rates, more)
-        grid = preset.grid(part, rates, **more)
+        choices |= job.search(preset, part, choices, more)
+        grid = preset.grid(part, choices, **more)
         job.run(grid)
         configs += grid
-    return job.result(configs, rates)
+    return job.result(configs, choices)
 
 
 def planned(preset: Preset, **more: Any) -> list[tuple[str, TrainConfig]]:
     """("search" or "runs", configuration) of every run of a preset, in order, before anything is known: the grid of
     rates as it stands, and its middle rate for those to be found. A search may grow its grid."""
     plan: list[tuple[str, TrainConfig]] = []
-    known: set[tuple[str, int]] = set()
+    known: dict[tuple[str, int], Choice] = {}
     for part in preset.parts:
-        if isinstance(preset.rate, Search):
-            middle = sorted(preset.rate.rates)[len(preset.rate.rates) // 2]
-            for scheme, depth in preset.searched(part):
-                if (scheme, depth) not in known:
-                    known.add((scheme, depth))
-                    plan += [("search", preset.trial(part, scheme, depth, r, **more)) for r in preset.rate.rates]
-            plan += [("runs", config) for config in preset.grid(part, dict.fromkeys(known, middle), **more)]
-        else:
-            plan += [("runs", config) for config in preset.grid(part, {}, **more)]
+        for pair in preset.searched(part):
+            if pair not in known:
+                assert isinstance(preset.rate, Search)
+                rates = sorted(preset.rate.rates)
+                known[pair] = Choice(rates[len(rates) // 2])
+                tried = [Choice(rate, fields) for fields in preset.rate.settings(pair[0]) for rate in preset.rate.rates]
+                plan += [("search", preset.trial(part, *pair, choice, **more)) for choice in tried]
+        plan += [("runs", config) for config in preset.grid(part, known, **more)]
     return plan
 
 
@@ -119,32 +118,45 @@ class _Job:
         self.bar.total += total
 
     def search(
-        self, preset: Preset, part: Part, known: Mapping[tuple[str, int], float], more: Mapping[str, Any]
-    ) -> dict[tuple[str, int], float]:
-        """The learning rates, by scheme and searched depth, that a part needs beside those known. The grids of all of
-        them grow together, so that the workers have something to do. A pair none of whose runs ended is left out."""
+        self, preset: Preset, part: Part, known: Choices, more: Mapping[str, Any]
+    ) -> dict[tuple[str, int], Choice]:
+        """The choices that a part needs beside those known. The grids of all of them grow together, so that the workers
+        have something to do. A pair none of whose runs ended is left out."""
         if not isinstance(preset.rate, Search):
             return {}
-        losses: dict[tuple[str, int], dict[float, float]] = {
-            pair: {} for pair in preset.searched(part) if pair not in known
+        # By scheme, depth and setting: the loss at each rate tried.
+        losses: dict[tuple[str, int, int], dict[float, float]] = {
+            (scheme, depth, setting): {}
+            for scheme, depth in preset.searched(part)
+            if (scheme, depth) not in known
+            for setting in range(len(preset.rate.settings(scheme)))
         }
-        wanted = {pair: list(preset.rate.rates) for pair in losses}
+        wanted = {key: list(preset.rate.rates) for key in losses}
+        first = True
         while wanted:
             trials = {
-                pair: [preset.trial(part, *pair, rate, **more) for rate in rates] for pair, rates in wanted.items()
+                (key, rate): preset.trial(part, *key[:2], Choice(rate, preset.rate.settings(key[0])[key[2]]), **more)
+                for key, rates in wanted.items()
+                for rate in rates
             }
-            self.run([config for configs in trials.values() for config in configs], self.root / runs.SEARCH)
-            for pair, configs in trials.items():
-                for config in configs:
-                    if (run := self.done.get(config.run_id)) is not None:
-                        losses[pair][config.lr] = run.eval_loss if math.isfinite(run.eval_loss) else math.inf
-            tried = {pair: found for pair, found in losses.items() if len(found) > 1 and pair in wanted}
-            more_rates = {pair: preset.rate.next_rate(found) for pair, found in tried.items()}
-            wanted = {
-                pair: [rate] for pair, rate in more_rates.items() if rate is not None and rate not in losses[pair]
-            }
-            self.expect(("search", preset.trial(part, *pair, rate, **more)) for pair, (rate,) in wanted.items())
-        return {pair: min(found, key=lambda rate: (found[rate], rate)) for pair, found in losses.items() if found}
+            if not first:  # the grid as it stands was expected with the whole sweep
+                self.expect(("search", config) for config in trials.values())
+            first = False
+            self.run(list(trials.values()), self.root / runs.SEARCH)
+            for (key, rate), config in trials.items():
+                if (run := self.done.get(config.run_id)) is not None:
+                    losses[key][rate] = run.eval_loss if math.isfinite(run.eval_loss) else math.inf
+            grown = {key: preset.rate.next_rate(losses[key]) for key in wanted if len(losses[key]) > 1}
+            wanted = {key: [rate] for key, rate in grown.items() if rate is not None and rate not in losses[key]}
+        found: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
+        for (scheme, depth, setting), tried in losses.items():
+            found.setdefault((scheme, depth), []).extend((loss, rate, setting) for rate, loss in tried.items())
+        return {
+            pair: Choice(rate, preset.rate.settings(pair[0])[setting])
+            for pair, tried in found.items()
+            if tried
+            for _, rate, setting in [min(tried, key=lambda one: (one[0], one[2], one[1]))]
+        }
 
     def run(self, configs: Sequence[TrainConfig], root: Path | None = None) -> None:
         """Train those of `configs` that are not finished under `root`, by default the sweep's."""
@@ -168,10 +180,10 @@ class _Job:
             else:
                 self._failed(config, outcome)
 
-    def result(self, configs: Sequence[TrainConfig], learning_rates: dict[tuple[str, int], float]) -> SweepResult:
+    def result(self, configs: Sequence[TrainConfig], choices: dict[tuple[str, int], Choice]) -> SweepResult:
         self.bar.close()
         names = dict.fromkeys(config.run_id for config in configs)
-        return SweepResult(self.root, [self.done[n] for n in names if n in self.done], self.failures, learning_rates)
+        return SweepResult(self.root, [self.done[n] for n in names if n in self.done], self.failures, choices)
 
     def _corpus_identities(self, configs: Sequence[TrainConfig]) -> dict[tuple, dict[str, Any]]:
         """Built once, here: workers find the corpora in the cache instead of all building them."""
