@@ -14,7 +14,7 @@ from typing import Any
 import peers
 import plan
 import torch
-from measure import Device, Row, median_interval
+from measure import Device, Row, first_line, median_interval
 
 VOCABULARY = 4096
 # Depth, width, tokens of a step, tokens of a prompt.
@@ -122,7 +122,10 @@ def generate_row(planned: plan.Planned, device: Device) -> Row:
     has one; `microseconds` and the ratio are the replay's then, which pays nothing for launches."""
     baseline, compared = (token_step(model, planned.rows, device) for model in _pair(planned, device))
     columns = ratios(*device.interleaved(baseline, compared, device.steps))
-    graphs = [device.graphed(step) for step in (baseline, compared)]
+    try:
+        graphs = [device.graphed(step) for step in (baseline, compared)]
+    except RuntimeError as error:  # a model may wait for the host
+        return columns | {"note": f"no CUDA graph, as launched: {first_line(error)}"}
     if graphs[0] is None or graphs[1] is None:
         return columns
     replayed = ratios(*device.interleaved(graphs[0], graphs[1], 5 * device.steps))

@@ -177,14 +177,16 @@ def main(arguments: list[str] | None = None) -> int:
     command = [sys.executable, str(HERE / "work.py")]
     if chosen.device == "cuda" and (status := start(order | {"check": True}, command).wait()):  # is there a device?
         return status
-    processes = min(16, os.cpu_count() or 1) if chosen.device == "cuda" else 0
+    processes = min(8, os.cpu_count() or 1) if chosen.device == "cuda" else 0
     compile_ahead(order, command, processes, min(90.0, 12 * chosen.minutes))
 
     def left() -> float:
         return 60 * chosen.minutes - (time.monotonic() - begin)
 
     status = supervise(order | {"minutes": left() / 60}, command)
-    if chosen.tests:
+    if chosen.tests and left() < 30:
+        say("no time is left for the tests; they alone: --sections --tests")
+    elif chosen.tests:
         status = max(status, run_tests(chosen.out, left()))
     draw(chosen.out)
     return status

@@ -143,10 +143,11 @@ def fusion_line(device: Device, rows: list[Row]) -> str:
 
 
 def worth_compiling(rows: list[Planned]) -> list[Planned]:
-    """One row for each program: the number of rows changes none but torch.compile's. Models have the norms' kernels."""
+    """One row for each program of the claims: the number of rows changes none but torch.compile's, models have the
+    norms' kernels, and the widest rows of several processes together would fill the memory."""
     programs: dict[tuple[str | int, ...], Planned] = {}
     for row in rows:
-        if row.section not in ("step", "generate"):
+        if row.section not in ("step", "generate") and row.priority < 3:
             tokens = row.rows if row.peer == "compile" or row.section == "decode" else 0
             where = (row.section, row.function, row.peer, row.direction, row.width, row.launch)
             programs.setdefault((*where, tokens), row)

@@ -264,6 +264,15 @@ def test_without_normlab_the_rows_that_need_it_are_noted_and_the_others_measured
     assert all(tables.is_good(row) for row in read(tmp_path, "rows").values())
 
 
+def test_a_generation_that_no_graph_takes_keeps_what_was_measured_as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = measure.Fake()
+    monkeypatch.setattr(models, "_pair", lambda planned, device: (None, None))
+    monkeypatch.setattr(models, "token_step", lambda model, batch, device: print)
+    monkeypatch.setattr(device, "graphed", lambda call: torch.zeros(2) @ torch.zeros(3))
+    row = work.measure_row(plan.plan("cuda", ("generate",))[0], device)
+    assert row["ratio"] == 1.01 and row["note"].startswith("no CUDA graph, as launched: RuntimeError")
+
+
 def test_a_ratio_is_the_median_of_neighbours_with_its_interval() -> None:
     drift = [100.0 * 1.05**i for i in range(40)]  # of the machine, far more than the difference
     columns = models.ratios(drift, [1.016 * time for time in drift])
