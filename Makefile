@@ -81,10 +81,12 @@ bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on 
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows --out $(OUT)/bench
 	$(BIN)/python -m normlab.widgets.latency data/runs --out $(OUT)/bench/latency.csv
 
-gpu: $(VENV)/.installed-test ## on a CUDA machine: test the compiled kernels, then measure them against every installed peer
-	$(BIN)/python -m pytest -m gpu kernels
-	$(BIN)/python kernels/benchmarks/run.py --device cuda --out $(OUT)/bench
-	$(BIN)/python kernels/benchmarks/plot.py $(OUT)/bench
+# With the packages that are there, PYTHON's if it is given: a GPU machine has its own torch and often no network.
+GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
+
+gpu: ## on a CUDA machine: measure the kernels against every installed peer, then test them; MINUTES=8 stops in time
+	PYTHONPATH="$(CURDIR)/kernels:$(CURDIR)" $(GPU_PYTHON) kernels/benchmarks/run.py --tests \
+	  $(if $(MINUTES),--minutes $(MINUTES)) --out $(OUT)/bench
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,67 +1,214 @@
-"""Time and memory of one call, on a GPU or a CPU, from one set-up."""
+"""The devices a benchmark runs on, behind one interface: a GPU, a CPU, and a stand-in that makes its times up.
+
+    time(make, touched)        columns of a row: the time of a call, what its launch costs the host, its memory
+    interleaved(a, b, steps)   seconds of two calls that take turns
+    graphed(call)              the call without its launches, where the device can do that
+    copy_microseconds(bytes)   the yardstick: a copy of random data that reads and writes as many bytes
+    now(), settings()          a clock for deadlines; the clocks and the temperature of the device
+
+`make()` sets up one call with buffers of its own.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from normlab_kernels import dispatch
 
 Row = dict[str, Any]
-FLUSH_BYTES = 512 << 20  # more than any cache; its write also gives the CPU time to queue the call
+Call = Callable[[], object]
+MOST_BUFFERS = 64
 
 
-class OutOfTime(Exception):
-    """A section's share of the time is used up."""
+def buffers(touched: int, cache: int) -> int:
+    """How many sets of buffers must take turns so that a set comes back after twice the cache's bytes were touched.
 
-
-class Clock:
-    """Times calls on one device. On CUDA: events around each call, caches overwritten before it, the median taken.
-    On a CPU: the least; with one thread, of the processor time it used, which other work on the machine adds little to.
+    >>> buffers(134_217_728, 50 << 20), buffers(10_000_000, 50 << 20), buffers(1, 50 << 20)
+    (2, 12, 64)
     """
+    return min(MOST_BUFFERS, 1 + max(1, math.ceil(2 * cache / max(1, touched))))
 
-    def __init__(self, device: torch.device, seconds: float = 0.08) -> None:
-        self.device = device
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """The 95% confidence interval of the median, from order statistics: no distribution is assumed.
+
+    >>> median_interval([float(i) for i in range(40)])
+    (13.0, 26.0)
+    """
+    ordered, count = sorted(values), len(values)
+    below, total = 0, 0.0
+    while below < count // 2 and total + math.comb(count, below) / 2**count <= 0.025:
+        total += math.comb(count, below) / 2**count
+        below += 1
+    below = max(0, below - 1)
+    return ordered[below], ordered[count - 1 - below]
+
+
+class Device:
+    """What all devices share."""
+
+    kind = "cpu"
+    dtype = torch.float32
+    backend = "inductor"  # of torch.compile
+    steps = 40  # of each of two calls that take turns: 1.6% shows
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self.name = self.label = "cpu"
+        self._copies: dict[int, float] = {}
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sizes(self, *planned: int) -> tuple[int, ...]:
+        """The sizes that are run for those planned."""
+        return planned
+
+    def settings(self) -> Row:
+        return {}
+
+    def graphed(self, call: Call) -> Call | None:
+        """Replays the call; None where the device has no graphs."""
+        return None
+
+    def time(self, make: Callable[[], Call], touched: int) -> Row:
+        raise NotImplementedError
+
+    def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
+        """Microseconds of every call. Who goes first changes from turn to turn."""
+        times: tuple[list[float], list[float]] = ([], [])
+        for step in range(2 + steps):
+            for which in (0, 1) if step % 2 else (1, 0):
+                start = time.perf_counter()
+                (a, b)[which]()
+                times[which].append((time.perf_counter() - start) * 1e6)
+        return times[0][2:], times[1][2:]
+
+    def copy_microseconds(self, size: int) -> float:
+        """Of a copy of random data that reads and writes `size` bytes together."""
+
+        def make() -> Call:
+            source = torch.empty(self.sizes(max(1, size // 2))[0], dtype=torch.uint8, device=self.torch).random_()
+            target = torch.empty_like(source)
+            return lambda: target.copy_(source)
+
+        if size not in self._copies:
+            self._copies[size] = self.time(make, size)["microseconds"]
+        return self._copies[size]
+
+
+class Cpu(Device):
+    """The least of many calls; with one thread, of the processor time used, to which other work adds little."""
+
+    def __init__(self, seconds: float = 0.08) -> None:
+        super().__init__()
+        threads = torch.get_num_threads()
+        self.label = f"cpu_{threads}_threads" if threads > 1 else "cpu_1_thread"
         self.seconds = seconds
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+        torch.empty(31 << 18).fill_(0)  # from now on the C library keeps freed blocks instead of returning their pages
 
-    def microseconds(self, call: Callable[[], object]) -> float:
-        """Of one call, after warming up."""
+    def time(self, make: Callable[[], Call], touched: int) -> Row:
+        call = make()
         for _ in range(3):
             call()
-        return self._cuda(call) if self.device.type == "cuda" else self._cpu(call)
+        now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        begin, times = time.perf_counter(), []
+        while len(times) < 5 or (time.perf_counter() - begin < 4 * self.seconds and len(times) < 200):
+            start = now()
+            call()
+            times.append(now() - start)
+        return {"microseconds": min(times) * 1e6}
 
-    def _cuda(self, call: Callable[[], object]) -> float:
-        assert self.flush is not None
+
+class Cuda(Device):
+    """`microseconds` is the device's time of a call in the replay of a CUDA graph, over buffers that take turns;
+    `eager_microseconds` the device's time of a call that is launched, from events, caches overwritten before it;
+    `host_microseconds` what the call keeps the host, launches not waited for."""
+
+    kind = "cuda"
+    dtype = torch.bfloat16
+
+    def __init__(self, seconds: float = 0.03) -> None:
+        super().__init__()
+        self.torch = torch.device("cuda", torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(self.torch)
+        self.name = properties.name
+        self.label = self.name.lower().replace(" ", "_")
+        self.cache_bytes = properties.L2_cache_size
+        self.seconds = seconds
+        self.uuid = str(getattr(properties, "uuid", ""))
+        # Everything runs on one stream of our own: a backward pass runs on its forward pass's stream, and a graph
+        # cannot be captured on the default one.
+        self.stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self.stream)
+        self.flush = torch.empty(4 * self.cache_bytes, dtype=torch.uint8, device=self.torch)
+        self._settings: Row = {}
+        self._settings_at = -math.inf
+
+    def time(self, make: Callable[[], Call], touched: int) -> Row:
+        calls = [make() for _ in range(buffers(touched, self.cache_bytes))]
+        for call in (*calls, *calls[:2]):
+            call()
+        eager = self._eager(calls[0])
+        columns: Row = {
+            "eager_microseconds": eager,
+            "host_microseconds": self._host(calls[0]),
+            "peak_megabytes": self._peak(calls[0]),
+        }
+        rounds = max(1, min(50, round(1000 / (len(calls) * eager))))
+        try:
+            replay = self._capture(calls, rounds)
+            times = [t / (rounds * len(calls)) for t in self._events(replay, least=20)]
+        except RuntimeError as error:  # it may wait for the host, or not be capturable for another reason
+            torch.cuda.synchronize()  # raises once more if it is the device that is lost
+            return columns | {"note": f"no CUDA graph: {first_line(error)}"}
+        low, _, high = statistics.quantiles(times, n=4)
+        median = statistics.median(times)
+        return columns | {"microseconds": median, "spread": (high - low) / median}
+
+    def _capture(self, calls: list[Call], rounds: int) -> Call:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            for _ in range(rounds):
+                kept = [call() for call in calls]  # so that every call of a round writes to memory of its own
+            del kept
+        return graph.replay
+
+    def _events(self, call: Call, least: int, flush: bool = False) -> list[float]:
+        """Microseconds of calls, at least so many and for about `seconds`."""
         torch.cuda.synchronize()
-        begin = time.perf_counter()
-        pairs = []
-        while len(pairs) < 10 or (time.perf_counter() - begin < self.seconds and len(pairs) < 60):
+        begin, pairs = time.perf_counter(), []
+        while len(pairs) < least or (time.perf_counter() - begin < self.seconds and len(pairs) < 200):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self.flush.zero_()
+            if flush:
+                self.flush.zero_()  # also gives the host the time to launch the call
             start.record()
             call()
             end.record()
             pairs.append((start, end))
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in pairs) * 1e3
+        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
-    def _cpu(self, call: Callable[[], object]) -> float:
-        now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        begin = time.perf_counter()
+    def _eager(self, call: Call) -> float:
+        return statistics.median(self._events(call, least=10, flush=True))
+
+    def _host(self, call: Call) -> float:
         times = []
-        while len(times) < 5 or (time.perf_counter() - begin < 4 * self.seconds and len(times) < 200):
-            start = now()
+        for _ in range(20):
+            torch.cuda.synchronize()  # the queue is empty, so the call need not wait for room in it
+            start = time.perf_counter()
             call()
-            times.append(now() - start)
-        return min(times) * 1e6
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e6
 
-    def peak_megabytes(self, call: Callable[[], object]) -> float:
-        """Device memory that one call adds at its highest; NaN on a CPU."""
-        if self.device.type != "cuda":
-            return float("nan")
+    def _peak(self, call: Call) -> float:
+        """Device memory that one call adds at its highest, in megabytes."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -71,30 +218,100 @@ class Clock:
         del kept
         return peak / 1e6
 
-
-def graph_of(call: Callable[[], object], times: int) -> Callable[[], object]:
-    """The replay of a CUDA graph of some calls: launches cost next to nothing in it."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
+    def graphed(self, call: Call) -> Call:
+        for _ in range(3):
             call()
-    return graph.replay
+        torch.cuda.synchronize()
+        return self._capture([call], 1)
+
+    def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
+        times: tuple[list[Any], list[Any]] = ([], [])
+        for step in range(3 + steps):
+            for which in (0, 1) if step % 2 else (1, 0):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                (a, b)[which]()
+                end.record()
+                times[which].append((start, end))
+        torch.cuda.synchronize()
+        first, second = ([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]] for pairs in times)
+        return first, second
+
+    def settings(self) -> Row:
+        """What nvidia-smi says of the device, asked at most every five seconds; nothing where it cannot be asked."""
+        if time.monotonic() - self._settings_at > 5:
+            self._settings_at = time.monotonic()
+            self._settings = nvidia_smi(self.uuid)
+        return self._settings
 
 
-def first_line(error: Exception) -> str:
+class Compiling(Cuda):
+    """Makes every call once, so that what is compiled for it is in the caches on disk; the times are none."""
+
+    def time(self, make: Callable[[], Call], touched: int) -> Row:
+        make()()
+        torch.cuda.synchronize()
+        return {"microseconds": math.nan}
+
+
+class Fake(Device):
+    """A stand-in for a GPU in dry runs: the same plan, every call made once on the CPU at tiny shapes, and times that
+    mean nothing. Its clock goes `pace` seconds ahead with every time it is asked for, and stands still otherwise."""
+
+    kind = "cuda"
+    backend = "eager"
+    steps = 2
+
+    def __init__(self, pace: float = 1.0) -> None:
+        super().__init__()
+        self.name = self.label = "fake"
+        self.pace = pace
+        self.clock = 0.0
+
+    def now(self) -> float:
+        return self.clock
+
+    def sizes(self, *planned: int) -> tuple[int, ...]:
+        return (min(4, planned[0]), *(min(32, size) for size in planned[1:]))
+
+    def time(self, make: Callable[[], Call], touched: int) -> Row:
+        make()()
+        self.clock += self.pace
+        made_up = 10.0 + touched / 4.3e6
+        return {"microseconds": made_up, "eager_microseconds": 2 * made_up, "host_microseconds": 50.0, "spread": 0.0}
+
+    def graphed(self, call: Call) -> Call:
+        return call
+
+    def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
+        self.clock += self.pace
+        a(), b()
+        return [100.0] * steps, [101.0] * steps
+
+
+def nvidia_smi(uuid: str) -> Row:
+    """Clocks, temperature and driver of the GPU with that number, or of the only one."""
+    fields = {
+        "clocks.sm": "sm_clock_mhz",
+        "clocks.mem": "memory_clock_mhz",
+        "temperature.gpu": "temperature_c",
+        "driver_version": "driver",
+    }
+    query = ["nvidia-smi", f"--query-gpu=uuid,{','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    devices = [[value.strip() for value in line.split(",")] for line in said.splitlines()]
+    mine = [values for values in devices if uuid and uuid in values[0]] or devices
+    return dict(zip(fields.values(), mine[0][1:], strict=True)) if len(mine) == 1 else {}
+
+
+def first_line(error: BaseException) -> str:
     """An error as a note in a table."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 
-def settle() -> None:
-    """Let the C library keep freed blocks up to 31 MiB, as it does in a process that has run for a while: otherwise a
-    fresh process pays page faults for every temporary and times those."""
-    torch.empty(31 << 18).fill_(0)
-
-
-def copy_bandwidth(clock: Clock) -> float:
-    """GB/s of a plain copy of a large tensor, bytes read and written: what every share is a share of."""
-    elements = (1 << 29) if clock.device.type == "cuda" else (1 << 22)
-    source = torch.zeros(elements, dtype=torch.bfloat16, device=clock.device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 2 / clock.microseconds(lambda: target.copy_(source)) / 1e3
+def takes_kernels(device: Device) -> bool:
+    """Whether calls reach the Triton kernels there: on a GPU, or in Triton's interpreter."""
+    return dispatch.takes_kernels(torch.empty(0, dtype=device.dtype, device=device.torch))

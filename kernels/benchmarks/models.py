@@ -1,29 +1,38 @@
 """Whole models under the clock: a training step by scheme, and one token of generation. Needs normlab.
 
-Pre-LN RMSNorm is also run with the plain formula and with every installed peer's RMSNorm in place of ours, so that a
-scheme is compared with the best way to run the baseline, not with a slow one.
+A model takes turns with the baseline, Pre-LN RMSNorm by this package, step by step, so that a machine that warms up or
+slows down does so for both; what counts is the median of the steps' ratios and its interval. The baseline is compared
+with itself, and with the plain formula or a peer's RMSNorm in place of ours.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import peers
+import plan
 import torch
-from measure import Clock, OutOfTime, Row, first_line, graph_of
+from measure import Device, Row, first_line, median_interval
+
+VOCABULARY = 4096
+# Depth, width, tokens of a step, tokens of a prompt.
+ON_GPU = {"depth": 16, "width": 2048, "length": 2048, "batch": 4, "prompt": 128}
+ON_CPU = {"depth": 1, "width": 64, "length": 8, "batch": 2, "prompt": 4}
 
 
-def shape(device: torch.device) -> dict[str, int]:
-    """Depth, width, and tokens of a step: 16 layers of 2,048 on a GPU, next to nothing on a CPU."""
-    if device.type == "cpu":
-        return {"depth": 2, "width": 64, "length": 32, "batch": 2, "prompt": 8}
-    return {"depth": 16, "width": 2048, "length": 2048, "batch": 4, "prompt": 128}
+def shape(device: Device) -> dict[str, int]:
+    return ON_GPU if device.torch.type == "cuda" else ON_CPU
 
 
-def build(scheme: str, kernels: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of the benchmark's shape, drawn on the device, where that takes no time."""
+def build(scheme: str, peer: str, device: Device) -> Any:
+    """A model of the benchmark's shape, drawn on the device, where that takes no time.
+
+    Raises:
+        Missing: the peer is not installed.
+    """
+    call = None if peer in ("normlab", "eager") else peers.build(peer, "rms_norm")
     import normlab
 
     size = shape(device)
@@ -35,11 +44,14 @@ def build(scheme: str, kernels: str, device: torch.device, dtype: torch.dtype) -
         num_hidden_layers=size["depth"],
         num_attention_heads=size["width"] // 64,
         num_key_value_heads=size["width"] // 64,
-        vocab_size=4096,
+        vocab_size=VOCABULARY,
         max_position_embeddings=size["length"],
     )
-    with device:
-        return normlab.NormlabForCausalLM(config, kernels=kernels).to(device, dtype)
+    with device.torch:
+        model = normlab.NormlabForCausalLM(config, kernels="auto" if peer == "normlab" else "torch")
+    if call is not None:
+        use_peer(model, call)
+    return model.to(device.torch, device.dtype)
 
 
 def use_peer(model: Any, call: peers.Call) -> None:
@@ -48,69 +60,27 @@ def use_peer(model: Any, call: peers.Call) -> None:
 
     for norm in [module for module in model.modules() if isinstance(module, RMSNorm)]:
         norm.kernels = "torch"
-        norm.forward = lambda x, weight=norm.weight: call({"x": x, "weight": weight})
+        norm.forward = lambda x, norm=norm: call({"x": x, "weight": norm.weight})
 
 
-def variants(everything: bool) -> Iterator[tuple[str, str]]:
-    """(scheme, who computes its norms): the baseline in every way, the default scheme, then the other schemes."""
-    from normlab import schemes
+def training_step(model: Any, device: Device) -> Callable[[], object]:
+    """Forward, backward, AdamW."""
+    size = shape(device)
+    tokens = torch.randint(VOCABULARY, (size["batch"], size["length"]), device=device.torch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.torch.type == "cuda")
 
-    yield from ((schemes.BASELINE, who) for who in ("normlab", "eager", "torch", "liger", "quack"))
-    yield schemes.DEFAULT, "normlab"
-    others = [*schemes.TIMED, *(schemes.SCHEMES if everything else ())]
-    for scheme in dict.fromkeys(others):
-        if scheme not in (schemes.BASELINE, schemes.DEFAULT):
-            yield scheme, "normlab"
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-
-def models(
-    section: str, everything: bool, clock: Clock, dtype: torch.dtype, deadline: float
-) -> Iterator[tuple[Row, Any]]:
-    """(the row's beginning, the model) of every variant that can run here."""
-    for scheme, who in variants(everything):
-        if time.monotonic() > deadline:
-            raise OutOfTime(f"{section}: stopped before {scheme}, {who}")
-        row = {"section": section, "function": scheme, "peer": who, "width": shape(clock.device)["width"]}
-        kernels = "auto" if who == "normlab" else "torch"
-        try:
-            call = None if who in ("normlab", "eager") else dict(peers.peers("rms_norm", compiled=False))[who]()
-            model = build(scheme, kernels, clock.device, dtype)
-        except (ImportError, peers.Absent):
-            continue
-        if call is not None:
-            use_peer(model, call)
-        yield row, model
-        del model  # before the next one is made
+    return step
 
 
-def step_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: float) -> Iterator[Row]:
-    """A whole training step: forward, backward, AdamW."""
-    del copy
-    size = shape(clock.device)
-    tokens = torch.randint(4096, (size["batch"], size["length"]), device=clock.device)
-    for row, model in models("step", True, clock, dtype, deadline):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=clock.device.type == "cuda")
-
-        def step(model: Any = model, optimizer: Any = optimizer) -> None:
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        row["rows"] = tokens.numel()
-        try:
-            microseconds = clock.microseconds(step)
-            peak = round(clock.peak_megabytes(step), 1)
-            yield row | {"pass": "step", "microseconds": round(microseconds, 1), "peak_megabytes": peak}
-        except Exception as error:  # noqa: BLE001 - a peer's failure is a result, not the end of the benchmark
-            if row["peer"] == "normlab":
-                raise
-            yield row | {"note": first_line(error)}
-        del model, optimizer, step
-
-
-def token_step(model: Any, batch: int, prompt: int, device: torch.device) -> Callable[[], torch.Tensor]:
+def token_step(model: Any, batch: int, device: Device) -> Callable[[], object]:
     """One more token for each of some sequences, through the cache, again and again from the same prompt."""
-    tokens = torch.randint(4096, (batch, prompt), device=device)
+    model.eval()
+    tokens = torch.randint(VOCABULARY, (batch, shape(device)["prompt"]), device=device.torch)
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values
 
@@ -123,22 +93,40 @@ def token_step(model: Any, batch: int, prompt: int, device: torch.device) -> Cal
     return step
 
 
-def token_rows(model: Any, row: Row, clock: Clock) -> Iterator[Row]:
-    """One model's rows. What it makes ends with it: a step that outlived this would keep the model and its cache."""
-    for batch in (1, 8, 64):
-        row["rows"] = batch
-        try:
-            step = token_step(model, batch, shape(clock.device)["prompt"], clock.device)
-            yield row | {"pass": "eager", "microseconds": round(clock.microseconds(step), 2)}
-            if clock.device.type == "cuda":
-                yield row | {"pass": "graph", "microseconds": round(clock.microseconds(graph_of(step, 1)), 2)}
-        except Exception as error:  # noqa: BLE001 - a graph that cannot be captured is a result too
-            yield row | {"note": first_line(error)}
+def ratios(baseline: list[float], compared: list[float]) -> Row:
+    """Median of the time and of the ratio to the baseline's step beside it, with the ratio's 95% interval."""
+    each = [b / a for a, b in zip(baseline, compared, strict=True)]
+    low, high = median_interval(each)
+    return {
+        "microseconds": statistics.median(compared),
+        "ratio": statistics.median(each),
+        "ratio_low": low,
+        "ratio_high": high,
+        "steps": len(each),
+    }
 
 
-def generate_section(clock: Clock, dtype: torch.dtype, copy: float, deadline: float) -> Iterator[Row]:
-    """One token of generation at batch 1, 8 and 64; on CUDA also replayed from a graph, where launches cost nothing."""
-    del copy
-    for row, model in models("generate", False, clock, dtype, deadline):
-        yield from token_rows(model.eval(), row, clock)
-        del model
+def _pair(planned: plan.Planned, device: Device) -> tuple[Any, Any]:
+    scheme, peer = planned.against.split()
+    return build(scheme, peer, device), build(planned.function, planned.peer, device)
+
+
+def step_row(planned: plan.Planned, device: Device) -> Row:
+    """A whole training step, turn by turn with the baseline's."""
+    baseline, compared = (training_step(model, device) for model in _pair(planned, device))
+    return ratios(*device.interleaved(baseline, compared, device.steps))
+
+
+def generate_row(planned: plan.Planned, device: Device) -> Row:
+    """A token of generation, turn by turn with the baseline's: as launched, and replayed from a graph, where the device
+    has one; `microseconds` and the ratio are the replay's then, which pays nothing for launches."""
+    baseline, compared = (token_step(model, planned.rows, device) for model in _pair(planned, device))
+    columns = ratios(*device.interleaved(baseline, compared, device.steps))
+    try:
+        graphs = [device.graphed(step) for step in (baseline, compared)]
+    except RuntimeError as error:  # a model may wait for the host
+        return columns | {"note": f"no CUDA graph, as launched: {first_line(error)}"}
+    if graphs[0] is None or graphs[1] is None:
+        return columns
+    replayed = ratios(*device.interleaved(graphs[0], graphs[1], 5 * device.steps))
+    return {"eager_microseconds": columns["microseconds"], **replayed}

@@ -1,4 +1,4 @@
-"""Draw the tables of run.py: achieved bandwidth against the bytes a call must move, and time of decode and step.
+"""Draw the tables of run.py: achieved bandwidth against the bytes a call must move, and times of everything else.
 
 python kernels/benchmarks/plot.py data/bench        # writes an .html beside each table; needs plotly
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas
 import plotly.express as px
 import plotly.graph_objects as go
+from plan import SECTIONS
 
 
 def roofline(table: pandas.DataFrame) -> go.Figure:
@@ -32,27 +33,29 @@ def roofline(table: pandas.DataFrame) -> go.Figure:
         height=230 * table["function"].nunique() + 120,
         title=f"Row norms on {table.device.iloc[0]}, {table.dtype.iloc[0]}: bytes of the floor over time",
     )
-    copy = table.copy_gigabytes_per_second.iloc[0]
-    figure.add_hline(y=copy, line_dash="dash", annotation_text=f"copy {copy:.0f} GB/s")
+    copy = table.copy_gigabytes_per_second.median()
+    figure.add_hline(y=copy, line_dash="dash", annotation_text=f"copy {copy:.0f} GB/s (median)")
     return figure
 
 
 def times(table: pandas.DataFrame) -> go.Figure:
     """Microseconds of each function and peer, a column a shape."""
     table = table[table.microseconds.notna()].copy()
-    table["who"] = table["function"] + table.peer.map(lambda peer: f" {peer}" if isinstance(peer, str) else "")
+    for column in ("peer", "launch"):
+        suffix = table.get(column, pandas.Series(pandas.NA, table.index))
+        table["function"] += suffix.map(lambda text: f" {text}" if isinstance(text, str) else "")
     table["shape"] = table["rows"].astype(str) + " x " + table.width.astype(str)
     table["pass"] = table["pass"].fillna("whole")
     return px.scatter(
         table,
         x="microseconds",
-        y="who",
+        y="function",
         color="pass",
         facet_col="shape",
         facet_col_wrap=4,
         log_x=True,
-        labels={"microseconds": "us", "who": ""},
-        height=26 * table.who.nunique() * -(-table["shape"].nunique() // 4) + 200,
+        labels={"microseconds": "us", "function": ""},
+        height=26 * table["function"].nunique() * -(-table["shape"].nunique() // 4) + 200,
         title=f"{table.section.iloc[0]} on {table.device.iloc[0]}, {table.dtype.iloc[0]}",
     )
 
@@ -61,10 +64,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args(arguments).folder
-    for section in ("rows", "linear", "decode", "step", "generate"):
+    for section in SECTIONS:
         for path in sorted(folder.glob(f"{section}_*.csv")):
             table = pandas.read_csv(path, dtype={"pass": "string", "peer": "string"})
-            if table.empty:
+            if not table.microseconds.notna().any():
                 continue
             figure = roofline(table) if section == "rows" else times(table)
             figure.write_html(path.with_suffix(".html"), include_plotlyjs="cdn")

@@ -103,21 +103,16 @@ def row_builds(function: str, width: int, dtype: str = "bf16") -> Iterator[Build
     """The builds a call of `function` at `width` launches, forward and backward."""
     stat, act, flags = FUNCTIONS[function]
     reduces = stat in (Stat.RMS, Stat.LAYER)
-    for direction, kernel, limit in (
-        ("forward", norm_forward_kernel, ladder.MAX_FORWARD_WIDTH if reduces else 0),
-        ("backward", norm_backward_kernel, ladder.MAX_BACKWARD_WIDTH if stat != Stat.NONE else 0),
+    for direction, kernel, launch in (
+        ("forward", norm_forward_kernel, ladder.forward(width, reduces)),
+        ("backward", norm_backward_kernel, ladder.backward(width, stat != Stat.NONE)),
     ):
-        whole = width <= limit
-        forward = direction == "forward"
-        if whole:
-            launch = ladder.whole_forward(width) if forward else ladder.whole_backward(width)
-        else:
-            launch = ladder.tile_forward(width) if forward else ladder.tile_backward(width)
+        forward, whole = direction == "forward", launch.whole
         form = LIBRARY if dtype == "fp32" or (dtype == "fp16" and not forward) else APPROX
         constants = {"STAT": int(stat), "ACT": int(act), "FORM": form, "BLOCK": launch.block}
         extra = {"ROWS": launch.rows, "WHOLE": whole, "EVEN": width % launch.block == 0}
         if not forward:
-            extra["STAGES"] = ladder.BACKWARD_STAGES
+            extra["STAGES"] = launch.stages
         yield Build(function, direction, width, dtype, kernel, constants | extra | _flags(kernel, flags), launch.warps)
         split = stat != Stat.NONE and not whole and (reduces or not forward)
         if split:
@@ -128,9 +123,10 @@ def row_builds(function: str, width: int, dtype: str = "bf16") -> Iterator[Build
             yield Build(function, f"{direction} reduction", width, dtype, first, constants, reduction.warps)
 
 
-def linear_builds(width: int, dtype: str = "bf16") -> Iterator[Build]:
-    """The fused projection with BHyT's epilogue, bounded or not, and with DyT's, 132 programs."""
-    launch = ladder.linear(width)
+def linear_builds(width: int, dtype: str = "bf16", launch: ladder.LinearLaunch | None = None) -> Iterator[Build]:
+    """The fused projection with BHyT's epilogue, bounded or not, and with DyT's, on 132 multiprocessors; launched as
+    the ladder does if not said otherwise."""
+    launch = launch or ladder.linear(width)
     for function, stat, act in (
         ("linear_add_bhyt", Stat.GIVEN, Act.TANH),
         ("linear_add_bhyt unbounded", Stat.GIVEN, Act.IDENTITY),
@@ -147,7 +143,9 @@ def linear_builds(width: int, dtype: str = "bf16") -> Iterator[Build]:
             "BLOCK_K": launch.block_k,
             "SLICES": launch.slices,
             "GROUP": launch.group,
-            "PROGRAMS": 132,
+            "PROGRAMS": 132 * launch.programs,
+            "FLATTEN": launch.flatten,
+            "FROM_RESIDUAL": launch.from_residual,
         }
         kernel = linear_add_norm_kernel
         yield Build(function, "forward", width, dtype, kernel, constants, launch.warps, launch.stages)
@@ -167,6 +165,8 @@ def _descriptor(name: str, build: Build) -> str:
         "d_a": (block["BLOCK_M"], block["BLOCK_K"]),
         "d_proj": (block["BLOCK_N"], block["BLOCK_K"]),
     }.get(name, (block["BLOCK_M"], block["BLOCK_N"] // block["SLICES"]))
+    if name == "d_residual" and block["FROM_RESIDUAL"]:
+        shape = (block["BLOCK_M"], block["BLOCK_N"])
     return f"tensordesc<{build.dtype}[{shape[0]},{shape[1]}]>"
 
 

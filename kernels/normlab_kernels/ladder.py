@@ -15,21 +15,25 @@ The thresholds rest on counting, not on timing (nothing here has been timed on a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_FORWARD_WIDTH = 16_384
 MAX_BACKWARD_WIDTH = 8_192
-BACKWARD_STAGES = 2  # the next rows are on their way to shared memory while these are worked on
 TILE_WIDTH = 1_024  # columns a program takes where no reduction ties a row together
 
 
 @dataclass(frozen=True)
 class Launch:
-    """block: columns in a program's tile (a power of two); rows: rows in the tile; warps: 32 threads each."""
+    """block: columns in a program's tile (a power of two); rows: rows in the tile; warps: 32 threads each; whole: the
+    tile holds whole rows; stages: of a loop over tiles, 2 if the next rows are on their way to shared memory while
+    these are worked on; resident_warps: of all programs that walk over rows on one multiprocessor."""
 
     block: int
     rows: int
     warps: int
+    whole: bool = True
+    stages: int = 2
+    resident_warps: int = 16
 
 
 def power_of_two(width: int) -> int:
@@ -61,12 +65,22 @@ def whole_backward(width: int) -> Launch:
 
 def tile_forward(width: int) -> Launch:
     """At most 1,024 columns of some rows, where nothing ties a row together."""
-    return whole_forward(min(TILE_WIDTH, width))
+    return replace(whole_forward(min(TILE_WIDTH, width)), whole=False)
 
 
 def tile_backward(width: int) -> Launch:
     """As `tile_forward`, with the operands of a backward pass."""
-    return whole_backward(min(TILE_WIDTH, width))
+    return replace(whole_backward(min(TILE_WIDTH, width)), whole=False)
+
+
+def forward(width: int, reduces: bool) -> Launch:
+    """The forward kernel: whole rows where it reduces them itself and a program can hold them, tiles otherwise."""
+    return whole_forward(width) if reduces and width <= MAX_FORWARD_WIDTH else tile_forward(width)
+
+
+def backward(width: int, has_statistic: bool) -> Launch:
+    """The backward kernel: whole rows where a statistic ties them together and a program can hold them."""
+    return whole_backward(width) if has_statistic and width <= MAX_BACKWARD_WIDTH else tile_backward(width)
 
 
 def reduction(width: int) -> Launch:
@@ -81,20 +95,21 @@ def moments(width: int) -> Launch:
     return Launch(block, rows, _warps(block * rows, 16, 8))
 
 
-def backward_programs(tiles: int, multiprocessors: int, warps: int) -> int:
+def backward_programs(tiles: int, multiprocessors: int, launch: Launch) -> int:
     """How many programs walk over the rows: 16 warps a multiprocessor, no more than there is work for.
 
     Each writes one fp32 partial row: at d = 4096 and 132 multiprocessors, 2 programs each, 4.3 MB beside the 403 MB of
     16,384 rows.
     The number fixes the order in which weight gradients are summed, so it depends on shape and device only.
     """
-    return max(1, min(tiles, multiprocessors * max(1, 16 // warps)))
+    return max(1, min(tiles, multiprocessors * max(1, launch.resident_warps // launch.warps)))
 
 
 @dataclass(frozen=True)
 class LinearLaunch:
-    """The matrix product's tile, the column slices of its epilogue, warps, pipeline stages, and rows of tiles a
-    group."""
+    """The matrix product's tile, the column slices of its epilogue, warps, pipeline stages, rows of tiles a group, and
+    programs a multiprocessor; flatten: the loops over tiles and over the inner dimension are one, so that the next
+    tile's operands are fetched during an epilogue; from_residual: the accumulator starts as the residual's tile."""
 
     block_m: int
     block_n: int
@@ -103,6 +118,9 @@ class LinearLaunch:
     warps: int
     stages: int
     group: int = 8
+    programs: int = 1
+    flatten: bool = False
+    from_residual: bool = False
 
 
 # sm_90 and later: 178 registers and no spill in bf16 with 4 stages (data/bench/aot.csv), 208 KiB of shared memory.

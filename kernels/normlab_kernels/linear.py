@@ -34,7 +34,8 @@ def linear_add_bhyt(
     Args:
         a: (..., k). proj_weight: (d, k), as in nn.Linear. residual: (..., d). weight: (d,). lam: one element.
         mean_square: (..., 1), the carried statistic; it gets a gradient.
-        fused: one kernel (True) or two (False); None asks the table of measurements.
+        fused: one kernel (True) or two (False); None asks the table of measurements, and takes two where the kernel
+            cannot run: for float32 operands, say, whose tiles do not fit a GPU's shared memory.
         bounded: false leaves the tanh out.
 
     Raises:
@@ -118,6 +119,8 @@ def cannot_fuse(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor) -> st
     dtypes = {str(tensor.dtype) for tensor in (a, proj, residual, weight)}
     if len(dtypes) > 1:
         return f"its operands must have one dtype, not {', '.join(sorted(dtypes))}"
+    if a.dtype == torch.float32 and not dispatch.INTERPRETING:
+        return "its tiles need 262 to 393 KB of shared memory in float32, more than the 227 KB there are"
     if a.is_cuda and torch.version.hip is None and torch.cuda.get_device_properties(a.device).major < 9:
         return "its tensor descriptors need compute capability 9.0"
     if any((size * a.element_size()) % 16 for size in proj.shape):

@@ -43,11 +43,14 @@ def _slices(b_x, SLICES: tl.constexpr):
 @triton.jit
 def _finish_slice(
     b_acc, d_residual, d_h, d_y, p_weight, p_bias, b_factor, row, column, n_columns,
-    ACT: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr, FROM_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Add the residual to a slice of the product, store it as h, and store the norm of what was stored as y."""
+    """Add the residual to a slice of the product, if it is not in there yet, store it as h, and store the norm of what
+    was stored as y."""
     dtype = d_h.dtype
-    b_h = (b_acc + d_residual.load([row, column]).to(tl.float32)).to(dtype)
+    if not FROM_RESIDUAL:
+        b_acc += d_residual.load([row, column]).to(tl.float32)
+    b_h = b_acc.to(dtype)
     d_h.store([row, column], b_h)
     o_col = column + tl.arange(0, b_acc.shape[1])
     m_col = o_col < n_columns
@@ -65,23 +68,28 @@ def linear_add_norm_kernel(
     HAS_MS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr, FROM_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """One (BLOCK_M, BLOCK_N) tile of h and y after another. d_ are descriptors: a (rows, inner), proj (columns,
     inner), residual, h and y (rows, columns) in blocks of BLOCK_N / SLICES columns. Tiles are taken GROUP rows at a
     time, so that neighbouring programs share operands in the cache. UPCAST: multiply in fp32, for the interpreter's
-    missing bf16 product.
+    missing bf16 product. FLATTEN and FROM_RESIDUAL as in `ladder.LinearLaunch`; the residual's block is then a whole
+    tile.
     """
     tiles_m = tl.cdiv(n_rows, BLOCK_M)
     tiles_n = tl.cdiv(n_columns, BLOCK_N)
     b_gain = gain(p_scale, inv_kappa, True)
     width: tl.constexpr = BLOCK_N // SLICES
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         group = tile // (GROUP * tiles_n)
         rows_here = tl.minimum(tiles_m - group * GROUP, GROUP)
         within = tile % (GROUP * tiles_n)
         row = (group * GROUP + within % rows_here) * BLOCK_M
         column = (within // rows_here) * BLOCK_N
-        b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if FROM_RESIDUAL:
+            b_acc = d_residual.load([row, column]).to(tl.float32)
+        else:
+            b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(tl.cdiv(n_inner, BLOCK_K)):
             b_a = d_a.load([row, k * BLOCK_K])
             b_p = d_proj.load([column, k * BLOCK_K])
@@ -99,5 +107,5 @@ def linear_add_norm_kernel(
             start = column + index * width
             _finish_slice(
                 b_slices[index], d_residual, d_h, d_y, p_weight, p_bias, b_factor, row, start, n_columns,
-                ACT, FORM, HAS_BIAS,
+                ACT, FORM, HAS_BIAS, FROM_RESIDUAL,
             )  # fmt: skip

@@ -33,18 +33,38 @@ def linear_add_norm(
     kappa: float,
 ) -> tuple[Tensor, Tensor]:
     """(h, y) of 2-D operands of one dtype whose rows are multiples of 16 bytes."""
+    launch = ladder.INTERPRETER_LINEAR if a.device.type != "cuda" else ladder.linear(residual.shape[1])
+    return launch_linear(a, proj, residual, weight, bias, scale, given, stat, act, eps, kappa, launch)
+
+
+def launch_linear(
+    a: Tensor,
+    proj: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    given: Tensor | None,
+    stat: int,
+    act: int,
+    eps: float,
+    kappa: float,
+    launch: ladder.LinearLaunch,
+) -> tuple[Tensor, Tensor]:
+    """`linear_add_norm`, launched as asked; no gradients."""
     h, y = _outputs(residual)
     rows, width = residual.shape
     interpreting = a.device.type != "cuda"
-    launch = ladder.INTERPRETER_LINEAR if interpreting else ladder.linear(width)
     tiles = triton.cdiv(rows, launch.block_m) * triton.cdiv(width, launch.block_n)
-    programs = 2 if interpreting else torch.cuda.get_device_properties(a.device).multi_processor_count
-    programs = min(tiles, programs)
+    processors = 2 if interpreting else torch.cuda.get_device_properties(a.device).multi_processor_count
+    programs = min(tiles, processors * launch.programs)
     weight = weight.contiguous()
     pairs = ((a, launch.block_m), (proj, launch.block_n))
     operands = [TensorDescriptor.from_tensor(t.contiguous(), [block, launch.block_k]) for t, block in pairs]
     slice_shape = [launch.block_m, launch.block_n // launch.slices]
-    outputs = [TensorDescriptor.from_tensor(t, slice_shape) for t in (residual.contiguous(), h, y)]
+    residual_shape = [launch.block_m, launch.block_n] if launch.from_residual else slice_shape
+    operands.append(TensorDescriptor.from_tensor(residual.contiguous(), residual_shape))
+    outputs = [TensorDescriptor.from_tensor(t, slice_shape) for t in (h, y)]
     on_device(linear_add_norm_kernel, (programs,), a.device)(
         *operands, *outputs, weight, weight if bias is None else bias.contiguous(), scale,
         scale if given is None else given.contiguous(),
@@ -52,7 +72,8 @@ def linear_add_norm(
         HAS_MS=stat == Stat.GIVEN, HAS_BIAS=bias is not None, ACT=act, FORM=tanh_form(a.device, y.dtype),
         UPCAST=interpreting and a.dtype == torch.bfloat16,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, SLICES=launch.slices,
-        GROUP=launch.group, PROGRAMS=programs, num_warps=launch.warps, num_stages=launch.stages,
+        GROUP=launch.group, PROGRAMS=programs,
+        FLATTEN=launch.flatten, FROM_RESIDUAL=launch.from_residual, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return h, y
 

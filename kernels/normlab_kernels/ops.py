@@ -44,7 +44,7 @@ def _programs(tiles: int, launch: ladder.Launch, device: torch.device, columns: 
     processors = _multiprocessors(device)
     if processors == 0:
         return max(1, min(tiles, INTERPRETER_PROGRAMS))
-    return ladder.backward_programs(tiles, max(1, processors // columns), launch.warps)
+    return ladder.backward_programs(tiles, max(1, processors // columns), launch)
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -66,6 +66,25 @@ def row_norm(
     kappa: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, residual + x, mean, ms) of 2-D x; empty where the function has none."""
+    launch = ladder.forward(x.shape[1], stat in (Stat.RMS, Stat.LAYER))
+    return launch_forward(x, residual, weight, bias, scale, shift, given, stat, act, eps, kappa, launch)
+
+
+def launch_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    given: Tensor | None,
+    stat: int,
+    act: int,
+    eps: float,
+    kappa: float,
+    launch: ladder.Launch,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`row_norm`, launched as asked; no gradients."""
     y, total, mean, ms = _outputs(x, residual, weight, stat)
     rows, width = x.shape
     if x.numel() == 0:
@@ -73,24 +92,23 @@ def row_norm(
     x = unit_stride(x)
     residual_rows = x if residual is None else unit_stride(residual)
     reduces = stat in (Stat.RMS, Stat.LAYER)
-    whole = reduces and width <= ladder.MAX_FORWARD_WIDTH
     has_residual = residual is not None
-    if reduces and not whole:
-        launch = ladder.reduction(width)
+    if reduces and not launch.whole:
+        reduction = ladder.reduction(width)
         on_device(row_statistics_kernel, (rows,), x.device)(
             x, residual_rows, total, mean, ms, rows, width, x.stride(0), residual_rows.stride(0),
-            STAT=stat, HAS_RESIDUAL=has_residual, BLOCK=launch.block, num_warps=launch.warps,
+            STAT=stat, HAS_RESIDUAL=has_residual, BLOCK=reduction.block, num_warps=reduction.warps,
         )  # fmt: skip
         if has_residual:
             x, has_residual = total, False
-    launch = ladder.whole_forward(width) if whole else ladder.tile_forward(width)
     grid = (triton.cdiv(rows, launch.rows), triton.cdiv(width, launch.block))
     on_device(norm_forward_kernel, grid, x.device)(
         x, residual_rows, weight.contiguous(), _or(bias, weight), _or(scale, weight), _or(shift, weight),
         mean, _or(given, ms), y, total,
         rows, width, x.stride(0), residual_rows.stride(0), eps, 1.0 / kappa,
         STAT=stat, ACT=act, FORM=tanh_form(x.device, y.dtype), HAS_RESIDUAL=has_residual, HAS_BIAS=bias is not None,
-        HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None, WHOLE=whole, EVEN=width % launch.block == 0,
+        HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None,
+        WHOLE=launch.whole and reduces, EVEN=width % launch.block == 0,
         BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
     )  # fmt: skip
     return y, total, mean, ms
@@ -135,6 +153,30 @@ def row_norm_backward(
     kappa: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias, dscale, dshift, dms), the parameters' in fp32; empty where the function has none."""
+    launch = ladder.backward(x.shape[1], stat != Stat.NONE)
+    return launch_backward(
+        grad, grad_sum, grad_ms, x, weight, has_bias, scale, shift, mean, ms, stat, act, eps, kappa, launch
+    )
+
+
+def launch_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    grad_ms: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    has_bias: bool,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor | None,
+    ms: Tensor | None,
+    stat: int,
+    act: int,
+    eps: float,
+    kappa: float,
+    launch: ladder.Launch,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`row_norm_backward`, launched as asked."""
     rows, width = x.shape
     dx, dms = _backward_rows(x, stat)
     if x.numel() == 0:
@@ -142,8 +184,7 @@ def row_norm_backward(
         return dx, zero, zero.clone(), zero.new_zeros(1), zero.new_zeros(1), dms
     x, grad = unit_stride(x), unit_stride(grad)
     grad_sum_rows = grad if grad_sum is None else unit_stride(grad_sum)
-    whole = stat != Stat.NONE and width <= ladder.MAX_BACKWARD_WIDTH
-    launch = ladder.whole_backward(width) if whole else ladder.tile_backward(width)
+    whole = launch.whole and stat != Stat.NONE
     columns = triton.cdiv(width, launch.block)
     programs = _programs(triton.cdiv(rows, launch.rows), launch, x.device, columns)
     form = backward_tanh_form(x.device, x.dtype)
@@ -168,7 +209,7 @@ def row_norm_backward(
         STAT=stat, ACT=act, FORM=form, HAS_GRAD_SUM=grad_sum is not None, HAS_GRAD_MS=grad_ms is not None,
         HAS_BIAS=has_bias, HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None,
         WHOLE=whole, EVEN=width % launch.block == 0, BLOCK=launch.block, ROWS=launch.rows,
-        STAGES=ladder.BACKWARD_STAGES, num_warps=launch.warps,
+        STAGES=launch.stages, num_warps=launch.warps,
     )  # fmt: skip
     one = _empty(x)
     return (

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from kernel_harness import INTERPRETING
 
 pytest.importorskip("triton", reason="pip install normlab-kernels[gpu]")
 if INTERPRETING:
     pytest.skip("the compiler needs a process without Triton's interpreter", allow_module_level=True)
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import plan
 from normlab_kernels import ahead_of_time as aot
+from normlab_kernels import linear
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "aot.csv"
 
@@ -69,6 +76,35 @@ def test_the_fused_projection_uses_tensor_cores_and_the_copy_engine_on_hopper() 
         code = aot.compile_build(build, "sm_90").asm["ptx"]
         assert "wgmma.mma_async" in code
         assert "cp.async.bulk.tensor" in code
+
+
+HOPPER_SHARED_BYTES = 227 * 1024  # that a program may have
+
+
+def test_the_fused_projection_does_not_fit_in_float32_which_is_why_it_is_refused() -> None:
+    narrow = next(aot.linear_builds(512, "fp32"))
+    assert aot.compile_build(narrow, "sm_90").metadata.shared == 262_168 > HOPPER_SHARED_BYTES
+    assert "262 to 393 KB" in refusal(torch.float32) and not refusal(torch.bfloat16)
+
+
+def refusal(dtype: torch.dtype) -> str:
+    with FakeTensorMode():
+        matrix, weight = torch.empty(16, 16, device="cuda", dtype=dtype), torch.empty(16, device="cuda", dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
+        return linear.cannot_fuse(matrix, matrix, matrix, weight)
+
+
+@pytest.mark.parametrize("launch", plan.LINEAR_LAUNCHES[1:])
+def test_the_launches_to_be_timed_fit_and_do_not_spill(launch: str) -> None:
+    """By the benchmark's table, at most as many programs as share a multiprocessor's memory."""
+    fields = {
+        name: bool(v) if name in ("flatten", "from_residual") else v for name, v in plan.launch_fields(launch).items()
+    }
+    changed = dataclasses.replace(aot.ladder.HOPPER_LINEAR, **fields)
+    report = check(next(aot.linear_builds(2048, launch=changed)), "sm_90")
+    assert report.shared_bytes * changed.programs <= HOPPER_SHARED_BYTES, report
+    assert report.registers * 32 * changed.warps * changed.programs <= 65_536, report
 
 
 @pytest.mark.parametrize("function", ["add_bhyt", "layer_norm", "derf"])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import normlab_kernels as nk
 import pytest
 import torch
 from kernel_harness import DEVICE, DTYPES, INTERPRETING, assert_close, results
-from normlab_kernels import ladder
+from normlab_kernels import dispatch, ladder
 from normlab_kernels.reference import row_norm_reference
 from normlab_kernels.spec import Act, RowSpec, Stat
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 Tensor = torch.Tensor
 FUSED = [pytest.param(True, marks=pytest.mark.kernels), False]
+EXACT = torch.float32 if DEVICE == "cpu" else torch.float16  # what the fused kernel takes: compiled, no fp32
+TOLERANCE = 1e-5 if DEVICE == "cpu" else 1e-2
 NAMES = ["bhyt", "bhyt unbounded", "dyt"]
 
 
@@ -52,6 +57,8 @@ def formula(name: str, a: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_and_every_gradient_agree_with_float64(name: str, dtype: str, fused: bool) -> None:
+    if fused and dtype == "fp32" and DEVICE == "cuda":
+        pytest.skip("refused when compiled")
     arguments = arguments_of(name, 70, 96, 80, DTYPES[dtype])
     ours, upstream = results(lambda a: call(name, fused, a), arguments, None)
     torchs, _ = results(lambda a: formula(name, a), arguments, upstream)
@@ -60,21 +67,25 @@ def test_forward_and_every_gradient_agree_with_float64(name: str, dtype: str, fu
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize(
+    "changes", [{}, {"from_residual": True}, {"flatten": True}, {"from_residual": True, "flatten": True}]
+)
 @pytest.mark.parametrize("slices", [1, 2, 4])
-def test_slices_of_the_epilogue_and_ragged_edges(slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = ladder.LinearLaunch(32, 64, 32, slices=slices, warps=4, stages=1, group=2)
+def test_slices_of_the_epilogue_and_ragged_edges(slices: int, changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = ladder.LinearLaunch(64, 64, 32, slices=slices, warps=4, stages=1, group=2, programs=2, **changes)
     monkeypatch.setattr(ladder, "INTERPRETER_LINEAR", launch)
-    for rows, width, inner in ((1, 8, 8), (33, 72, 40), (100, 136, 32)):
-        arguments = arguments_of("bhyt", rows, width, inner, torch.float32)
+    monkeypatch.setattr(ladder, "linear", lambda width: launch)
+    for rows, width, inner in ((1, 8, 8), (70, 72, 40), (130, 136, 32)):
+        arguments = arguments_of("bhyt", rows, width, inner, EXACT)
         expected = formula("bhyt", {k: v.double() for k, v in arguments.items()})
         got = call("bhyt", True, arguments)
         for key, value in expected.items():
-            torch.testing.assert_close(got[key].double(), value, rtol=1e-5, atol=1e-5, msg=f"{key} {rows}")
+            torch.testing.assert_close(got[key].double(), value, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{key} {rows}")
 
 
 @pytest.mark.kernels
 def test_a_row_of_the_fused_product_does_not_depend_on_how_many_rows_there_are() -> None:
-    many = arguments_of("bhyt", 70, 72, 80, torch.float32)
+    many = arguments_of("bhyt", 70, 72, 80, EXACT)
     together = call("bhyt", True, many)
     for row in (0, 69):
         here = slice(row, row + 1)
@@ -87,7 +98,7 @@ def test_a_row_of_the_fused_product_does_not_depend_on_how_many_rows_there_are()
 def test_opcheck_passes() -> None:
     from normlab_kernels import linear_ops
 
-    a = {k: v.requires_grad_() for k, v in arguments_of("bhyt", 9, 16, 8, torch.float32).items()}
+    a = {k: v.requires_grad_() for k, v in arguments_of("bhyt", 9, 16, 8, EXACT).items()}
     tensors = (a["a"], a["proj"], a["residual"], a["weight"], None, a["scale"], a["given"])
     torch.library.opcheck(linear_ops.linear_add_norm, (*tensors, int(Stat.GIVEN), int(Act.TANH), 1e-6, 10.0))
 
@@ -95,23 +106,23 @@ def test_opcheck_passes() -> None:
 @pytest.mark.parametrize("fused", FUSED)
 def test_compiles_without_a_graph_break(fused: bool) -> None:
     torch.compiler.reset()
-    arguments = arguments_of("bhyt", 9, 16, 8, torch.float32)
+    arguments = arguments_of("bhyt", 9, 16, 8, EXACT)
     expected, upstream = results(lambda a: call("bhyt", fused, a), arguments, None)
     compiled = torch.compile(lambda a: call("bhyt", fused, a), fullgraph=True, backend="aot_eager")
     got, _ = results(compiled, arguments, upstream)
     for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-5, msg=key)
+        torch.testing.assert_close(got[key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
 
 
 @pytest.mark.kernels
 def test_one_gradient_alone_reaches_the_operands() -> None:
-    arguments = arguments_of("bhyt", 5, 16, 8, torch.float32)
+    arguments = arguments_of("bhyt", 5, 16, 8, EXACT)
     for key in ("h", "y"):
         a = {k: v.requires_grad_() for k, v in arguments.items()}
         got = torch.autograd.grad(call("bhyt", True, a)[key].square().sum(), [a["a"], a["proj"], a["residual"]])
         wanted = torch.autograd.grad(formula("bhyt", a)[key].square().sum(), [a["a"], a["proj"], a["residual"]])
         for one, other in zip(got, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one, other, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
 
 
 def test_the_table_of_measurements_decides_and_is_empty_until_something_is_measured() -> None:
@@ -119,6 +130,28 @@ def test_the_table_of_measurements_decides_and_is_empty_until_something_is_measu
     arguments = arguments_of("bhyt", 5, 16, 8, torch.float32)
     for key, value in call("bhyt", None, arguments).items():
         assert torch.equal(value, call("bhyt", False, arguments)[key])
+
+
+def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_does_not_insist_takes_two_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tiles do not fit; the interpreter has no such limit, and goes on. Made-up tensors say they are on a GPU."""
+    monkeypatch.setattr(dispatch, "TRITON", True)
+    monkeypatch.setattr(ladder, "FUSION_WINS", {"NVIDIA H200": (16,)})
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, name="NVIDIA H200")
+    )
+    with FakeTensorMode():
+        for interpreting in (False, True):
+            monkeypatch.setattr(dispatch, "INTERPRETING", interpreting)
+            for dtype, refused in ((torch.float32, not interpreting), (torch.bfloat16, False)):
+                shapes = ((5, 8), (16, 8), (5, 16), (16,), (1,))
+                a, proj, residual, weight, lam = (torch.empty(*s, device="cuda", dtype=dtype) for s in shapes)
+                ms = torch.empty(5, 1, device="cuda")
+                assert nk.prefers_fused(a, proj, residual, weight) is not refused
+                if refused:
+                    with pytest.raises(ValueError, match="262 to 393 KB of shared memory in float32"):
+                        nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=True)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

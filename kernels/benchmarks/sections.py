@@ -1,0 +1,219 @@
+"""One function a section: a planned row and a device in, the row's columns out. Whole models are in `models.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import normlab_kernels as nk
+import peers
+import plan
+import torch
+from measure import Device, Row, takes_kernels
+from models import generate_row, step_row
+from normlab_kernels import ladder, linear
+from normlab_kernels.spec import Act, Stat
+
+Tensor = torch.Tensor
+WRONG = 0.03  # of the largest element: bf16 rounds to 0.4%, and the decode kernel restated here errs as much again
+
+
+class Wrong(Exception):
+    """A call whose result is not the formula's: its time means nothing."""
+
+
+def outputs(out: Any) -> list[Tensor]:
+    return list(out) if isinstance(out, tuple) else [out]
+
+
+def largest_error(got: Any, expected: Any) -> float:
+    """The largest difference in units of the largest element, over all outputs.
+
+    Raises:
+        Wrong: it is more than rounding explains.
+    """
+    pairs = zip(outputs(got), outputs(expected), strict=True)
+    errors = [((a.float() - b.float()).abs().max() / b.float().abs().max().clamp(min=1e-9)).item() for a, b in pairs]
+    if not all(error <= WRONG for error in errors):  # so put, NaN is too large
+        raise Wrong(f"the results differ by {', '.join(f'{e:.2g}' for e in errors)} of their largest elements")
+    return max(errors)
+
+
+def _forward(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
+    def run() -> object:
+        with torch.no_grad():
+            return call(arguments)
+
+    return run
+
+
+def _backward(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
+    """The backward pass alone: the graph is kept, the upstream gradients are random."""
+    outs = outputs(call(arguments))
+    upstream = [torch.randn_like(tensor) for tensor in outs]
+    leaves = list(arguments.values())
+    return lambda: torch.autograd.grad(outs, leaves, upstream, retain_graph=True, allow_unused=True)
+
+
+def _both(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
+    upstream = [torch.randn_like(tensor) for tensor in outputs(call(arguments))]
+    leaves = list(arguments.values())
+    return lambda: torch.autograd.grad(outputs(call(arguments)), leaves, upstream, allow_unused=True)
+
+
+PASSES = {"forward": _forward, "backward": _backward, "both": _both}
+
+
+def _floor(planned: plan.Planned, device: Device) -> int:
+    """Bytes that the pass must read and write."""
+    function = peers.FUNCTIONS[planned.function]
+    units = {"forward": function.forward_rows, "backward": function.backward_rows}
+    moved = units.get(planned.direction, sum(units.values()))
+    return moved * planned.rows * planned.width * device.dtype.itemsize
+
+
+def _rates(columns: Row, floor: int, device: Device) -> Row:
+    """A measured row with its floor and its share of the yardstick's rate."""
+    copy = device.copy_microseconds(floor)
+    rates: Row = {"floor_bytes": floor, "copy_microseconds": copy, "copy_gigabytes_per_second": floor / copy / 1e3}
+    if "microseconds" in columns:
+        time = columns["microseconds"]
+        rates |= {"gigabytes_per_second": floor / time / 1e3, "share_of_copy": copy / time}
+    return columns | rates
+
+
+def norm_row(planned: plan.Planned, device: Device) -> Row:
+    """A norm, one pass, by one peer, beside a copy of as many bytes."""
+    return _rates(decode_row(planned, device), _floor(planned, device), device)
+
+
+def decode_row(planned: plan.Planned, device: Device) -> Row:
+    """A norm, one pass, by one peer. In decoding launches count, not bytes, so it is not compared with a copy."""
+    call = peers.build(planned.peer, planned.function, device.backend)
+    rows, width = device.sizes(planned.rows, planned.width)
+
+    def arguments() -> dict[str, Tensor]:
+        return peers.arguments(planned.function, rows, width, device.dtype, device.torch)
+
+    columns: Row = {}
+    if planned.direction == "forward":
+        a = arguments()
+        with torch.no_grad():
+            columns["error"] = largest_error(call(a), peers.formula(planned.function)(a))
+    return columns | device.time(lambda: PASSES[planned.direction](call, arguments()), _floor(planned, device))
+
+
+def launch_row(planned: plan.Planned, device: Device) -> Row:
+    """The kernel of a norm, launched as the ladder does or with fields of it changed; no autograd around it."""
+    if not takes_kernels(device):
+        raise peers.Missing("the Triton kernels do not run on this device")
+    from normlab_kernels import ops
+
+    spec = peers.FUNCTIONS[planned.function].spec
+    assert spec is not None
+    rows, width = device.sizes(planned.rows, planned.width)
+    changed: dict[str, Any] = plan.launch_fields(planned.launch)
+    changed |= {"whole": bool(changed["whole"])} if "whole" in changed else {}
+    constants = (int(spec.stat), int(spec.act), spec.eps, spec.kappa)
+    ladders_forward = ladder.forward(width, spec.stat in (Stat.RMS, Stat.LAYER))
+    ladders_backward = ladder.backward(width, spec.stat != Stat.NONE)
+
+    def make(changed: dict[str, Any]) -> Callable[[], object]:
+        made = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
+        a = {name: tensor.detach() for name, tensor in made.items()}
+        x, residual, weight = a["x"], a.get("residual"), a["weight"]
+        scale, shift, given = a.get("scale"), a.get("shift"), a.get("given")
+        forward_arguments = (x, residual, weight, a.get("bias"), scale, shift, given, *constants)
+        if planned.direction == "forward":
+            launch = replace(ladders_forward, **changed)
+            return lambda: ops.launch_forward(*forward_arguments, launch)
+        _, total, mean, ms = ops.launch_forward(*forward_arguments, ladders_forward)
+        if residual is not None:
+            x = total
+        kept_mean = mean if spec.stat is Stat.LAYER else None
+        kept_ms = None if spec.stat is Stat.NONE else given if spec.stat is Stat.GIVEN else ms
+        grad = torch.randn_like(x)
+        grad_sum = None if residual is None else torch.randn_like(x)
+        launch = replace(ladders_backward, **changed)
+        return lambda: ops.launch_backward(
+            grad, grad_sum, None, x, weight, "bias" in a, scale, shift, kept_mean, kept_ms, *constants, launch
+        )
+
+    columns: Row = {}
+    if planned.launch:  # the ladder's own launch is what tests check, and what another is checked against
+        results = []
+        for fields in (changed, {}):
+            torch.manual_seed(0)
+            results.append(tuple(tensor for tensor in make(fields)() if tensor.numel()))  # type: ignore[attr-defined]
+        columns["error"] = largest_error(*results)
+    floor = _floor(planned, device)
+    return _rates(columns | device.time(lambda: make(changed), floor), floor, device)
+
+
+def linear_row(planned: plan.Planned, device: Device) -> Row:
+    """h = residual + a W^T and a norm of h, in one kernel, or in two, or without the norm."""
+    rows, width = device.sizes(planned.rows, planned.width)
+    changed: dict[str, Any] = plan.launch_fields(planned.launch)
+    changed |= {name: bool(changed[name]) for name in ("flatten", "from_residual") if name in changed}
+
+    def operands() -> tuple[Tensor, ...]:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device.torch, dtype=device.dtype)
+
+        weight, lam = torch.ones(width, device=device.torch, dtype=device.dtype), normal(1).fill_(1.0)
+        ms = torch.ones(rows, 1, device=device.torch)
+        return normal(rows, width), normal(width, width) / width**0.5, normal(rows, width), weight, lam, ms
+
+    def call(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, lam: Tensor, ms: Tensor) -> object:
+        name = planned.function
+        if name == plan.FUSED and changed:
+            from normlab_kernels import linear_ops
+
+            launch = replace(ladder.linear(width), **changed)
+            constants = (int(Stat.GIVEN), int(Act.TANH), 1e-6, 10.0)
+            return linear_ops.launch_linear(a, proj, residual, weight, None, lam, ms, *constants, launch)
+        if name in (plan.FUSED, plan.UNFUSED):
+            return nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=name == plan.FUSED)
+        if name == "linear_add_dyt":
+            return nk.linear_add_dyt(a, proj, residual, weight, None, lam, fused=True)
+        h = torch.addmm(residual, a, proj.t())
+        if name == "addmm + rms_norm":
+            return h, nk.rms_norm(h, weight)
+        if name == "addmm + F.rms_norm":
+            return h, torch.nn.functional.rms_norm(h, weight.shape, weight, 1e-6)
+        return h
+
+    def make() -> Callable[[], object]:
+        mine = operands()
+
+        def run() -> object:
+            with torch.no_grad():
+                return call(*mine)
+
+        return run
+
+    mine = operands()
+    columns: Row = {}
+    if planned.function.startswith("linear_add"):
+        if reason := linear.cannot_fuse(*mine[:4]):
+            raise peers.Missing(reason)
+        if planned.function == plan.FUSED:
+            with torch.no_grad():
+                unfused = nk.linear_add_bhyt(*mine, fused=False)
+                columns["error"] = largest_error(call(*mine), unfused)
+    # The output side: the product's operands are read more than once, from the cache.
+    columns |= device.time(make, 4 * planned.rows * planned.width * device.dtype.itemsize)
+    if "microseconds" in columns:
+        columns["teraflops"] = 2 * planned.rows * planned.width**2 / columns["microseconds"] / 1e6
+    return columns
+
+
+MEASURE: dict[str, Callable[[plan.Planned, Device], Row]] = {
+    "rows": norm_row,
+    "launch": launch_row,
+    "linear": linear_row,
+    "decode": decode_row,
+    "step": step_row,
+    "generate": generate_row,
+}
