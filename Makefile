@@ -77,9 +77,9 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on the CPU; quiet machines only
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
-	$(BIN)/python -m normlab.training.probe_bench --out $(OUT)/bench
+	$(BIN)/python -m normlab.bench.probes --out $(OUT)/bench
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows --out $(OUT)/bench
-	$(BIN)/python -m normlab.widgets.latency data/runs --out $(OUT)/bench/latency.csv
+	$(BIN)/python -m normlab.bench.latency data/runs --out $(OUT)/bench/latency.csv
 
 gpu: $(VENV)/.installed-test ## on a CUDA machine: test the compiled kernels, then measure them against every installed peer
 	$(BIN)/python -m pytest -m gpu kernels

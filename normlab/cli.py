@@ -256,7 +256,7 @@ def _whole(text: str, flag: str) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from normlab.compare import compare, in_words
+    from normlab.analysis.compare import compare, in_words
     from normlab.runs import MANIFEST, load_runs, read_run
 
     names, paths = [options.a, options.b], options.runs
@@ -273,8 +273,8 @@ def _compare(options: argparse.Namespace) -> int:
 def _figures(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    from normlab.analysis.published import load_published
     from normlab.export import save_images
-    from normlab.published import load_published
     from normlab.runs import load_runs
 
     try:
@@ -298,7 +298,7 @@ def _figures(options: argparse.Namespace) -> int:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    from normlab.probes.report import probe_report
+    from normlab.report import probe_report
 
     shape = {"length": options.length, "rows": options.rows}
     print(probe_report(options.model, options.text, out=options.out, progress=not options.quiet, **shape))
@@ -306,7 +306,7 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from normlab.training.bench import bench
+    from normlab.bench.training import bench
 
     chosen = {"schemes": options.schemes.split(",")} if options.schemes else {}
     shared = {"threads": options.threads, "cache_dir": options.cache_dir, "progress": not options.quiet}

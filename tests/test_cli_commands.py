@@ -208,7 +208,7 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
 
 
 def test_the_bench_writes_ratios_of_interleaved_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from normlab.training import bench
+    from normlab.bench import training as bench
 
     order = []
 
@@ -225,7 +225,7 @@ def test_the_bare_loop_trains_exactly_as_the_trainer_does(text: Path, tmp_path: 
     """Else the bench would compare the speed of two different things."""
     import torch
 
-    from normlab.training.bench import BareLoop
+    from normlab.bench.training import BareLoop
     from normlab.training.corpus import corpus_of
     from normlab.training.trainer import build_trainer
 

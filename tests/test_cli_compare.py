@@ -8,8 +8,8 @@ import pytest
 from notebook_helpers import write_runs
 
 import normlab
+from normlab.analysis.compare import compare
 from normlab.cli import main
-from normlab.compare import compare
 
 
 @pytest.fixture(scope="module")

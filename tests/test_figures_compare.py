@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 from figures_helpers import empty, one_run, table
 
-from normlab.compare import NO_DIFFERENCE, NONE, ONE_SEED, compare, in_words, interval, t_quantile
+from normlab.analysis.compare import NO_DIFFERENCE, NONE, ONE_SEED, compare, in_words, interval, t_quantile
+from normlab.analysis.profiles import Profiles, View, default_view
+from normlab.analysis.selection import choose, summarize
 from normlab.errors import NormlabError
-from normlab.profiles import Profiles, View, default_view
-from normlab.selection import choose, summarize
 
 # Student's t, two-sided, from printed tables.
 PRINTED = {(0.95, 1): 12.706, (0.95, 2): 4.303, (0.95, 3): 3.182, (0.95, 4): 2.776, (0.95, 9): 2.262, (0.95, 30): 2.042}

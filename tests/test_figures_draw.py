@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 import pytest
 from figures_helpers import UNIGRAM, activation, empty, one_run, table, text_of
 
+from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
 from normlab.figures.theme import spread, template
-from normlab.published import load_published
 from normlab.schemes import SCHEMES
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from normlab.analysis.published import COLUMNS, load_published
 from normlab.errors import NormlabError
-from normlab.published import COLUMNS, load_published
 from normlab.schemes import SCHEMES
 
 

@@ -9,9 +9,8 @@ import pandas as pd
 import pytest
 
 import normlab
-from normlab.compare import compare
-from normlab.selection import choose, title_of
-from normlab.variants import compare_variants
+from normlab.analysis.compare import compare, compare_variants
+from normlab.analysis.selection import choose, title_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("−", "-").split())

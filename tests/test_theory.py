@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import normlab
-from normlab import theory
+from normlab.analysis import theory
 from normlab.errors import NormlabError
 from normlab.norms import BHyT
 from normlab.probes import record

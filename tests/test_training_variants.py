@@ -14,12 +14,12 @@ from figures_helpers import one_run
 from training_helpers import tiny
 
 import normlab
+from normlab.analysis.compare import compare_variants
 from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
 from normlab.schemes import BOUND_AND_CONTROL, GAIN_CONTROL
 from normlab.training.config import TrainConfig
 from normlab.training.presets import Preset, Variant, get_preset
-from normlab.variants import compare_variants
 
 pytest_plugins = ["training_fixtures"]
 

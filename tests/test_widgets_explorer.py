@@ -15,10 +15,10 @@ import pytest
 from figures_helpers import SCHEMES, activation, empty, one_run, table, trained
 
 import normlab
+from normlab.analysis.profiles import COLLISION, Profiles
+from normlab.analysis.theory import predict
 from normlab.errors import NormlabError
 from normlab.labels import METRICS
-from normlab.profiles import COLLISION, Profiles
-from normlab.theory import predict
 from normlab.training.config import TrainConfig
 from normlab.widgets import NormExplorer
 from normlab.widgets.pane import ABSOLUTE, RELATIVE

@@ -12,8 +12,8 @@ import pytest
 from browser_helpers import page_of
 from figures_helpers import SCHEMES, empty, one_run, table, trained
 
+from normlab.analysis.profiles import Profiles, View
 from normlab.errors import NormlabError
-from normlab.profiles import Profiles, View
 from normlab.widgets.page import explorer_page, page_data
 
 

@@ -10,10 +10,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.compare import interval, last_values, paired
+from normlab.analysis.compare import interval, last_values, paired
+from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, Selection, choose, in_order
 from normlab.figures import theme
 from normlab.labels import metric_row
-from normlab.selection import DIVERGED, FINISHED, NOT_LEARNED, Selection, choose, in_order
 
 _MARGIN = dict(l=70, r=190, t=112, b=64)
 _LOSS = metric_row("loss")

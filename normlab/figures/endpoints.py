@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.compare import last_values, paired
+from normlab.analysis.compare import last_values, paired
+from normlab.analysis.selection import Selection, choose, in_order
 from normlab.figures import theme
 from normlab.figures.growth import short
 from normlab.labels import MASKS, SITES, Metric, metric_row
-from normlab.selection import Selection, choose, in_order
 
 _ROW = 34  # pixels a scheme
 # Text columns right of the plot, in pixels from its edge.

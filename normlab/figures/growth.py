@@ -9,9 +9,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from normlab.analysis.selection import Selection, choose
 from normlab.figures import theme
 from normlab.labels import MASKS, SITES, Metric, metric_row
-from normlab.selection import Selection, choose
 
 MOST_STEPS = 9  # more lines in a panel than this blur into each other
 _PANEL, _GAP = 190, 62  # pixels

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from normlab.analysis.profiles import Profile, Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.labels import MASKS, SITES, metric_row
-from normlab.profiles import Profile, Profiles, View, default_view
 
 HEIGHT = 520
 _MARGIN = dict(l=72, r=170, t=104, b=58)
@@ -63,8 +63,9 @@ def profile(
         band: shade from the smallest to the largest seed, or the interval.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
-        theory: a thin line with rings a scheme, what theory predicts before training: rows of `normlab.theory.predict`
-            (when `runs` is a table), or True for the models that the table's runs had. Nothing where it says nothing.
+        theory: a thin line with rings a scheme, what theory predicts before training: rows of
+            `normlab.analysis.theory.predict` (when `runs` is a table), or True for the models that the table's runs
+            had. Nothing where it says nothing.
     """
     told = theory if isinstance(theory, pd.DataFrame) else None
     profiles = runs if isinstance(runs, Profiles) else Profiles(runs, told)

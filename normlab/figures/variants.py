@@ -9,9 +9,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from normlab.analysis.selection import in_order
 from normlab.figures import theme
 from normlab.labels import metric_row
-from normlab.selection import in_order
 
 _ROW = 30  # pixels a variant
 
@@ -22,7 +22,7 @@ def variant_differences(
     """Scheme a minus scheme b with its 95% interval, a row a variant; an interval that holds zero is drawn hollow.
 
     Args:
-        table: what `normlab.variants.compare_variants` returns.
+        table: what `normlab.compare_variants` returns.
         labels: names of its rows.
         heads: headings to put above rows, by the row's number.
     """

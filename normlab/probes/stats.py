@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -200,12 +201,18 @@ class LayerStats:
         return merged
 
     def plot(self, metric: str, mask: str = "all") -> plotly.graph_objects.Figure:
-        """The metric against layer, one line a site (`normlab.probes.plot.layer_figure`)."""
-        from normlab.probes.plot import layer_figure
+        """The metric against layer, one line a site (`normlab.figures.layers.layer_figure`).
 
+        Figures stand above probes, so they are found by name, as pandas finds what draws its plots.
+        """
         if metric not in self.metrics:
             raise NormlabError(f"{metric!r} was not recorded: choose from {', '.join(self.metrics)}")
-        return layer_figure(self.to_pandas(), metric, mask)
+        try:
+            layers = importlib.import_module("normlab.figures.layers")
+        except ImportError as error:
+            raise NormlabError("plots need plotly: pip install 'normlab[notebooks]'") from error
+        figure: plotly.graph_objects.Figure = layers.layer_figure(self.to_pandas(), metric, mask)
+        return figure
 
     def save(self, path: str | Path) -> Path:
         """Write one Parquet file: the mergeable statistics, and the manifest in its metadata. `LayerStats.load` reads

@@ -1,6 +1,7 @@
 """The explorer as one HTML page that needs no kernel and no network: data, plotly and the sliders' code are inside.
 
-The page computes as `normlab.profiles` does (means, ranges, paired intervals), from the same numbers, seed by seed.
+The page computes as `normlab.analysis.profiles` does (means, ranges, paired intervals), from the same numbers, seed by
+seed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import numpy as np
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from normlab.compare import t_quantile
+from normlab.analysis.compare import t_quantile
+from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
 from normlab.labels import MASKS, SITES, metric_row
-from normlab.profiles import Profiles, View, default_view
 from normlab.widgets.plot import script
 
 DEFAULT_SITES = ("block_out", "block_in_grad")

@@ -17,10 +17,10 @@ import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
+from normlab.analysis.profiles import Profiles, View
 from normlab.figures.profile import Dress, drawing, log_remark, published_remark, static, theory_remark
 from normlab.figures.theme import style_of
 from normlab.labels import MASKS, SITES, metric_row
-from normlab.profiles import Profiles, View
 from normlab.widgets.plot import Plot
 
 _WIDE = {"description_width": "84px"}

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.compare import interval
+from normlab.analysis.compare import interval
+from normlab.analysis.selection import Selection, choose, title_of
 from normlab.errors import NormlabError
 from normlab.labels import METRICS, metric_row
 from normlab.schemes import SCHEMES
-from normlab.selection import Selection, choose, title_of
 
 NOT_TRAINED = "not trained"
-# How often two positions of a row hold the same token, for the prediction: about this in text (`normlab.theory`).
+# How often two positions of a row hold the same token, for the prediction: about this in text.
 COLLISION = 0.01
 Predictions = dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]]
 
@@ -99,7 +99,7 @@ class Profiles:
 
     Args:
         runs: the table.
-        theory: rows of `normlab.theory.predict`, or None for those of the models in the table.
+        theory: rows of `normlab.analysis.theory.predict`, or None for those of the models in the table.
 
     Raises:
         NormlabError: something that is not such a table.
@@ -188,7 +188,7 @@ class Profiles:
     def predicted(self, view: View) -> list[Profile]:
         """What theory says of a view before training: a line a scheme that it says something of, without bounds.
 
-        Metrics of activations and of the variance recursion's depth only (`normlab.theory.predict`); against a
+        Metrics of activations and of the variance recursion's depth only (`normlab.analysis.theory.predict`); against a
         reference, the ratio or difference of the two predictions.
         """
         told = self._predictions(view.depth).get((view.site, view.metric, view.mask), {})
@@ -272,7 +272,7 @@ def _predict(chosen: Selection, depth: int, configs: Mapping[str, str]) -> pd.Da
     `configs` is what `load_runs` says of each run. Nothing is known, and nothing is said, of a scheme with a run that
     is not in it, with runs of different models or of another version of normlab, or with planted outliers.
     """
-    from normlab.theory import predict
+    from normlab.analysis.theory import predict
     from normlab.training.config import TrainConfig
 
     runs = chosen.runs[(chosen.runs["depth"] == depth) & chosen.runs["scheme"].isin(list(SCHEMES))]

@@ -199,7 +199,7 @@ def _variants(about: pd.DataFrame) -> str:
     scheme, depth, seed, rate = counts.idxmax()
     return (
         f"{counts.max()} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in something "
-        "else: keep those of one setting (normlab.load_configs says which), or use normlab.variants.compare_variants."
+        "else: keep those of one setting (normlab.load_configs says which), or use normlab.compare_variants."
     )
 
 

@@ -13,11 +13,15 @@ from torch import nn
 from normlab.errors import NormlabError
 from normlab.probes.geometry import angular_distance, logit_lens_kl
 from normlab.probes.metrics import METRICS
-from normlab.probes.plot import COLORS, layer_figure
 from normlab.probes.recorder import record
 from normlab.probes.sites import sites
 from normlab.probes.skipping import skip_sensitivity
 from normlab.probes.stats import LayerStats
+
+try:
+    from normlab.figures.layers import COLORS, layer_figure
+except ImportError as error:  # pragma: no cover - needs an environment without plotly
+    raise NormlabError("the report needs plotly: pip install 'normlab[notebooks]'") from error
 
 if TYPE_CHECKING:
     import pandas

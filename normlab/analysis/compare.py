@@ -3,6 +3,9 @@
 A seed fixes the data order and every tensor that two schemes share, so a seed moves both alike and their difference is
 far steadier than either value. The interval is Student's t interval of the mean paired difference; one that holds zero
 is called "no difference".
+
+compare            two schemes, a row a depth
+compare_variants   the same within each configuration of a sweep with variants (see `normlab.training.presets`)
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from normlab.analysis.selection import DIVERGED, Selection, checked, choose, in_order, summarize
 from normlab.errors import NormlabError
 from normlab.labels import OF_THE_MODEL, metric_row
-from normlab.selection import DIVERGED, Selection, checked, choose, in_order, summarize
 
 NO_DIFFERENCE, ONE_SEED, NONE = "no difference", "one seed: no interval", "nothing to compare"
 
@@ -42,7 +45,8 @@ def compare(
 
     Args:
         runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate,
-            magnitudes of layers those of the rate that all schemes share, as in every figure (see `normlab.selection`).
+            magnitudes of layers those of the rate that all schemes share, as in every figure (see
+            `normlab.analysis.selection`).
         a, b: schemes; or names of two runs with the same depth, width and seed.
         metric: a name of `METRICS`; "loss" means the held-out loss unless `split` says "train".
         site: default "model" for loss and speed, else block outputs, or where the metric was measured (gradients: block
@@ -73,6 +77,42 @@ def compare(
     found = paired(values, a, b, metric, level)
     found.attrs["about"] = chosen.describe()
     return found
+
+
+def compare_variants(
+    runs: pd.DataFrame,
+    configs: pd.DataFrame,
+    a: str,
+    b: str,
+    by: Sequence[str],
+    metric: str = "loss",
+    **where: Any,
+) -> pd.DataFrame:
+    """`compare` of schemes a and b within each group of runs that share the configuration fields `by`.
+
+    Args:
+        runs: the table of `normlab.load_runs`.
+        configs: the table of `normlab.load_configs` for the same runs.
+        by: columns of `configs`.
+        metric, where: as for `compare`.
+
+    Returns:
+        One row a group in which both schemes were run: the columns `by`, then those of `compare`.
+
+    Raises:
+        NormlabError: a field that no run has, or no group with both schemes.
+    """
+    if unknown := [name for name in by if name not in configs.columns]:
+        raise NormlabError(f"no run sets {', '.join(unknown)}; fields are {', '.join(map(str, configs.columns))}")
+    found = []
+    for values, group in configs.groupby(list(by), dropna=False):
+        if not {a, b} <= set(group["scheme"]):
+            continue
+        rows = compare(runs[runs["run"].isin(group.index)], a, b, metric, **where)
+        found.append(pd.concat([pd.DataFrame([values] * len(rows), columns=list(by)), rows], axis=1))
+    if not found:
+        raise NormlabError(f"no configuration under which both {a} and {b} were run")
+    return pd.concat(found, ignore_index=True)
 
 
 def paired(values: pd.DataFrame, a: str, b: str, metric: str, level: float = 0.95) -> pd.DataFrame:
