@@ -18,7 +18,7 @@ import normlab
 from normlab.analysis.profiles import COLLISION, Profiles
 from normlab.analysis.theory import predict
 from normlab.errors import NormlabError
-from normlab.labels import METRICS
+from normlab.figures import METRICS
 from normlab.training.config import TrainConfig
 from normlab.widgets import NormExplorer
 from normlab.widgets.pane import ABSOLUTE, RELATIVE

@@ -19,7 +19,7 @@ import pandas as pd
 
 from normlab.analysis.selection import DIVERGED, Selection, checked, choose, in_order, summarize
 from normlab.errors import NormlabError
-from normlab.labels import OF_THE_MODEL, metric_row
+from normlab.probes.metrics import metric_row
 
 NO_DIFFERENCE, ONE_SEED, NONE = "no difference", "one seed: no interval", "nothing to compare"
 
@@ -49,8 +49,8 @@ def compare(
             `normlab.analysis.selection`).
         a, b: schemes; or names of two runs with the same depth, width and seed.
         metric: a name of `METRICS`; "loss" means the held-out loss unless `split` says "train".
-        site: default "model" for loss and speed, else block outputs, or where the metric was measured (gradients: block
-            inputs).
+        site: default: the one of the metric's row in `METRICS` ("model" for loss and speed, block inputs for gradients
+            ...).
         layer: block number; default the last block.
         step: optimizer steps done; default the last, 0 is before training.
 
@@ -66,13 +66,13 @@ def compare(
     """
     if not 0.0 < level < 1.0:
         raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
-    chosen = _select(runs, (a, b), depth, width, same_rate=not _of_the_model(metric, site))
+    site = site or metric_row(metric).default_site
+    chosen = _select(runs, (a, b), depth, width, same_rate=site != "model")
     _require_measured(
         runs, {"metric": metric, "site": site, "mask": mask, "split": split, "layer": layer, "step": step}
     )
     if step is None:
         _require_same_length(chosen.runs, a, b)
-    site = site or _site_of(chosen.table, metric)
     values = last_values(chosen, metric, site=site, layer=layer, mask=mask, split=split, step=step)
     found = paired(values, a, b, metric, level)
     found.attrs["about"] = chosen.describe()
@@ -121,12 +121,12 @@ def paired(values: pd.DataFrame, a: str, b: str, metric: str, level: float = 0.9
     for depth in sorted(int(d) for d in values["depth"].unique()):
         pairs = _pairs(values[values["depth"] == depth], a, b)
         whole = pairs.dropna()
-        log = metric_row(metric).log
-        if log:
+        ratio = metric_row(metric).is_ratio
+        if ratio:
             whole = whole[(whole > 0).all(axis=1)]
-        about = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": "ratio" if log else "difference"}
+        about = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": metric_row(metric).compared}
         about |= {f"lr_{side}": _rate(values, depth, name) for side, name in (("a", a), ("b", b))}
-        found.append(about | _estimate(whole, log, level, len(pairs) - len(whole)))
+        found.append(about | _estimate(whole, ratio, level, len(pairs) - len(whole)))
     return pd.DataFrame(found)
 
 
@@ -144,10 +144,11 @@ def last_values(
 
     A diverged run's last value is missing: what it reached before it broke says nothing of the scheme.
     """
-    if _of_the_model(metric, site):
+    site = site or metric_row(metric).default_site
+    if site == "model":
         rows = chosen.rows("model", metric, split=split or ("eval" if metric == "loss" else None))
     else:
-        rows = chosen.rows(site or "block_out", metric, mask, split)
+        rows = chosen.rows(site, metric, mask, split)
         number = rows["layer"].astype("Int64")
         rows = rows[number == (rows["depth"] if layer is None else layer)]
     if step is not None:
@@ -174,15 +175,6 @@ def _require_measured(runs: pd.DataFrame, wanted: Mapping[str, str | int | None]
                 f"no {column} {value!r}{of} in the table, which has: {', '.join(map(str, sorted(there)))}"
             )
         rows = rows[rows[column] == value]
-
-
-def _of_the_model(metric: str, site: str | None) -> bool:
-    return site == "model" or (site is None and metric in OF_THE_MODEL)
-
-
-def _site_of(rows: pd.DataFrame, metric: str) -> str:
-    sites = sorted(set(rows.loc[rows["metric"] == metric, "site"]) - {"model"}, key=lambda site: site != "block_out")
-    return "model" if _of_the_model(metric, None) else next((s for s in sites if s.startswith("block")), "block_out")
 
 
 def _select(

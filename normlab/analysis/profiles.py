@@ -19,7 +19,7 @@ import pandas as pd
 from normlab.analysis.compare import interval
 from normlab.analysis.selection import Selection, choose, title_of
 from normlab.errors import NormlabError
-from normlab.labels import METRICS, metric_row
+from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
 from normlab.schemes import SCHEMES
 
 NOT_TRAINED = "not trained"
@@ -38,8 +38,8 @@ class View:
         step: optimizer steps done.
         schemes: which to show.
         relative: divide each profile by its own value at layer 1.
-        reference: show every scheme against this one, paired by seed: the ratio of metrics that span decades, else the
-            difference.
+        reference: show every scheme against this one, paired by seed: the ratio or the difference, as the metric's row
+            says.
     """
 
     metric: str
@@ -143,12 +143,12 @@ class Profiles:
     def metrics(self) -> list[str]:
         """Measured metrics, in the order of the metrics table."""
         names = {metric for _, metric, _ in self._parts}
-        return [name for name in METRICS if name in names] + sorted(names - set(METRICS))
+        return [name for name in ALL_METRICS if name in names] + sorted(names - set(ALL_METRICS))
 
     def sites(self, metric: str) -> list[str]:
-        """Sites at which a metric was measured: block outputs first."""
-        names = sorted({site for site, name, _ in self._parts if name == metric})
-        return sorted(names, key=lambda site: not site.startswith("block"))
+        """Sites at which a metric was measured: its default site first, then in the order of the sites table."""
+        names = {site for site, name, _ in self._parts if name == metric}
+        return sorted(names, key=lambda site: (site != metric_row(metric).default_site, site_order(site)))
 
     def masks(self, metric: str, site: str) -> list[str]:
         return sorted({mask for where, name, mask in self._parts if (where, name) == (site, metric)})
@@ -202,7 +202,7 @@ class Profiles:
                 first = values[layers == 1]
                 values = values / first if first.size else np.full_like(values, np.nan)
             if base is not None:
-                values = values / base[1] if metric_row(view.metric).log else values - base[1]
+                values = values / base[1] if metric_row(view.metric).is_ratio else values - base[1]
             nothing = np.full_like(values, np.nan)
             found.append(Profile(scheme, layers, values, nothing, nothing, 0))
         return found
@@ -317,7 +317,7 @@ def _over_seeds(cube: Cube, view: View) -> Course:
 
 
 def _paired(cube: Cube, reference: Cube, view: View) -> Course:
-    """Ratio (of metrics that span decades) or difference to the reference, over the seeds that both have, at every
+    """Ratio or difference (as the metric's row says) to the reference, over the seeds that both have, at every
     step."""
     steps = [step for step in cube.steps if step in reference.steps]
     seeds = [seed for seed in cube.seeds if seed in reference.seeds]
@@ -331,12 +331,12 @@ def _paired(cube: Cube, reference: Cube, view: View) -> Course:
         nothing = np.empty((0, len(cube.layers)))
         return Course(cube.layers, {}, np.empty(0, dtype=int), nothing, nothing, nothing)
     both = np.isfinite(left).any(axis=2) & np.isfinite(right).any(axis=2)
-    log = metric_row(view.metric).log
+    ratio = metric_row(view.metric).is_ratio
     with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = np.log(left / right) if log else left - right
+        gaps = np.log(left / right) if ratio else left - right
     bounds = [interval(gaps[both[:, place], place]) for place in range(len(steps))]
     mean, low, high = (np.stack(part) for part in zip(*bounds, strict=True))
-    if log:
+    if ratio:
         mean, low, high = np.exp(mean), np.exp(low), np.exp(high)
     counts = both.sum(axis=0)
     return Course(cube.layers, _rows(steps, counts), counts, mean, low, high)

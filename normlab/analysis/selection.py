@@ -16,25 +16,11 @@ import numpy as np
 import pandas as pd
 
 from normlab.errors import NormlabError
+from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED
 from normlab.schemes import SCHEMES
 
-NEEDED = (
-    "run",
-    "scheme",
-    "depth",
-    "width",
-    "seed",
-    "lr",
-    "status",
-    "step",
-    "split",
-    "site",
-    "layer",
-    "metric",
-    "mask",
-    "value",
-)
-FINISHED, DIVERGED, NOT_LEARNED = "finished", "diverged", "not_learned"
+STATUSES = (FINISHED, DIVERGED, NOT_LEARNED)
+NEEDED = tuple(name for name in COLUMNS if name != "tokens")
 
 
 def in_order(schemes: Iterable[str]) -> list[str]:

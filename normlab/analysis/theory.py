@@ -33,6 +33,7 @@ import numpy as np
 
 from normlab.errors import NormlabError
 from normlab.norms import BHyT, DyT
+from normlab.runs import FINISHED
 from normlab.schemes import NormSite, get_scheme
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         "seed": pandas.NA,
         "lr": math.nan,
     }
-    about |= {"status": "finished", "step": 0, "tokens": 0, "split": "theory"}
+    about |= {"status": FINISHED, "step": 0, "tokens": 0, "split": "theory"}
     for i, (name, value) in enumerate(about.items()):
         table.insert(i, name, value)
     return table.astype({"layer": "Int64", "seed": "Int64"})

@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from normlab.analysis.compare import interval, last_values, paired
 from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, Selection, choose, in_order
 from normlab.figures import theme
-from normlab.labels import metric_row
+from normlab.probes.metrics import metric_row
 
 _MARGIN = dict(l=70, r=190, t=112, b=64)
 _LOSS = metric_row("loss")

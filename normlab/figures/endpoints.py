@@ -13,7 +13,7 @@ from normlab.analysis.compare import last_values, paired
 from normlab.analysis.selection import Selection, choose, in_order
 from normlab.figures import theme
 from normlab.figures.growth import short
-from normlab.labels import MASKS, SITES, Metric, metric_row
+from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
 _ROW = 34  # pixels a scheme
 # Text columns right of the plot, in pixels from its edge.
@@ -51,7 +51,7 @@ def growth_before_after(
     table = _ends(start, end)
     if table["end"].notna().sum() == 0:
         return theme.message_figure(
-            f"{metric} was not measured at: {SITES.get(site, site)}, {MASKS.get(mask, mask)}.", title
+            f"{metric} was not measured at: {site_label(site)}, {MASKS.get(mask, mask)}.", title
         )
     base = reference or in_order(runs["scheme"].unique())[0]
     told = _published_values(published, metric)
@@ -72,7 +72,7 @@ def growth_before_after(
     bounds = theme.axis_bounds([*table["start"], *table["end"]], row.log)
     figure.update_xaxes(title_text=row.axis, **theme.value_axis(bounds, row.log))
     figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(told) else 260, t=100, b=62))
-    subtitle = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
+    subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
     return theme.titled(figure, title, subtitle, 180 + _ROW * (len(table) + 1))
 
 
@@ -130,13 +130,13 @@ def _add_ratios(
 ) -> None:
     """Columns of text right of the rows: ratio or difference to the reference at step 0, after training, published."""
     heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(told) else {})
-    word = "ratio to" if row.log else "difference from"
+    word = "ratio to" if row.is_ratio else "difference from"
     _text(figure, -0.95, _COLUMNS["before"], f"<b>{word} {theme.style_of(base).title}</b>", theme.NEUTRAL)
     for key, head in heads.items():
         _text(figure, -0.55, _COLUMNS[key], head, theme.NEUTRAL)
     for place, name in enumerate(names):
         cells = {key: _ratio(values, name, base, row.name) for key, values in ends.items()}
-        if row.log and name in told.index and base in told.index:
+        if row.is_ratio and name in told.index and base in told.index:
             cells["published"] = f"{told[name] / told[base]:.2f}"
         for key, text in cells.items():
             _text(
@@ -150,7 +150,7 @@ def _add_ratios(
 
 def _ratio(values: pd.DataFrame, name: str, base: str, metric: str) -> str:
     if name == base:
-        return "1" if metric_row(metric).log else "0"
+        return "1" if metric_row(metric).is_ratio else "0"
     found = paired(values, name, base, metric).iloc[0]
     if not math.isfinite(found["estimate"]):
         return "–"

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from normlab.analysis.selection import Selection, choose
 from normlab.figures import theme
-from normlab.labels import MASKS, SITES, Metric, metric_row
+from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
 MOST_STEPS = 9  # more lines in a panel than this blur into each other
 _PANEL, _GAP = 190, 62  # pixels
@@ -51,10 +51,10 @@ def layer_growth(
         return theme.message_figure(chosen, title)
     rows = _mean_over_seeds(chosen.rows(site, metric, mask))
     if rows.empty:
-        where = SITES.get(site, site)
+        where = site_label(site)
         return theme.message_figure(f"{metric} was not measured at: {where}, {MASKS.get(mask, mask)}.", title)
     points = _published_points(published, metric, chosen.schemes) if site == "block_out" else None
-    subtitle = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0"
+    subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0"
     figure = _panels(chosen, rows, points, row, row.log if log is None else log, columns)
     return theme.titled(figure, title, subtitle, int(figure.layout.height))
 

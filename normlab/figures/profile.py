@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from normlab.analysis.profiles import Profile, Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
-from normlab.labels import MASKS, SITES, metric_row
+from normlab.probes.metrics import MASKS, metric_row, site_label
 
 HEIGHT = 520
 _MARGIN = dict(l=72, r=170, t=104, b=58)
@@ -77,7 +77,7 @@ def profile(
     depth = view.depth if depth is None else depth
     steps = profiles.steps(metric, site, mask, depth)
     if not steps:
-        where = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)}, depth {depth}"
+        where = f"{site_label(site)}, {MASKS.get(mask, mask)}, depth {depth}"
         return look.message_figure(f"{metric} was not measured at: {where}.", metric_row(metric).label)
     step = steps[-1] if step is None else step
     if reference is not None and reference not in profiles.schemes:
@@ -132,7 +132,7 @@ def theory_remark(profiles: Profiles, view: View) -> str:
     """What the lines with rings are, or that there are none and why."""
     schemes = [line.scheme for line in profiles.predicted(view)]
     if not schemes:
-        what = f"the {metric_row(view.metric).label}, {SITES.get(view.site, view.site)}"
+        what = f"the {metric_row(view.metric).label}, {site_label(view.site)}"
         return f"theory says nothing here of {what}"
     silent = [look.style_of(name).title for name in view.schemes if name not in schemes]
     return "thin, with rings: theory, before training" + (f" (nothing of {', '.join(silent)})" if silent else "")
@@ -259,7 +259,7 @@ def _end(line: Profile) -> float:
 def _title(view: View, rate: str) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
-    where = f"{SITES.get(view.site, view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
+    where = f"{site_label(view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
     # One text for all lines: a widget that is resized moves a separate subtitle into the title.
     lines = "<br>".join([where, *wrap(row.definition, _LINE)])
     small = f"<span style='font-size:12px;color:{look.NEUTRAL}'>{lines}</span>"
@@ -276,7 +276,7 @@ def _sheet(theme: str) -> dict[str, Any]:
 def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool, theme: str) -> dict[str, Any]:
     row = metric_row(view.metric)
     put = _against(view) if view.reference is not None else "relative to layer 1" if view.relative else row.axis
-    neutral = 1.0 if row.log else 0.0
+    neutral = 1.0 if row.is_ratio else 0.0
     neutral_line = dict(color=look.NEUTRAL, dash="dot")
     line = dict(type="line", xref="x domain", x0=0, x1=1, y0=neutral, y1=neutral, line=neutral_line)
     return dict(
@@ -301,7 +301,7 @@ def _nothing(profiles: Profiles, view: View) -> dict[str, object]:
 def _against(view: View) -> str:
     assert view.reference is not None
     title = look.style_of(view.reference).title
-    return f"ratio to {title}, paired by seed" if metric_row(view.metric).log else f"minus {title}, paired by seed"
+    return f"ratio to {title}, paired by seed" if metric_row(view.metric).is_ratio else f"minus {title}, paired by seed"
 
 
 def _listed(part: Any) -> Any:

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.figures import theme as look
-from normlab.labels import SITES, metric_row
+from normlab.probes.metrics import metric_row, site_label
 
 HEIGHT = 440
 MOST_POINTS = 400  # a curve has no more: a page draws thousands of them slowly, and shows no more
@@ -125,7 +125,7 @@ def redraw(figure: go.Figure, scenes: Mapping[str, Scene], metric: str, site: st
     steps = sorted({scene.step for scene in scenes.values() if scene.last})
     when = " and ".join(f"{step:,}" for step in steps)
     figure.layout.annotations[0].text = "loss: training thin, held out thick; dotted: unigram entropy"
-    figure.layout.annotations[1].text = f"{SITES.get(site, site)}" + (f", step {when}; dotted: before" if steps else "")
+    figure.layout.annotations[1].text = f"{site_label(site)}" + (f", step {when}; dotted: before" if steps else "")
 
 
 def thinned(pairs: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:

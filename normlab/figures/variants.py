@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from normlab.analysis.selection import in_order
 from normlab.figures import theme
-from normlab.labels import metric_row
+from normlab.probes.metrics import metric_row
 
 _ROW = 30  # pixels a variant
 

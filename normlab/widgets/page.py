@@ -19,7 +19,7 @@ from normlab.analysis.compare import t_quantile
 from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
-from normlab.labels import MASKS, SITES, metric_row
+from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import script
 
 DEFAULT_SITES = ("block_out", "block_in_grad")
@@ -63,7 +63,7 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
         for site in profiles.sites(metric):
             if sites is not None and site not in sites:
                 continue
-            by_metric.setdefault(metric, []).append([SITES.get(site, site), site])
+            by_metric.setdefault(metric, []).append([site_label(site), site])
             masks[f"{site}|{metric}"] = [[MASKS.get(mask, mask), mask] for mask in profiles.masks(metric, site)]
             for mask in profiles.masks(metric, site):
                 series[f"{site}|{metric}|{mask}"] = _series(profiles, site, metric, mask)
@@ -119,7 +119,7 @@ def _scheme(name: str) -> dict[str, Any]:
 def _metric(name: str) -> dict[str, Any]:
     row = metric_row(name)
     label = row.label[0].upper() + row.label[1:]
-    return {"label": label, "axis": row.axis, "definition": row.definition, "log": row.log}
+    return {"label": label, "axis": row.axis, "definition": row.definition, "log": row.log, "ratio": row.is_ratio}
 
 
 def _remarks(profiles: Profiles, depth: int) -> list[str]:

@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from normlab.analysis.profiles import Profiles, View
 from normlab.figures.profile import Dress, drawing, log_remark, published_remark, static, theory_remark
 from normlab.figures.theme import style_of
-from normlab.labels import MASKS, SITES, metric_row
+from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import Plot
 
 _WIDE = {"description_width": "84px"}
@@ -197,7 +197,7 @@ def _way(view: View) -> str:
 
 
 def _sites(profiles: Profiles, metric: str) -> list[tuple[str, str]]:
-    return [(SITES.get(site, site), site) for site in profiles.sites(metric)]
+    return [(site_label(site), site) for site in profiles.sites(metric)]
 
 
 def _masks(profiles: Profiles, metric: str, site: str) -> list[tuple[str, str]]:
