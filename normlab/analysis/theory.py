@@ -30,17 +30,17 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from normlab.errors import NormlabError
-from normlab.norms import BHyT, DyT
 from normlab.runs import FINISHED
 from normlab.schemes import NormSite, get_scheme
 
 if TYPE_CHECKING:
     import pandas
 
-ORDER = 16  # Hermite terms: the tanh and SiLU of arguments up to unit scale converge long before
-NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
+ORDER = 16  # Hermite terms, one by one: the tanh and SiLU of arguments up to unit scale converge long before
+NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(128)
 Kernel = np.ndarray
 
 
@@ -89,7 +89,11 @@ def depth_below_lns(lam: float, kappa: float) -> float:
 
 
 def _gaussian_kernel(kernel: Kernel, function: Callable[[np.ndarray], np.ndarray]) -> Kernel:
-    """E[f(u_t) f(u_s)] for jointly Gaussian u with covariance `kernel`, by its expansion in Hermite polynomials."""
+    """E[f(u_t) f(u_s)] for jointly Gaussian u with covariance `kernel`, by its expansion in Hermite polynomials.
+
+    What the terms left out hold together, E[f^2] minus the squares of those taken, counts as one more term: a steep
+    tanh has some per cent there, and the variance must have all of it.
+    """
     scale = np.sqrt(np.diag(kernel))
     values = function(scale[:, None] * NODES) * WEIGHTS / math.sqrt(2 * math.pi)
     correlation = kernel / np.maximum(np.outer(scale, scale), 1e-300)
@@ -101,7 +105,9 @@ def _gaussian_kernel(kernel: Kernel, function: Callable[[np.ndarray], np.ndarray
         power = power * correlation
         # normalised: He_{k+1}/sqrt((k+1)!) from the two before
         polynomial, before = (NODES * polynomial - math.sqrt(k) * before) / math.sqrt(k + 1), polynomial
-    return total
+    square = function(scale[:, None] * NODES) ** 2 @ WEIGHTS / math.sqrt(2 * math.pi)
+    rest = np.sqrt(np.maximum(square - np.diag(total), 0.0))
+    return total + np.outer(rest, rest) * power
 
 
 def _silu(x: np.ndarray) -> np.ndarray:
@@ -109,15 +115,15 @@ def _silu(x: np.ndarray) -> np.ndarray:
 
 
 def _normalize(norm: Any, kernel: Kernel, mean_square: np.ndarray | None = None) -> Kernel:
-    """The kernel after a norm at its initial constants; `mean_square` per position when it is given one."""
-    if isinstance(norm, DyT):
-        return _gaussian_kernel(norm.initial_alpha**2 * kernel, np.tanh)
-    used = (np.diag(kernel) if mean_square is None else mean_square) + norm.eps
-    normed = kernel / np.sqrt(np.outer(used, used))
-    if isinstance(norm, BHyT):
-        z = (norm.initial_lam / norm.kappa) ** 2 * normed
-        return _gaussian_kernel(z, np.tanh) if norm.bounded else z
-    return (getattr(norm, "gain", 1.0) * getattr(norm, "scale", 1.0)) ** 2 * normed
+    """The kernel after a norm at its starting constants; `mean_square` per position when it is given one."""
+    start = norm.starting_map()
+    if start.eps is not None:
+        used = (np.diag(kernel) if mean_square is None else mean_square) + start.eps
+        kernel = kernel / np.sqrt(np.outer(used, used))
+    kernel = start.slope**2 * kernel
+    if start.function is not None:
+        kernel = _gaussian_kernel(kernel, lambda u: start.function(torch.from_numpy(u)).numpy())
+    return start.gain**2 * kernel
 
 
 class _Recursion:
@@ -189,7 +195,8 @@ class _Recursion:
         c = self.width * self.attention_width * self.weight_var * self.out_var / tokens
         causal = self.config.carried == "causal"
         positions = range(self.length) if causal else [None] * self.length
-        return np.array([carried_correction(c, norm.initial_lam, norm.kappa, tokens, t) for t in positions])
+        slope = norm.starting_map().slope
+        return np.array([carried_correction(c, slope, 1.0, tokens, t) for t in positions])
 
     def _stream(self, site: str, layer: int) -> None:
         variance = np.diag(self.kernel)
@@ -203,12 +210,13 @@ class _Recursion:
         variance = np.diag(self.kernel)
         if carried is not None:
             self._add(site, layer, "carried_var_ratio", variance / carried)
-        if not isinstance(norm, BHyT):
+        reach = norm.starting_map().reach
+        if reach is None:
             return
         ratio = np.ones(self.length) if carried is None else variance / carried
-        tail = [2 * NormalDist().cdf(-norm.kappa / math.sqrt(r)) for r in ratio]
+        tail = [2 * NormalDist().cdf(-reach / math.sqrt(r)) for r in ratio]
         self._add(site, layer, "saturation", np.array(tail))
-        self._add(site, layer, "saturation_bound", np.array([chebyshev_bound(norm.kappa, r) for r in ratio]))
+        self._add(site, layer, "saturation_bound", np.array([chebyshev_bound(reach, r) for r in ratio]))
 
     def _masks(self) -> list[tuple[str, slice]]:
         return [("all", slice(None)), ("no_first", slice(1, None))] if self.length > 1 else [("all", slice(None))]
