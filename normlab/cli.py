@@ -256,7 +256,7 @@ def _whole(text: str, flag: str) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from normlab.analysis.compare import compare, in_words
+    from normlab.analysis.compare import compare, report
     from normlab.runs import MANIFEST, load_runs, read_run
 
     names, paths = [options.a, options.b], options.runs
@@ -266,7 +266,7 @@ def _compare(options: argparse.Namespace) -> int:
     where = {name: getattr(options, name) for name in ("site", "layer", "mask", "split", "step")}
     a, b = names
     found = compare(table, a, b, options.metric, depth=options.depth, width=options.width, level=options.level, **where)
-    print(in_words(found, options.level))
+    print(report(found, options.level))
     return 0
 
 

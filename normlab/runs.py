@@ -37,7 +37,7 @@ RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status"]
 STATS_COLUMNS = ["step", "tokens", "split", "site", "layer", "metric", "mask", "value"]
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 MANIFEST_KEYS = ("run", "status", "eval_loss", "config", "corpus", "measured")
-FINISHED, DIVERGED, NOT_LEARNED = "finished", "diverged", "not_learned"
+STATUSES = FINISHED, DIVERGED, NOT_LEARNED = "finished", "diverged", "not_learned"
 
 
 @dataclass(frozen=True)

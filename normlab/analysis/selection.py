@@ -16,10 +16,10 @@ import numpy as np
 import pandas as pd
 
 from normlab.errors import NormlabError
-from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED
+from normlab.probes.metrics import metric_row
+from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED  # noqa: F401  (figures know no files)
 from normlab.schemes import SCHEMES
 
-STATUSES = (FINISHED, DIVERGED, NOT_LEARNED)
 NEEDED = tuple(name for name in COLUMNS if name != "tokens")
 
 
@@ -40,6 +40,17 @@ def checked(runs: pd.DataFrame) -> pd.DataFrame:
     if missing:
         raise NormlabError(f"the table lacks the columns {', '.join(missing)}: pass what normlab.load_runs returns")
     return runs
+
+
+def mean_of(values: pd.Series, metric: str) -> float:
+    """The mean as the metric is compared: geometric for positive sizes; NaN for none."""
+    numbers = values.to_numpy(float)
+    if not len(numbers):
+        return float("nan")
+    if not metric_row(metric).is_ratio:
+        return float(numbers.mean())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.exp(np.log(numbers).mean()))
 
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:

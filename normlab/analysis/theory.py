@@ -24,8 +24,9 @@ cent at width 128.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,15 @@ import torch
 
 from normlab.errors import NormlabError
 from normlab.runs import FINISHED
-from normlab.schemes import NormSite, get_scheme
+from normlab.schemes import SCHEMES, NormSite, get_scheme
 
 if TYPE_CHECKING:
     import pandas
 
 ORDER = 16  # Hermite terms, one by one: the tanh and SiLU of arguments up to unit scale converge long before
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(128)
+# How often two positions of a row hold the same token in text, about.
+COLLISION = 0.01
 Kernel = np.ndarray
 
 
@@ -266,3 +269,32 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     for i, (name, value) in enumerate(about.items()):
         table.insert(i, name, value)
     return table.astype({"layer": "Int64", "seed": "Int64"})
+
+
+def predict_runs(about: pandas.DataFrame, depth: int, configs: Mapping[str, str]) -> pandas.DataFrame | None:
+    """Predictions for a depth's schemes, each of the model that its runs had; None where there are none.
+
+    Args:
+        about: a row a run, as `normlab.analysis.selection.summarize` returns.
+        configs: what `load_runs` says of each run, as JSON.
+
+    Nothing is known, and nothing is said, of a scheme with a run that
+    is not in it, with runs of different models or of another version of normlab, or with planted outliers.
+    """
+    import pandas
+
+    from normlab.training.config import TrainConfig
+
+    runs = about[(about["depth"] == depth) & about["scheme"].isin(list(SCHEMES))]
+    found = []
+    for _, own in runs.groupby("scheme", sort=False):
+        if not set(own.index) <= set(configs):
+            continue
+        try:
+            made = [TrainConfig.from_dict(json.loads(configs[run])) for run in own.index]
+        except NormlabError:  # of another version of normlab
+            continue
+        models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}
+        if len(models) == 1 and not any(config.outlier_channels for config in made):
+            found.append(predict(*models.values(), collision=COLLISION))
+    return pandas.concat(found, ignore_index=True) if found else None

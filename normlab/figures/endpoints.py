@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.compare import last_values, paired
-from normlab.analysis.selection import Selection, choose, in_order
+from normlab.analysis.compare import last_values
+from normlab.analysis.selection import Selection, choose, in_order, mean_of
+from normlab.analysis.verdicts import differences
 from normlab.figures import theme
 from normlab.figures.growth import short
 from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
@@ -35,7 +36,7 @@ def growth_before_after(
     """The last layer's value at step 0 (ring) and after training (disc), and its ratio to a reference scheme.
 
     A scheme that ends low because it began low is seen at a glance: both ends of its line are low. Ratios are paired by
-    seed; with more than one seed the 95% interval is in brackets. Control schemes are always among the rows.
+    seed; the 95% interval, its sd pooled over all schemes, is in brackets. Control schemes are always among the rows.
 
     Args:
         reference: scheme that ratios refer to; default the first of the registry that the table has.
@@ -48,7 +49,7 @@ def growth_before_after(
         return theme.message_figure(chosen, title)
     start = last_values(chosen, metric, site=site, mask=mask, step=0)
     end = last_values(chosen, metric, site=site, mask=mask)
-    table = _ends(start, end)
+    table = _ends(start, end, metric)
     if table["end"].notna().sum() == 0:
         return theme.message_figure(
             f"{metric} was not measured at: {site_label(site)}, {MASKS.get(mask, mask)}.", title
@@ -76,11 +77,15 @@ def growth_before_after(
     return theme.titled(figure, title, subtitle, 180 + _ROW * (len(table) + 1))
 
 
-def _ends(start: pd.DataFrame, end: pd.DataFrame) -> pd.DataFrame:
-    """Indexed by scheme: mean over seeds at both ends, and the range of seeds at the end."""
+def _ends(start: pd.DataFrame, end: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Indexed by scheme: mean (geometric for sizes) over seeds at both ends, and the range of seeds at the end."""
+
+    def mean(values: pd.Series) -> float:
+        return mean_of(values.dropna(), metric)
+
     grouped = end.groupby("scheme", observed=True)["value"]
-    table = grouped.agg(end="mean", low="min", high="max", seeds="count")
-    table["start"] = start.groupby("scheme", observed=True)["value"].mean()
+    table = grouped.agg(end=mean, low="min", high="max", seeds="count")
+    table["start"] = start.groupby("scheme", observed=True)["value"].agg(mean)
     return table
 
 
@@ -151,7 +156,7 @@ def _add_ratios(
 def _ratio(values: pd.DataFrame, name: str, base: str, metric: str) -> str:
     if name == base:
         return "1" if metric_row(metric).is_ratio else "0"
-    found = paired(values, name, base, metric).iloc[0]
+    found = differences(values, name, base, metric).iloc[0]
     if not math.isfinite(found["estimate"]):
         return "–"
     interval = "" if math.isnan(found["low"]) else f" [{short(found['low'])}, {short(found['high'])}]"

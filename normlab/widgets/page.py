@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from normlab.analysis.compare import t_quantile
 from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
@@ -68,7 +67,6 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
             for mask in profiles.masks(metric, site):
                 series[f"{site}|{metric}|{mask}"] = _series(profiles, site, metric, mask)
     first = default_view(profiles)
-    most = int(profiles.chosen.runs.groupby(["scheme", "depth"])["seed"].nunique().max()) if profiles.chosen else 1
     return {
         "schemes": [_scheme(name) for name in profiles.schemes],
         "depths": profiles.depths,
@@ -79,7 +77,7 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
         "masks": masks,
         "series": series,
         "theory": {key: _theory(profiles, *key.split("|")) for key in series},
-        "t": {count: t_quantile(0.95, count - 1) for count in range(2, most + 1)},
+        "spreads": {key: _spreads(profiles, *key.split("|")) for key in series},
         "remarks": {depth: _remarks(profiles, depth) for depth in profiles.depths},
     }
 
@@ -91,6 +89,21 @@ def _series(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, 
         about = {"seeds": cube.seeds, "steps": cube.steps, "layers": cube.layers.tolist(), "values": values}
         found.setdefault(depth, {})[scheme] = about
     return found
+
+
+def _spreads(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, dict[str, Any]]:
+    """Of what intervals are made, by depth, where there are any."""
+    views = {depth: View(metric, site, mask, depth, 0, ()) for depth in profiles.depths}
+    found = {depth: profiles.spread(view) for depth, view in views.items()}
+    return {
+        depth: {"steps": spread.steps, "layers": spread.layers, "values": _rounded(spread.values)}
+        for depth, spread in found.items()
+        if np.isfinite(spread.values).any()
+    }
+
+
+def _rounded(values: np.ndarray) -> list[list[float | None]]:
+    return [[_short(value) for value in row] for row in values.tolist()]
 
 
 def _theory(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, dict[str, Any]]:
