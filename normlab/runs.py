@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,7 +75,7 @@ class Run:
             stats = pd.read_parquet(self.path / STATS)
         except Exception as error:  # pyarrow raises several kinds, OSError among them
             raise NormlabError(
-                f"run {self.path}: {STATS} cannot be read ({_first_line(error)}); delete the run and train it again"
+                f"run {self.path}: {STATS} cannot be read ({first_line(error)}); delete the run and train it again"
             ) from error
         if list(stats.columns) != STATS_COLUMNS:
             raise NormlabError(
@@ -131,7 +131,7 @@ def read_run(path: str | Path) -> Run:
         version = manifest["schema"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise NormlabError(
-            f"run {path}: {MANIFEST} cannot be read ({_first_line(error)}); delete the run and train it again"
+            f"run {path}: {MANIFEST} cannot be read ({first_line(error)}); delete the run and train it again"
         ) from error
     if version != SCHEMA_VERSION:
         raise NormlabError(
@@ -154,7 +154,7 @@ def _check_weights(path: Path) -> None:
             pass
     except Exception as error:
         raise NormlabError(
-            f"run {path}: {WEIGHTS} cannot be read ({_first_line(error)}); delete the run and train it again"
+            f"run {path}: {WEIGHTS} cannot be read ({first_line(error)}); delete the run and train it again"
         ) from error
 
 
@@ -318,7 +318,3 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

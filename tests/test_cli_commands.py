@@ -204,6 +204,8 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
     printed, err = capsys.readouterr()
     assert {path.name for path in (text.parent / "figures").iterdir()} == {f"{name}.html" for name in FIGURES}
     assert printed.count(".html") == len(FIGURES)
+    for page in (text.parent / "figures").iterdir():  # plotly itself is inside: nothing is fetched
+        assert "<script src=" not in page.read_text() and page.stat().st_size > 1_000_000
     assert "normlab: warning: left out: run" in err and export.NO_BROWSER in err
 
 

@@ -11,7 +11,7 @@ from figures_helpers import empty, one_run, table
 
 from normlab.analysis.compare import compare, report
 from normlab.analysis.profiles import Profiles, View, default_view
-from normlab.analysis.selection import choose, summarize
+from normlab.analysis.selection import NothingToShow, choose, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words, interval, t_quantile
 from normlab.errors import NormlabError
 
@@ -85,20 +85,20 @@ def test_the_learning_rate_is_the_one_with_most_seeds_then_the_lowest_loss():
     lower = searched[1]["metric"] == "loss"
     searched[1].loc[lower, "value"] -= 1.0
     chosen = choose(pd.concat(searched, ignore_index=True))
-    assert not isinstance(chosen, str) and set(chosen.runs["lr"]) == {3e-3}
+    assert set(chosen.runs["lr"]) == {3e-3}
     more = choose(pd.concat([*searched, one_run("bhyt", lr=1e-3, seed=1)], ignore_index=True))
-    assert not isinstance(more, str) and set(more.runs["lr"]) == {1e-3}
+    assert set(more.runs["lr"]) == {1e-3}
 
 
 def test_a_diverged_learning_rate_is_chosen_only_when_there_is_no_other():
     runs = pd.concat([one_run("bhyt", lr=1e-2, status="diverged"), one_run("bhyt", lr=1e-3)], ignore_index=True)
     chosen = choose(runs)
-    assert not isinstance(chosen, str) and set(chosen.runs["lr"]) == {1e-3}
+    assert set(chosen.runs["lr"]) == {1e-3}
 
 
 def test_controls_come_along_whatever_schemes_are_asked_for():
     chosen = choose(table(), schemes=["bhyt"])
-    assert not isinstance(chosen, str) and set(chosen.schemes) == {"bhyt", "bhyt_linear", "rmsnorm_gain"}
+    assert set(chosen.schemes) == {"bhyt", "bhyt_linear", "rmsnorm_gain"}
 
 
 def test_a_summary_has_a_row_a_run_with_its_last_losses():
@@ -162,7 +162,10 @@ def test_runs_that_differ_in_something_else_are_neither_averaged_nor_paired():
     other = one_run("bhyt").assign(run="bhyt-of-another-gain")
     runs = pd.concat([one_run("bhyt"), other.assign(value=other["value"] + 1), one_run("lns")], ignore_index=True)
     said = "2 runs of bhyt at depth 4, seed 0 and learning rate 0.001 differ in something else"
-    assert said in choose(runs) and said in choose(runs, same_rate=True) and said in Profiles(runs).missing
+    assert said in Profiles(runs).missing
+    for same_rate in (False, True):
+        with pytest.raises(NothingToShow, match=said):
+            choose(runs, same_rate=same_rate)
     with pytest.raises(NormlabError, match=said):
         compare(runs, "bhyt", "lns")
 

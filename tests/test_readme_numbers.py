@@ -84,3 +84,9 @@ def test_what_the_tanh_adds():
     agrees(quoted(r"last layer's L2 norm × NUMBER INTERVAL"), row("token_l2_mean", 2.0, 1.0))
     agrees(quoted(r"loss NUMBER INTERVAL"), row("loss", 2.0, 1.0))
     agrees(quoted(r"activations × NUMBER INTERVAL"), row("token_l2_mean", 50.0, 0.04))
+
+
+def test_the_tanh_of_the_sweep(runs: pd.DataFrame):
+    found = compare(runs, "bhyt", "bhyt_linear", "token_l2_mean", depth=16).iloc[0]
+    agrees(quoted(r"BHyT's last layer is × NUMBER INTERVAL of the same model's without its tanh: told apart"), found)
+    assert found["verdict"] == "different"

@@ -228,10 +228,7 @@ def _select(
                 f"no run of {name!r} in the table, which has: {', '.join(in_order(known)) or 'no run at all'}"
             )
     # Among all schemes, so that rates and widths are those that figures show, and the variance is pooled over all.
-    chosen = choose(runs, depth, width, same_rate=same_rate)
-    if isinstance(chosen, str):
-        raise NormlabError(chosen)
-    return chosen
+    return choose(runs, depth, width, same_rate=same_rate)
 
 
 def _two_runs(runs: pd.DataFrame, about: pd.DataFrame) -> Selection:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.selection import Selection, choose, title_of
+from normlab.analysis.selection import NothingToShow, Selection, choose, title_of
 from normlab.analysis.theory import predict_runs
 from normlab.analysis.verdicts import residual_variance, t_quantile
 from normlab.errors import NormlabError
@@ -129,10 +129,11 @@ class Profiles:
         self._rates: dict[int, str] = {}
         self._theory: dict[int, Predictions] = {}
         self._cubes: dict[tuple[str, str, str], dict[tuple[str, int], Cube]] = {}
-        found = choose(self.runs, depth=None, same_rate=True)
-        self.chosen = found if isinstance(found, Selection) else None
-        if self.chosen is None:
-            self.missing = str(found)
+        self.chosen = None
+        try:
+            self.chosen = choose(self.runs, depth=None, same_rate=True)
+        except NothingToShow as why:
+            self.missing = str(why)
             return
         columns = ["scheme", "depth", "seed", "step", "layer", "value"]
         table = self.chosen.table[["site", "metric", "mask", *columns]]
@@ -209,13 +210,13 @@ class Profiles:
         Metrics of activations and of the variance recursion's depth only (`normlab.analysis.theory.predict`); against a
         reference, the ratio or difference of the two predictions.
         """
-        told = self._predictions(view.depth).get((view.site, view.metric, view.mask), {})
-        base = told.get(view.reference) if view.reference is not None else None
+        predictions = self._predictions(view.depth).get((view.site, view.metric, view.mask), {})
+        base = predictions.get(view.reference) if view.reference is not None else None
         found = []
         for scheme in view.schemes:
-            if scheme not in told or (view.reference is not None and base is None):
+            if scheme not in predictions or (view.reference is not None and base is None):
                 continue
-            layers, values = told[scheme]
+            layers, values = predictions[scheme]
             if view.relative:
                 first = values[layers == 1]
                 values = values / first if first.size else np.full_like(values, np.nan)
@@ -262,15 +263,15 @@ class Profiles:
         """What a reader must know of what is and is not shown: one short sentence each."""
         if self.chosen is None:
             return [self.missing]
-        said = []
+        found = []
         shown = {line.scheme for line in self.lines(view)}
         for scheme in view.schemes:
             remark = self._remark(scheme, view.depth)
             if scheme not in shown and not remark.startswith(NOT_TRAINED):
                 remark = (remark + ", " if remark else "") + f"nothing measured at step {view.step}"
             if remark:
-                said.append(f"{title_of(scheme)}: {remark}")
-        return said
+                found.append(f"{title_of(scheme)}: {remark}")
+        return found
 
     def _remark(self, scheme: str, depth: int) -> str:
         """What is to be said of a scheme's runs of a depth at any step."""

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.compare import last_values
-from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, Selection, choose, in_order
+from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, choose, in_order
 from normlab.analysis.verdicts import differences, in_words, interval, judged
 from normlab.figures import theme
 from normlab.probes.metrics import metric_row
@@ -34,9 +34,10 @@ def loss_curves(
     frequencies alone achieve. A scheme whose runs end above it is marked "not learned".
     """
     title = "Loss by training step"
-    chosen = choose(runs, depth, width, schemes)
-    if isinstance(chosen, str):
-        return theme.message_figure(chosen, title)
+    try:
+        chosen = choose(runs, depth, width, schemes)
+    except NothingToShow as why:
+        return theme.message_figure(str(why), title)
     parts = {split: _by_step(chosen.rows("model", "loss", split=split)) for split in ("train", "eval")}
     if all(part.empty for part in parts.values()):
         return theme.message_figure("No loss was logged in these runs.", title)
@@ -169,9 +170,10 @@ def depth_scaling(
         level: confidence level of the intervals.
     """
     title = "Held-out loss against depth"
-    chosen = choose(runs, None, width, schemes)
-    if isinstance(chosen, str):
-        return theme.message_figure(chosen, title)
+    try:
+        chosen = choose(runs, None, width, schemes)
+    except NothingToShow as why:
+        return theme.message_figure(str(why), title)
     points = _depth_points(chosen, level)
     if points["mean"].notna().sum() == 0 and not (points["status"] == DIVERGED).any():
         return theme.message_figure("No held-out loss was logged in these runs.", title)

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from normlab.analysis.compare import last_values
-from normlab.analysis.selection import Selection, choose, in_order, mean_of
+from normlab.analysis.selection import NothingToShow, Selection, choose, in_order, mean_of
 from normlab.analysis.verdicts import differences
 from normlab.figures import theme
 from normlab.figures.growth import short
@@ -44,9 +44,10 @@ def growth_before_after(
     """
     row = metric_row(metric)
     title = f"{row.label[0].upper()}{row.label[1:]} after the last layer: before and after training"
-    chosen = choose(runs, depth, width, schemes, same_rate=True)
-    if isinstance(chosen, str):
-        return theme.message_figure(chosen, title)
+    try:
+        chosen = choose(runs, depth, width, schemes, same_rate=True)
+    except NothingToShow as why:
+        return theme.message_figure(str(why), title)
     start = last_values(chosen, metric, site=site, mask=mask, step=0)
     end = last_values(chosen, metric, site=site, mask=mask)
     table = _ends(start, end, metric)
@@ -55,12 +56,12 @@ def growth_before_after(
             f"{metric} was not measured at: {site_label(site)}, {MASKS.get(mask, mask)}.", title
         )
     base = reference or in_order(runs["scheme"].unique())[0]
-    told = _published_values(published, metric)
+    printed = _published_values(published, metric)
     table = table.sort_values("end", na_position="last")
     figure = go.Figure()
     _add_rows(figure, table, row)
     if base in chosen.schemes:
-        _add_ratios(figure, list(table.index), {"before": start, "after": end}, base, row, told)
+        _add_ratios(figure, list(table.index), {"before": start, "after": end}, base, row, printed)
     names = [_tick(chosen, name) for name in table.index]
     figure.update_yaxes(
         tickvals=list(range(len(table))),
@@ -72,7 +73,7 @@ def growth_before_after(
     )
     bounds = theme.axis_bounds([*table["start"], *table["end"]], row.log)
     figure.update_xaxes(title_text=row.axis, **theme.value_axis(bounds, row.log))
-    figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(told) else 260, t=100, b=62))
+    figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(printed) else 260, t=100, b=62))
     subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
     return theme.titled(figure, title, subtitle, 180 + _ROW * (len(table) + 1))
 
@@ -131,18 +132,18 @@ def _number(value: float) -> float | None:
 
 
 def _add_ratios(
-    figure: go.Figure, names: list[str], ends: dict[str, pd.DataFrame], base: str, row: Metric, told: pd.Series
+    figure: go.Figure, names: list[str], ends: dict[str, pd.DataFrame], base: str, row: Metric, printed: pd.Series
 ) -> None:
     """Columns of text right of the rows: ratio or difference to the reference at step 0, after training, published."""
-    heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(told) else {})
+    heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(printed) else {})
     word = "ratio to" if row.is_ratio else "difference from"
     _text(figure, -0.95, _COLUMNS["before"], f"<b>{word} {theme.style_of(base).title}</b>", theme.NEUTRAL)
     for key, head in heads.items():
         _text(figure, -0.55, _COLUMNS[key], head, theme.NEUTRAL)
     for place, name in enumerate(names):
         cells = {key: _ratio(values, name, base, row.name) for key, values in ends.items()}
-        if row.is_ratio and name in told.index and base in told.index:
-            cells["published"] = f"{told[name] / told[base]:.2f}"
+        if row.is_ratio and name in printed.index and base in printed.index:
+            cells["published"] = f"{printed[name] / printed[base]:.2f}"
         for key, text in cells.items():
             _text(
                 figure,

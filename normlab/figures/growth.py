@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.selection import Selection, choose, mean_of
+from normlab.analysis.selection import NothingToShow, Selection, choose, mean_of
 from normlab.figures import theme
 from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
@@ -47,9 +47,10 @@ def layer_growth(
     """
     row = metric_row(metric)
     title = f"{row.label[0].upper()}{row.label[1:]} by layer"
-    chosen = choose(runs, depth, width, schemes, same_rate=True)
-    if isinstance(chosen, str):
-        return theme.message_figure(chosen, title)
+    try:
+        chosen = choose(runs, depth, width, schemes, same_rate=True)
+    except NothingToShow as why:
+        return theme.message_figure(str(why), title)
     rows = _mean_over_seeds(chosen.rows(site, metric, mask), metric)
     if rows.empty:
         where = site_label(site)

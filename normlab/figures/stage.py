@@ -143,8 +143,8 @@ def _put(trace: go.Scatter, pairs: Sequence[tuple[int, float]]) -> None:
 
 def _hover(name: str, metric: str, when: str) -> str:
     row, style = metric_row(metric), look.style_of(name)
-    said = f"<b>{style.title}</b>, {when}<br>layer %{{x}}: %{{y:.4~g}}"
-    return f"{said}<br><i>{row.name}: {row.definition}</i><extra></extra>"
+    head = f"<b>{style.title}</b>, {when}<br>layer %{{x}}: %{{y:.4~g}}"
+    return f"{head}<br><i>{row.name}: {row.definition}</i><extra></extra>"
 
 
 def _draw_entropy(trace: go.Scatter, scenes: Mapping[str, Scene], last: float) -> None:

@@ -18,7 +18,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from normlab.analysis.profiles import Profiles, View
-from normlab.figures.profile import Dress, drawing, log_remark, published_remark, static, theory_remark
+from normlab.figures.profile import PlotOptions, drawing, log_remark, published_remark, static, theory_remark
 from normlab.figures.theme import style_of
 from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import Plot
@@ -164,9 +164,9 @@ class Pane:
         )
 
     @property
-    def dress(self) -> Dress:
+    def dress(self) -> PlotOptions:
         published = self.published if self.papers.value else None
-        return Dress(self.band.value, self.log.value, self._theme, published, self.theory.value)
+        return PlotOptions(self.band.value, self.log.value, self._theme, published, self.theory.value)
 
     @property
     def figure(self) -> go.Figure:
