@@ -18,7 +18,7 @@ from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
 _ROW = 34  # pixels a scheme
 # Text columns right of the plot, in pixels from its edge.
-_COLUMNS = {"before": 16, "after": 112, "published": 250}
+_COLUMNS = {"before": 16, "after": 112, "published": 272}
 
 
 def growth_before_after(
@@ -73,7 +73,7 @@ def growth_before_after(
     )
     bounds = theme.axis_bounds([*table["start"], *table["end"]], row.log)
     figure.update_xaxes(title_text=row.axis, **theme.value_axis(bounds, row.log))
-    figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(printed) else 260, t=100, b=62))
+    figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(printed) else 275, t=100, b=62))
     subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
     return theme.titled(figure, title, subtitle, 180 + _ROW * (len(table) + 1))
 
