@@ -77,9 +77,9 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on the CPU; quiet machines only
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
-	$(BIN)/python -m normlab.training.probe_bench --out $(OUT)/bench
+	$(BIN)/python -m normlab.bench.probes --out $(OUT)/bench
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows --out $(OUT)/bench
-	$(BIN)/python -m normlab.widgets.latency data/runs --out $(OUT)/bench/latency.csv
+	$(BIN)/python -m normlab.bench.latency data/runs --out $(OUT)/bench/latency.csv
 
 # With the packages that are there, PYTHON's if it is given: a GPU machine has its own torch and often no network.
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))

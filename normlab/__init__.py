@@ -8,7 +8,9 @@ skip_sensitivity, angular_distance, jacobian_identity, logit_lens_kl, skip_futur
 TrainConfig, train, sweep            train models and measure them on the way
 load_runs, load_configs              runs on disk -> one tidy table; what each run was told to do, a row a run
 load_experiments                     what was measured once, on the trained models
-figures, widgets                     table -> plotly figure -> figure with controls
+choose, compare, compare_variants    which runs a figure shows; how two schemes differ
+load_published                       what papers print
+analysis, figures, widgets           table -> table; table -> plotly figure; figure with controls
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ _PUBLIC = {
     "load_runs": "normlab.runs",
     "load_configs": "normlab.runs",
     "load_experiments": "normlab.runs",
+    "load_published": "normlab.analysis.published",
+    "choose": "normlab.analysis.selection",
+    "compare": "normlab.analysis.compare",
+    "compare_variants": "normlab.analysis.compare",
 }
-_SUBPACKAGES = ("figures", "widgets")
+_SUBPACKAGES = ("analysis", "figures", "widgets")
 __all__ = [*_PUBLIC, *_SUBPACKAGES, "__version__"]
 
 

@@ -195,7 +195,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from normlab.labels import COUNTED
+    from normlab.runs import COUNT_LOSSES
     from normlab.training.config import TrainConfig
     from normlab.training.trainer import train, train_from_manifest
 
@@ -209,8 +209,9 @@ def _train(options: argparse.Namespace) -> int:
         run = train_from_manifest(options.from_manifest, options.out, **shared)
     else:
         run = train(TrainConfig(**{**given, "model": _model_fields(options.model or [])}), options.out, **shared)
-    losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"], **run.manifest}
-    beside = ", ".join(f"{label} {losses[name]:.4f}" for name, label in COUNTED.items() if losses[name] is not None)
+    unigram = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"]}
+    losses = unigram | {name: run.manifest[name] for name in COUNT_LOSSES}
+    beside = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
     print(f"{run.path}: {run.status}, eval loss {run.eval_loss:.4f} ({beside}), nats a token")
     return 0
 
@@ -263,7 +264,7 @@ def _whole(text: str, flag: str) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from normlab.compare import compare, in_words
+    from normlab.analysis.compare import compare, report
     from normlab.runs import MANIFEST, load_runs, read_run
 
     names, paths = [options.a, options.b], options.runs
@@ -273,15 +274,15 @@ def _compare(options: argparse.Namespace) -> int:
     where = {name: getattr(options, name) for name in ("site", "layer", "mask", "split", "step")}
     a, b = names
     found = compare(table, a, b, options.metric, depth=options.depth, width=options.width, level=options.level, **where)
-    print(in_words(found, options.level))
+    print(report(found, options.level))
     return 0
 
 
 def _figures(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    from normlab.analysis.published import load_published
     from normlab.export import save_images
-    from normlab.published import load_published
     from normlab.runs import load_runs
 
     try:
@@ -305,7 +306,7 @@ def _figures(options: argparse.Namespace) -> int:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    from normlab.probes.report import probe_report
+    from normlab.report import probe_report
 
     shape = {"length": options.length, "rows": options.rows}
     print(probe_report(options.model, options.text, out=options.out, progress=not options.quiet, **shape))
@@ -313,7 +314,7 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from normlab.training.bench import bench
+    from normlab.bench.training import bench
 
     chosen = {"schemes": options.schemes.split(",")} if options.schemes else {}
     shared = {"threads": options.threads, "cache_dir": options.cache_dir, "progress": not options.quiet}

@@ -1,5 +1,10 @@
-"""The one exception that bad input raises."""
+"""The one exception that bad input raises, and how another's message is quoted in it."""
 
 
 class NormlabError(ValueError):
     """Bad input: one line that says what is wrong and what to do. The command line prints it and exits with code 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, to quote in ours; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

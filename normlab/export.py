@@ -1,6 +1,5 @@
-"""Figures as files: HTML that needs nothing, and images where a Chrome or Chromium is at hand; notebooks as images.
+"""Figures as image files, where a Chrome or Chromium is at hand; notebooks as images.
 
-save              one figure: HTML, and PNG
 save_images       many figures as images, with one start of the browser
 image_bytes       one figure as the content of an image file
 keep_images_only  a notebook whose figures are plain images, so that any page that shows notebooks shows them
@@ -17,25 +16,6 @@ NO_BROWSER = "no image was made: that needs kaleido (pip install kaleido) and a 
 # What fails when kaleido or its browser is missing or does not start: several kinds of error, none of them of ours.
 _FAILURES = (ValueError, RuntimeError, OSError)
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
-
-
-def save(figure: Any, stem: str | Path, *, width: int = 1280, scale: float = 1.5) -> tuple[list[Path], list[str]]:
-    """Write `stem`.html, self-contained, and `stem`.png where a browser is at hand.
-
-    Args:
-        figure: a plotly Figure.
-        stem: path without an ending; its folder is made.
-        width, scale: pixels across, and image pixels a pixel.
-
-    Returns:
-        The files written, and notes: one line that says what an image would need, where none was made.
-    """
-    stem = Path(stem)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    page = stem.with_name(stem.name + ".html")
-    figure.write_html(page, include_plotlyjs=True)
-    images, note = save_images({stem.name: figure}, stem.parent, width=width, scale=scale)
-    return [page, *images], [note] if note else []
 
 
 def save_images(

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +43,7 @@ COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 EXPERIMENT_COLUMNS = ["metric", "part", "layer", "other", "value", "standard_error"]
 MANIFEST_KEYS = ("run", "status", "eval_loss", "config", "corpus", "measured")
 COUNT_LOSSES = ("bigram_loss", "trigram_loss")  # keys of a manifest since schema version 2
-STATUSES = ("finished", "diverged", "not_learned")
+STATUSES = FINISHED, DIVERGED, NOT_LEARNED = "finished", "diverged", "not_learned"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Run:
             stats = pd.read_parquet(self.path / STATS)
         except Exception as error:  # pyarrow raises several kinds, OSError among them
             raise NormlabError(
-                f"run {self.path}: {STATS} cannot be read ({_first_line(error)}); delete the run and train it again"
+                f"run {self.path}: {STATS} cannot be read ({first_line(error)}); delete the run and train it again"
             ) from error
         if list(stats.columns) != STATS_COLUMNS:
             raise NormlabError(
@@ -118,7 +118,7 @@ class Run:
             return self._with_keys(pd.read_parquet(self.path / EXPERIMENTS))
         except Exception as error:
             raise NormlabError(
-                f"run {self.path}: {EXPERIMENTS} cannot be read ({_first_line(error)}); "
+                f"run {self.path}: {EXPERIMENTS} cannot be read ({first_line(error)}); "
                 "delete the run and train it again"
             ) from error
 
@@ -158,7 +158,7 @@ def read_run(path: str | Path) -> Run:
         version = manifest["schema"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise NormlabError(
-            f"run {path}: {MANIFEST} cannot be read ({_first_line(error)}); delete the run and train it again"
+            f"run {path}: {MANIFEST} cannot be read ({first_line(error)}); delete the run and train it again"
         ) from error
     if version not in (1, SCHEMA_VERSION):
         raise NormlabError(
@@ -197,7 +197,7 @@ def _check_weights(path: Path) -> None:
             pass
     except Exception as error:
         raise NormlabError(
-            f"run {path}: {WEIGHTS} cannot be read ({_first_line(error)}); delete the run and train it again"
+            f"run {path}: {WEIGHTS} cannot be read ({first_line(error)}); delete the run and train it again"
         ) from error
 
 
@@ -379,7 +379,3 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -16,6 +16,8 @@ SCHEMES = ("pre_rmsnorm", "lns", "bhyt", "bhyt_linear", "rmsnorm_gain")
 # Growth with depth, so that schemes are told apart: the last layer's value is 1 + growth * depth * (1 + step).
 GROWTH = {"pre_rmsnorm": 1.0, "lns": 0.5, "bhyt": 0.1, "bhyt_linear": 0.11, "rmsnorm_gain": 0.12}
 UNIGRAM = 6.0
+# Seeds 0, 1 and 2 add 0, 1 and 2 per cent to a size; means of sizes are geometric.
+MEAN_OF_SEEDS = (1.00 * 1.01 * 1.02) ** (1 / 3)
 LAYER_METRICS = {"block_out": ("token_l2_mean", "feature_var_mean"), "block_in_grad": ("grad_l2_mean", "grad_l2_total")}
 
 

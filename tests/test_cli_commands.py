@@ -207,11 +207,13 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
     printed, err = capsys.readouterr()
     assert {path.name for path in (text.parent / "figures").iterdir()} == {f"{name}.html" for name in FIGURES}
     assert printed.count(".html") == len(FIGURES)
+    for page in (text.parent / "figures").iterdir():  # plotly itself is inside: nothing is fetched
+        assert "<script src=" not in page.read_text() and page.stat().st_size > 1_000_000
     assert "normlab: warning: left out: run" in err and export.NO_BROWSER in err
 
 
 def test_the_bench_writes_ratios_of_interleaved_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from normlab.training import bench
+    from normlab.bench import training as bench
 
     order = []
 
@@ -228,7 +230,7 @@ def test_the_bare_loop_trains_exactly_as_the_trainer_does(text: Path, tmp_path: 
     """Else the bench would compare the speed of two different things."""
     import torch
 
-    from normlab.training.bench import BareLoop
+    from normlab.bench.training import BareLoop
     from normlab.training.corpus import corpus_of
     from normlab.training.trainer import build_trainer
 

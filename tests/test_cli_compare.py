@@ -8,8 +8,8 @@ import pytest
 from notebook_helpers import write_runs
 
 import normlab
+from normlab.analysis.compare import compare
 from normlab.cli import main
-from normlab.compare import compare
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_it_prints_what_compare_finds(folder: Path, capsys: pytest.CaptureFixtur
     assert err == "" and out.startswith("loss: lns minus pre_rmsnorm, paired by seed\ndepth 2, 4 · width 16")
     for row, line in zip(found.itertuples(), out.splitlines()[3:], strict=True):
         assert line.split()[0] == str(row.depth) and f"{row.estimate:+.4f}" in line
-        assert f"[{row.low:+.4f}, {row.high:+.4f}]  lns is higher" in line
+        assert f"[{row.low:+.4f}, {row.high:+.4f}]  different: lns is higher" in line
 
 
 def test_it_takes_every_choice_of_the_explorer(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -33,7 +33,7 @@ def test_it_takes_every_choice_of_the_explorer(folder: Path, capsys: pytest.Capt
     (line,) = capsys.readouterr().out.splitlines()[3:]
     choice = dict(site="block_in_grad", depth=4, layer=2, step=10, level=0.9)
     found = compare(normlab.load_runs(folder), "bhyt", "pre_rmsnorm", "grad_l2_mean", **choice).iloc[0]
-    assert f"{found['estimate']:.4g}  [{found['low']:.4g}, {found['high']:.4g}]  bhyt is lower" in line
+    assert f"{found['estimate']:.4g}  [{found['low']:.4g}, {found['high']:.4g}]  different: bhyt is lower" in line
 
 
 def test_one_seed_and_two_runs_say_that_there_is_no_interval(

@@ -9,10 +9,11 @@ import pandas as pd
 import pytest
 from figures_helpers import empty, one_run, table
 
-from normlab.compare import NO_DIFFERENCE, NONE, ONE_SEED, compare, in_words, interval, t_quantile
+from normlab.analysis.compare import compare, report
+from normlab.analysis.profiles import Profiles, View, default_view
+from normlab.analysis.selection import NothingToShow, choose, summarize
+from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words, interval, t_quantile
 from normlab.errors import NormlabError
-from normlab.profiles import Profiles, View, default_view
-from normlab.selection import choose, summarize
 
 # Student's t, two-sided, from printed tables.
 PRINTED = {(0.95, 1): 12.706, (0.95, 2): 4.303, (0.95, 3): 3.182, (0.95, 4): 2.776, (0.95, 9): 2.262, (0.95, 30): 2.042}
@@ -37,17 +38,18 @@ def test_pairing_by_seed_sees_a_difference_that_the_spread_of_seeds_hides():
     found = compare(table(), "lns", "pre_rmsnorm").iloc[-1]
     # Seeds move both by 0.3, the schemes differ by 0.1 exactly.
     assert found["estimate"] == pytest.approx(0.1)
-    assert found["low"] == pytest.approx(0.1, abs=1e-6) and found["verdict"] == "a is higher"
+    assert found["low"] == pytest.approx(0.1, abs=1e-6) and found["verdict"] == DIFFERENT
+    assert in_words(found) == "different: lns is higher"
     assert found["seeds"] == 3 and found["kind"] == "difference"
 
 
-def test_an_interval_that_holds_zero_is_called_no_difference():
+def test_an_interval_that_holds_zero_and_what_would_matter_is_undecided():
     runs = table(schemes=("pre_rmsnorm", "lns"), depths=(4,))
     noise = {0: 0.3, 1: -0.25, 2: 0.0}
     mine = (runs["scheme"] == "lns") & (runs["metric"] == "loss") & (runs["split"] == "eval")
     runs.loc[mine, "value"] = runs.loc[mine, "value"] - 0.1 + runs.loc[mine, "seed"].map(noise)
     found = compare(runs, "lns", "pre_rmsnorm").iloc[0]
-    assert found["low"] < 0 < found["high"] and found["verdict"] == NO_DIFFERENCE
+    assert found["low"] < 0 < found["high"] and found["verdict"] == UNDECIDED == in_words(found)
 
 
 def test_a_metric_that_spans_decades_is_compared_as_a_ratio_at_the_last_layer():
@@ -60,13 +62,13 @@ def test_a_metric_that_spans_decades_is_compared_as_a_ratio_at_the_last_layer():
 
 def test_one_seed_gives_no_interval_and_says_so():
     found = compare(table(seeds=(0,)), "lns", "pre_rmsnorm").iloc[0]
-    assert math.isnan(found["low"]) and found["verdict"] == ONE_SEED
+    assert math.isnan(found["low"]) and in_words(found) == "undecided, one seed: no interval"
 
 
 def test_a_diverged_seed_is_counted_out_loud_and_never_compared():
     runs = pd.concat([one_run("pre_rmsnorm", seed=0), one_run("lns", seed=0, status="diverged")], ignore_index=True)
     found = compare(runs, "lns", "pre_rmsnorm").iloc[0]
-    assert found["seeds"] == 0 and found["unpaired"] == 1 and found["verdict"] == NONE
+    assert found["seeds"] == 0 and found["unpaired"] == 1 and in_words(found) == "nothing to compare"
 
 
 def test_what_cannot_be_compared_is_one_sentence():
@@ -83,20 +85,20 @@ def test_the_learning_rate_is_the_one_with_most_seeds_then_the_lowest_loss():
     lower = searched[1]["metric"] == "loss"
     searched[1].loc[lower, "value"] -= 1.0
     chosen = choose(pd.concat(searched, ignore_index=True))
-    assert not isinstance(chosen, str) and set(chosen.runs["lr"]) == {3e-3}
+    assert set(chosen.runs["lr"]) == {3e-3}
     more = choose(pd.concat([*searched, one_run("bhyt", lr=1e-3, seed=1)], ignore_index=True))
-    assert not isinstance(more, str) and set(more.runs["lr"]) == {1e-3}
+    assert set(more.runs["lr"]) == {1e-3}
 
 
 def test_a_diverged_learning_rate_is_chosen_only_when_there_is_no_other():
     runs = pd.concat([one_run("bhyt", lr=1e-2, status="diverged"), one_run("bhyt", lr=1e-3)], ignore_index=True)
     chosen = choose(runs)
-    assert not isinstance(chosen, str) and set(chosen.runs["lr"]) == {1e-3}
+    assert set(chosen.runs["lr"]) == {1e-3}
 
 
 def test_controls_come_along_whatever_schemes_are_asked_for():
     chosen = choose(table(), schemes=["bhyt"])
-    assert not isinstance(chosen, str) and set(chosen.schemes) == {"bhyt", "bhyt_linear", "rmsnorm_gain"}
+    assert set(chosen.schemes) == {"bhyt", "bhyt_linear", "rmsnorm_gain"}
 
 
 def test_a_summary_has_a_row_a_run_with_its_last_losses():
@@ -142,7 +144,7 @@ def test_two_runs_are_compared_by_name_if_they_are_a_pair():
     runs = pd.concat([one_run("bhyt", lr=1e-3), one_run("bhyt", lr=3e-3, steps=(0, 10)), one_run("lns", seed=1)])
     first, second, third = runs["run"].unique()
     found = compare(runs, first, second, step=10).iloc[0]
-    assert found["verdict"] == ONE_SEED and found["a"] == first and found["estimate"] != 0
+    assert in_words(found) == "undecided, one seed: no interval" and found["a"] == first and found["estimate"] != 0
     with pytest.raises(NormlabError, match="20 steps and .* for 10: give the step"):
         compare(runs, first, second)
     with pytest.raises(NormlabError, match="have seed 0 and 1: no pair"):
@@ -160,7 +162,10 @@ def test_runs_that_differ_in_something_else_are_neither_averaged_nor_paired():
     other = one_run("bhyt").assign(run="bhyt-of-another-gain")
     runs = pd.concat([one_run("bhyt"), other.assign(value=other["value"] + 1), one_run("lns")], ignore_index=True)
     said = "2 runs of bhyt at depth 4, seed 0 and learning rate 0.001 differ in something else"
-    assert said in choose(runs) and said in choose(runs, same_rate=True) and said in Profiles(runs).missing
+    assert said in Profiles(runs).missing
+    for same_rate in (False, True):
+        with pytest.raises(NothingToShow, match=said):
+            choose(runs, same_rate=same_rate)
     with pytest.raises(NormlabError, match=said):
         compare(runs, "bhyt", "lns")
 
@@ -169,7 +174,7 @@ def test_learning_rates_that_differ_are_said_beside_what_is_compared():
     runs = pd.concat([one_run("bhyt", lr=1e-2), one_run("lns", lr=1e-3)], ignore_index=True)
     found = compare(runs, "bhyt", "lns", "token_l2_mean")
     assert tuple(found.loc[0, ["lr_a", "lr_b"]]) == (1e-2, 1e-3)
-    assert in_words(found).endswith("one seed: no interval; learning rates 0.01 and 0.001")
+    assert report(found).endswith("one seed: no interval; learning rates 0.01 and 0.001")
 
 
 def test_one_rate_a_depth_is_not_called_each_schemes_own():
@@ -186,20 +191,20 @@ def test_an_interval_that_no_number_can_hold_is_infinite():
     assert found["high"] == math.inf and found["low"] == 0.0
 
 
-def test_in_words_zero_in_the_interval_is_none_and_one_seed_has_no_interval():
+def test_the_report_has_a_verdict_a_row_and_one_seed_has_no_interval():
     runs = table(schemes=("pre_rmsnorm", "lns"))
     mine = (runs["scheme"] == "lns") & (runs["metric"] == "loss") & (runs["split"] == "eval") & (runs["depth"] == 2)
     runs.loc[mine, "value"] += runs.loc[mine, "seed"].map({0: 0.3, 1: -0.5, 2: 0.0})
     runs = pd.concat([runs, *(one_run(name, depth=8) for name in ("lns", "pre_rmsnorm")), one_run("lns", 8, seed=1)])
-    head, about, columns, *rows = in_words(compare(runs, "lns", "pre_rmsnorm")).splitlines()
+    head, about, columns, *rows = report(compare(runs, "lns", "pre_rmsnorm")).splitlines()
     assert head == "loss: lns minus pre_rmsnorm, paired by seed" and about.startswith("depth 2, 4, 8")
     assert columns.split() == ["depth", "seeds", "lns", "pre_rmsnorm", "difference", "95%", "interval"]
-    assert rows[0].endswith("none: the interval holds 0") and "[-" in rows[0]
+    assert rows[0].endswith("  undecided") and "[-" in rows[0]
     assert rows[1].split()[:5] == ["4", "3", "4.4", "4.3", "+0.1000"] and rows[1].endswith(
-        "[+0.1000, +0.1000]  lns is higher"
+        "[+0.1000, +0.1000]  different: lns is higher"
     )
     assert rows[2].endswith("one seed: no interval; 1 seed without a pair") and "[" not in rows[2]
-    ratio = in_words(compare(table(), "bhyt", "pre_rmsnorm", "token_l2_mean"), 0.95)
+    ratio = report(compare(table(), "bhyt", "pre_rmsnorm", "token_l2_mean"), 0.95)
     assert "bhyt over pre_rmsnorm" in ratio and "bhyt is lower" in ratio
 
 

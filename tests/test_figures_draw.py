@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from figures_helpers import UNIGRAM, activation, empty, one_run, table, text_of
+from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, one_run, table, text_of
 
+from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
 from normlab.figures.theme import spread, template
-from normlab.published import load_published
 from normlab.schemes import SCHEMES
 
 
@@ -27,7 +27,7 @@ def test_growth_shows_every_layer_of_every_scheme_from_step_zero():
     assert {t.meta["scheme"] for t in lines(figure)} == {"pre_rmsnorm", "lns", "bhyt", "bhyt_linear", "rmsnorm_gain"}
     (start,), (end,) = lines(figure, scheme="bhyt", step=0), lines(figure, scheme="bhyt", step=20)
     assert list(end.x) == [0, 1, 2, 3, 4]
-    assert list(end.y) == pytest.approx([activation("bhyt", layer, 20) * 1.01 for layer in range(5)])
+    assert list(end.y) == pytest.approx([activation("bhyt", layer, 20) * MEAN_OF_SEEDS for layer in range(5)])
     assert start.line.dash == "dash" and end.line.dash == "solid" and start.line.color != end.line.color
     assert METRICS["token_l2_mean"].definition in end.hovertemplate
     assert figure.layout.yaxis.type == "log"
@@ -118,7 +118,9 @@ def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     figure = growth_before_after(table(), schemes=["pre_rmsnorm", "bhyt"], published=load_published())
     assert {t.meta["scheme"] for t in figure.data} == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
     (bhyt,) = lines(figure, scheme="bhyt")
-    assert list(bhyt.x) == pytest.approx([1.01 * activation("bhyt", 4, 0), 1.01 * activation("bhyt", 4, 20)])
+    assert list(bhyt.x) == pytest.approx(
+        [MEAN_OF_SEEDS * activation("bhyt", 4, 0), MEAN_OF_SEEDS * activation("bhyt", 4, 20)]
+    )
     words = [a.text for a in figure.layout.annotations]
     assert "0.28" in words and any(w.startswith("0.169 [") for w in words) and "0.20" in words
 

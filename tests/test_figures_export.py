@@ -1,4 +1,4 @@
-"""Figures as files: HTML always; images where there is a browser, one line where there is none."""
+"""Figures as files: images where there is a browser, one line where there is none."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from pathlib import Path
 import pytest
 from figures_helpers import table
 
-from normlab.export import NO_BROWSER, image_bytes, save, save_images
+from normlab.export import NO_BROWSER, image_bytes, save_images
 from normlab.figures import layer_growth, loss_curves
 
 
-def test_html_is_self_contained_and_a_missing_browser_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_browser_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("Kaleido requires Google Chrome to be installed.")
 
     monkeypatch.setattr("plotly.io.write_images", fails)
-    files, notes = save(loss_curves(table()), tmp_path / "new" / "loss.v1")
-    assert files == [tmp_path / "new" / "loss.v1.html"] and notes == [NO_BROWSER] and "\n" not in NO_BROWSER
-    page = files[0].read_text()
-    assert "<script src=" not in page and len(page) > 1_000_000  # plotly itself is inside
+    files, note = save_images({"loss": loss_curves(table())}, tmp_path / "new")
+    assert files == [] and note == NO_BROWSER and "\n" not in NO_BROWSER
 
 
 def test_an_image_that_cannot_be_made_is_none(monkeypatch: pytest.MonkeyPatch):
@@ -33,11 +31,10 @@ def test_an_image_that_cannot_be_made_is_none(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_images_are_written_where_there_is_a_browser(tmp_path: Path, chromium: str):
-    files, notes = save(loss_curves(table()), tmp_path / "loss")
-    assert [file.suffix for file in files] == [".html", ".png"] and notes == []
-    assert files[1].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     drawn = {"one": loss_curves(table()), "two": layer_growth(table())}
     files, note = save_images(drawn, tmp_path / "new", kind="svg")
     assert [file.name for file in files] == ["one.svg", "two.svg"]
     assert all(file.read_bytes().startswith(b"<svg") for file in files)
+    (file,), note = save_images({"one": drawn["one"]}, tmp_path)
+    assert note == "" and file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert (image_bytes(drawn["one"]) or b"").startswith(b"\x89PNG")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from normlab.analysis.published import COLUMNS, load_published
 from normlab.errors import NormlabError
-from normlab.published import COLUMNS, load_published
 from normlab.schemes import SCHEMES
 
 
-def value(metric: str, scheme: str, model: str, where: str = "") -> float:
+def value(metric: str, scheme: str, model: str, where: str = "", paper: str = "BHyT") -> float:
     published = load_published()
+    published = published[published["paper"] == paper]
     rows = published[(published["metric"] == metric) & (published["scheme"] == scheme) & (published["model"] == model)]
     rows = rows[rows["where"].str.contains(where)]
     assert len(rows) == 1, rows
@@ -30,8 +31,8 @@ def test_values_are_those_of_the_papers():
     assert value("eval_loss", "bhyt", "Llama-1B") == 2.802
     assert value("token_l2_mean", "bhyt", "Llama-1B") == 139
     assert value("token_l2_mean", "pre_rmsnorm", "Llama-1B") == 704
-    assert value("perplexity", "lns", "Llama-1B", "reported") == 15.71
-    assert value("perplexity", "post_rmsnorm", "Llama-250M") == 1409.79
+    assert value("perplexity", "lns", "Llama-1B", "Table 1", "Curse of Depth") == 15.71
+    assert value("perplexity", "post_rmsnorm", "Llama-250M", paper="Curse of Depth") == 1409.79
     # Perplexity is exp(loss): a slip of a digit in either shows here.
     import math
 
@@ -41,6 +42,27 @@ def test_values_are_those_of_the_papers():
                 value("eval_loss", scheme, model, "Table 1")
             )
             assert ratio == pytest.approx(1.0, abs=0.01), (scheme, model)
+
+
+def test_every_row_is_from_the_table_or_figure_that_has_it():
+    """Which models a paper's table holds: a row under another table's name is a wrong citation."""
+    published = load_published()
+    held = {where: set(rows["model"].dropna()) for where, rows in published.groupby(["arxiv", "where"])}
+    bhyt, curse = "2601.09719", "2502.05795"
+    assert held[bhyt, "Table 1"] == held[bhyt, "Table 2"] == {"Llama-374M", "Llama-1B"}
+    assert held[bhyt, "Table 3"] == {"Llama-3B"} and held[bhyt, "Figure 3"] == {"Llama-1B"}
+    assert held[curse, "Table 6"] == {"Llama-130M"}
+    assert {where for arxiv, where in held if arxiv in (bhyt, curse)} == {
+        *("Table 1", "Table 2", "Table 3", "Table 6", "Figure 3")
+    }
+    table = published[published["arxiv"].eq(curse) & published["where"].eq("Table 1")]
+    assert len(table) == 20 and not table.duplicated(["model", "method"]).any()
+    tokens = table.groupby("model")[["depth", "tokens"]].agg(["min", "max"])
+    sizes = {"Llama-130M": (12, 2.2e9), "Llama-250M": (24, 3.9e9), "Llama-350M": (24, 6.0e9), "Llama-1B": (24, 8.9e9)}
+    for model, (depth, count) in sizes.items():
+        assert tokens.loc[model].tolist() == [depth, depth, count, count]
+    with_and_without = published[published["where"].eq("Table 6")].set_index("method")["value"]
+    assert with_and_without.to_dict() == {"LNS": 25.76, "LNS + scaled init": 25.80}
 
 
 def test_only_values_read_off_a_plot_carry_a_reading_error():

@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 import pytest
-from figures_helpers import SCHEMES, activation
+from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation
 from notebook_helpers import NOTEBOOKS, PLOTLY, execute, figures_in, printed, widgets_in, write_runs
 
 from normlab.export import keep_images_only
@@ -128,7 +128,7 @@ def test_start_here_opens_the_explorer_and_its_static_twin(tmp_path: Path, runs:
     (figure,) = figures_in(notebook)
     lines = lines_of(figure)
     assert set(lines) == set(SCHEMES)
-    assert lines["bhyt"] == pytest.approx([1.01 * activation("bhyt", layer, 20) for layer in range(5)])
+    assert lines["bhyt"] == pytest.approx([MEAN_OF_SEEDS * activation("bhyt", layer, 20) for layer in range(5)])
     assert "published" not in {trace["name"] for trace in figure["data"]}  # nor has the widget them when it opens
     before, after = said_after(notebook, "step ")
     assert before.startswith("0: Pre-LN") and before.endswith("3.6 times, not tenfold")
@@ -145,7 +145,7 @@ def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path: Pa
     notebook = execute("03_norm_explorer", tmp_path, RUNS=str(runs))
     opened, figure = figures_in(notebook)
     (line,) = [trace for trace in opened["data"] if trace["name"] == "lns"]
-    assert line["y"][-1] == pytest.approx(1.01 * activation("lns", 4, 20))
+    assert line["y"][-1] == pytest.approx(MEAN_OF_SEEDS * activation("lns", 4, 20))
     (line,) = [trace for trace in figure["data"] if trace["name"] == "lns"]
     assert line["y"][-1] == pytest.approx(activation("lns", 4, 20) / activation("pre_rmsnorm", 4, 20))
     assert "paired by seed" in figure["layout"]["yaxis"]["title"]["text"]

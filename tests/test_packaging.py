@@ -103,7 +103,7 @@ def test_the_citation_names_both_papers_and_their_authors():
 
 
 def test_the_published_values_travel_with_the_wheel():
-    from normlab import published
+    from normlab.analysis import published
 
     (target,) = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].values()
     assert ROOT / target in published._PLACES

@@ -140,8 +140,8 @@ def test_update_ratios_are_in_the_table_by_matrix(tmp_path):
 def test_a_spike_is_a_loss_far_above_the_recent_ones():
     spikes = LossSpikes(window=50, least=10)
     calm = [2.0 + 0.01 * math.sin(i) for i in range(40)]
-    assert not any(spikes.is_spike(loss) for loss in calm)
-    assert spikes.is_spike(2.5) and spikes.is_spike(math.nan) and not spikes.is_spike(2.0)
+    assert max(spikes.score(loss) for loss in calm) < spikes.threshold
+    assert min(spikes.score(2.5), spikes.score(math.nan)) > spikes.threshold > spikes.score(2.0)
 
 
 def test_layers_reach_tensorboard_and_wandb_when_the_trainer_reports_there(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from normlab.errors import NormlabError
-from normlab.probes.report import probe_report
+from normlab.report import probe_report
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
 

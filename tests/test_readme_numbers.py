@@ -9,9 +9,8 @@ import pandas as pd
 import pytest
 
 import normlab
-from normlab.compare import compare
-from normlab.selection import choose, title_of
-from normlab.variants import compare_variants
+from normlab.analysis.compare import compare, compare_variants
+from normlab.analysis.selection import choose, title_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("−", "-").split())
@@ -46,7 +45,7 @@ def test_the_last_layers_size_against_pre_ln(runs: pd.DataFrame, scheme: str, se
     agrees(quoted(sentence), row)
     assert row["seeds"] == 3
     between = compare(runs, "bhyt", "rmsnorm_gain", "token_l2_mean", depth=16).iloc[0]
-    assert between["verdict"] == "no difference" and between["lr_a"] == between["lr_b"]
+    assert between["verdict"] == "undecided" and between["lr_a"] == between["lr_b"]
 
 
 def test_the_table_of_losses(runs: pd.DataFrame):
@@ -71,13 +70,23 @@ def test_how_far_seeds_lie_apart(runs: pd.DataFrame):
 def test_what_the_tanh_adds():
     folder = ROOT / "data" / "gain_or_bound"
     grid, configs = normlab.load_runs(folder), normlab.load_configs(folder)
-    keep = configs[configs["width"].eq(128) & configs["outlier_channels"].eq(0)]
-    by = ["lam_input", "gamma0"]
+    by = ["width", "outlier_channels", "lam_input", "gamma0"]
+    found = {  # all conditions, as notebook 08 shows them: one family, one pooled spread
+        metric: compare_variants(grid, configs, "bhyt", "bhyt_linear", by, metric).set_index(by)
+        for metric in ("token_l2_mean", "loss")
+    }
 
     def row(metric: str, lam: float, gamma0: float) -> pd.Series:
-        found = compare_variants(grid, keep, "bhyt", "bhyt_linear", by, metric).set_index(by)
-        return found.loc[(lam, gamma0)]
+        return found[metric].loc[(128, 0, lam, gamma0)]
 
+    undecided = [row(metric, 2.0, 1.0)["verdict"] for metric in ("token_l2_mean", "loss")]
+    assert undecided == ["undecided"] * 2 and row("token_l2_mean", 50.0, 0.04)["verdict"] == "different"
     agrees(quoted(r"last layer's L2 norm × NUMBER INTERVAL"), row("token_l2_mean", 2.0, 1.0))
     agrees(quoted(r"loss NUMBER INTERVAL"), row("loss", 2.0, 1.0))
     agrees(quoted(r"activations × NUMBER INTERVAL"), row("token_l2_mean", 50.0, 0.04))
+
+
+def test_the_tanh_of_the_sweep(runs: pd.DataFrame):
+    found = compare(runs, "bhyt", "bhyt_linear", "token_l2_mean", depth=16).iloc[0]
+    agrees(quoted(r"BHyT's last layer is × NUMBER INTERVAL of the same model's without its tanh: told apart"), found)
+    assert found["verdict"] == "different"

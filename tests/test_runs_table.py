@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from normlab import NormlabError, load_runs, runs
-from normlab.selection import summarize
+from normlab.analysis.selection import summarize
 from normlab.training.config import TrainConfig, require_same
 
 

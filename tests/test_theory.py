@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 import normlab
-from normlab import theory
+from normlab.analysis import theory
 from normlab.errors import NormlabError
-from normlab.norms import BHyT
+from normlab.norms import BHyT, DyT, LayerNorm, Norm, RMSNorm, StartingMap
 from normlab.probes import record
 from normlab.runs import COLUMNS
+from normlab.schemes import SCHEMES
 
 KEYS = ["site", "layer", "metric", "mask"]
 SEEDS = 3  # one seed moves a deep layer's variance by 7% at this width, 2% at width 512: the theory is its mean
@@ -66,22 +68,74 @@ def test_every_schemes_initial_variance_is_predicted_at_every_site_and_layer(sch
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("scheme", "changes"),
     [
-        {"carried": "causal"},
-        {"carried": "exact"},
-        {"lam_input": 8.0, "lam_post": 6.0, "lam_last": 5.0},
-        {"initializer_range": 0.05},
+        ("bhyt", {"carried": "causal"}),
+        ("bhyt", {"carried": "exact"}),
+        ("bhyt", {"lam_input": 8.0, "lam_post": 6.0, "lam_last": 5.0}),
+        ("bhyt", {"initializer_range": 0.05}),
+        ("bhyt", {"lam_input": 50.0, "lam_post": 25.0, "gamma0": 0.04}),
+        ("bhyt_linear", {"lam_input": 50.0, "lam_post": 25.0, "gamma0": 0.04}),
+        ("rmsnorm_gain", {"lam_input": 50.0, "lam_post": 25.0, "gamma0": 0.04}),
     ],
     ids=str,
 )
-def test_the_prediction_uses_the_models_own_constants(changes):
-    measured, predicted = measured_and_predicted(config("bhyt", depth=4, **changes))
+def test_the_prediction_uses_the_models_own_constants(scheme, changes):
+    measured, predicted = measured_and_predicted(config(scheme, depth=4, **changes))
     common = predicted.index.intersection(measured.index)
     for key in common:
         assert predicted[key] == pytest.approx(
             measured[key], rel=TOLERANCE[key[2]], abs=1e-3 if key[2] == "saturation" else None
         ), key
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        BHyT(512, lam=50.0, kappa=10.0, gain=0.04),
+        BHyT(512, lam=50.0, kappa=10.0, gain=0.04, bounded=False),
+        BHyT(512, lam=2.0, kappa=10.0, gain=3.0),
+        DyT(512, alpha=3.0),
+        RMSNorm(512, gain=0.3, scale=0.5),
+        LayerNorm(512),
+    ],
+    ids=str,
+)
+def test_the_map_at_the_start_is_what_the_norm_does_to_gaussian_features(norm):
+    """BHyT at g = 5 and gamma0 = 0.04 has 0.00135 of its input's unit variance left, not the 0.84 without its gain."""
+    x = torch.randn(500, 512, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        measured = float(norm(x).square().mean())
+    assert theory._normalize(norm, np.eye(1))[0, 0] == pytest.approx(measured, rel=0.01)
+
+
+class Erf(Norm):
+    """A norm that nobody has told theory of: no statistics, no eps, a function of its own."""
+
+    def __init__(self, d: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(d))
+
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.weight)
+
+    def starting_map(self):
+        return StartingMap(slope=0.5, function=torch.erf)
+
+    def forward(self, x):
+        return self.weight * torch.erf(0.5 * x)
+
+
+def test_a_new_norm_is_one_class_and_one_row(monkeypatch):
+    """Without eps, mean square or kernels of its own: it trains, is predicted, and its rows are measured."""
+    scheme = dataclasses.replace(SCHEMES["pre_rmsnorm"], name="erf", norm=lambda site: Erf(site.width))
+    monkeypatch.setitem(SCHEMES, "erf", scheme)
+    measured, predicted = measured_and_predicted(config("erf", depth=3, initializer_range=0.2))
+    assert {metric for _, _, metric, _ in predicted.index} == {
+        *("token_l2_mean", "feature_var_mean", "rms", "relative_contribution")
+    }
+    for key, value in predicted.items():
+        assert value == pytest.approx(measured[key], rel=1.5 * TOLERANCE[key[2]]), key
 
 
 def test_repeated_tokens_make_attention_add_more():

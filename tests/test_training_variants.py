@@ -14,12 +14,12 @@ from figures_helpers import one_run
 from training_helpers import tiny
 
 import normlab
+from normlab.analysis.compare import compare_variants
 from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
 from normlab.schemes import BOUND_AND_CONTROL, GAIN_CONTROL
 from normlab.training.config import TrainConfig
 from normlab.training.presets import Part, Preset, Variant, get_preset
-from normlab.variants import compare_variants
 
 pytest_plugins = ["training_fixtures"]
 
@@ -165,7 +165,7 @@ def test_each_condition_is_compared_by_itself(variants):
     assert found["seeds"].tolist() == [3, 3]
     assert found.loc[0.2, "estimate"] == pytest.approx(-0.1)
     assert found.loc[1.0, "estimate"] == pytest.approx(-0.1 - 1.01)
-    assert found.loc[1.0, "high"] < 0 and found.loc[1.0, "verdict"] == "a is lower"
+    assert found.loc[1.0, "high"] < 0 and found.loc[1.0, "verdict"] == "different"
 
 
 def test_a_condition_with_one_of_the_two_schemes_is_left_out_and_none_is_an_error(variants):
@@ -180,7 +180,7 @@ def test_a_condition_with_one_of_the_two_schemes_is_left_out_and_none_is_an_erro
 
 def test_the_figure_of_differences_shows_the_intervals_and_tells_them_apart(variants):
     found = compare_variants(*variants, "bhyt", "bhyt_linear", ["bend"])
-    found.loc[0, ["low", "high", "verdict"]] = [-0.3, 0.1, "no difference"]
+    found.loc[0, ["low", "high", "verdict"]] = [-0.3, 0.1, "undecided"]
     figure = variant_differences(found, ["little", "much"], {1: "bent"})
     little, much = figure.data
     assert (little.marker.symbol, much.marker.symbol) == ("circle-open", "circle")

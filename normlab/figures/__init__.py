@@ -34,7 +34,7 @@ from normlab.figures.registry import FIGURES, FigureRow
 from normlab.figures.skipping import future_effect, skip_cost
 from normlab.figures.theme import message_figure, themed
 from normlab.figures.variants import by_setting, variant_differences
-from normlab.labels import METRICS
+from normlab.probes.metrics import ALL_METRICS as METRICS
 
 __all__ = [
     "FIGURES",

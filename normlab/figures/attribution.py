@@ -45,16 +45,16 @@ def logit_attribution(tables: Mapping[str, pd.DataFrame], theme: str = "light") 
 def redraw(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
     """Put other tables of the same methods into the figure."""
     bars = {trace.name: trace for trace in figure.data}
-    said = []
+    sums = []
     for method, table in tables.items():
         rows = table[~table["component"].isin(["bias", "remainder"]) | (table["contribution"].abs() > 1e-3)]
         values = [float(value) if math.isfinite(value) else None for value in rows["contribution"]]
         bars[method].update(x=[_name(row) for row in rows.itertuples()], y=values)
         shares = table.loc[table["component"] != "remainder", "contribution"].sum()
-        said.append(f"{method} shares add up to {round(shares, 3) + 0.0:.3f}")
+        sums.append(f"{method} shares add up to {round(shares, 3) + 0.0:.3f}")
     first = next(iter(tables.values())).attrs
     what, logit = first.get("name", "logit"), first["logit"]
-    small = f"<span style='font-size:13px;color:{look.NEUTRAL}'>{what} {logit:.3f} · {' · '.join(said)}</span>"
+    small = f"<span style='font-size:13px;color:{look.NEUTRAL}'>{what} {logit:.3f} · {' · '.join(sums)}</span>"
     # One text for both lines: a widget that is resized moves a separate subtitle into the title.
     figure.layout.title = dict(text=f"Who writes the logit<br>{small}", subtitle=None)
 

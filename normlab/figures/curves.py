@@ -10,10 +10,11 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.compare import interval, last_values, paired
+from normlab.analysis.compare import last_values
+from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, choose, in_order
+from normlab.analysis.verdicts import differences, in_words, interval, judged
 from normlab.figures import theme
-from normlab.labels import COUNTED, metric_row
-from normlab.selection import DIVERGED, FINISHED, NOT_LEARNED, Selection, choose, in_order
+from normlab.probes.metrics import NGRAM_LOSSES, metric_row
 
 _MARGIN = dict(l=70, r=190, t=112, b=64)
 _LOSS = metric_row("loss")
@@ -33,9 +34,10 @@ def loss_curves(
     the lowest of them is marked "not learned".
     """
     title = "Loss by training step"
-    chosen = choose(runs, depth, width, schemes)
-    if isinstance(chosen, str):
-        return theme.message_figure(chosen, title)
+    try:
+        chosen = choose(runs, depth, width, schemes)
+    except NothingToShow as why:
+        return theme.message_figure(str(why), title)
     parts = {split: _by_step(chosen.rows("model", "loss", split=split)) for split in ("train", "eval")}
     if all(part.empty for part in parts.values()):
         return theme.message_figure("No loss was logged in these runs.", title)
@@ -130,7 +132,7 @@ def _ends(chosen: Selection, part: pd.DataFrame) -> list[theme.EndLabel]:
 
 def _levels(chosen: Selection) -> dict[str, float]:
     """Losses of models that only count, by name: those that the runs know."""
-    known = {label: chosen.runs[metric].dropna() for metric, label in COUNTED.items()}
+    known = {metric_row(name).label: chosen.runs[name].dropna() for name in NGRAM_LOSSES}
     return {label: float(values.mean()) for label, values in known.items() if len(values)}
 
 
@@ -175,17 +177,19 @@ def depth_scaling(
 ) -> go.Figure:
     """Held-out loss after training against depth (C5), and differences from a reference, paired by seed.
 
-    Error bars are Student's t intervals over seeds; a point with one seed has none. Open markers: not learned. Crosses
-    on the upper edge: diverged. A difference is drawn where both schemes learned.
+    Error bars of losses are Student's t intervals over seeds; a point with one seed has none. Those of differences have
+    an sd pooled over all schemes of a depth, and all differences shown are one family (`normlab.analysis.verdicts`).
+    Open markers: not learned. Crosses on the upper edge: diverged. A difference is drawn where both schemes learned.
 
     Args:
         reference: scheme to subtract; default the first of the registry that the table has.
         level: confidence level of the intervals.
     """
     title = "Held-out loss against depth"
-    chosen = choose(runs, None, width, schemes)
-    if isinstance(chosen, str):
-        return theme.message_figure(chosen, title)
+    try:
+        chosen = choose(runs, None, width, schemes)
+    except NothingToShow as why:
+        return theme.message_figure(str(why), title)
     points = _depth_points(chosen, level)
     if points["mean"].notna().sum() == 0 and not (points["status"] == DIVERGED).any():
         return theme.message_figure("No held-out loss was logged in these runs.", title)
@@ -303,11 +307,9 @@ def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: flo
     others = [name for name in chosen.schemes if name != base and name in present]
     labels: list[theme.EndLabel] = []
     reach: list[float] = [0.0]
-    for name in others if base in present else []:
-        gaps = paired(learned, name, base, "loss", level)
-        gaps = gaps[gaps["seeds"] > 0]
-        if gaps.empty:
-            continue
+    found = [differences(learned, name, base, "loss", level) for name in others if base in present]
+    family = judged(pd.concat(found, ignore_index=True), level) if found else pd.DataFrame(columns=["a", "seeds"])
+    for name, gaps in family[family["seeds"] > 0].groupby("a", sort=False):
         figure.add_trace(_difference(gaps, name, _sideways(chosen.schemes, name)), row=1, col=2)
         last = gaps.iloc[-1]
         labels.append(_label_at(name, float(last["estimate"]), int(last["depth"]), chosen.depths[-1]))
@@ -333,7 +335,7 @@ def _difference(gaps: pd.DataFrame, name: str, shift: float) -> go.Scatter:
         x=[float(depth) * shift for depth in gaps["depth"]],
         y=[float(value) for value in gaps["estimate"]],
         error_y=dict(type="data", array=half, thickness=1.2, width=2, color=style.color),
-        customdata=[[int(g.depth), g.verdict, int(g.seeds), g.low, g.high] for g in gaps.itertuples()],
+        customdata=[[int(g.depth), in_words(g), int(g.seeds), g.low, g.high] for g in gaps.itertuples()],
         mode="lines+markers",
         name=name,
         meta=dict(scheme=name, panel="difference"),

@@ -9,15 +9,16 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.compare import last_values, paired
+from normlab.analysis.compare import last_values
+from normlab.analysis.selection import NothingToShow, Selection, choose, in_order, mean_of
+from normlab.analysis.verdicts import differences
 from normlab.figures import theme
 from normlab.figures.growth import short
-from normlab.labels import MASKS, SITES, Metric, metric_row
-from normlab.selection import Selection, choose, in_order
+from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
 _ROW = 34  # pixels a scheme
 # Text columns right of the plot, in pixels from its edge.
-_COLUMNS = {"before": 16, "after": 112, "published": 250}
+_COLUMNS = {"before": 16, "after": 112, "published": 272}
 
 
 def growth_before_after(
@@ -35,7 +36,7 @@ def growth_before_after(
     """The last layer's value at step 0 (ring) and after training (disc), and its ratio to a reference scheme.
 
     A scheme that ends low because it began low is seen at a glance: both ends of its line are low. Ratios are paired by
-    seed; with more than one seed the 95% interval is in brackets. Control schemes are always among the rows.
+    seed; the 95% interval, its sd pooled over all schemes, is in brackets. Control schemes are always among the rows.
 
     Args:
         reference: scheme that ratios refer to; default the first of the registry that the table has.
@@ -43,23 +44,24 @@ def growth_before_after(
     """
     row = metric_row(metric)
     title = f"{row.label[0].upper()}{row.label[1:]} after the last layer: before and after training"
-    chosen = choose(runs, depth, width, schemes, same_rate=True)
-    if isinstance(chosen, str):
-        return theme.message_figure(chosen, title)
+    try:
+        chosen = choose(runs, depth, width, schemes, same_rate=True)
+    except NothingToShow as why:
+        return theme.message_figure(str(why), title)
     start = last_values(chosen, metric, site=site, mask=mask, step=0)
     end = last_values(chosen, metric, site=site, mask=mask)
-    table = _ends(start, end)
+    table = _ends(start, end, metric)
     if table["end"].notna().sum() == 0:
         return theme.message_figure(
-            f"{metric} was not measured at: {SITES.get(site, site)}, {MASKS.get(mask, mask)}.", title
+            f"{metric} was not measured at: {site_label(site)}, {MASKS.get(mask, mask)}.", title
         )
     base = reference or in_order(runs["scheme"].unique())[0]
-    told = _published_values(published, metric)
+    printed = _published_values(published, metric)
     table = table.sort_values("end", na_position="last")
     figure = go.Figure()
     _add_rows(figure, table, row)
     if base in chosen.schemes:
-        _add_ratios(figure, list(table.index), {"before": start, "after": end}, base, row, told)
+        _add_ratios(figure, list(table.index), {"before": start, "after": end}, base, row, printed)
     names = [_tick(chosen, name) for name in table.index]
     figure.update_yaxes(
         tickvals=list(range(len(table))),
@@ -71,16 +73,20 @@ def growth_before_after(
     )
     bounds = theme.axis_bounds([*table["start"], *table["end"]], row.log)
     figure.update_xaxes(title_text=row.axis, **theme.value_axis(bounds, row.log))
-    figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(told) else 260, t=100, b=62))
-    subtitle = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
+    figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(printed) else 275, t=100, b=62))
+    subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
     return theme.titled(figure, title, subtitle, 180 + _ROW * (len(table) + 1))
 
 
-def _ends(start: pd.DataFrame, end: pd.DataFrame) -> pd.DataFrame:
-    """Indexed by scheme: mean over seeds at both ends, and the range of seeds at the end."""
+def _ends(start: pd.DataFrame, end: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Indexed by scheme: mean (geometric for sizes) over seeds at both ends, and the range of seeds at the end."""
+
+    def mean(values: pd.Series) -> float:
+        return mean_of(values.dropna(), metric)
+
     grouped = end.groupby("scheme", observed=True)["value"]
-    table = grouped.agg(end="mean", low="min", high="max", seeds="count")
-    table["start"] = start.groupby("scheme", observed=True)["value"].mean()
+    table = grouped.agg(end=mean, low="min", high="max", seeds="count")
+    table["start"] = start.groupby("scheme", observed=True)["value"].agg(mean)
     return table
 
 
@@ -126,18 +132,18 @@ def _number(value: float) -> float | None:
 
 
 def _add_ratios(
-    figure: go.Figure, names: list[str], ends: dict[str, pd.DataFrame], base: str, row: Metric, told: pd.Series
+    figure: go.Figure, names: list[str], ends: dict[str, pd.DataFrame], base: str, row: Metric, printed: pd.Series
 ) -> None:
     """Columns of text right of the rows: ratio or difference to the reference at step 0, after training, published."""
-    heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(told) else {})
-    word = "ratio to" if row.log else "difference from"
+    heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(printed) else {})
+    word = "ratio to" if row.is_ratio else "difference from"
     _text(figure, -0.95, _COLUMNS["before"], f"<b>{word} {theme.style_of(base).title}</b>", theme.NEUTRAL)
     for key, head in heads.items():
         _text(figure, -0.55, _COLUMNS[key], head, theme.NEUTRAL)
     for place, name in enumerate(names):
         cells = {key: _ratio(values, name, base, row.name) for key, values in ends.items()}
-        if row.log and name in told.index and base in told.index:
-            cells["published"] = f"{told[name] / told[base]:.2f}"
+        if row.is_ratio and name in printed.index and base in printed.index:
+            cells["published"] = f"{printed[name] / printed[base]:.2f}"
         for key, text in cells.items():
             _text(
                 figure,
@@ -150,8 +156,8 @@ def _add_ratios(
 
 def _ratio(values: pd.DataFrame, name: str, base: str, metric: str) -> str:
     if name == base:
-        return "1" if metric_row(metric).log else "0"
-    found = paired(values, name, base, metric).iloc[0]
+        return "1" if metric_row(metric).is_ratio else "0"
+    found = differences(values, name, base, metric).iloc[0]
     if not math.isfinite(found["estimate"]):
         return "–"
     interval = "" if math.isnan(found["low"]) else f" [{short(found['low'])}, {short(found['high'])}]"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from normlab.analysis.selection import NothingToShow, Selection, choose, mean_of
 from normlab.figures import theme
-from normlab.labels import MASKS, SITES, Metric, metric_row
-from normlab.selection import Selection, choose
+from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
 MOST_STEPS = 9  # more lines in a panel than this blur into each other
 _PANEL, _GAP = 190, 62  # pixels
@@ -32,7 +33,7 @@ def layer_growth(
 ) -> go.Figure:
     """A metric against layer at several training steps, one panel a scheme (BHyT Fig. 3, The Curse of Depth).
 
-    Lines are means over seeds of the chosen learning rate; step 0, before any training, is dashed.
+    Lines are means (geometric for sizes) over seeds of the chosen learning rate; step 0, before training, is dashed.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -46,15 +47,16 @@ def layer_growth(
     """
     row = metric_row(metric)
     title = f"{row.label[0].upper()}{row.label[1:]} by layer"
-    chosen = choose(runs, depth, width, schemes, same_rate=True)
-    if isinstance(chosen, str):
-        return theme.message_figure(chosen, title)
-    rows = _mean_over_seeds(chosen.rows(site, metric, mask))
+    try:
+        chosen = choose(runs, depth, width, schemes, same_rate=True)
+    except NothingToShow as why:
+        return theme.message_figure(str(why), title)
+    rows = _mean_over_seeds(chosen.rows(site, metric, mask), metric)
     if rows.empty:
-        where = SITES.get(site, site)
+        where = site_label(site)
         return theme.message_figure(f"{metric} was not measured at: {where}, {MASKS.get(mask, mask)}.", title)
     points = _published_points(published, metric, chosen.schemes) if site == "block_out" else None
-    subtitle = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0"
+    subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0"
     figure = _panels(chosen, rows, points, row, row.log if log is None else log, columns)
     return theme.titled(figure, title, subtitle, int(figure.layout.height))
 
@@ -80,11 +82,12 @@ def gradient_growth(
     )
 
 
-def _mean_over_seeds(rows: pd.DataFrame) -> pd.DataFrame:
+def _mean_over_seeds(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Columns scheme, step, layer, value, low, high, seeds; non-finite values are left out of the mean."""
     finite = rows[np.isfinite(rows["value"].astype(float)) & rows["layer"].notna()]
     grouped = finite.groupby(["scheme", "step", "layer"], observed=True)["value"]
-    return grouped.agg(value="mean", low="min", high="max", seeds="count").reset_index()
+    mean = partial(mean_of, metric=metric)
+    return grouped.agg(value=mean, low="min", high="max", seeds="count").reset_index()
 
 
 def shown_steps(steps: Sequence[int], most: int = MOST_STEPS) -> list[int]:

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from normlab.analysis.profiles import Profile, Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
-from normlab.labels import MASKS, SITES, metric_row
-from normlab.profiles import Profile, Profiles, View, default_view
+from normlab.probes.metrics import MASKS, metric_row, site_label
 
 HEIGHT = 520
 _MARGIN = dict(l=72, r=170, t=104, b=58)
@@ -24,7 +24,7 @@ _THEORY = "theory"
 
 
 @dataclass(frozen=True)
-class Dress:
+class PlotOptions:
     """How a view is drawn: bands, log axis (None: as the metric's row says), page theme, published values (a table, or
     None for none), theory."""
 
@@ -63,11 +63,12 @@ def profile(
         band: shade from the smallest to the largest seed, or the interval.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
-        theory: a thin line with rings a scheme, what theory predicts before training: rows of `normlab.theory.predict`
-            (when `runs` is a table), or True for the models that the table's runs had. Nothing where it says nothing.
+        theory: a thin line with rings a scheme, what theory predicts before training: rows of
+            `normlab.analysis.theory.predict` (when `runs` is a table), or True for the models that the table's runs
+            had. Nothing where it says nothing.
     """
-    told = theory if isinstance(theory, pd.DataFrame) else None
-    profiles = runs if isinstance(runs, Profiles) else Profiles(runs, told)
+    predictions = theory if isinstance(theory, pd.DataFrame) else None
+    profiles = runs if isinstance(runs, Profiles) else Profiles(runs, predictions)
     view = default_view(profiles, schemes)
     if view is None:
         return look.message_figure(profiles.missing)
@@ -76,7 +77,7 @@ def profile(
     depth = view.depth if depth is None else depth
     steps = profiles.steps(metric, site, mask, depth)
     if not steps:
-        where = f"{SITES.get(site, site)}, {MASKS.get(mask, mask)}, depth {depth}"
+        where = f"{site_label(site)}, {MASKS.get(mask, mask)}, depth {depth}"
         return look.message_figure(f"{metric} was not measured at: {where}.", metric_row(metric).label)
     step = steps[-1] if step is None else step
     if reference is not None and reference not in profiles.schemes:
@@ -84,8 +85,8 @@ def profile(
     view = replace(
         view, metric=metric, site=site, mask=mask, depth=depth, step=step, relative=relative, reference=reference
     )
-    dress = Dress(band, log, theme, published, theory=theory is not False)
-    return static(drawing(profiles, view, dress))
+    options = PlotOptions(band, log, theme, published, theory=theory is not False)
+    return static(drawing(profiles, view, options))
 
 
 def static(drawn: dict[str, Any]) -> go.Figure:
@@ -94,30 +95,30 @@ def static(drawn: dict[str, Any]) -> go.Figure:
     return go.Figure({"data": traces, "layout": drawn["layout"]})
 
 
-def drawing(profiles: Profiles, view: View, dress: Dress) -> dict[str, Any]:
+def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, Any]:
     """A view as plain data and layout of a plotly figure: numbers are arrays, so that a move of a slider is cheap.
 
     Traces are named for what they show: "<scheme> band", "<scheme> theory", "<scheme>", "published", "labels"; one that
     has nothing to show is left out.
     """
     row = metric_row(view.metric)
-    log = row.log if dress.log is None else dress.log
+    log = row.log if options.log is None else options.log
     lines = profiles.lines(view)
-    predicted = profiles.predicted(view) if dress.theory else []
-    told = _published(dress.published, view)
-    span = profiles.span(view) + ([] if told is None else [*told["value"]])
+    predicted = profiles.predicted(view) if options.theory else []
+    printed = _published(options.published, view)
+    span = profiles.span(view) + ([] if printed is None else [*printed["value"]])
     span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
     if log and span and min(span) <= 0:
         log = False
     bounds = look.axis_bounds(span, log)
-    traces = [_band(line, dress.theme) for line in lines if dress.band and np.isfinite(line.low).any()]
-    traces += [_prediction(line, view, dress.theme) for line in predicted]
-    traces += [_line(line, view, dress.theme) for line in lines]
-    traces += [] if told is None else [_told(told, row.name, dress.theme)]
-    traces += _labels(lines, bounds, log, dress.theme)
-    deepest = max(view.depth, 0 if told is None else int(told["layer"].max()))
+    traces = [_band(line, options.theme) for line in lines if options.band and np.isfinite(line.low).any()]
+    traces += [_prediction(line, view, options.theme) for line in predicted]
+    traces += [_line(line, view, options.theme) for line in lines]
+    traces += [] if printed is None else [_markers(printed, row.name, options.theme)]
+    traces += _labels(lines, bounds, log, options.theme)
+    deepest = max(view.depth, 0 if printed is None else int(printed["layer"].max()))
     title = dict(text=_title(view, profiles.rate(view.depth)), y=1, yref="container", yanchor="top", pad=dict(t=28))
-    layout = _layout(view, deepest, bounds, log, dress.theme) | {"title": title}
+    layout = _layout(view, deepest, bounds, log, options.theme) | {"title": title}
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
 
 
@@ -131,7 +132,7 @@ def theory_remark(profiles: Profiles, view: View) -> str:
     """What the lines with rings are, or that there are none and why."""
     schemes = [line.scheme for line in profiles.predicted(view)]
     if not schemes:
-        what = f"the {metric_row(view.metric).label}, {SITES.get(view.site, view.site)}"
+        what = f"the {metric_row(view.metric).label}, {site_label(view.site)}"
         return f"theory says nothing here of {what}"
     silent = [look.style_of(name).title for name in view.schemes if name not in schemes]
     return "thin, with rings: theory, before training" + (f" (nothing of {', '.join(silent)})" if silent else "")
@@ -205,8 +206,8 @@ def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame | Non
     return published[keep] if keep.any() else None
 
 
-def _told(told: pd.DataFrame, metric: str, theme: str) -> dict[str, Any]:
-    rows = list(told.itertuples())
+def _markers(published: pd.DataFrame, metric: str, theme: str) -> dict[str, Any]:
+    rows = list(published.itertuples())
     reading = [float(row.value) * float(row.relative_error) for row in rows]
     colors = [look.ink(look.style_of(str(row.scheme)).color, theme) for row in rows]
     return dict(
@@ -258,7 +259,7 @@ def _end(line: Profile) -> float:
 def _title(view: View, rate: str) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
-    where = f"{SITES.get(view.site, view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
+    where = f"{site_label(view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
     # One text for all lines: a widget that is resized moves a separate subtitle into the title.
     lines = "<br>".join([where, *wrap(row.definition, _LINE)])
     small = f"<span style='font-size:12px;color:{look.NEUTRAL}'>{lines}</span>"
@@ -274,8 +275,8 @@ def _sheet(theme: str) -> dict[str, Any]:
 
 def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool, theme: str) -> dict[str, Any]:
     row = metric_row(view.metric)
-    put = _against(view) if view.reference is not None else "relative to layer 1" if view.relative else row.axis
-    neutral = 1.0 if row.log else 0.0
+    label = _against(view) if view.reference is not None else "relative to layer 1" if view.relative else row.axis
+    neutral = 1.0 if row.is_ratio else 0.0
     neutral_line = dict(color=look.NEUTRAL, dash="dot")
     line = dict(type="line", xref="x domain", x0=0, x1=1, y0=neutral, y1=neutral, line=neutral_line)
     return dict(
@@ -286,7 +287,7 @@ def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: b
         margin=_MARGIN,
         hovermode="closest",
         xaxis=dict(title=dict(text="layer"), range=[0, deepest], dtick=max(1, round(deepest / 8))),
-        yaxis=dict(title=dict(text=put)) | look.value_axis(bounds, log),
+        yaxis=dict(title=dict(text=label)) | look.value_axis(bounds, log),
         shapes=[line] if view.reference is not None else [],
     )
 
@@ -300,7 +301,7 @@ def _nothing(profiles: Profiles, view: View) -> dict[str, object]:
 def _against(view: View) -> str:
     assert view.reference is not None
     title = look.style_of(view.reference).title
-    return f"ratio to {title}, paired by seed" if metric_row(view.metric).log else f"minus {title}, paired by seed"
+    return f"ratio to {title}, paired by seed" if metric_row(view.metric).is_ratio else f"minus {title}, paired by seed"
 
 
 def _listed(part: Any) -> Any:

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.figures import theme as look
-from normlab.labels import COUNTED, SITES, metric_row
+from normlab.probes.metrics import NGRAM_LOSSES, metric_row, site_label
 
 HEIGHT = 440
 MOST_POINTS = 400  # a curve has no more: a page draws thousands of them slowly, and shows no more
@@ -28,7 +28,7 @@ class Scene:
         train, held_out: (step, loss) in order of the steps.
         first, last: (layer, value) of the profile before training and of the latest one.
         step: when the latest profile was measured.
-        levels: losses of models that only count, by the names in `normlab.labels.COUNTED`.
+        levels: losses of models that only count, by the names in `normlab.probes.metrics.NGRAM_LOSSES`.
     """
 
     train: Sequence[tuple[int, float]] = ()
@@ -73,8 +73,9 @@ def blank(schemes: Sequence[str], depth: int, theme: str = "light") -> go.Figure
             name=f"{name} last", mode="lines", line=dict(color=color, width=2.2, dash=style.dash), **layers
         )
     neutral = dict(color=look.NEUTRAL, width=1.4, dash="dot")
-    for metric, label in COUNTED.items():
-        hover = f"{label} %{{y:.3f}}<br><i>{metric_row(metric).definition}</i><extra></extra>"
+    for row in map(metric_row, NGRAM_LOSSES):
+        label = row.label
+        hover = f"{label} %{{y:.3f}}<br><i>{row.definition}</i><extra></extra>"
         figure.add_scatter(
             name=label,
             mode="lines+text",
@@ -125,10 +126,10 @@ def redraw(figure: go.Figure, scenes: Mapping[str, Scene], metric: str, site: st
     done = max([step for scene in scenes.values() for step, _ in (*scene.train[-1:], *scene.held_out[-1:])], default=0)
     figure.layout.xaxis.range = [0, max(done, _LEAST_STEPS)]
     levels = {name: level for scene in scenes.values() for name, level in scene.levels.items()}
-    for name, label in COUNTED.items():
+    for name in NGRAM_LOSSES:
         known = name in levels
         ends = [0, figure.layout.xaxis.range[1]] if known else []
-        traces[label].update(x=ends, y=[levels[name]] * 2 if known else [])
+        traces[metric_row(name).label].update(x=ends, y=[levels[name]] * 2 if known else [])
     losses = {name: scene.held_out or thinned(scene.train) for name, scene in scenes.items()}
     drawn = [value for scene in scenes.values() for _, value in (*thinned(scene.train), *scene.held_out)]
     _scale(figure.layout.yaxis, traces["labels 1"], [*drawn, *levels.values()], losses, False, theme)
@@ -141,7 +142,7 @@ def redraw(figure: go.Figure, scenes: Mapping[str, Scene], metric: str, site: st
     steps = sorted({scene.step for scene in scenes.values() if scene.last})
     when = " and ".join(f"{step:,}" for step in steps)
     figure.layout.annotations[0].text = "loss: training thin, held out thick; dotted: n-gram models"
-    figure.layout.annotations[1].text = f"{SITES.get(site, site)}" + (f", step {when}; dotted: before" if steps else "")
+    figure.layout.annotations[1].text = f"{site_label(site)}" + (f", step {when}; dotted: before" if steps else "")
 
 
 def thinned(pairs: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
@@ -159,8 +160,8 @@ def _put(trace: go.Scatter, pairs: Sequence[tuple[int, float]]) -> None:
 
 def _hover(name: str, metric: str, when: str) -> str:
     row, style = metric_row(metric), look.style_of(name)
-    said = f"<b>{style.title}</b>, {when}<br>layer %{{x}}: %{{y:.4~g}}"
-    return f"{said}<br><i>{row.name}: {row.definition}</i><extra></extra>"
+    head = f"<b>{style.title}</b>, {when}<br>layer %{{x}}: %{{y:.4~g}}"
+    return f"{head}<br><i>{row.name}: {row.definition}</i><extra></extra>"
 
 
 def _scale(

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from normlab.analysis.selection import in_order
+from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, in_words
 from normlab.figures import theme
-from normlab.labels import metric_row
-from normlab.selection import in_order
+from normlab.probes.metrics import metric_row
 
 _ROW = 30  # pixels a variant
+_SYMBOLS = {DIFFERENT: "circle", EQUIVALENT: "square", UNDECIDED: "circle-open"}
 
 
 def variant_differences(
     table: pd.DataFrame, labels: Sequence[str], heads: Mapping[int, str] | None = None
 ) -> go.Figure:
-    """Scheme a minus scheme b with its 95% interval, a row a variant; an interval that holds zero is drawn hollow.
+    """Scheme a minus scheme b with its 95% interval, a row a variant: a disc where they are different, a square where
+    equivalent, a ring where undecided (`normlab.analysis.verdicts`), all rows being one family.
 
     Args:
-        table: what `normlab.variants.compare_variants` returns.
+        table: what `normlab.compare_variants` returns.
         labels: names of its rows.
         heads: headings to put above rows, by the row's number.
     """
@@ -38,8 +43,8 @@ def variant_differences(
         if heads and number in heads:
             _write(figure, place, -10, f"<b>{heads[number]}</b>", theme.NEUTRAL, right=True)
             place += 1
-        figure.add_trace(_interval(row, label, place, neutral, a.color))
-        _write(figure, place, 16, _in_words(row, ratio), a.color)
+        figure.add_trace(_interval(row, label, place, a.color))
+        _write(figure, place, 16, _numbers(row, ratio), a.color)
         ticks.append((place, label))
         place += 1
     figure.add_vline(x=neutral, line=dict(color=theme.NEUTRAL, width=1.2, dash="dot"))
@@ -58,14 +63,15 @@ def variant_differences(
     )
     figure.update_layout(showlegend=False, margin=dict(l=250, r=300, t=100, b=62))
     title = f"{a.title} against {b.title}: {metric.label}"
-    about = "paired by seed · 95% interval · hollow: the interval holds no difference"
+    about = (
+        f"paired by seed · 95% interval, sd pooled · Holm over {len(table)} · ● different, ■ equivalent, ○ undecided"
+    )
     return theme.titled(figure, title, about, 190 + round(_ROW * place))
 
 
-def _interval(row: object, label: str, place: float, neutral: float, color: str) -> go.Scatter:
+def _interval(row: Any, label: str, place: float, color: str) -> go.Scatter:
     low, high, estimate = (float(getattr(row, name)) for name in ("low", "high", "estimate"))
     wide = math.isfinite(low) and math.isfinite(high)
-    told = wide and not low <= neutral <= high
     return go.Scatter(
         x=[estimate],
         y=[place],
@@ -79,13 +85,15 @@ def _interval(row: object, label: str, place: float, neutral: float, color: str)
         ),
         mode="markers",
         name=label,
-        meta=dict(variant=label, verdict=row.verdict),  # type: ignore[attr-defined]
-        marker=dict(color=color, size=9, symbol="circle" if told else "circle-open", line=dict(width=2, color=color)),
-        hovertemplate=f"<b>{label}</b><br>%{{x:.4f}}, {row.verdict}<extra></extra>",  # type: ignore[attr-defined]
+        meta=dict(variant=label, verdict=row.verdict),
+        marker=dict(
+            color=color, size=9, symbol=_SYMBOLS.get(row.verdict, "circle-open"), line=dict(width=2, color=color)
+        ),
+        hovertemplate=f"<b>{label}</b><br>%{{x:.4f}}, {in_words(row)}<extra></extra>",
     )
 
 
-def _in_words(row: object, ratio: bool) -> str:
+def _numbers(row: object, ratio: bool) -> str:
     low, high, estimate, seeds = (getattr(row, name) for name in ("low", "high", "estimate", "seeds"))
     form = "{:.3f}" if ratio else "{:+.3f}"
     text = form.format(estimate) if math.isfinite(estimate) else "–"
@@ -109,8 +117,13 @@ def _write(figure: go.Figure, place: float, shift: int, text: str, color: str, r
     )
 
 
+def _geometric(values: pd.Series) -> float:
+    return float(np.exp(np.log(values).mean()))
+
+
 def by_setting(values: pd.DataFrame, setting: str, panels: Mapping[str, str], title: str, subtitle: str) -> go.Figure:
-    """Values against a setting on a log axis, one panel a quantity: each seed a dot, the mean over seeds a line.
+    """Values against a setting on a log axis, one panel a quantity: each seed a dot, the mean over
+    seeds (geometric on a log axis) a line.
 
     Args:
         values: columns `panel scheme setting seed value`, one row a run.
@@ -124,7 +137,7 @@ def by_setting(values: pd.DataFrame, setting: str, panels: Mapping[str, str], ti
         shown = values[values["panel"] == panel]
         for name in in_order(shown["scheme"].unique()):
             own = shown[shown["scheme"] == name].sort_values("setting")
-            mean = own.groupby("setting")["value"].mean()
+            mean = own.groupby("setting")["value"].agg(_geometric if kind == "log" else "mean")
             style = theme.style_of(name)
             about = dict(name=style.title, legendgroup=name, meta=dict(scheme=name, panel=panel))
             hover = f"<b>{style.title}</b><br>{setting} %{{x:g}}: %{{y:.4~g}}<extra></extra>"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from normlab.errors import NormlabError
-from normlab.norms import BHyT, LayerNorm, RMSNorm
+from normlab.norms import Norm
 from normlab.norms.rms import mean_square as exact_mean_square
 from normlab.schemes import get_scheme
 
@@ -53,7 +53,7 @@ class NormBridge(GeneralizedComponent):
 
     def set_original_component(self, original_component: torch.nn.Module) -> None:
         super().set_original_component(original_component)
-        if isinstance(original_component, RMSNorm | BHyT):
+        if isinstance(original_component, Norm) and original_component.takes_mean_square:
             self.hook_scale = HookPoint()
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False) -> Any:
@@ -61,7 +61,7 @@ class NormBridge(GeneralizedComponent):
         norm: Any = self.original_component
         x = self.hook_in(x)
         options: dict[str, Any] = {} if mean_square is None else {"mean_square": mean_square}
-        if isinstance(norm, RMSNorm | BHyT):
+        if norm.takes_mean_square:
             if self.hook_scale.has_hooks(dir="both"):
                 used = exact_mean_square(x) if mean_square is None else mean_square
                 scale = (used + norm.eps).sqrt()
@@ -152,17 +152,6 @@ def _name_hooks(block: Any, layout: Any) -> None:
     block._register_aliases()
 
 
-def _frozen(norm: Any, x: Tensor, parts: Tensor) -> Tensor:
-    """The norm's output as a sum over `parts` of x, what depends on the whole of x held fixed; without its bias."""
-    if isinstance(norm, LayerNorm):
-        centred = x - x.mean(-1, keepdim=True)
-        factor = norm.weight / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-        return factor * (parts - parts.mean(-1, keepdim=True))
-    tiny = 1e-6 * x.square().mean(-1, keepdim=True).sqrt()
-    away = torch.where(x.abs() < tiny, tiny, x)  # y/x has a limit at x = 0, and this is near it
-    return norm(away) / away * parts
-
-
 @torch.no_grad()
 def direct_logit_attribution(
     bridge: Any, tokens: Tensor, answers: Tensor, *, method: str = "frozen"
@@ -217,14 +206,15 @@ def direct_logit_attribution(
     head = bridge.unembed.original_component.weight[answers].float()
     logit = logits[:, -1].gather(1, answers[:, None])[:, 0].float()
     if method == "frozen":
-        shares = (_frozen(norm, x, parts) * head).sum(-1)
+        shares = (norm.shares(x, parts) * head).sum(-1)
     else:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             (slope,) = torch.autograd.grad((norm(leaf) * head).sum(), leaf)
         shares = (parts * slope).sum(-1)
     rows = [(name, layer, float(share.mean())) for (name, layer), share in zip(hooks, shares, strict=True)]
-    bias = float((norm.bias * head).sum(-1).mean()) if method == "frozen" and isinstance(norm, LayerNorm) else 0.0
+    beta = getattr(norm, "bias", None) if method == "frozen" else None
+    bias = 0.0 if beta is None else float((beta * head).sum(-1).mean())
     rows += [
         ("bias", len(bridge.blocks), bias),
         ("remainder", len(bridge.blocks), float((logit - shares.sum(0)).mean()) - bias),

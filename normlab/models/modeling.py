@@ -18,10 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from normlab.errors import NormlabError
 from normlab.models.configuration import NormlabConfig
-from normlab.norms import BHyT, DyT, LayerNorm, RMSNorm
+from normlab.norms import Norm
 from normlab.schemes import NormSite, get_scheme
 
-NORM_CLASSES = (RMSNorm, LayerNorm, DyT, BHyT)
 KERNELS = ("auto", "triton", "torch")
 
 
@@ -43,7 +42,7 @@ def _watched(*modules: nn.Module) -> bool:
 
 def _adds(norm: Any, x: Tensor) -> bool:
     """Whether the norm's kernel takes the addition before it along: kernels compute the norm, and nobody watches it."""
-    return isinstance(norm, NORM_CLASSES) and nk.chooses_kernels(x, norm.kernels) and not _watched(norm)
+    return isinstance(norm, Norm) and nk.chooses_kernels(x, norm.kernels) and not _watched(norm)
 
 
 def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
@@ -179,7 +178,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         """ms + c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch, tokens, 1),
         float32."""
         norm = self.norm_at("attn_in")
-        correction = self.c_attn * (norm.lam.detach().float() / norm.kappa).square()
+        correction = self.c_attn * norm.slope.detach().square()
         if self.carried == "causal":
             if position_ids is None:
                 raise NormlabError('carried="causal" needs the tokens\' positions: pass position_ids to the block')
@@ -237,7 +236,7 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, NORM_CLASSES):
+        if isinstance(module, Norm):
             module.reset_parameters()
         elif isinstance(module, NormlabDecoderLayer):
             if module.carried:  # called after the block's matrices have their weights, whether drawn or loaded
@@ -324,7 +323,7 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for module in self.modules():
-            if isinstance(module, NORM_CLASSES):
+            if isinstance(module, Norm):
                 module.kernels = kernels
         if is_folded(self):
             self.register_forward_pre_hook(refuse_folded_training)
@@ -352,7 +351,7 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         exempt = {
             f"{path}.{name}"
             for path, module in self.named_modules()
-            if isinstance(module, NORM_CLASSES)
+            if isinstance(module, Norm)
             for name, _ in module.named_parameters(recurse=False)
             if name not in decayed
         }

@@ -5,6 +5,8 @@ LayerNorm   centred, with bias
 DyT         gamma * tanh(alpha * x): no statistics
 BHyT        gamma * tanh((lambda/kappa) * x / rms(x)); ``bounded=False`` is the same map without its tanh
 
+Norm        their base: what models, theory and the TransformerLens bridge ask of any norm
+
 Calls: ``norm(x)`` returns y. Where a mean square exists (RMSNorm, BHyT), ``norm(x, return_mean_square=True)`` returns
 (y, ms) with ms (..., 1) in float32, and ``norm(x, mean_square=ms)`` uses ms as given, adding eps only.
 
@@ -15,9 +17,10 @@ steps; it is the block's shortcut, and hooks on the norm do not see it.
 Llama does).
 """
 
+from normlab.norms.base import Norm, StartingMap
 from normlab.norms.bhyt import BHyT
 from normlab.norms.dyt import DyT
 from normlab.norms.layer_norm import LayerNorm
 from normlab.norms.rms import RMSNorm
 
-__all__ = ["BHyT", "DyT", "LayerNorm", "RMSNorm"]
+__all__ = ["BHyT", "DyT", "LayerNorm", "Norm", "RMSNorm", "StartingMap"]

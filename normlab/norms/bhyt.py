@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
+from normlab.norms.base import Norm, StartingMap
 from normlab.norms.rms import check_width
 from normlab.norms.rms import mean_square as exact_mean_square
 
 
-class BHyT(nn.Module):
+class BHyT(Norm):
     """y = gamma * tanh(z), z = (lambda/kappa) * x / sqrt(ms + eps), where ms is mean(x^2) or a statistic carried over.
 
     By Chebyshev, at most a share 1/kappa^2 of a token's z lies outside [-lambda, lambda] when ms is exact, and
@@ -35,6 +36,8 @@ class BHyT(nn.Module):
 
     Source: Bounded Hyperbolic Tangent (2601.09719).
     """
+
+    takes_mean_square = True
 
     def __init__(
         self,
@@ -61,17 +64,25 @@ class BHyT(nn.Module):
         self.eps = eps
         self.gain = gain
         self.bounded = bounded
-        self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.lam, self.initial_lam)
         nn.init.constant_(self.weight, self.gain)
 
+    def starting_map(self) -> StartingMap:
+        function = torch.tanh if self.bounded else None
+        return StartingMap(self.initial_lam / self.kappa, self.gain, self.eps, function, reach=self.kappa)
+
+    @property
+    def slope(self) -> Tensor:
+        """lambda/kappa, the slope of tanh's argument in x / sqrt(ms + eps); (1,), float32."""
+        return self.lam.float() / self.kappa
+
     def tanh_input(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
         """z = (lambda/kappa) * x / sqrt(ms + eps), the argument of tanh, in float32; shape of x."""
         ms = exact_mean_square(x) if mean_square is None else mean_square
-        return (self.lam.float() / self.kappa) * (x.float() * torch.rsqrt(ms + self.eps))
+        return self.slope * (x.float() * torch.rsqrt(ms + self.eps))
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False):
         ms = mean_square

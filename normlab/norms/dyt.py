@@ -6,10 +6,11 @@ import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 
+from normlab.norms.base import Norm, StartingMap
 from normlab.norms.rms import check_width
 
 
-class DyT(nn.Module):
+class DyT(Norm):
     """y = gamma * tanh(alpha * x), one scalar alpha, no statistics and no eps; the language-model form without beta.
 
     Shapes: x and y (..., d); gamma = ``weight`` (d,); ``alpha`` (1,).
@@ -30,12 +31,14 @@ class DyT(nn.Module):
         self.alpha = nn.Parameter(torch.empty(1))
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.initial_alpha = alpha
-        self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.alpha, self.initial_alpha)
         nn.init.ones_(self.weight)
+
+    def starting_map(self) -> StartingMap:
+        return StartingMap(slope=self.initial_alpha, function=torch.tanh)
 
     def tanh_input(self, x: Tensor) -> Tensor:
         """z = alpha * x, the argument of tanh, in float32; shape of x."""

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from normlab.norms.base import Norm, StartingMap
 from normlab.norms.rms import check_width
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Norm):
     """y = gamma * (x - mean(x)) / sqrt(var(x) + eps) + beta, with the biased variance, statistics in float32.
 
     Shapes: x and y (..., d); gamma = ``weight`` and beta = ``bias`` (d,).
@@ -31,12 +32,21 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size))
         self.eps = eps
-        self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
+
+    def starting_map(self) -> StartingMap:
+        """Of features whose mean is 0, as a wide residual stream's is before training."""
+        return StartingMap(eps=self.eps)
+
+    def shares(self, x: Tensor, parts: Tensor) -> Tensor:
+        """As for every norm, with each part centred by itself."""
+        centred = x - x.mean(-1, keepdim=True)
+        factor = self.weight / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return factor * (parts - parts.mean(-1, keepdim=True))
 
     def forward(self, x: Tensor) -> Tensor:
         if nk.chooses_kernels(x, self.kernels):

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
+from normlab.norms.base import Norm, StartingMap
 
 
 def check_width(hidden_size: int) -> None:
@@ -21,7 +22,7 @@ def mean_square(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
     return x.float().pow(2).mean(-1, keepdim=True)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Norm):
     """y = scale * gamma * x / sqrt(mean(x^2) + eps), statistics in float32, rounded once before gamma as in Llama.
 
     Shapes: x and y (..., d); gamma = ``weight`` (d,); the mean square (..., 1) in float32.
@@ -38,6 +39,8 @@ class RMSNorm(nn.Module):
     Source: Zhang & Sennrich, Root Mean Square Layer Normalization (1910.07467).
     """
 
+    takes_mean_square = True
+
     def __init__(self, hidden_size: int, eps: float = 1e-6, *, gain: float = 1.0, scale: float = 1.0) -> None:
         super().__init__()
         check_width(hidden_size)
@@ -45,11 +48,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.gain = gain
         self.scale = scale
-        self.kernels = "auto"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, self.gain)
+
+    def starting_map(self) -> StartingMap:
+        return StartingMap(gain=self.gain * self.scale, eps=self.eps)
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False):
         if mean_square is None and not return_mean_square and nk.chooses_kernels(x, self.kernels):

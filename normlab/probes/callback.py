@@ -86,10 +86,6 @@ class LossSpikes:
         self._recent.append(loss)
         return score
 
-    def is_spike(self, loss: float) -> bool:
-        """Whether `loss` is a spike."""
-        return self.score(loss) > self.threshold
-
 
 def _callback_base() -> type:
     try:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.attention import AttentionWatch
+from normlab.probes.metrics import MASKS
 from normlab.probes.roles import BlockFlow
 
-MASKS = ("all", "no_first")
 IGNORED_LABEL = -100
 _NAMES = ("attention_mask", "labels", "shift_labels", "num_items_in_batch", "loss_tokens")
 
@@ -65,7 +65,7 @@ class CallInputs:
 
 
 def token_masks(
-    attention_mask: Tensor | None, tokens: Sequence[int], device: torch.device, names: Sequence[str] = MASKS
+    attention_mask: Tensor | None, tokens: Sequence[int], device: torch.device, names: Sequence[str] = tuple(MASKS)
 ) -> Tensor:
     """Which tokens count, as (len(names), prod(tokens)) bool.
 

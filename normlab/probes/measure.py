@@ -19,11 +19,9 @@ from normlab.probes.branches import (
     tanh_statistics,
 )
 from normlab.probes.calls import Call, Place
-from normlab.probes.metrics import KIND_STATISTICS, Metric
+from normlab.probes.metrics import KIND_STATISTICS, SITES, Metric
 from normlab.probes.reducers import at_least_float32, token_statistics
 from normlab.probes.roles import BlockFlow
-
-ACTIVATION_SITES = ("block_out", "attn_norm_in", "mlp_norm_in", "final_norm_in")
 
 
 def _same_shape(x: Tensor, like: Tensor) -> Tensor:
@@ -47,7 +45,7 @@ class Measurer:
 
     def activation(self, call: Call, place: Place, x: Tensor) -> None:
         """h itself, at a block's output or a norm's input."""
-        if place[0] not in ACTIVATION_SITES:
+        if place[0] not in SITES or SITES[place[0]].takes != "activation":
             return
         if "activation" in self.kinds:
             self._stage(call, "activation", place, self._token_statistics(call, x), x.shape[-1])

@@ -1,4 +1,4 @@
-"""What can be measured, as data: every metric is one row here.
+"""What can be measured, and where, as data: every metric is one row here, every site another.
 
 A *statistic* is one number per token (a norm, a variance, a cosine ...). Statistics are streamed as (count, mean, M2,
 max) over the counted tokens, merged by Chan's rule, so no result depends on how the data was cut into batches. A
@@ -20,6 +20,9 @@ max) over the counted tokens, merged by Chan's rule, so no result depends on how
     tanh        the argument of a norm's tanh; bounded: the same, where the norm has lambda and kappa
     carried     a statistic handed to a norm, not computed by it
     spectrum    the block's update as a matrix; coordinate: features one by one (see `normlab.probes.arrays`)
+    model       nothing inside the model: training logs it, and `record` does not take it
+
+Figures, widgets, comparisons and reports take labels, units, axes, default sites and definitions from here.
 """
 
 from __future__ import annotations
@@ -27,25 +30,109 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from normlab.errors import NormlabError
 
 
 @dataclass(frozen=True)
-class Metric:
-    """One row of the metrics table: its name, the statistic it reads, how it reads it, what it means in words, and
-    where it applies."""
+class Site:
+    """Where something is measured.
+
+    Args:
+        name: in tables.
+        label: in plots.
+        takes: "activation": h itself, from which the statistics of that kind are taken; "branch": what is added to the
+            stream; "gradient": dLoss with respect to `of`; "model": the model as a whole.
+        of: for a gradient, the place whose tensor it is of.
+    """
 
     name: str
-    statistic: str
-    readout: str
-    kind: str
+    label: str
+    takes: Literal["activation", "branch", "gradient", "model"]
+    of: str = ""
+
+
+# In the order of tables.
+SITES: dict[str, Site] = {
+    site.name: site
+    for site in (
+        Site("block_out", "block output", "activation"),
+        Site("attn_norm_in", "input of the attention norm", "activation"),
+        Site("mlp_norm_in", "input of the MLP norm", "activation"),
+        Site("final_norm_in", "input of the final norm", "activation"),
+        Site("attn", "attention", "branch"),
+        Site("mlp", "MLP", "branch"),
+        Site("block", "block", "branch"),
+        Site("attn_norm_in_grad", "gradient at the attention norm's input", "gradient", "attn_norm_in"),
+        Site("mlp_norm_in_grad", "gradient at the MLP norm's input", "gradient", "mlp_norm_in"),
+        Site("final_norm_in_grad", "gradient at the final norm's input", "gradient", "final_norm_in"),
+        Site("block_in_grad", "gradient at the block's input", "gradient", "block_in"),
+        Site("model", "the model", "model"),
+    )
+}
+GRADIENT_SITES = {site.of: site.name for site in SITES.values() if site.takes == "gradient"}
+MASKS = {"all": "all tokens", "no_first": "without each row's first token"}
+
+
+def site_label(name: str) -> str:
+    """What plots call a site; one that is not in the table (a parameter's name ...) by its name."""
+    return SITES[name].label if name in SITES else name
+
+
+def site_order(name: str) -> tuple[int, str]:
+    """Sorts sites as the table does, others after them by name."""
+    place = list(SITES).index(name) if name in SITES else len(SITES)
+    return place, name
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the metrics table.
+
+    Args:
+        name: in tables.
+        definition: what it is, as a formula or in words.
+        label: in plots.
+        unit: in plots; empty: none.
+        scale: of an axis, "log" or "linear".
+        compared: how two values are set against each other: positive sizes by their "ratio" (and averaged
+            geometrically), losses, cosines, entropies and shares by their "difference".
+        default_site: where it is looked at unless said otherwise.
+        kind, statistic, readout: what it is taken from, of which number a token, and how that is read (see the module).
+        only_at: sites at which it is reported, if not everywhere that its statistic is taken.
+    """
+
+    name: str
     definition: str
-    sites: tuple[str, ...] = ()
+    label: str
+    unit: str = ""
+    scale: str = "linear"
+    compared: str = "difference"
+    default_site: str = "block_out"
+    kind: str = ""
+    statistic: str = ""
+    readout: str = ""
+    only_at: tuple[str, ...] = ()
+
+    @property
+    def axis(self) -> str:
+        """Axis title: label and unit."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
+    @property
+    def log(self) -> bool:
+        """Whether an axis is logarithmic."""
+        return self.scale == "log"
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether two values are compared by their ratio."""
+        return self.compared == "ratio"
 
     def applies_to(self, site: str) -> bool:
-        """Whether the metric is reported at `site` (everywhere its statistic is taken, unless `sites` says less)."""
-        return not self.sites or site in self.sites
+        """Whether the metric is reported at `site`."""
+        return not self.only_at or site in self.only_at
 
     def value(self, count: float, mean: float, m2: float, peak: float, width: int) -> float:
         """The metric from a streamed statistic: tokens, mean, M2 (sum of squared deviations), maximum, features."""
@@ -59,58 +146,89 @@ class Metric:
         return peak if self.readout == "max" else mean
 
 
+# How a metric is shown and compared: the scale of its axis, and ratios or differences.
+SIZE = ("log", "ratio")  # positive sizes
+AMOUNT = ("linear", "difference")  # losses, cosines, entropies, shares
+
+# fmt: off
 _ROWS = (
-    ("token_l2_mean", "l2", "mean", "activation", "mean over tokens of ‖h‖₂"),
-    ("feature_var_mean", "var", "mean", "activation", "mean over tokens of the biased variance of h over its features"),
-    ("rms", "l2", "rms", "activation", "square root of the mean of h^2, pooled over tokens and features"),
-    ("max_abs", "max_abs", "max", "activation", "largest |h| over tokens and features"),
-    ("kurtosis", "kurtosis", "mean", "activation", "mean over tokens of m4 / m2^2 over features (3 for a Gaussian)"),
-    ("grad_l2_mean", "grad_l2", "mean", "gradient", "mean over tokens of ‖dLoss/dh‖₂, Loss summed over labels"),
-    ("grad_l2_total", "grad_l2", "norm", "gradient", "L2 norm of dLoss/dh over all tokens, Loss summed over labels"),
-    (
-        *("relative_contribution", "ratio", "mean", "branch"),
-        "mean over tokens of ‖attn‖/‖h‖, ‖mlp‖/‖h+attn‖, ‖attn+mlp‖/‖h‖ (sites attn, mlp, block), "
-        "after an output norm where there is one",
-    ),
-    (
-        *("update_cosine", "cosine", "mean", "branch"),
-        "mean over tokens of cos(attn, h), cos(mlp, h+attn), cos(h_l, h_{l-1}) (sites attn, mlp, block)",
-    ),
-    ("block_influence", "change", "mean", "change", "1 - mean over tokens of cos(h_{l-1}, h_l)", ("block",)),
-    (
-        *("attention_logit_max", "logit_max", "max", "attention"),
-        "largest pre-softmax attention score over heads, queries and keys",
-    ),
-    (
-        *("attention_entropy", "entropy", "mean", "attention"),
-        "mean over queries and heads of the entropy of an attention row, in nats",
-    ),
-    ("saturation", "saturated", "mean", "bounded", "share of tanh inputs with |z| > lambda"),
-    (
-        *("saturation_bound", "saturated_bound", "mean", "bounded"),
-        "Chebyshev bound on `saturation`: mean over tokens of (ms / ms used) / kappa^2",
-    ),
-    (
-        *("tanh_input_max_bound", "peak_bound", "max", "bounded"),
-        "bound on `tanh_input_max`: lambda sqrt(d) / kappa, times sqrt(ms / ms used)",
-    ),
-    ("saturation_95", "flat", "mean", "tanh", "share of tanh inputs with |tanh z| > 0.95"),
-    ("tanh_input_max", "peak", "max", "tanh", "largest |z|, z the argument of tanh"),
-    (
-        *("carried_var_ratio", "carried_ratio", "mean", "carried"),
-        "mean over tokens of exact mean square / the statistic the norm was given",
-    ),
-    (
-        *("update_effective_rank", "gram", "array", "spectrum"),
-        "exp of the entropy of s_i / sum s, s the singular values of the block's update h_l - h_{l-1} "
-        "as a tokens x features matrix",
-    ),
-    (
-        *("massive_activation_ratio", "coordinate_peak", "array", "coordinate"),
-        "largest over the median, over features, of the largest |h| of a feature",
-    ),
+    # name, definition
+    #     label, unit, scale and comparison, default site, kind, statistic, readout
+    Metric("token_l2_mean", "mean over tokens of ‖h‖₂",
+           "L2 norm of a token", "", *SIZE, "block_out", "activation", "l2", "mean"),
+    Metric("feature_var_mean", "mean over tokens of the biased variance of h over its features",
+           "variance over features", "", *SIZE, "block_out", "activation", "var", "mean"),
+    Metric("rms", "square root of the mean of h^2, pooled over tokens and features",
+           "root mean square", "", *SIZE, "block_out", "activation", "l2", "rms"),
+    Metric("max_abs", "largest |h| over tokens and features",
+           "largest magnitude", "", *SIZE, "block_out", "activation", "max_abs", "max"),
+    Metric("kurtosis", "mean over tokens of m4 / m2^2 over features (3 for a Gaussian)",
+           "kurtosis", "", *SIZE, "block_out", "activation", "kurtosis", "mean"),
+    Metric("grad_l2_mean", "mean over tokens of ‖dLoss/dh‖₂, Loss summed over labels",
+           "gradient norm of a token", "nats", *SIZE, "block_in_grad", "gradient", "grad_l2", "mean"),
+    Metric("grad_l2_total", "L2 norm of dLoss/dh over all tokens, Loss summed over labels",
+           "gradient norm of the batch", "nats", *SIZE, "block_in_grad", "gradient", "grad_l2", "norm"),
+    Metric("relative_contribution",
+           "mean over tokens of ‖attn‖/‖h‖, ‖mlp‖/‖h+attn‖, ‖attn+mlp‖/‖h‖ (sites attn, mlp, block), "
+           "after an output norm where there is one",
+           "relative contribution", "", *SIZE, "block", "branch", "ratio", "mean"),
+    Metric("update_cosine",
+           "mean over tokens of cos(attn, h), cos(mlp, h+attn), cos(h_l, h_{l-1}) (sites attn, mlp, block)",
+           "cosine of the update", "", *AMOUNT, "block", "branch", "cosine", "mean"),
+    Metric("block_influence", "1 - mean over tokens of cos(h_{l-1}, h_l)",
+           "block influence", "", *AMOUNT, "block", "change", "change", "mean", ("block",)),
+    Metric("attention_logit_max", "largest pre-softmax attention score over heads, queries and keys",
+           "largest attention score", "", *AMOUNT, "attn", "attention", "logit_max", "max"),
+    Metric("attention_entropy", "mean over queries and heads of the entropy of an attention row, in nats",
+           "entropy of attention", "nats", *AMOUNT, "attn", "attention", "entropy", "mean"),
+    Metric("saturation", "share of tanh inputs with |z| > lambda",
+           "share of inputs beyond lambda", "", *AMOUNT, "attn_norm_in", "bounded", "saturated", "mean"),
+    Metric("saturation_bound", "Chebyshev bound on `saturation`: mean over tokens of (ms / ms used) / kappa^2",
+           "bound on the share beyond lambda", "", *AMOUNT, "attn_norm_in", "bounded", "saturated_bound", "mean"),
+    Metric("tanh_input_max_bound", "bound on `tanh_input_max`: lambda sqrt(d) / kappa, times sqrt(ms / ms used)",
+           "bound on the largest tanh input", "", *SIZE, "attn_norm_in", "bounded", "peak_bound", "max"),
+    Metric("saturation_95", "share of tanh inputs with |tanh z| > 0.95",
+           "share of inputs in the flat of tanh", "", *AMOUNT, "attn_norm_in", "tanh", "flat", "mean"),
+    Metric("tanh_input_max", "largest |z|, z the argument of tanh",
+           "largest tanh input", "", *SIZE, "attn_norm_in", "tanh", "peak", "max"),
+    Metric("carried_var_ratio", "mean over tokens of exact mean square / the statistic the norm was given",
+           "exact over carried mean square", "", *SIZE, "mlp_norm_in", "carried", "carried_ratio", "mean"),
+    Metric("update_effective_rank",
+           "exp of the entropy of s_i / sum s, s the singular values of the block's update h_l - h_{l-1} "
+           "as a tokens x features matrix",
+           "effective rank of the update", "", *SIZE, "block", "spectrum", "gram", "array"),
+    Metric("massive_activation_ratio", "largest over the median, over features, of the largest |h| of a feature",
+           "largest over median feature", "", *SIZE, "block_out", "coordinate", "coordinate_peak", "array"),
+    Metric("loss", "mean cross-entropy of the next token",
+           "loss", "nats per token", *AMOUNT, "model", "model"),
+    Metric("grad_norm", "L2 norm over all parameters, before clipping",
+           "gradient norm of all parameters", "", *SIZE, "model", "model"),
+    Metric("learning_rate", "step size of AdamW at this step",
+           "learning rate", "", *SIZE, "model", "model"),
+    Metric("tokens_per_s", "trained tokens per second of wall-clock time",
+           "training speed", "tokens/s", "linear", "ratio", "model", "model"),
+    Metric("unigram_entropy", "cross-entropy of the held-out text under token frequencies alone",
+           "unigram entropy", "nats per token", *AMOUNT, "model", "model"),
+    Metric("bigram_loss", "loss of a Witten-Bell bigram model of the training text on the same held-out blocks",
+           "bigram loss", "nats per token", *AMOUNT, "model", "model"),
+    Metric("trigram_loss",
+           "loss of a Witten-Bell trigram model of the training text on the same held-out blocks; a run that is not "
+           "below it has not learned",
+           "trigram loss", "nats per token", *AMOUNT, "model", "model"),
 )
-METRICS: dict[str, Metric] = {row[0]: Metric(*row) for row in _ROWS}
+# fmt: on
+ALL_METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}
+# Losses of models that only count, from the highest down: the lines that loss figures draw.
+NGRAM_LOSSES = ("unigram_entropy", "bigram_loss", "trigram_loss")
+# What `record` takes.
+METRICS: dict[str, Metric] = {name: row for name, row in ALL_METRICS.items() if row.kind != "model"}
+
+
+def metric_row(name: str) -> Metric:
+    """The row of a metric; one that is not in the table is shown under its own name, on a linear axis."""
+    return ALL_METRICS.get(name) or Metric(name, "defined by whoever measured it", name.replace("_", " "))
+
+
 KIND_STATISTICS = {
     "activation": ("l2", "var", "kurtosis", "max_abs"),
     "gradient": ("grad_l2",),

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.probes.accumulator import Accumulator
 from normlab.probes.attention import AttentionWatch
-from normlab.probes.calls import MASKS, Call, LossTokens, Place, labels_are_shifted
+from normlab.probes.calls import Call, LossTokens, Place, labels_are_shifted
 from normlab.probes.measure import Measurer
-from normlab.probes.metrics import Metric, resolve_metrics
+from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metrics
 from normlab.probes.reducers import at_least_float32
 from normlab.probes.roles import BlockFlow, same_tensor
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.stats import LayerStats, manifest
-
-GRADIENT_SITES = ("block_in", "attn_norm_in", "mlp_norm_in", "final_norm_in")
 
 
 def in_backward() -> bool:
@@ -279,7 +277,7 @@ class Recorder:
     def _watch_gradient(self, x: Tensor, place: Place, call: Call | None) -> None:
         if not self._gradient or call is None or place[0] not in GRADIENT_SITES or not x.requires_grad:
             return
-        place = (f"{place[0]}_grad", place[1])
+        place = (GRADIENT_SITES[place[0]], place[1])
         if (
             in_backward() and place in call.watched
         ):  # a checkpoint hands the recomputation a tensor that has its hook already
@@ -357,7 +355,7 @@ def record(
     metrics: Sequence[str] | None = None,
     *,
     loss_tokens: LossTokens = None,
-    masks: Sequence[str] = MASKS,
+    masks: Sequence[str] = tuple(MASKS),
 ) -> Recorder:
     """Measure a model's layers while it runs.
 

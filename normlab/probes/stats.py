@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from normlab.errors import NormlabError
 from normlab.probes.arrays import FIXED_SHAPE, MERGE, READOUT
-from normlab.probes.metrics import METRICS, Metric
+from normlab.probes.metrics import METRICS, Metric, site_order
 from normlab.probes.reducers import merge_moments
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ KEY_NAMES = ("site", "layer", "mask", "statistic")
 NUMBER_NAMES = ("count", "mean", "m2", "peak")
 FORMAT = 1
 Key = tuple[str, int, str, str]  # site, layer, mask, statistic
-SITE_ORDER = ("block_out", "attn_norm_in", "mlp_norm_in", "final_norm_in", "attn", "mlp", "block")
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,6 @@ def manifest(where: Sites, metrics: Sequence[Metric], masks: Sequence[str], call
         "loss": "gradients are multiplied by the number of labels the loss averages over: they are of the summed loss",
         "versions": {"torch": str(torch.__version__)},
     }
-
-
-def _order(key: Key) -> tuple[int, str, int]:
-    site = key[0].removesuffix("_grad")
-    known = SITE_ORDER.index(site) if site in SITE_ORDER else len(SITE_ORDER)
-    return known + (100 if site != key[0] else 0), site, key[1]
 
 
 @dataclass
@@ -111,7 +105,7 @@ class LayerStats:
             rows += [
                 (key, metric, READOUT[key[3]](array), float("nan"), float("nan")) for metric in self._readouts(key)
             ]
-        rows.sort(key=lambda row: _order(row[0]))
+        rows.sort(key=lambda row: (site_order(row[0][0]), row[0][1]))
         table = pandas.DataFrame(
             [(k[0], k[1], metric.name, k[2], value, count, error) for k, metric, value, count, error in rows],
             columns=[*COLUMNS, "tokens", "standard_error"],
@@ -200,12 +194,18 @@ class LayerStats:
         return merged
 
     def plot(self, metric: str, mask: str = "all") -> plotly.graph_objects.Figure:
-        """The metric against layer, one line a site (`normlab.probes.plot.layer_figure`)."""
-        from normlab.probes.plot import layer_figure
+        """The metric against layer, one line a site (`normlab.figures.layers.layer_figure`).
 
+        Figures stand above probes, so they are found by name, as pandas finds what draws its plots.
+        """
         if metric not in self.metrics:
             raise NormlabError(f"{metric!r} was not recorded: choose from {', '.join(self.metrics)}")
-        return layer_figure(self.to_pandas(), metric, mask)
+        try:
+            layers = importlib.import_module("normlab.figures.layers")
+        except ImportError as error:
+            raise NormlabError("plots need plotly: pip install 'normlab[notebooks]'") from error
+        figure: plotly.graph_objects.Figure = layers.layer_figure(self.to_pandas(), metric, mask)
+        return figure
 
     def save(self, path: str | Path) -> Path:
         """Write one Parquet file: the mergeable statistics, and the manifest in its metadata. `LayerStats.load` reads

@@ -13,11 +13,11 @@ import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
+from normlab.analysis.profiles import Profiles, View, default_view
+from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.export import NO_BROWSER, image_bytes
 from normlab.figures.theme import ink, message_figure, style_of
-from normlab.profiles import Profiles, View, default_view
-from normlab.published import load_published
 from normlab.widgets.pane import Pane, css_class
 
 _KINDS = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv"}
@@ -131,9 +131,9 @@ class NormExplorer(widgets.VBox):
         options |= {"band": dress.band, "log": dress.log, "theme": dress.theme}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         papers = dress.published is not None
-        given += ", published=normlab.published.load_published()" if papers else ""
+        given += ", published=normlab.load_published()" if papers else ""
         return (
-            f"import normlab{'.published' if papers else ''}\n"
+            "import normlab\n"
             f"runs = normlab.load_runs({self.source!r})\n"
             f"normlab.figures.profile(runs, {view.metric!r}, {given})"
         )

@@ -19,8 +19,8 @@ from torch import nn
 
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
-from normlab.labels import metric_row
 from normlab.probes import record, sites
+from normlab.probes.metrics import metric_row
 from normlab.widgets.live import Frame, finite
 
 _HEIGHT = 460

@@ -1,6 +1,7 @@
 """The explorer as one HTML page that needs no kernel and no network: data, plotly and the sliders' code are inside.
 
-The page computes as `normlab.profiles` does (means, ranges, paired intervals), from the same numbers, seed by seed.
+The page computes as `normlab.analysis.profiles` does (means, ranges, paired intervals), from the same numbers, seed by
+seed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import numpy as np
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from normlab.compare import t_quantile
+from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
-from normlab.labels import MASKS, SITES, metric_row
-from normlab.profiles import Profiles, View, default_view
+from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import script
 
 DEFAULT_SITES = ("block_out", "block_in_grad")
@@ -62,12 +62,11 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
         for site in profiles.sites(metric):
             if sites is not None and site not in sites:
                 continue
-            by_metric.setdefault(metric, []).append([SITES.get(site, site), site])
+            by_metric.setdefault(metric, []).append([site_label(site), site])
             masks[f"{site}|{metric}"] = [[MASKS.get(mask, mask), mask] for mask in profiles.masks(metric, site)]
             for mask in profiles.masks(metric, site):
                 series[f"{site}|{metric}|{mask}"] = _series(profiles, site, metric, mask)
     first = default_view(profiles)
-    most = int(profiles.chosen.runs.groupby(["scheme", "depth"])["seed"].nunique().max()) if profiles.chosen else 1
     return {
         "schemes": [_scheme(name) for name in profiles.schemes],
         "depths": profiles.depths,
@@ -78,7 +77,7 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
         "masks": masks,
         "series": series,
         "theory": {key: _theory(profiles, *key.split("|")) for key in series},
-        "t": {count: t_quantile(0.95, count - 1) for count in range(2, most + 1)},
+        "spreads": {key: _spreads(profiles, *key.split("|")) for key in series},
         "remarks": {depth: _remarks(profiles, depth) for depth in profiles.depths},
     }
 
@@ -90,6 +89,21 @@ def _series(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, 
         about = {"seeds": cube.seeds, "steps": cube.steps, "layers": cube.layers.tolist(), "values": values}
         found.setdefault(depth, {})[scheme] = about
     return found
+
+
+def _spreads(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, dict[str, Any]]:
+    """Of what intervals are made, by depth, where there are any."""
+    views = {depth: View(metric, site, mask, depth, 0, ()) for depth in profiles.depths}
+    found = {depth: profiles.spread(view) for depth, view in views.items()}
+    return {
+        depth: {"steps": spread.steps, "layers": spread.layers, "values": _rounded(spread.values)}
+        for depth, spread in found.items()
+        if np.isfinite(spread.values).any()
+    }
+
+
+def _rounded(values: np.ndarray) -> list[list[float | None]]:
+    return [[_short(value) for value in row] for row in values.tolist()]
 
 
 def _theory(profiles: Profiles, site: str, metric: str, mask: str) -> dict[int, dict[str, Any]]:
@@ -118,7 +132,7 @@ def _scheme(name: str) -> dict[str, Any]:
 def _metric(name: str) -> dict[str, Any]:
     row = metric_row(name)
     label = row.label[0].upper() + row.label[1:]
-    return {"label": label, "axis": row.axis, "definition": row.definition, "log": row.log}
+    return {"label": label, "axis": row.axis, "definition": row.definition, "log": row.log, "ratio": row.is_ratio}
 
 
 def _remarks(profiles: Profiles, depth: int) -> list[str]:

@@ -17,10 +17,10 @@ import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.figures.profile import Dress, drawing, log_remark, published_remark, static, theory_remark
+from normlab.analysis.profiles import Profiles, View
+from normlab.figures.profile import PlotOptions, drawing, log_remark, published_remark, static, theory_remark
 from normlab.figures.theme import style_of
-from normlab.labels import MASKS, SITES, metric_row
-from normlab.profiles import Profiles, View
+from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import Plot
 
 _WIDE = {"description_width": "84px"}
@@ -164,9 +164,9 @@ class Pane:
         )
 
     @property
-    def dress(self) -> Dress:
+    def dress(self) -> PlotOptions:
         published = self.published if self.papers.value else None
-        return Dress(self.band.value, self.log.value, self._theme, published, self.theory.value)
+        return PlotOptions(self.band.value, self.log.value, self._theme, published, self.theory.value)
 
     @property
     def figure(self) -> go.Figure:
@@ -197,7 +197,7 @@ def _way(view: View) -> str:
 
 
 def _sites(profiles: Profiles, metric: str) -> list[tuple[str, str]]:
-    return [(SITES.get(site, site), site) for site in profiles.sites(metric)]
+    return [(site_label(site), site) for site in profiles.sites(metric)]
 
 
 def _masks(profiles: Profiles, metric: str, site: str) -> list[tuple[str, str]]:

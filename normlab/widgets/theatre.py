@@ -14,7 +14,7 @@ import ipywidgets as widgets
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.figures.stage import Scene, blank, redraw
-from normlab.labels import metric_row
+from normlab.probes.metrics import metric_row
 from normlab.training.background import LIVE, PAUSED, READY, STARTING, TRAINING, BackgroundRun, Point
 from normlab.training.config import PROBE_METRICS, TrainConfig
 from normlab.widgets.live import Frame
@@ -155,7 +155,7 @@ class TrainTheatre(Frame):
         """Show the runs as they are now."""
         with self.figure.changing():
             metric = self.metric.value
-            site = "block_in_grad" if metric.startswith("grad") else "block_out"
+            site = metric_row(metric).default_site
             profiles = {name: run.points("probe", site, metric) for name, run in self.runs.items()}
             step = _last_in_common(profiles.values())
             scenes = {name: _scene(run, profiles[name], step) for name, run in self.runs.items()}

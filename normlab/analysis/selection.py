@@ -16,26 +16,15 @@ import numpy as np
 import pandas as pd
 
 from normlab.errors import NormlabError
-from normlab.labels import COUNTED
+from normlab.probes.metrics import NGRAM_LOSSES, metric_row
+from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED  # noqa: F401  (figures know no files)
 from normlab.schemes import SCHEMES
 
-NEEDED = (
-    "run",
-    "scheme",
-    "depth",
-    "width",
-    "seed",
-    "lr",
-    "status",
-    "step",
-    "split",
-    "site",
-    "layer",
-    "metric",
-    "mask",
-    "value",
-)
-FINISHED, DIVERGED, NOT_LEARNED = "finished", "diverged", "not_learned"
+NEEDED = tuple(name for name in COLUMNS if name != "tokens")
+
+
+class NothingToShow(NormlabError):
+    """No runs for a figure: it shows the sentence in their place."""
 
 
 def in_order(schemes: Iterable[str]) -> list[str]:
@@ -57,6 +46,17 @@ def checked(runs: pd.DataFrame) -> pd.DataFrame:
     return runs
 
 
+def mean_of(values: pd.Series, metric: str) -> float:
+    """The mean as the metric is compared: geometric for positive sizes; NaN for none."""
+    numbers = values.to_numpy(float)
+    if not len(numbers):
+        return float("nan")
+    if not metric_row(metric).is_ratio:
+        return float(numbers.mean())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.exp(np.log(numbers).mean()))
+
+
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """One row a run, indexed by its id: `scheme depth width seed lr status steps train_loss eval_loss unigram_entropy
     bigram_loss trigram_loss`.
@@ -71,7 +71,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     for column, metric, split in (
         ("train_loss", "loss", "train"),
         ("eval_loss", "loss", "eval"),
-        *((metric, metric, None) for metric in COUNTED),
+        *((metric, metric, None) for metric in NGRAM_LOSSES),
     ):
         rows = model[model["metric"] == metric]
         if split is not None:
@@ -150,8 +150,8 @@ def choose(
     width: int | None = None,
     schemes: Sequence[str] | None = None,
     same_rate: bool = False,
-) -> Selection | str:
-    """Pick what a figure shows, or say in one sentence why there is nothing.
+) -> Selection:
+    """Pick what a figure shows.
 
     Args:
         depth: a number of blocks, "deepest" (the deepest of those that most schemes were trained at; with `same_rate`,
@@ -160,22 +160,26 @@ def choose(
         schemes: default all; control schemes in the table are always added, so no claim stands without them.
         same_rate: at each depth show all schemes at one learning rate, if there is one that all were run with.
 
-    Runs that differ in more than scheme, depth, seed and learning rate are not averaged: the sentence names them.
+    Runs that differ in more than scheme, depth, seed and learning rate are not averaged.
+
+    Raises:
+        NothingToShow: one sentence that says why, and what there is instead or which runs are not averaged.
+        NormlabError: a table without the columns of `normlab.load_runs`.
     """
     about = summarize(runs)
     if about.empty:
-        return "The table is empty: no run has been trained yet."
+        raise NothingToShow("The table is empty: no run has been trained yet.")
     if schemes is not None:
         known = set(about["scheme"])
         unknown = [name for name in schemes if name not in known]
         if unknown:
-            return f"No run of {', '.join(unknown)} in the table, which has {', '.join(in_order(known))}."
+            raise NothingToShow(f"No run of {', '.join(unknown)} in the table, which has {', '.join(in_order(known))}.")
         wanted = set(schemes) | {name for name in known if name in SCHEMES and SCHEMES[name].is_control}
         about = about[about["scheme"].isin(wanted)]
     width = int(about["width"].mode().iloc[0]) if width is None else width
     about = about[about["width"] == width]
     if about.empty:
-        return f"No run of width {width} in the table."
+        raise NothingToShow(f"No run of width {width} in the table.")
     if depth == "deepest":
         counts = about.groupby("depth")["scheme"].nunique()
         full = [int(d) for d in counts.index[counts == counts.max()]]
@@ -185,11 +189,11 @@ def choose(
         had = sorted(int(d) for d in about["depth"].unique())
         about = about[about["depth"] == depth]
         if about.empty:
-            return f"No run of depth {depth} in the table, which has depth {_listed(had)}."
+            raise NothingToShow(f"No run of depth {depth} in the table, which has depth {_listed(had)}.")
     own = about[_chosen_rate(about)]
     about = pd.concat([_at_one_rate(about, own, depth) for depth in own["depth"].unique()]) if same_rate else own
     if several := _variants(about):
-        return several
+        raise NothingToShow(several)
     return Selection(runs[runs["run"].isin(about.index)], about)
 
 
@@ -202,7 +206,7 @@ def _variants(about: pd.DataFrame) -> str:
     scheme, depth, seed, rate = counts.idxmax()
     return (
         f"{counts.max()} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in something "
-        "else: keep those of one setting (normlab.load_configs says which), or use normlab.variants.compare_variants."
+        "else: keep those of one setting (normlab.load_configs says which), or use normlab.compare_variants."
     )
 
 

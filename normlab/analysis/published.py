@@ -28,7 +28,7 @@ COLUMNS = {
     "note": "string",
 }
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 # A checkout keeps the files in data/paper; a wheel carries the same files inside the package.
 _PLACES = (_PACKAGE.parent / "data" / "paper", _PACKAGE / "paper_values")
 

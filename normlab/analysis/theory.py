@@ -24,22 +24,26 @@ cent at width 128.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from normlab.errors import NormlabError
-from normlab.norms import BHyT, DyT
-from normlab.schemes import NormSite, get_scheme
+from normlab.runs import FINISHED
+from normlab.schemes import SCHEMES, NormSite, get_scheme
 
 if TYPE_CHECKING:
     import pandas
 
-ORDER = 16  # Hermite terms: the tanh and SiLU of arguments up to unit scale converge long before
-NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
+ORDER = 16  # Hermite terms, one by one: the tanh and SiLU of arguments up to unit scale converge long before
+NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(128)
+# How often two positions of a row hold the same token in text, about.
+COLLISION = 0.01
 Kernel = np.ndarray
 
 
@@ -88,7 +92,11 @@ def depth_below_lns(lam: float, kappa: float) -> float:
 
 
 def _gaussian_kernel(kernel: Kernel, function: Callable[[np.ndarray], np.ndarray]) -> Kernel:
-    """E[f(u_t) f(u_s)] for jointly Gaussian u with covariance `kernel`, by its expansion in Hermite polynomials."""
+    """E[f(u_t) f(u_s)] for jointly Gaussian u with covariance `kernel`, by its expansion in Hermite polynomials.
+
+    What the terms left out hold together, E[f^2] minus the squares of those taken, counts as one more term: a steep
+    tanh has some per cent there, and the variance must have all of it.
+    """
     scale = np.sqrt(np.diag(kernel))
     values = function(scale[:, None] * NODES) * WEIGHTS / math.sqrt(2 * math.pi)
     correlation = kernel / np.maximum(np.outer(scale, scale), 1e-300)
@@ -100,7 +108,9 @@ def _gaussian_kernel(kernel: Kernel, function: Callable[[np.ndarray], np.ndarray
         power = power * correlation
         # normalised: He_{k+1}/sqrt((k+1)!) from the two before
         polynomial, before = (NODES * polynomial - math.sqrt(k) * before) / math.sqrt(k + 1), polynomial
-    return total
+    square = function(scale[:, None] * NODES) ** 2 @ WEIGHTS / math.sqrt(2 * math.pi)
+    rest = np.sqrt(np.maximum(square - np.diag(total), 0.0))
+    return total + np.outer(rest, rest) * power
 
 
 def _silu(x: np.ndarray) -> np.ndarray:
@@ -108,15 +118,15 @@ def _silu(x: np.ndarray) -> np.ndarray:
 
 
 def _normalize(norm: Any, kernel: Kernel, mean_square: np.ndarray | None = None) -> Kernel:
-    """The kernel after a norm at its initial constants; `mean_square` per position when it is given one."""
-    if isinstance(norm, DyT):
-        return _gaussian_kernel(norm.initial_alpha**2 * kernel, np.tanh)
-    used = (np.diag(kernel) if mean_square is None else mean_square) + norm.eps
-    normed = kernel / np.sqrt(np.outer(used, used))
-    if isinstance(norm, BHyT):
-        z = (norm.initial_lam / norm.kappa) ** 2 * normed
-        return _gaussian_kernel(z, np.tanh) if norm.bounded else z
-    return (getattr(norm, "gain", 1.0) * getattr(norm, "scale", 1.0)) ** 2 * normed
+    """The kernel after a norm at its starting constants; `mean_square` per position when it is given one."""
+    start = norm.starting_map()
+    if start.eps is not None:
+        used = (np.diag(kernel) if mean_square is None else mean_square) + start.eps
+        kernel = kernel / np.sqrt(np.outer(used, used))
+    kernel = start.slope**2 * kernel
+    if start.function is not None:
+        kernel = _gaussian_kernel(kernel, lambda u: start.function(torch.from_numpy(u)).numpy())
+    return start.gain**2 * kernel
 
 
 class _Recursion:
@@ -188,7 +198,8 @@ class _Recursion:
         c = self.width * self.attention_width * self.weight_var * self.out_var / tokens
         causal = self.config.carried == "causal"
         positions = range(self.length) if causal else [None] * self.length
-        return np.array([carried_correction(c, norm.initial_lam, norm.kappa, tokens, t) for t in positions])
+        slope = norm.starting_map().slope
+        return np.array([carried_correction(c, slope, 1.0, tokens, t) for t in positions])
 
     def _stream(self, site: str, layer: int) -> None:
         variance = np.diag(self.kernel)
@@ -202,12 +213,13 @@ class _Recursion:
         variance = np.diag(self.kernel)
         if carried is not None:
             self._add(site, layer, "carried_var_ratio", variance / carried)
-        if not isinstance(norm, BHyT):
+        reach = norm.starting_map().reach
+        if reach is None:
             return
         ratio = np.ones(self.length) if carried is None else variance / carried
-        tail = [2 * NormalDist().cdf(-norm.kappa / math.sqrt(r)) for r in ratio]
+        tail = [2 * NormalDist().cdf(-reach / math.sqrt(r)) for r in ratio]
         self._add(site, layer, "saturation", np.array(tail))
-        self._add(site, layer, "saturation_bound", np.array([chebyshev_bound(norm.kappa, r) for r in ratio]))
+        self._add(site, layer, "saturation_bound", np.array([chebyshev_bound(reach, r) for r in ratio]))
 
     def _masks(self) -> list[tuple[str, slice]]:
         return [("all", slice(None)), ("no_first", slice(1, None))] if self.length > 1 else [("all", slice(None))]
@@ -253,7 +265,36 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         "seed": pandas.NA,
         "lr": math.nan,
     }
-    about |= {"status": "finished", "step": 0, "tokens": 0, "split": "theory"}
+    about |= {"status": FINISHED, "step": 0, "tokens": 0, "split": "theory"}
     for i, (name, value) in enumerate(about.items()):
         table.insert(i, name, value)
     return table.astype({"layer": "Int64", "seed": "Int64"})
+
+
+def predict_runs(about: pandas.DataFrame, depth: int, configs: Mapping[str, str]) -> pandas.DataFrame | None:
+    """Predictions for a depth's schemes, each of the model that its runs had; None where there are none.
+
+    Args:
+        about: a row a run, as `normlab.analysis.selection.summarize` returns.
+        configs: what `load_runs` says of each run, as JSON.
+
+    Nothing is known, and nothing is said, of a scheme with a run that
+    is not in it, with runs of different models or of another version of normlab, or with planted outliers.
+    """
+    import pandas
+
+    from normlab.training.config import TrainConfig
+
+    runs = about[(about["depth"] == depth) & about["scheme"].isin(list(SCHEMES))]
+    found = []
+    for _, own in runs.groupby("scheme", sort=False):
+        if not set(own.index) <= set(configs):
+            continue
+        try:
+            made = [TrainConfig.from_dict(json.loads(configs[run])) for run in own.index]
+        except NormlabError:  # of another version of normlab
+            continue
+        models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}
+        if len(models) == 1 and not any(config.outlier_channels for config in made):
+            found.append(predict(*models.values(), collision=COLLISION))
+    return pandas.concat(found, ignore_index=True) if found else None

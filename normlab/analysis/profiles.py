@@ -1,30 +1,26 @@
 """Layer profiles: one metric by layer at one training step, over seeds or against a reference scheme.
 
 Profiles   an index over the long table, made once, from which a profile is read in well under a millisecond
-View       what is looked at: metric, site, mask, depth, step, and how it is put (absolute, relative, against a
-           reference)
-Profile    one scheme's line: layers, values, lower and upper bound
+View       what is looked at: metric, site, mask, depth, step, and whether absolute, relative or against a reference
+Profile    one scheme's line, with its bounds
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from normlab.compare import interval
+from normlab.analysis.selection import NothingToShow, Selection, choose, title_of
+from normlab.analysis.theory import predict_runs
+from normlab.analysis.verdicts import residual_variance, t_quantile
 from normlab.errors import NormlabError
-from normlab.labels import METRICS, metric_row
-from normlab.schemes import SCHEMES
-from normlab.selection import Selection, choose, title_of
+from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
 
 NOT_TRAINED = "not trained"
-# How often two positions of a row hold the same token, for the prediction: about this in text (`normlab.theory`).
-COLLISION = 0.01
 Predictions = dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]]
 
 
@@ -38,8 +34,8 @@ class View:
         step: optimizer steps done.
         schemes: which to show.
         relative: divide each profile by its own value at layer 1.
-        reference: show every scheme against this one, paired by seed: the ratio of metrics that span decades, else the
-            difference.
+        reference: show every scheme against this one, paired by seed: the ratio or the difference, as the metric's row
+            says.
     """
 
     metric: str
@@ -75,7 +71,21 @@ class Cube:
 
 
 @dataclass(frozen=True)
-class Course:
+class Spread:
+    """t sd sqrt(2) by step and layer, sd pooled over all schemes of a depth: over sqrt(n), the half-width of the
+    interval of a difference over n seeds, of logarithms for a ratio."""
+
+    steps: list[int]
+    layers: list[int]
+    values: np.ndarray
+
+    def at(self, steps: Sequence[int], layers: np.ndarray) -> np.ndarray:
+        places = [self.steps.index(step) for step in steps], [self.layers.index(int(layer)) for layer in layers]
+        return self.values[np.ix_(*places)]
+
+
+@dataclass(frozen=True)
+class Trajectory:
     """One scheme's profiles at all steps: arrays of steps x layers, the row of each step that has one, seeds a step."""
 
     layers: np.ndarray
@@ -99,7 +109,7 @@ class Profiles:
 
     Args:
         runs: the table.
-        theory: rows of `normlab.theory.predict`, or None for those of the models in the table.
+        theory: rows of `normlab.analysis.theory.predict`, or None for those of the models in the table.
 
     Raises:
         NormlabError: something that is not such a table.
@@ -113,15 +123,17 @@ class Profiles:
     def __post_init__(self) -> None:
         self._parts: dict[Any, np.ndarray] = {}  # by (site, metric, mask)
         self._spans: dict[View, list[float]] = {}
-        self._courses: dict[tuple[object, ...], Course] = {}
+        self._trajectories: dict[tuple[object, ...], Trajectory] = {}
+        self._spreads: dict[View, Spread] = {}
         self._remarks: dict[tuple[str, int], str] = {}
         self._rates: dict[int, str] = {}
         self._theory: dict[int, Predictions] = {}
         self._cubes: dict[tuple[str, str, str], dict[tuple[str, int], Cube]] = {}
-        found = choose(self.runs, depth=None, same_rate=True)
-        self.chosen = found if isinstance(found, Selection) else None
-        if self.chosen is None:
-            self.missing = str(found)
+        self.chosen = None
+        try:
+            self.chosen = choose(self.runs, depth=None, same_rate=True)
+        except NothingToShow as why:
+            self.missing = str(why)
             return
         columns = ["scheme", "depth", "seed", "step", "layer", "value"]
         table = self.chosen.table[["site", "metric", "mask", *columns]]
@@ -143,15 +155,15 @@ class Profiles:
     def metrics(self) -> list[str]:
         """Measured metrics, in the order of the metrics table."""
         names = {metric for _, metric, _ in self._parts}
-        return [name for name in METRICS if name in names] + sorted(names - set(METRICS))
+        return [name for name in ALL_METRICS if name in names] + sorted(names - set(ALL_METRICS))
 
     def sites(self, metric: str) -> list[str]:
-        """Sites at which a metric was measured: block outputs first."""
-        names = sorted({site for site, name, _ in self._parts if name == metric})
-        return sorted(names, key=lambda site: not site.startswith("block"))
+        """Sites at which a metric was measured: its default site first, then in the order of the sites table."""
+        names = {site for site, name, _ in self._parts if name == metric}
+        return sorted(names, key=lambda site: (site != metric_row(metric).default_site, site_order(site)))
 
     def masks(self, metric: str, site: str) -> list[str]:
-        return sorted({mask for where, name, mask in self._parts if (where, name) == (site, metric)})
+        return sorted(mask for where, name, mask in self._parts if (where, name) == (site, metric))
 
     def steps(self, metric: str, site: str, mask: str, depth: int) -> list[int]:
         """Training steps at which any scheme of that depth was measured."""
@@ -168,41 +180,48 @@ class Profiles:
 
     def lines(self, view: View) -> list[Profile]:
         """The profiles of a view in the order of its schemes, without schemes that have none there."""
-        courses = ((scheme, self._course(scheme, view)) for scheme in view.schemes)
-        lines = (course.at(scheme, view.step) for scheme, course in courses if course is not None)
+        trajectorys = ((scheme, self._trajectory(scheme, view)) for scheme in view.schemes)
+        lines = (trajectory.at(scheme, view.step) for scheme, trajectory in trajectorys if trajectory is not None)
         return [line for line in lines if line is not None]
 
-    def _course(self, scheme: str, view: View) -> Course | None:
+    def _trajectory(self, scheme: str, view: View) -> Trajectory | None:
         key = (scheme, view.site, view.metric, view.mask, view.depth, view.relative, view.reference)
-        if key not in self._courses:
+        if key not in self._trajectories:
             cubes = self.cubes(view.site, view.metric, view.mask)
             cube, reference = cubes.get((scheme, view.depth)), None
             if view.reference is not None:
                 reference = cubes.get((view.reference, view.depth))
-                cube = None if reference is None else cube
-            if cube is None:
+            if cube is None or (view.reference is not None and reference is None):
                 return None
-            self._courses[key] = _paired(cube, reference, view) if reference else _over_seeds(cube, view)
-        return self._courses[key]
+            made = _paired(cube, reference, self.spread(view), view) if reference else _over_seeds(cube, view)
+            self._trajectories[key] = made
+        return self._trajectories[key]
+
+    def spread(self, view: View) -> Spread:
+        """What seeds move schemes by, beside what they move all schemes by, at the view's depth."""
+        key = replace(view, step=0, schemes=(), reference=None)
+        if key not in self._spreads:
+            self._spreads[key] = _pooled(self.cubes(view.site, view.metric, view.mask), view)
+        return self._spreads[key]
 
     def predicted(self, view: View) -> list[Profile]:
         """What theory says of a view before training: a line a scheme that it says something of, without bounds.
 
-        Metrics of activations and of the variance recursion's depth only (`normlab.theory.predict`); against a
+        Metrics of activations and of the variance recursion's depth only (`normlab.analysis.theory.predict`); against a
         reference, the ratio or difference of the two predictions.
         """
-        told = self._predictions(view.depth).get((view.site, view.metric, view.mask), {})
-        base = told.get(view.reference) if view.reference is not None else None
+        predictions = self._predictions(view.depth).get((view.site, view.metric, view.mask), {})
+        base = predictions.get(view.reference) if view.reference is not None else None
         found = []
         for scheme in view.schemes:
-            if scheme not in told or (view.reference is not None and base is None):
+            if scheme not in predictions or (view.reference is not None and base is None):
                 continue
-            layers, values = told[scheme]
+            layers, values = predictions[scheme]
             if view.relative:
                 first = values[layers == 1]
                 values = values / first if first.size else np.full_like(values, np.nan)
             if base is not None:
-                values = values / base[1] if metric_row(view.metric).log else values - base[1]
+                values = values / base[1] if metric_row(view.metric).is_ratio else values - base[1]
             nothing = np.full_like(values, np.nan)
             found.append(Profile(scheme, layers, values, nothing, nothing, 0))
         return found
@@ -212,7 +231,7 @@ class Profiles:
         if depth not in self._theory:
             rows = self.theory
             if rows is None and self.chosen:
-                rows = _predict(self.chosen, depth, self.runs.attrs.get("configs", {}))
+                rows = predict_runs(self.chosen.runs, depth, self.runs.attrs.get("configs", {}))
             found: Predictions = {}
             if rows is not None and len(rows):
                 for key, part in rows[rows["depth"] == depth].groupby(["site", "metric", "mask", "scheme"]):
@@ -225,10 +244,9 @@ class Profiles:
         """Smallest and largest value over all training steps, so that an axis stays still while steps go by."""
         key = replace(view, step=0)
         if key not in self._spans:
-            courses = [course for course in (self._course(scheme, view) for scheme in view.schemes) if course]
-            numbers = np.concatenate(
-                [np.empty(0), *(part.ravel() for c in courses for part in (c.values, c.low, c.high))]
-            )
+            drawn = [found for scheme in view.schemes if (found := self._trajectory(scheme, view))]
+            parts = (part.ravel() for one in drawn for part in (one.values, one.low, one.high))
+            numbers = np.concatenate([np.empty(0), *parts])
             numbers = numbers[np.isfinite(numbers)]
             if metric_row(view.metric).log:
                 numbers = numbers[numbers > 0]
@@ -245,15 +263,15 @@ class Profiles:
         """What a reader must know of what is and is not shown: one short sentence each."""
         if self.chosen is None:
             return [self.missing]
-        said = []
+        found = []
         shown = {line.scheme for line in self.lines(view)}
         for scheme in view.schemes:
             remark = self._remark(scheme, view.depth)
             if scheme not in shown and not remark.startswith(NOT_TRAINED):
                 remark = (remark + ", " if remark else "") + f"nothing measured at step {view.step}"
             if remark:
-                said.append(f"{title_of(scheme)}: {remark}")
-        return said
+                found.append(f"{title_of(scheme)}: {remark}")
+        return found
 
     def _remark(self, scheme: str, depth: int) -> str:
         """What is to be said of a scheme's runs of a depth at any step."""
@@ -264,30 +282,6 @@ class Profiles:
             known = ((runs["scheme"] == scheme) & (runs["depth"] == depth)).any()
             self._remarks[key] = self.chosen.remark(scheme, depth) if known else f"{NOT_TRAINED} at depth {depth}"
         return self._remarks[key]
-
-
-def _predict(chosen: Selection, depth: int, configs: Mapping[str, str]) -> pd.DataFrame | None:
-    """Theory's rows for a depth's schemes, each of the model that its runs had.
-
-    `configs` is what `load_runs` says of each run. Nothing is known, and nothing is said, of a scheme with a run that
-    is not in it, with runs of different models or of another version of normlab, or with planted outliers.
-    """
-    from normlab.theory import predict
-    from normlab.training.config import TrainConfig
-
-    runs = chosen.runs[(chosen.runs["depth"] == depth) & chosen.runs["scheme"].isin(list(SCHEMES))]
-    found = []
-    for _, own in runs.groupby("scheme", sort=False):
-        if not set(own.index) <= set(configs):
-            continue
-        try:
-            made = [TrainConfig.from_dict(json.loads(configs[run])) for run in own.index]
-        except NormlabError:  # of another version of normlab
-            continue
-        models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}
-        if len(models) == 1 and not any(config.outlier_channels for config in made):
-            found.append(predict(*models.values(), collision=COLLISION))
-    return pd.concat(found, ignore_index=True) if found else None
 
 
 def _cubes(rows: pd.DataFrame) -> dict[tuple[str, int], Cube]:
@@ -304,46 +298,75 @@ def _cubes(rows: pd.DataFrame) -> dict[tuple[str, int], Cube]:
     return cubes
 
 
-def _over_seeds(cube: Cube, view: View) -> Course:
-    """Mean and extreme seeds at every step; no bounds where there is one seed."""
+def _over_seeds(cube: Cube, view: View) -> Trajectory:
+    """Mean (geometric for sizes) and extreme seeds at every step; no bounds where there is one seed."""
     values = _by_seed(cube, view.relative)
     finite = np.isfinite(values)
     seeds, filled = finite.any(axis=2).sum(axis=0), finite.sum(axis=0)
-    mean = np.where(finite, values, 0.0).sum(axis=0) / np.where(filled, filled, np.nan)
+    there, undo = _on_scale(values, view.metric)
+    with np.errstate(invalid="ignore"):
+        mean = undo(np.where(finite, there, 0.0).sum(axis=0) / np.where(filled, filled, np.nan))
     several = (filled > 0) & (seeds > 1)[:, None]
     low = np.where(several, np.where(finite, values, np.inf).min(axis=0), np.nan)
     high = np.where(several, np.where(finite, values, -np.inf).max(axis=0), np.nan)
-    return Course(cube.layers, _rows(cube.steps, seeds), seeds, mean, low, high)
+    return Trajectory(
+        cube.layers, {step: row for row, step in enumerate(cube.steps) if seeds[row]}, seeds, mean, low, high
+    )
 
 
-def _paired(cube: Cube, reference: Cube, view: View) -> Course:
-    """Ratio (of metrics that span decades) or difference to the reference, over the seeds that both have, at every
-    step."""
+def _paired(cube: Cube, reference: Cube, spread: Spread, view: View) -> Trajectory:
+    """Ratio or difference (as the metric's row says) to the reference, over the seeds that both have, at every step,
+    with the interval of the spread that is pooled over all schemes."""
     steps = [step for step in cube.steps if step in reference.steps]
     seeds = [seed for seed in cube.seeds if seed in reference.seeds]
     if len(cube.layers) != len(reference.layers):
         steps = []
+    if not steps:
+        nothing = np.empty((0, len(cube.layers)))
+        return Trajectory(cube.layers, {}, np.empty(0, dtype=int), nothing, nothing, nothing)
     left, right = (
         _by_seed(one, view.relative)[np.ix_([one.seeds.index(s) for s in seeds], [one.steps.index(s) for s in steps])]
         for one in (cube, reference)
     )
-    if not steps:
-        nothing = np.empty((0, len(cube.layers)))
-        return Course(cube.layers, {}, np.empty(0, dtype=int), nothing, nothing, nothing)
     both = np.isfinite(left).any(axis=2) & np.isfinite(right).any(axis=2)
-    log = metric_row(view.metric).log
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = np.log(left / right) if log else left - right
-    bounds = [interval(gaps[both[:, place], place]) for place in range(len(steps))]
-    mean, low, high = (np.stack(part) for part in zip(*bounds, strict=True))
-    if log:
-        mean, low, high = np.exp(mean), np.exp(low), np.exp(high)
+    (left, undo), (right, _) = (_on_scale(side, view.metric) for side in (left, right))
+    with np.errstate(invalid="ignore"):
+        gaps = left - right
     counts = both.sum(axis=0)
-    return Course(cube.layers, _rows(steps, counts), counts, mean, low, high)
+    mean = np.full(gaps.shape[1:], np.nan)
+    for place in np.flatnonzero(counts):
+        mean[place] = gaps[both[:, place], place].mean(axis=0)
+    half = spread.at(steps, cube.layers) / np.sqrt(np.where(counts, counts, np.nan))[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        lines = undo(mean), undo(mean - half), undo(mean + half)
+    return Trajectory(cube.layers, {step: row for row, step in enumerate(steps) if counts[row]}, counts, *lines)
 
 
-def _rows(steps: list[int], seeds: np.ndarray) -> dict[int, int]:
-    return {step: row for row, step in enumerate(steps) if seeds[row]}
+def _pooled(cubes: Mapping[tuple[str, int], Cube], view: View, level: float = 0.95) -> Spread:
+    """From all schemes of the view's depth."""
+    own = [cube for (_, depth), cube in cubes.items() if depth == view.depth]
+    steps, seeds, layers = (
+        sorted({int(value) for cube in own for value in getattr(cube, name)}) for name in ("steps", "seeds", "layers")
+    )
+    if not own:
+        return Spread([], [], np.empty((0, 0)))
+    values = np.full((len(own), len(seeds), len(steps), len(layers)), np.nan)
+    for place, cube in enumerate(own):
+        where = [
+            [known.index(value) for value in part]
+            for known, part in ((seeds, cube.seeds), (steps, cube.steps), (layers, cube.layers.tolist()))
+        ]
+        values[np.ix_([place], *where)] = _on_scale(_by_seed(cube, view.relative), view.metric)[0]
+    variance, freedom = residual_variance(values)
+    return Spread(steps, layers, t_quantile(level, freedom) * np.sqrt(2 * variance))
+
+
+def _on_scale(values: np.ndarray, metric: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """Values as they are averaged and compared, and the way back: logarithms of sizes, others as they are."""
+    if not metric_row(metric).is_ratio:
+        return values, np.asarray
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log(values), np.exp
 
 
 def _by_seed(cube: Cube, relative: bool) -> np.ndarray:

@@ -1,6 +1,6 @@
 """How long a reader waits: from a key on a slider to the redrawn plot, in JupyterLab and in the page without a kernel.
 
-    python -m normlab.widgets.latency data/runs
+    python -m normlab.bench.latency data/runs
 
 A move begins with the browser's own time stamp of the key, and ends when the frame that shows the moved lines has been
 painted. The whole table is loaded; keys go to the step slider and, a quarter of them, to the depth slider. The time
@@ -22,9 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.errors import NormlabError
-from normlab.runs import load_runs
-from normlab.widgets.browser import (
+from normlab.bench.browser import (
     find_browser,
     jupyter_lab,
     open_notebook,
@@ -32,6 +30,8 @@ from normlab.widgets.browser import (
     run_cells,
     wait_until_idle,
 )
+from normlab.errors import NormlabError
+from normlab.runs import load_runs
 from normlab.widgets.page import explorer_page
 
 NO_BROWSER = "no move was timed: that needs playwright (pip install playwright) and a Chromium or Chrome on the PATH"
@@ -157,7 +157,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write a CSV file when asked; 0 where there is no browser, with one line that says so."""
-    parser = argparse.ArgumentParser(prog="python -m normlab.widgets.latency", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m normlab.bench.latency", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="?", default="data/runs", help="directory of runs")
     parser.add_argument("--notebook", default="notebooks/00_start_here.ipynb", help="notebook to open")
     parser.add_argument("--moves", type=int, default=200, help="moves of a slider on each surface")

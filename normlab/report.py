@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 from normlab.probes.geometry import angular_distance, logit_lens_kl
 from normlab.probes.metrics import METRICS
-from normlab.probes.plot import COLORS, layer_figure
 from normlab.probes.recorder import record
 from normlab.probes.sites import sites
 from normlab.probes.skipping import skip_sensitivity
 from normlab.probes.stats import LayerStats
+
+try:
+    from normlab.figures.layers import COLORS, layer_figure
+except ImportError as error:  # pragma: no cover - needs an environment without plotly
+    raise NormlabError("the report needs plotly: pip install 'normlab[notebooks]'") from error
 
 if TYPE_CHECKING:
     import pandas
@@ -121,8 +125,7 @@ def _load(model: str | nn.Module, tokenizer: Any) -> tuple[nn.Module, Any]:
         what = "tokenizer"
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise NormlabError(f"no {what} could be loaded from {model}: {reason}") from error
+        raise NormlabError(f"no {what} could be loaded from {model}: {first_line(error)}") from error
     return loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from textwrap import wrap
-from typing import TYPE_CHECKING
+
+import pandas as pd
+import plotly.graph_objects as go
 
 from normlab.errors import NormlabError
 from normlab.probes.metrics import METRICS
-
-if TYPE_CHECKING:
-    import pandas
-    import plotly.graph_objects
 
 COLORS = (
     "#0072B2",
@@ -24,15 +22,11 @@ COLORS = (
 LOG_DECADES = 1.5  # a logarithmic axis from this many decades on
 
 
-def layer_figure(table: pandas.DataFrame, metric: str, mask: str = "all") -> plotly.graph_objects.Figure:
+def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all") -> go.Figure:
     """`metric` against layer, one labelled line a site. `table`: columns site, layer, metric, mask, value.
 
-    Raises `NormlabError` when the table has no such rows, or plotly is not installed.
+    Raises `NormlabError` when the table has no such rows.
     """
-    try:
-        import plotly.graph_objects as go
-    except ImportError as error:
-        raise NormlabError("plots need plotly: pip install 'normlab[notebooks]'") from error
     rows = table[(table["metric"] == metric) & (table["mask"] == mask)]
     if rows.empty:
         raise NormlabError(f"the table has no rows for metric {metric!r} with mask {mask!r}")

@@ -1,6 +1,6 @@
 """What recording costs: time and memory beside a bare pass, and beside TransformerLens and torchlens on the same model.
 
-    python -m normlab.training.probe_bench --out data/bench
+    python -m normlab.bench.probes --out data/bench
 
 Times are medians over interleaved rounds, in CPU seconds of this process (all its threads) and in wall seconds; CPU
 seconds are the ones to read on a machine that does other work. Extra memory is the growth of peak resident memory over
@@ -151,7 +151,7 @@ def interleaved(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, f
 
 def extra_memory(options: argparse.Namespace, case: str) -> float | None:
     """MiB that a case adds to the peak resident memory of a bare pass, measured in a process of its own."""
-    command = [sys.executable, "-m", "normlab.training.probe_bench", "--memory", case]
+    command = [sys.executable, "-m", "normlab.bench.probes", "--memory", case]
     for name in ("width", "depth", "rows", "length", "vocabulary", "threads"):
         command += [f"--{name}", str(getattr(options, name))]
     run = subprocess.run(command, capture_output=True, text=True)
@@ -231,7 +231,7 @@ def _table(options: argparse.Namespace) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, and write `probes.csv` into --out."""
-    parser = argparse.ArgumentParser(prog="python -m normlab.training.probe_bench", description="what recording costs")
+    parser = argparse.ArgumentParser(prog="python -m normlab.bench.probes", description="what recording costs")
     defaults = {"width": 512, "depth": 16, "rows": 8, "length": 512, "vocabulary": 4096, "threads": 2, "rounds": 5}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)

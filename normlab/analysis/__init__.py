@@ -1,0 +1,9 @@
+"""Table in, table out: what stands between the runs on disk and the figures.
+
+selection   which rows of the long table a figure shows
+compare     how two schemes differ, paired by seed
+verdicts    when a difference is called one: different, equivalent, undecided
+profiles    one metric by layer at one training step, indexed for sliders
+published   the values that papers print
+theory      what the long table will hold before training, in closed form
+"""

@@ -1,0 +1,285 @@
+"""Is one scheme better than another? Differences between two schemes, paired by seed, and whether they are told apart.
+
+compare            two schemes, a row a depth
+compare_variants   the same within each configuration of a sweep with variants (see `normlab.training.presets`)
+report             what they found, as lines to print
+
+What the verdicts mean is in `normlab.analysis.verdicts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from normlab.analysis.selection import DIVERGED, Selection, checked, choose, in_order, summarize
+from normlab.analysis.verdicts import differences, in_words, judged
+from normlab.errors import NormlabError
+from normlab.probes.metrics import metric_row
+
+
+def compare(
+    runs: pd.DataFrame,
+    a: str,
+    b: str,
+    metric: str = "loss",
+    *,
+    depth: int | None = None,
+    width: int | None = None,
+    site: str | None = None,
+    layer: int | None = None,
+    mask: str = "all",
+    split: str | None = None,
+    step: int | None = None,
+    level: float = 0.95,
+    margin: float | None = None,
+) -> pd.DataFrame:
+    """Scheme a minus scheme b (a over b for positive sizes) after training, one row a depth, each with its verdict.
+
+    The mean over the n seeds that both were trained with, +- t(level, df) * sd * sqrt(2 / n), of logarithms for a
+    ratio. The sd is pooled over all schemes that were run at the depth, with seeds as blocks.
+
+    Args:
+        runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate,
+            magnitudes of layers those of the rate that all schemes share, as in every figure (see
+            `normlab.analysis.selection`).
+        a, b: schemes; or names of two runs with the same depth, width and seed.
+        metric: a name of `METRICS`; "loss" means the held-out loss unless `split` says "train".
+        site: default: the one of the metric's row in `METRICS` ("model" for loss and speed, block inputs for gradients
+            ...).
+        layer: block number; default the last block.
+        step: optimizer steps done; default the last, 0 is before training.
+        level: of confidence.
+        margin: how large a difference still does not matter (see `normlab.analysis.verdicts.judged`).
+
+    Returns:
+        Columns: `depth a b metric kind lr_a lr_b seeds mean_a mean_b estimate low high sd df p unpaired p_holm margin
+        verdict`. `kind` is "difference" or "ratio", whose means are geometric; `lr_a` and `lr_b` are the learning
+        rates: where they differ, so may magnitudes; `unpaired` counts seeds lost because a run diverged or only one
+        scheme has them; `verdict` is "different", "equivalent" or "undecided", the rows being one family.
+
+    Raises:
+        NormlabError: a scheme, run, metric, site, layer, mask, split or step that is not in the table, a level outside
+            (0, 1), a margin that is not positive, runs that are no pair: of another depth, width or seed, or of another
+            number of steps where `step` is not given.
+    """
+    where: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
+    _require_level(level)
+    own, everyone = _look(runs, a, b, metric, depth, width, where)
+    values = last_values(own, metric, **where)
+    found = judged(_rows(values, a, b, metric, level, last_values(everyone, metric, **where)), level, margin)
+    found.attrs["about"] = own.describe()
+    return found
+
+
+def compare_variants(
+    runs: pd.DataFrame,
+    configs: pd.DataFrame,
+    a: str,
+    b: str,
+    by: Sequence[str],
+    metric: str = "loss",
+    *,
+    level: float = 0.95,
+    margin: float | None = None,
+    **where: Any,
+) -> pd.DataFrame:
+    """`compare` of schemes a and b within each group of runs that share the configuration fields `by`.
+
+    The groups are one family, and the sd is pooled over all of them that have the same depth and width.
+
+    Args:
+        runs: the table of `normlab.load_runs`.
+        configs: the table of `normlab.load_configs` for the same runs.
+        by: columns of `configs`.
+        metric, level, margin, where: as for `compare`.
+
+    Returns:
+        One row a group in which both schemes were run: the columns `by`, then those of `compare`.
+
+    Raises:
+        NormlabError: a field that no run has, or no group with both schemes.
+    """
+    if unknown := [name for name in by if name not in configs.columns]:
+        raise NormlabError(f"no run sets {', '.join(unknown)}; fields are {', '.join(map(str, configs.columns))}")
+    _require_level(level)
+    choice = {name: where.pop(name, None) for name in ("depth", "width")}
+    where = {"site": None, "layer": None, "mask": "all", "split": None, "step": None} | where
+    groups, pool = [], []
+    for number, (fields, group) in enumerate(configs.groupby(list(by), dropna=False)):
+        if not {a, b} <= set(group["scheme"]):
+            continue
+        own, everyone = _look(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
+        groups.append((fields, last_values(own, metric, **where)))
+        others = last_values(everyone, metric, **where)
+        pool.append(others.assign(scheme=[f"{name} {number}" for name in others["scheme"]]))
+    if not groups:
+        raise NormlabError(f"no configuration under which both {a} and {b} were run")
+    pooled, found = pd.concat(pool), []
+    for fields, values in groups:
+        rows = _rows(values, a, b, metric, level, pooled[pooled["width"] == values["width"].iloc[0]])
+        found.append(pd.concat([pd.DataFrame([fields] * len(rows), columns=list(by)), rows], axis=1))
+    return judged(pd.concat(found, ignore_index=True), level, margin)
+
+
+def _require_level(level: float) -> None:
+    if not 0.0 < level < 1.0:
+        raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
+
+
+def _look(
+    runs: pd.DataFrame,
+    a: str,
+    b: str,
+    metric: str,
+    depth: int | None,
+    width: int | None,
+    where: Mapping[str, Any],
+) -> tuple[Selection, Selection]:
+    """The runs of a and b, and those of all schemes that figures show beside them."""
+    site = where["site"] or metric_row(metric).default_site
+    everyone = _select(runs, (a, b), depth, width, same_rate=site != "model")
+    own = _only(everyone, (a, b))
+    if own.runs.empty:
+        at = f"width {int(everyone.runs['width'].iloc[0])}" + (f" and depth {depth}" if depth is not None else "")
+        raise NormlabError(f"no run of {a!r} or {b!r} at {at}")
+    wanted = {name: where[name] for name in ("mask", "split", "layer", "step")}
+    _require_measured(runs, {"metric": metric, "site": site} | wanted)
+    if where["step"] is None:
+        _require_same_length(own.runs, a, b)
+    return own, everyone
+
+
+def _only(chosen: Selection, schemes: Sequence[str]) -> Selection:
+    about = chosen.runs[chosen.runs["scheme"].isin(schemes)]
+    return Selection(chosen.table[chosen.table["run"].isin(about.index)], about)
+
+
+def _rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float, pool: pd.DataFrame) -> pd.DataFrame:
+    """Differences, with the learning rates of both sides."""
+    found = differences(values, a, b, metric, level, pool)
+    for place, (side, name) in enumerate((("a", a), ("b", b))):
+        rates = [_rate(values, depth, name) for depth in found["depth"]]
+        found.insert(5 + place, f"lr_{side}", rates)
+    return found
+
+
+def last_values(
+    chosen: Selection,
+    metric: str,
+    *,
+    site: str | None = None,
+    layer: int | None = None,
+    mask: str = "all",
+    split: str | None = None,
+    step: int | None = None,
+) -> pd.DataFrame:
+    """One row a run: `run scheme depth width seed lr value`, at the last step and layer or at those given.
+
+    A diverged run's last value is missing: what it reached before it broke says nothing of the scheme.
+    """
+    site = site or metric_row(metric).default_site
+    if site == "model":
+        rows = chosen.rows("model", metric, split=split or ("eval" if metric == "loss" else None))
+    else:
+        rows = chosen.rows(site, metric, mask, split)
+        number = rows["layer"].astype("Int64")
+        rows = rows[number == (rows["depth"] if layer is None else layer)]
+    if step is not None:
+        rows = rows[rows["step"] == step]
+    rows = rows.sort_values("step", kind="stable").groupby("run", observed=True).tail(1).set_index("run")
+    table = chosen.runs[["scheme", "depth", "width", "seed", "lr"]].copy()
+    table["value"] = rows["value"].astype(float).replace([np.inf, -np.inf], np.nan)
+    if step is None:
+        table["value"] = table["value"].mask(chosen.runs["status"] == DIVERGED)
+    return table.reset_index()
+
+
+def _require_measured(runs: pd.DataFrame, wanted: Mapping[str, str | int | None]) -> None:
+    """NormlabError where the table holds nothing of that description, naming the first part that is not there and what
+    is there instead."""
+    rows = checked(runs)
+    for column, value in wanted.items():
+        if value is None:
+            continue
+        there = rows[column].dropna().unique()
+        if value not in there:
+            of = f" of {wanted['metric']}" if column != "metric" else ""
+            raise NormlabError(
+                f"no {column} {value!r}{of} in the table, which has: {', '.join(map(str, sorted(there)))}"
+            )
+        rows = rows[rows[column] == value]
+
+
+def _select(
+    runs: pd.DataFrame, names: Sequence[str], depth: int | None, width: int | None, same_rate: bool
+) -> Selection:
+    about = summarize(runs)
+    if all(name in about.index for name in names):
+        return _two_runs(runs, about.loc[list(names)])
+    known = set(about["scheme"])
+    for name in names:
+        if name not in known:
+            raise NormlabError(
+                f"no run of {name!r} in the table, which has: {', '.join(in_order(known)) or 'no run at all'}"
+            )
+    # Among all schemes, so that rates and widths are those that figures show, and the variance is pooled over all.
+    return choose(runs, depth, width, same_rate=same_rate)
+
+
+def _two_runs(runs: pd.DataFrame, about: pd.DataFrame) -> Selection:
+    """Two runs, each under its own name in place of its scheme's."""
+    for field in ("depth", "width", "seed"):
+        left, right = about[field]
+        if left != right:
+            raise NormlabError(f"runs {about.index[0]} and {about.index[1]} have {field} {left} and {right}: no pair")
+    return Selection(runs[runs["run"].isin(about.index)], about.assign(scheme=about.index))
+
+
+def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
+    """What was trained longer is not compared with what was not."""
+    whole = about[about["status"] != DIVERGED]
+    for place, group in whole.groupby(["depth", "seed"], observed=True):
+        steps = group.groupby("scheme")["steps"].max()
+        if steps.nunique() > 1:
+            depth, seed = place
+            raise NormlabError(
+                f"at depth {depth}, seed {seed}, {a} was trained for {steps[a]} steps and {b} for {steps[b]}: "
+                "give the step to compare at"
+            )
+
+
+def _rate(values: pd.DataFrame, depth: int, scheme: str) -> float:
+    """The learning rate of a scheme's runs of a depth, NaN where there are none."""
+    rates = values.loc[(values["depth"] == depth) & (values["scheme"] == scheme), "lr"]
+    return float(rates.iloc[0]) if len(rates) else math.nan
+
+
+def report(found: pd.DataFrame, level: float = 0.95) -> str:
+    """What `compare` found, as lines to print: what was compared, on which runs, and a row a depth."""
+    first = found.iloc[0]
+    ratio = first["kind"] == "ratio"
+    shown = "{:.4g}" if ratio else "{:+.4f}"
+    cells = [["depth", "seeds", first["a"], first["b"], first["kind"], f"{100 * level:g}% interval", ""]]
+    for row in found.itertuples():
+        numbers = [f"{value:.4g}" for value in (row.mean_a, row.mean_b)]
+        interval = "" if math.isnan(row.low) else f"[{shown.format(row.low)}, {shown.format(row.high)}]"
+        cells.append([str(row.depth), str(row.seeds), *numbers, shown.format(row.estimate), interval, _remark(row)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in cells]
+    word = "over" if ratio else "minus"
+    return "\n".join(
+        [f"{first['metric']}: {first['a']} {word} {first['b']}, paired by seed", found.attrs.get("about", ""), *lines]
+    )
+
+
+def _remark(row: Any) -> str:
+    words = in_words(row)
+    if row.lr_a != row.lr_b and math.isfinite(row.lr_a - row.lr_b):
+        words += f"; learning rates {row.lr_a:g} and {row.lr_b:g}"
+    lost = f"; {row.unpaired} seed{'s' if row.unpaired > 1 else ''} without a pair" if row.unpaired else ""
+    return words + lost

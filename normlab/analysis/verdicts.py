@@ -1,0 +1,228 @@
+"""When a difference may be called one: three words, and the arithmetic behind them.
+
+different     the difference is not zero, after Holm's correction over the family that is shown
+equivalent    its interval lies inside a margin that was stated beforehand
+undecided     neither: also where an interval holds both zero and a difference that would matter
+
+Values of one depth are a two-way layout, value = scheme + seed + error: a seed fixes the data order and every tensor
+that schemes share, so seeds are blocks. Positive sizes enter by their logarithms, so their means are geometric and
+their differences ratios. The error's variance is pooled over all schemes of the depth: with three seeds a pair of its
+own has two degrees of freedom, twelve schemes together have 22. That supposes that seeds move all schemes about
+equally; where one swings far more, the intervals of the others are too wide rather than too narrow.
+
+residual_variance     the pooled variance and its degrees of freedom
+differences           a scheme against another, a row a depth, with interval and p-value
+judged                Holm's correction over the rows of a table, the margin, and the verdict
+in_words              a row's verdict as a sentence
+expected_half_width   how wide intervals will be, to be asked before anything is run
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from normlab.errors import NormlabError
+from normlab.probes.metrics import Metric, metric_row
+
+DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
+SIZE_MARGIN, LOSS_MARGIN = 0.10, 0.02  # a share of a size; nats per token
+
+
+def residual_variance(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Variance left when a mean a scheme and a mean a seed are taken out, by least squares, and its degrees of freedom.
+
+    Args:
+        values: (schemes, seeds, ...), NaN where there is none; each place of the further axes is a layout of its own.
+
+    Returns:
+        Two arrays (...): variance (NaN without a degree of freedom), degrees of freedom.
+    """
+    schemes, seeds, *rest = values.shape
+    flat = values.reshape(schemes * seeds, -1)
+    whole = np.concatenate([np.repeat(np.eye(schemes), seeds, axis=0), np.tile(np.eye(seeds), (schemes, 1))], axis=1)
+    variance, freedom = np.full(flat.shape[1], np.nan), np.zeros(flat.shape[1], dtype=int)
+    patterns, which = np.unique(np.isfinite(flat), axis=1, return_inverse=True)
+    for number, known in enumerate(patterns.T):
+        places = which.ravel() == number
+        layout, y = whole[known], flat[known][:, places]
+        freedom[places] = left = len(layout) - (np.linalg.matrix_rank(layout) if len(layout) else 0)
+        if left:
+            error = y - layout @ np.linalg.lstsq(layout, y, rcond=None)[0]
+            variance[places] = np.square(error).sum(axis=0) / left
+    return variance.reshape(rest), freedom.reshape(rest)
+
+
+def differences(
+    values: pd.DataFrame, a: str, b: str, metric: str, level: float = 0.95, pool: pd.DataFrame | None = None
+) -> pd.DataFrame:
+    """Scheme a minus scheme b, or a over b for sizes: the mean over the seeds that both have, a row a depth.
+
+    estimate +- t(level, df) * sd * sqrt(2 / seeds), of the logarithms for a ratio; sd is pooled (see the module).
+
+    Args:
+        values: columns `depth scheme seed value`, one row a run (`normlab.analysis.compare.last_values`).
+        metric: its row in the metrics table says whether values are compared as ratios.
+        pool: the runs that the variance is pooled over, in the same columns; default: `values`.
+
+    Returns:
+        Columns `depth a b metric kind seeds mean_a mean_b estimate low high sd df p unpaired`: means are geometric for
+        ratios, sd of logarithms; interval and p are missing without a degree of freedom; `unpaired` counts seeds that
+        only one side has a value for.
+    """
+    ratio = metric_row(metric).is_ratio
+    values, pool = (_on_scale(rows, ratio) for rows in (values, values if pool is None else pool))
+    found = []
+    for depth in sorted(int(d) for d in values["depth"].unique()):
+        pairs = _pairs(values[values["depth"] == depth], a, b)
+        whole = pairs.dropna()
+        layout = pool[pool["depth"] == depth].pivot_table(index="scheme", columns="seed", values="y", observed=True)
+        variance, freedom = residual_variance(layout.to_numpy(float))
+        row = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": metric_row(metric).compared}
+        found.append(
+            row
+            | _estimate(whole, ratio, math.sqrt(variance), int(freedom), level)
+            | {"unpaired": len(pairs) - len(whole)}
+        )
+    return pd.DataFrame(found)
+
+
+def judged(rows: pd.DataFrame, level: float = 0.95, margin: float | None = None) -> pd.DataFrame:
+    """The rows with what they amount to: columns `p_holm margin verdict` are added, or made anew.
+
+    The rows are the family: what is shown together is judged together. *different*: p_holm < 1 - level; *equivalent*:
+    not so, and the row's own interval lies inside the margin.
+
+    Args:
+        rows: of `differences`, also of several calls one below the other; their intervals are of the same `level`.
+        margin: what does not matter, stated before the values are seen: a share for ratios (0.1: from 1/1.1 to 1.1), in
+            the metric's unit for differences. Default: 0.1 for sizes, 0.02 nats for losses, and none for the rest,
+            which then are never called equivalent.
+
+    Raises:
+        NormlabError: a margin that is not positive.
+    """
+    if margin is not None and not margin > 0:
+        raise NormlabError(f"margin is {margin}: state how large a difference still does not matter, above 0")
+    rows = rows.copy()
+    rows["p_holm"] = holm(rows["p"].to_numpy(float))
+    rows["margin"] = [_margin(metric_row(name)) if margin is None else margin for name in rows["metric"]]
+    rows["verdict"] = [_verdict(row, level) for row in rows.itertuples()]
+    return rows
+
+
+def holm(p: np.ndarray) -> np.ndarray:
+    """p-values adjusted for their number (Holm 1979): below alpha, at most a share alpha of families has a false one.
+    Missing ones stay missing and are not counted."""
+    adjusted, known = np.full(len(p), np.nan), np.flatnonzero(np.isfinite(p))
+    order = known[np.argsort(p[known], kind="stable")]
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
+    return adjusted
+
+
+def in_words(row: Any) -> str:
+    """A row of `judged` as a sentence: "different: lns is lower", "equivalent: within ±0.02", "undecided", and why
+    nothing can be said."""
+    if row.seeds == 0:
+        return "nothing to compare"
+    if math.isnan(row.low):
+        return f"{UNDECIDED}, {'one seed: ' if row.seeds == 1 else ''}no interval"
+    if row.verdict == DIFFERENT:
+        return f"{DIFFERENT}: {row.a} is {'lower' if row.estimate < _neutral(row.kind) else 'higher'}"
+    if row.verdict == EQUIVALENT:
+        return f"{EQUIVALENT}: within ±" + (f"{row.margin:.0%}" if row.kind == "ratio" else f"{row.margin:g}")
+    return UNDECIDED
+
+
+def expected_half_width(sd: float, seeds: int, schemes: int, level: float = 0.95, comparisons: int = 1) -> float:
+    """How far an interval will reach to either side, on average: what a sweep can tell apart, before it is run.
+
+    t(level, (schemes - 1)(seeds - 1)) * E[pooled sd] * sqrt(2 / seeds). For a ratio `sd` is of logarithms, and so is
+    the result.
+
+    Args:
+        sd: a guess of what a seed moves a scheme by, beside what it moves all schemes by.
+        comparisons: size of the family; its smallest p-value is held against (1 - level) / comparisons (Holm).
+
+    Raises:
+        NormlabError: fewer than two seeds or schemes.
+    """
+    if seeds < 2 or schemes < 2:
+        raise NormlabError(f"{schemes} schemes and {seeds} seeds leave no degree of freedom: take two of each or more")
+    freedom = (schemes - 1) * (seeds - 1)
+    shrunk = math.sqrt(2 / freedom) * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+    return t_quantile(1 - (1 - level) / comparisons, freedom) * sd * shrunk * math.sqrt(2 / seeds)
+
+
+def interval(values: np.ndarray, level: float = 0.95) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over the first axis and Student's t interval, (n, ...) -> three of (...); no bounds for one value, and
+    nothing for none."""
+    count = len(values)
+    mean = values.mean(axis=0) if count else np.full(values.shape[1:], np.nan)
+    half = np.full_like(mean, np.nan)
+    if count > 1:
+        half = t_quantile(level, count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count)
+    return mean, mean - half, mean + half
+
+
+def t_quantile(level: float, freedom: Any) -> Any:
+    """The t for which a share `level` of Student's distribution with that many degrees of freedom lies in [-t, t]; NaN
+    for none."""
+    from scipy.special import stdtrit
+
+    found = stdtrit(np.where(np.asarray(freedom) > 0, freedom, np.nan), (1 + level) / 2)
+    return float(found) if found.ndim == 0 else found
+
+
+def _on_scale(values: pd.DataFrame, ratio: bool) -> pd.DataFrame:
+    """With a column `y`, the values as they are compared: logarithms of positive sizes, missing where there is none."""
+    y = values["value"].astype(float)
+    if ratio:
+        y = np.log(y.where(y > 0))
+    return values.assign(y=y.where(np.isfinite(y)))
+
+
+def _pairs(values: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
+    """Seeds as rows, columns a and b."""
+    sides = {
+        side: values[values["scheme"] == name].drop_duplicates("seed").set_index("seed")["y"]
+        for side, name in (("a", a), ("b", b))
+    }
+    return pd.DataFrame(sides)
+
+
+def _estimate(whole: pd.DataFrame, ratio: bool, sd: float, freedom: int, level: float) -> dict[str, Any]:
+    from scipy.stats import t
+
+    undo = np.exp if ratio else float
+    seeds = len(whole)
+    mean_a, mean_b = (float(undo(whole[side].mean())) if seeds else math.nan for side in ("a", "b"))
+    gap = float((whole["a"] - whole["b"]).mean()) if seeds else math.nan
+    error = sd * math.sqrt(2 / seeds) if seeds else math.nan
+    half = t_quantile(level, freedom) * error
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        scaled = np.abs(np.float64(gap) / error) if gap else 0.0  # no gap at all, even where nothing varies
+        p = float(2 * t.sf(scaled, freedom)) if freedom else math.nan
+        estimate, low, high = (float(undo(end)) for end in (gap, gap - half, gap + half))
+    about = {"seeds": seeds, "mean_a": mean_a, "mean_b": mean_b, "estimate": estimate, "low": low, "high": high}
+    return about | {"sd": sd, "df": freedom, "p": p}
+
+
+def _margin(metric: Metric) -> float:
+    if metric.is_ratio:
+        return SIZE_MARGIN
+    return LOSS_MARGIN if metric.unit == "nats per token" else math.nan
+
+
+def _neutral(kind: str) -> float:
+    return 1.0 if kind == "ratio" else 0.0
+
+
+def _verdict(row: Any, level: float) -> str:
+    if row.p_holm < 1 - level:
+        return DIFFERENT
+    low, high = (1 / (1 + row.margin), 1 + row.margin) if row.kind == "ratio" else (-row.margin, row.margin)
+    return EQUIVALENT if low <= row.low and row.high <= high else UNDECIDED

@@ -1,0 +1,7 @@
+"""What things cost on this machine; for quiet machines only.
+
+training   whole training steps against each other: `normlab bench`
+probes     what recording costs: `python -m normlab.bench.probes`
+latency    from a key on a slider to the redrawn plot: `python -m normlab.bench.latency`
+browser    the browser that latency is measured in
+"""

@@ -1,0 +1,66 @@
+"""The one table of metrics and sites: every row is whole, and its default site is where the metric is found."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+from figures_helpers import table
+
+import normlab
+from normlab import figures
+from normlab.analysis.compare import compare
+from normlab.analysis.profiles import Profiles
+from normlab.probes.metrics import ALL_METRICS, KIND_STATISTICS, METRICS, SITES, metric_row
+
+
+@pytest.mark.parametrize("name", ALL_METRICS)
+def test_a_row_says_everything_that_figures_and_comparisons_ask(name: str):
+    row = ALL_METRICS[name]
+    assert row.name == name and row.definition and row.label
+    assert row.scale in ("log", "linear") and row.compared in ("ratio", "difference")
+    assert row.default_site in SITES and set(row.only_at) <= set(SITES)
+    assert (
+        (name in METRICS) == (row.default_site != "model") == (row.kind in {*KIND_STATISTICS, "spectrum", "coordinate"})
+    )
+    assert (name in METRICS) == bool(row.statistic and row.readout)
+
+
+def test_record_finds_every_metric_at_its_default_site():
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme="bhyt", max_position_embeddings=16, **shape))
+    ids = torch.randint(0, 64, (2, 16))
+    with normlab.record(model, list(METRICS)) as rec:
+        rec.backward(model(input_ids=ids, labels=ids).loss)
+    found = rec.stats().to_pandas()
+    assert set(found["site"]) <= set(SITES)
+    at_default = {name for name, rows in found.groupby("metric") if ALL_METRICS[name].default_site in set(rows["site"])}
+    assert at_default == set(METRICS)
+    assert list(dict.fromkeys(found["site"])) == [site for site in SITES if site in set(found["site"])]
+
+
+def test_figures_and_probes_read_the_same_rows():
+    assert figures.METRICS is ALL_METRICS
+    assert all(figures.METRICS[name] is row for name, row in normlab.probes.METRICS.items())
+    assert metric_row("my_metric").label == "my metric" and metric_row("my_metric").compared == "difference"
+
+
+def test_sizes_are_compared_as_ratios_and_cosines_and_losses_as_differences():
+    runs = table(depths=(4,))
+    for metric, site, kind in (
+        ("relative_contribution", "block", "ratio"),
+        ("update_effective_rank", "block", "ratio"),
+        ("update_cosine", "block", "difference"),
+        ("attention_entropy", "attn", "difference"),
+    ):
+        renamed = runs.replace({"metric": {"token_l2_mean": metric}})
+        renamed.loc[renamed["metric"].eq(metric), "site"] = site
+        found = compare(renamed, "bhyt", "lns", metric).iloc[0]
+        assert found["kind"] == kind and found["seeds"] == 3, metric
+
+
+def test_the_explorer_offers_a_metrics_default_site_first():
+    runs = table(depths=(4,))
+    moved = runs[runs["metric"].eq("grad_l2_mean")].assign(site="attn_norm_in_grad")
+    moved = pd.concat([moved, runs], ignore_index=True)
+    assert Profiles(moved).sites("grad_l2_mean") == ["block_in_grad", "attn_norm_in_grad"]
