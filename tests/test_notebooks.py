@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def said_after(notebook: nbformat.NotebookNode, start: str) -> list[str]:
     """The printed lines that begin with `start`, without it."""
     lines = [line.strip() for line in printed(notebook).splitlines()]
     return [line.removeprefix(start).strip() for line in lines if line.startswith(start)]
+
+
+def number_after(text: str, name: str) -> float:
+    """The first number after a name."""
+    found = re.search(rf"{re.escape(name)}\s*(\d+\.\d+)", text)
+    assert found is not None, (name, text)
+    return float(found[1])
 
 
 def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(curse: nbformat.NotebookNode):
@@ -201,9 +209,10 @@ def test_bhyt_stability_says_which_of_its_criteria_were_met(stability: nbformat.
     held_out = {trace["name"]: trace["y"][-1] for trace in stage["data"] if trace["name"].endswith(" held out")}
     for scheme, title in (("bhyt", "BHyT"), ("rmsnorm_gain", "Pre-LN, gain λ/κ")):
         (line,) = said_after(stability, f"{title}: held-out loss ")
-        entropy = float(line.split("unigram entropy ")[1].split(":")[0])
+        entropy, trigram = (number_after(line, level) for level in ("unigram entropy", "trigram loss"))
         assert line.startswith(f"{held_out[f'{scheme} held out']:.3f}")
-        assert ("has not learned" in line) == (held_out[f"{scheme} held out"] >= entropy)
+        loss = held_out[f"{scheme} held out"]
+        assert line.endswith("it has learned") == (loss < trigram) and ("learned nothing" in line) == (loss >= entropy)
 
 
 def test_your_own_model_measures_two_kinds_of_models(tmp_path: Path):
@@ -250,7 +259,12 @@ def test_layer_skip_trains_models_that_learn_and_skips_every_block(tmp_path: Pat
     costs, skip_map, contribution = figures_in(notebook)
     assert [trace["name"] for trace in costs["data"]] == ["pre_rmsnorm", "lns"]
     assert all(list(trace["x"]) == list(range(1, 9)) for trace in costs["data"])
-    assert printed(notebook).count(": finished") == 2
+    losses = said_after(notebook, "Pre-LN held-out loss ") + said_after(notebook, "LNS    held-out loss ")
+    unigram = number_after(printed(notebook), "unigram entropy")
+    for line in losses:
+        loss = number_after(line, "")
+        assert line.endswith(": finished") == (loss < number_after(line, "trigram loss")) and loss < unigram
+    assert len(losses) == 2
     heat = next(trace for trace in skip_map["data"] if trace["type"] == "heatmap")
     assert list(heat["x"]) == list(range(1, 8)) and list(heat["y"]) == list(range(2, 9))
     assert {trace["name"] for trace in contribution["data"]} == {"attn", "mlp", "block"}
@@ -275,7 +289,9 @@ def test_transformer_lens_adds_up_and_only_the_slope_predicts_a_change(tmp_path:
     pytest.importorskip("transformer_lens")
     notebook = execute("07_transformer_lens", tmp_path)
     said = printed(notebook)
-    assert "logits are bit for bit the model's: True" in said and ": finished" in said
+    assert "logits are bit for bit the model's: True" in said
+    loss, *levels = (number_after(said, name) for name in ("held-out loss", "unigram entropy", "trigram loss"))
+    assert loss < levels[0] and (": finished" in said) == (loss < levels[1])
     two_tools, changes, attribution, steep = figures_in(notebook)
     probed, cached = (trace["y"] for trace in two_tools["data"])
     assert cached == pytest.approx(probed, rel=1e-5)

@@ -90,3 +90,27 @@ def test_the_tanh_of_the_sweep(runs: pd.DataFrame):
     found = compare(runs, "bhyt", "bhyt_linear", "token_l2_mean", depth=16).iloc[0]
     agrees(quoted(r"BHyT's last layer is × NUMBER INTERVAL of the same model's without its tanh: told apart"), found)
     assert found["verdict"] == "different"
+
+
+def test_which_text_the_pilot_chose():
+    text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
+    ahead = {}
+    manifests = [normlab.runs.read_run(path).manifest for path in normlab.runs.find_runs(ROOT / "data" / "pilot")]
+    for corpus in ("stdlib", "english"):
+        own = {m["config"]["depth"]: m for m in manifests if m["config"]["corpus"] == corpus}
+        (found,) = re.findall(rf"\| `{corpus}` \| {NUMBER} \| {NUMBER} \| {NUMBER} \| {NUMBER} \|", text)
+        values = [own[4]["eval_loss"], own[16]["eval_loss"], own[4]["trigram_loss"], own[4]["bigram_loss"]]
+        assert list(map(float, found)) == [round(value, 3) for value in values]
+        assert own[4]["trigram_loss"] == own[16]["trigram_loss"]
+        ahead[corpus] = [own[depth]["trigram_loss"] - own[depth]["eval_loss"] for depth in (4, 16)]
+    assert all(round(gap, 2) in (0.12, 0.13) for gap in ahead["stdlib"]) and max(ahead["english"]) < 0
+
+
+def test_no_short_run_beats_a_bigram_of_its_text():
+    pilot = [normlab.runs.read_run(path).manifest for path in normlab.runs.find_runs(ROOT / "data" / "pilot")]
+    bigram = {m["corpus"]["content_hash"]: m["bigram_loss"] for m in pilot}
+    short = [
+        normlab.runs.read_run(path) for name in ("runs", "gain_or_bound") for path in (ROOT / "data" / name).iterdir()
+    ]
+    assert {run.manifest["config"]["steps"] for run in short} == {300}
+    assert all(not run.eval_loss <= bigram[run.manifest["corpus"]["content_hash"]] for run in short)
