@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -91,6 +92,24 @@ def test_one_version_everywhere():
     assert citation["version"] == KERNELS["version"] == normlab.__version__
     assert PYPROJECT["tool"]["hatch"]["version"]["path"] == "normlab/__init__.py"
     assert citation["license"] == PYPROJECT["project"]["license"] == KERNELS["license"]
+
+
+def test_the_newest_section_of_the_changelog_is_this_versions():
+    headings = re.findall(
+        r"^## (\S+?),? ?(not released)?$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert headings[0][0] == normlab.__version__
+
+
+def test_what_the_workflows_run_is_in_the_repository():
+    scripts = set()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        scripts |= {script for step in steps for script in re.findall(r"\.ci/[a-z-]+", step.get("run", ""))}
+    assert scripts == {".ci/run", ".ci/try-installed"}
+    for script in scripts:
+        assert os.access(ROOT / script, os.X_OK), script
 
 
 def test_the_citation_names_both_papers_and_their_authors():
