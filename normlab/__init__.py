@@ -16,7 +16,8 @@ analysis, figures, widgets           table -> table; table -> plotly figure; fig
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -50,18 +51,56 @@ _PUBLIC = {
 _SUBPACKAGES = ("analysis", "figures", "widgets")
 __all__ = [*_PUBLIC, *_SUBPACKAGES, "__version__"]
 
+# The same names for editors and type checkers; a `__getattr__` that they saw would make any name right.
+if TYPE_CHECKING:
+    from normlab import analysis as analysis
+    from normlab import figures as figures
+    from normlab import widgets as widgets
+    from normlab.analysis.compare import compare as compare
+    from normlab.analysis.compare import compare_variants as compare_variants
+    from normlab.analysis.published import load_published as load_published
+    from normlab.analysis.selection import choose as choose
+    from normlab.errors import NormlabError as NormlabError
+    from normlab.models import NormlabConfig as NormlabConfig
+    from normlab.models import NormlabForCausalLM as NormlabForCausalLM
+    from normlab.models import swap_norms as swap_norms
+    from normlab.probes import LayerStats as LayerStats
+    from normlab.probes import angular_distance as angular_distance
+    from normlab.probes import jacobian_identity as jacobian_identity
+    from normlab.probes import logit_lens_kl as logit_lens_kl
+    from normlab.probes import record as record
+    from normlab.probes import sites as sites
+    from normlab.probes import skip_future_effect as skip_future_effect
+    from normlab.probes import skip_sensitivity as skip_sensitivity
+    from normlab.probes.callback import LayerStatsCallback as LayerStatsCallback
+    from normlab.runs import load_configs as load_configs
+    from normlab.runs import load_experiments as load_experiments
+    from normlab.runs import load_runs as load_runs
+    from normlab.schemes import SCHEMES as SCHEMES
+    from normlab.training.config import TrainConfig as TrainConfig
+    from normlab.training.sweep import sweep as sweep
+    from normlab.training.trainer import train as train
+else:
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module 'normlab' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module 'normlab' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
+
+# This distribution brings it too; but an uninstall of normlab-kernels, which owns the same files, takes them away.
+if getattr(importlib.util.find_spec("normlab_kernels"), "origin", None) is None:
+    raise ModuleNotFoundError(
+        "normlab's own copy of normlab_kernels is gone (uninstalling normlab-kernels removes it): "
+        "install normlab again with pip's --force-reinstall --no-deps",
+        name="normlab_kernels",
+    )
 
 # Registers model_type="normlab" with transformers: AutoModelForCausalLM loads our models once normlab is imported.
 importlib.import_module("normlab.models")

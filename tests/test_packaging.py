@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,12 +18,12 @@ import normlab
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+KERNELS = tomllib.loads((ROOT / "kernels" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
 
 # Imported name -> distribution, where they differ.
 DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
-    "normlab_kernels": "normlab-kernels",
     "transformer_lens": "transformer-lens",
 }
 
@@ -49,7 +50,7 @@ def test_the_conda_environment_installs_what_pyproject_declares():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     plain = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
     (pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    assert pip == ["-e .[all]", "-e kernels"]
+    assert pip == ["-e .[all]"]
     assert sorted(distribution(entry) for entry in plain) == ["pip", "python"], "packages are pyproject's to name"
     (python_entry,) = [entry for entry in plain if entry.startswith("python")]
     assert PYPROJECT["project"]["requires-python"] in python_entry
@@ -72,26 +73,43 @@ def test_what_the_library_imports_is_declared_and_what_is_declared_is_used():
             else:
                 continue
             imported.update({DISTRIBUTIONS.get(top, top): str(path) for top in (name.split(".")[0] for name in names)})
-    third_party = {name: path for name, path in imported.items() if name not in {*sys.stdlib_module_names, "normlab"}}
+    known = {*sys.stdlib_module_names, "normlab", "normlab_kernels"}
+    third_party = {name: path for name, path in imported.items() if name not in known}
     core = {distribution(entry) for entry in PYPROJECT["project"]["dependencies"]}
     declared = core | {distribution(entry) for entries in EXTRAS.values() for entry in entries}
     assert {name: path for name, path in third_party.items() if name not in declared | IF_PRESENT} == {}
     assert core - set(third_party) == THROUGH_TRANSFORMERS, "declared as needed by the library, imported nowhere in it"
 
 
-def test_the_kernels_are_the_dependency_of_that_name_and_ask_for_no_other_torch():
-    kernels = tomllib.loads((ROOT / "kernels" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert kernels["name"] in PYPROJECT["project"]["dependencies"]
-    assert kernels["requires-python"] == PYPROJECT["project"]["requires-python"]
+def test_the_kernels_alone_ask_for_no_other_python_or_torch():
+    assert KERNELS["requires-python"] == PYPROJECT["project"]["requires-python"]
     torch = [entry for entry in PYPROJECT["project"]["dependencies"] if distribution(entry) == "torch"]
-    assert [entry for entry in kernels["dependencies"] if distribution(entry) == "torch"] == torch
+    assert KERNELS["dependencies"] == torch
 
 
 def test_one_version_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["version"] == normlab.__version__
+    assert citation["version"] == KERNELS["version"] == normlab.__version__
     assert PYPROJECT["tool"]["hatch"]["version"]["path"] == "normlab/__init__.py"
-    assert citation["license"] == PYPROJECT["project"]["license"]
+    assert citation["license"] == PYPROJECT["project"]["license"] == KERNELS["license"]
+
+
+def test_the_newest_section_of_the_changelog_is_this_versions():
+    headings = re.findall(
+        r"^## (\S+?),? ?(not released)?$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert headings[0][0] == normlab.__version__
+
+
+def test_what_the_workflows_run_is_in_the_repository():
+    scripts = set()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        scripts |= {script for step in steps for script in re.findall(r"\.ci/[a-z-]+", step.get("run", ""))}
+    assert scripts == {".ci/run", ".ci/try-installed"}
+    for script in scripts:
+        assert os.access(ROOT / script, os.X_OK), script
 
 
 def test_the_citation_names_both_papers_and_their_authors():
