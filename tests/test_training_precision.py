@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,17 +67,26 @@ def test_attention_in_float32_is_attention(text: Path) -> None:
     assert torch.equal(model(ids, attention_mask=mask).logits[:, 5:], padded[:, 5:])
 
 
+def test_compile_reaches_the_trainer(text: Path, tmp_path: Path) -> None:
+    assert [trainer.training_arguments(tiny(text, compile=c), tmp_path).torch_compile for c in (True, False)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.slow
 def test_a_compiled_run_measures_the_model_itself_and_resumes_on_its_bits(
     text: Path, go: Callable, tmp_path: Path
 ) -> None:
-    config = tiny(text, compile=True, dtype="bfloat16", checkpoint_every=4, log_every=2)
+    small = tiny(text, scheme="pre_rmsnorm", depth=1, dtype="bfloat16", checkpoint_every=4, log_every=2)
+    config = dataclasses.replace(small, compile=True)
     whole = go(config, tmp_path / "whole")
     with pytest.raises(RunStopped):
         go(config, tmp_path / "cut", watch=lambda step, rows: step != 6)
     resumed = go(config, tmp_path / "cut")
     assert resumed.manifest["measured"]["resumed_from_step"] == 6
     assert (resumed.path / runs.STATS).read_bytes() == (whole.path / runs.STATS).read_bytes()
-    eager = go(tiny(text, dtype="bfloat16", log_every=1), tmp_path / "eager")
+    eager = go(small, tmp_path / "eager")
     assert whole.eval_loss == pytest.approx(eager.eval_loss, abs=1e-3)
     sites = whole.table().query("split == 'probe' and step == 8")["site"].unique()
     assert set(sites) == set(eager.table().query("split == 'probe' and step == 8")["site"].unique())
