@@ -241,7 +241,7 @@ SCHEMES: dict[str, Scheme] = {
 # What other files need by name, so that names stay here.
 BASELINE = "pre_rmsnorm"  # what the others are compared with; stock Llama
 DEFAULT = "bhyt"  # of `normlab train`
-SHORT_LIST = (BASELINE, "lns", "rmsnorm_gain", "bhyt_linear", "bhyt")  # of a sweep of minutes
+SHORT_LIST = (BASELINE, "lns", "rmsnorm_gain", "bhyt")  # of a sweep of minutes
 CORE = (BASELINE, "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain")  # of the sweep of hours: with seeds
 FURTHER = ("peri_ln", "dyt", "pre_rmsnorm_scaled_init", "mix_ln", "post_rmsnorm", "bhyt_linear")
 DEEP = (BASELINE, "lns", "bhyt_exact", "rmsnorm_gain")  # at depth 32

@@ -11,7 +11,7 @@ from training_helpers import write_run, write_text
 
 import normlab
 from normlab import NormlabError, runs
-from normlab.schemes import SCHEMES
+from normlab.schemes import BASELINE, BOUND_AND_CONTROL, GAIN_CONTROL, SCHEMES
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.plan import plan
@@ -55,8 +55,8 @@ def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
     plan = planned(get_preset("tiny"))
     assert {what for what, _ in plan} == {"runs"}
     schemes, depths = ({getattr(c, name) for _, c in plan} for name in ("scheme", "depth"))
-    assert len(schemes) >= 5 and len(depths) >= 2 and len(plan) == len(schemes) * len(depths)
-    assert {scheme.name for scheme in SCHEMES.values() if scheme.is_control} <= schemes
+    assert len(schemes) >= 4 and len(depths) >= 2 and len(plan) == len(schemes) * len(depths)
+    assert {BASELINE, GAIN_CONTROL, BOUND_AND_CONTROL[0]} <= schemes
     assert {c.width for _, c in plan} == {128}
 
 
