@@ -8,7 +8,7 @@ Values of one depth are a two-way layout, value = scheme + seed + error: a seed 
 that schemes share, so seeds are blocks. Positive sizes enter by their logarithms, so their means are geometric and
 their differences ratios. The error's variance is pooled over all schemes of the depth: with three seeds a pair of its
 own has two degrees of freedom, twelve schemes together have 22. That supposes that seeds move all schemes about
-equally; where one swings far more, the intervals of the others are too wide rather than too narrow.
+equally; where one swings far more, the intervals of the others are too wide, and its own too narrow.
 
 residual_variance     the pooled variance and its degrees of freedom
 differences           a scheme against another, a row a depth, with interval and p-value
