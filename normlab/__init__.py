@@ -3,6 +3,8 @@
 SCHEMES                              the normalization schemes, as data
 NormlabConfig, NormlabForCausalLM    models that differ in their scheme only
 swap_norms                           another scheme for an existing Llama, Mistral or Qwen model
+load_model, load_held_out            a trained model that comes with normlab, and text that it has not seen
+shipped                              the folder of what comes with normlab: runs, models
 record, sites, LayerStats            measure the layers of any model; LayerStatsCallback: in any transformers Trainer
 skip_sensitivity, angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect: experiments on its layers
 TrainConfig, train, sweep            train models and measure them on the way
@@ -28,6 +30,9 @@ _PUBLIC = {
     "NormlabConfig": "normlab.models",
     "NormlabForCausalLM": "normlab.models",
     "swap_norms": "normlab.models",
+    "load_model": "normlab.models.kept",
+    "load_held_out": "normlab.models.kept",
+    "shipped": "normlab.release",
     "LayerStats": "normlab.probes",
     "record": "normlab.probes",
     "sites": "normlab.probes",
@@ -64,6 +69,8 @@ if TYPE_CHECKING:
     from normlab.models import NormlabConfig as NormlabConfig
     from normlab.models import NormlabForCausalLM as NormlabForCausalLM
     from normlab.models import swap_norms as swap_norms
+    from normlab.models.kept import load_held_out as load_held_out
+    from normlab.models.kept import load_model as load_model
     from normlab.probes import LayerStats as LayerStats
     from normlab.probes import angular_distance as angular_distance
     from normlab.probes import jacobian_identity as jacobian_identity
@@ -73,6 +80,7 @@ if TYPE_CHECKING:
     from normlab.probes import skip_future_effect as skip_future_effect
     from normlab.probes import skip_sensitivity as skip_sensitivity
     from normlab.probes.callback import LayerStatsCallback as LayerStatsCallback
+    from normlab.release import shipped as shipped
     from normlab.runs import load_configs as load_configs
     from normlab.runs import load_experiments as load_experiments
     from normlab.runs import load_runs as load_runs

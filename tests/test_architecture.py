@@ -20,6 +20,7 @@ KERNELS = ROOT / "kernels" / "normlab_kernels"
 # From the ground up: a floor imports only floors named before it.
 FLOORS = (
     "errors",
+    "release",
     "norms",
     "schemes",
     "models",
@@ -35,8 +36,9 @@ FLOORS = (
     "cli",
 )
 
-# Pairs of rooms of which one imports the other. A change that needs another arrow says why here.
-MOST_ARROWS = 48
+# Pairs of rooms of which one imports the other. A change that needs another arrow says why here: what comes
+# with normlab (release.py) is found in one way, and models are the first to need it.
+MOST_ARROWS = 50
 
 # A callback for transformers' Trainer cannot do without transformers.
 EXCEPT = {PACKAGE / "probes" / "callback.py"}

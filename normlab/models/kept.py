@@ -1,0 +1,45 @@
+"""Trained models that come with normlab: `load_model("pre_rmsnorm-d8")`, and the text that they are measured on.
+
+Each folder holds bfloat16 weights, the tokenizer, the manifest of the run that trained them, and held-out blocks of its
+corpus, which the model has not seen and no learning rate was chosen on. `python -m normlab.training.keep` makes them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normlab.models.modeling import NormlabForCausalLM
+from normlab.release import shipped
+
+BLOCKS = "held_out.safetensors"
+
+
+def load_model(name: str | Path, **kwargs: Any) -> NormlabForCausalLM:
+    """A trained model in evaluation mode.
+
+    Args:
+        name: one that comes with normlab (the folders of data/models: "pre_rmsnorm-d8"), or the folder
+            of a run that kept its weights.
+        kwargs: for `from_pretrained`; `dtype` is float32 unless it says otherwise.
+
+    Raises:
+        NormlabError: no such model here, or its release cannot be reached.
+    """
+    kwargs = {"dtype": torch.float32, **kwargs}
+    return NormlabForCausalLM.from_pretrained(_folder(name), **kwargs).eval()
+
+
+def load_held_out(name: str | Path) -> Tensor:
+    """Held-out blocks of the corpus that model `name` was trained on: (blocks, tokens) ids, int64."""
+    from safetensors.torch import load_file
+
+    return load_file(_folder(name) / BLOCKS)["blocks"].long()
+
+
+def _folder(name: str | Path) -> Path:
+    path = Path(name)
+    return path if path.is_dir() else shipped(f"models/{name}")

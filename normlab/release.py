@@ -1,0 +1,63 @@
+"""What comes with normlab beside its code: runs, and a few trained models.
+
+`shipped(name)`   the folder `data/<name>` of a checkout; an installed package fetches it once from the release
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+from normlab.errors import NormlabError, first_line
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+def shipped(name: str) -> Path:
+    """The folder of `name`: "trained" (a sweep), "models/pre_rmsnorm-d8" (a model).
+
+    A checkout has it below data/. Elsewhere the archive `<last part of name>.tar.gz` of this version's release is
+    fetched and kept in the user's cache; the project's address stands in the package's own metadata.
+
+    Raises:
+        NormlabError: a checkout that lacks it, a package that names no address, or a release that cannot be reached.
+    """
+    folder = DATA / name
+    if folder.is_dir():
+        return folder
+    if DATA.is_dir():
+        raise NormlabError(
+            f"nothing at data/{name} in this checkout; there is {', '.join(shipped_models()) or 'no model'}"
+        )
+    return _fetched(f"{release_url()}/{Path(name).name}.tar.gz")
+
+
+def shipped_models() -> list[str]:
+    """Names of the models below data/models of a checkout; empty in an installed package."""
+    return sorted(path.name for path in (DATA / "models").glob("*") if path.is_dir())
+
+
+def release_url() -> str:
+    """Where this version's release keeps its files."""
+    try:
+        about = metadata("normlab")
+    except PackageNotFoundError as error:
+        raise NormlabError("normlab is neither a checkout nor installed: its release is unknown") from error
+    addresses = dict(entry.split(", ", 1) for entry in about.get_all("Project-URL") or [])
+    if "Repository" not in addresses:
+        raise NormlabError("this package names no repository to fetch from; pass the path of a checkout's data folder")
+    return f"{addresses['Repository']}/releases/download/v{about['Version']}"
+
+
+def _fetched(url: str) -> Path:
+    import pooch
+
+    archive, cache = url.rsplit("/", 1)[1], pooch.os_cache("normlab") / url.rsplit("/", 2)[1]
+    unpacked = pooch.Untar(extract_dir=archive.removesuffix(".tar.gz"))
+    try:
+        pooch.retrieve(url, known_hash=None, fname=archive, path=cache, processor=unpacked)
+    except Exception as error:
+        raise NormlabError(
+            f"{url} cannot be fetched ({first_line(error)}); pass the path of a checkout's data folder"
+        ) from error
+    return cache / archive.removesuffix(".tar.gz")

@@ -1,0 +1,67 @@
+"""Models to keep: trained weights of a sweep, rounded to bfloat16, with what is needed to measure them again.
+
+    python -m normlab.training.keep RUNS OUT [--cache-dir DIR]
+
+Every run below RUNS that kept its weights becomes OUT/<scheme>-d<depth>: weights, configuration, tokenizer, held-out
+blocks (those of the run's own evaluation), and the run's manifest with `kept`: its loss on these blocks after rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from normlab import runs
+from normlab.errors import NormlabError
+from normlab.models import NormlabForCausalLM
+from normlab.models.kept import BLOCKS
+from normlab.training.callbacks import mean_token_loss
+from normlab.training.config import TrainConfig
+from normlab.training.corpus import corpus_of
+
+
+def keep(root: str | Path, out: str | Path, cache_dir: str | Path | None = None) -> list[Path]:
+    """Write every run below `root` that kept its weights to `out`, and return their folders.
+
+    Raises:
+        NormlabError: no run has weights, or this machine's corpus is not the one that a run was trained on.
+    """
+    found = [run for run in map(runs.read_run, runs.find_runs(root)) if (run.path / runs.WEIGHTS).is_file()]
+    if not found:
+        raise NormlabError(f"no run in {root} kept its weights; train with --keep-weights")
+    return [_keep(run, Path(out), cache_dir) for run in found]
+
+
+def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
+    config = TrainConfig(**run.manifest["config"])
+    corpus = corpus_of(config, cache_dir, progress=True)
+    if corpus.content_hash != run.manifest["corpus"]["content_hash"]:
+        raise NormlabError(f"{run.name} was trained on another text than this machine's {config.corpus}")
+    folder = out / f"{config.scheme}-d{config.depth}"
+    shutil.rmtree(folder, ignore_errors=True)
+    NormlabForCausalLM.from_pretrained(run.path, dtype=torch.bfloat16).save_pretrained(folder)
+    corpus.tokenizer().save_pretrained(folder)
+    blocks = corpus.spread(config.eval_blocks, config.held_out)
+    save_file({"blocks": torch.from_numpy(blocks).to(torch.int32)}, folder / BLOCKS)
+    rounded = NormlabForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    kept = {"dtype": "bfloat16", "eval_loss": mean_token_loss(rounded, blocks, config.batch_size)}
+    runs.write_json(folder / runs.MANIFEST, {**run.manifest, "kept": kept})
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m normlab.training.keep", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cache-dir", type=Path)
+    args = parser.parse_args()
+    for folder in keep(args.runs, args.out, args.cache_dir):
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()
