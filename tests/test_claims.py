@@ -1,0 +1,120 @@
+"""The papers' questions, asked of tables whose answers are known: against scipy and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from figures_helpers import table
+from scipy import stats
+
+from normlab.analysis import claims
+from normlab.errors import NormlabError
+
+SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
+
+
+def with_losses(losses: dict[tuple[str, int, int], float], trigram: float | None = None) -> pd.DataFrame:
+    """A table of runs whose final held-out losses are these, by scheme, depth and seed."""
+    runs = table(SCHEMES, depths=sorted({depth for _, depth, _ in losses}))
+    last = (runs["metric"] == "loss") & (runs["split"] == "eval") & (runs["step"] == runs["step"].max())
+    keys = zip(runs["scheme"], runs["depth"], runs["seed"], strict=True)
+    runs["value"] = runs["value"].mask(last, pd.Series([losses[key] for key in keys], index=runs.index))
+    if trigram is not None:
+        rows = runs[runs["metric"] == "unigram_entropy"].assign(metric="trigram_loss", value=trigram)
+        runs = pd.concat([runs, rows], ignore_index=True)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def losses() -> dict[tuple[str, int, int], float]:
+    """Depth pays for LNS, costs for BHyT, and does nothing that matters for Pre-LN."""
+    noise = np.random.default_rng(0).normal(0, 0.003, (3, 2, 3))
+    better = {"pre_rmsnorm": 0.0, "lns": 0.1, "bhyt": -0.08}
+    return {
+        (scheme, depth, seed): 3.9 + noise[s, d, seed] - (better[scheme] if depth == 16 else 0.0)
+        for s, scheme in enumerate(SCHEMES)
+        for d, depth in enumerate((4, 16))
+        for seed in range(3)
+    }
+
+
+def test_what_depth_buys_is_each_schemes_own_mean_with_a_pooled_interval(losses):
+    found = claims.depth_gain(with_losses(losses)).set_index("a")
+    gains = np.array([[losses[s, 4, k] - losses[s, 16, k] for k in range(3)] for s in SCHEMES])
+    sd = np.sqrt(gains.var(axis=1, ddof=1).mean())
+    half = stats.t.ppf(0.975, 6) * sd / np.sqrt(3)
+    for scheme, own in zip(SCHEMES, gains, strict=True):
+        row = found.loc[scheme]
+        assert (row["estimate"], row["low"], row["high"]) == pytest.approx(
+            (own.mean(), own.mean() - half, own.mean() + half)
+        )
+        assert row["df"] == 6 and row["seeds"] == 3 and (row["shallow"], row["depth"]) == (4, 16)
+    assert list(found.loc[list(SCHEMES), "verdict"]) == ["equivalent", "different", "different"]
+    words = claims.shown(found.reset_index()).set_index("scheme")["verdict"]
+    assert words["LNS"] == "above 0" and words["BHyT"] == "below 0"
+
+
+def test_one_schemes_interval_is_scipys_one_sample_t():
+    values = pd.DataFrame({"depth": 8, "scheme": "lns", "seed": range(5), "value": [0.1, 0.3, 0.2, 0.15, 0.4]})
+    row = claims.means(values, "loss").iloc[0]
+    expected = stats.ttest_1samp(values["value"], 0.0)
+    assert (row["p"], row["low"], row["high"]) == pytest.approx((expected.pvalue, *expected.confidence_interval()))
+
+
+def test_growth_is_the_geometric_mean_of_the_last_layer_over_the_first(losses):
+    runs = table(SCHEMES, depths=(4, 8))
+    found = claims.growth(runs).set_index(["a", "depth"])
+    at = (
+        runs[runs["metric"].eq("token_l2_mean") & runs["step"].eq(20)]
+        .set_index(["scheme", "depth", "seed", "layer"])
+        .sort_index()
+    )
+    for (scheme, depth), row in found.iterrows():
+        value = at["value"].loc[scheme, depth]
+        ratios = np.array([value.loc[seed, depth] / value.loc[seed, 1] for seed in range(3)])
+        halves = np.array([value.loc[seed, (depth + 1) // 2] / value.loc[seed, 1] for seed in range(3)])
+        assert row["estimate"] == pytest.approx(np.exp(np.log(ratios).mean()))
+        assert row["first_half"] == pytest.approx((np.log(halves) / np.log(ratios)).mean())
+
+
+def test_below_the_trigram_is_counted_and_a_diverged_run_is_not(losses):
+    some = {key: value - (0.2 if key[0] == "lns" and key[2] else 0.0) for key, value in losses.items()}
+    found = claims.learned(with_losses(some, trigram=3.75)).set_index(["scheme", "depth"])
+    assert found.loc[("lns", 4), "below_trigram"] == 2 and found.loc[("pre_rmsnorm", 4), "below_trigram"] == 0
+    assert found["seeds"].eq(3).all() and found["trigram_loss"].eq(3.75).all()
+    assert claims.learned(with_losses(losses))["below_trigram"].eq(0).all(), "a run that does not know it is not below"
+
+
+def skipping(cost: dict[str, list[float]]) -> pd.DataFrame:
+    """skip_delta_loss by block, plus 0.01 a seed at the last block."""
+    rows = [
+        (scheme, len(blocks), seed, "skip_delta_loss", "block", layer, value + 0.01 * seed * (layer == len(blocks)))
+        for scheme, blocks in cost.items()
+        for seed in range(3)
+        for layer, value in enumerate(blocks, 1)
+    ]
+    return pd.DataFrame(rows, columns=["scheme", "depth", "seed", "metric", "part", "layer", "value"])
+
+
+def test_depth_use_is_the_deeper_halfs_mean_cost_and_its_share():
+    found = claims.depth_use(skipping({"pre_rmsnorm": [3.8, 0.4, 0.1, 0.1], "bhyt": [0.2, 0.3, 0.2, 0.3]}), 4)
+    row = found.set_index("a").loc["bhyt"]
+    assert row["estimate"] == pytest.approx((0.5 + 0.01) / 2)
+    assert row["share"] == pytest.approx(np.mean([(0.5 + 0.01 * k) / (1 + 0.01 * k) for k in range(3)]))
+    with pytest.raises(NormlabError, match="no run of depth 8"):
+        claims.depth_use(skipping({"bhyt": [0.2, 0.3]}), 8)
+
+
+def test_one_seed_gives_an_estimate_and_no_interval():
+    found = claims.depth_use(skipping({"bhyt": [0.2, 0.3]}).query("seed == 0"), 2)
+    assert found["low"].isna().all()
+    assert claims.shown(found)["95% interval"].tolist() == ["none"]
+    assert claims.shown(found)["verdict"].str.startswith("undecided").all()
+
+
+def test_questions_that_the_runs_cannot_answer_say_so():
+    with pytest.raises(NormlabError, match="no scheme was run at depths 2 and 2"):
+        claims.depth_gain(table(SCHEMES, depths=(2,)))
+    with pytest.raises(NormlabError, match="not a positive size"):
+        claims.growth(table(SCHEMES), "loss")
