@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from figures_helpers import table, text_of
 
-from normlab.analysis.published import COLUMNS, load_published
+from normlab.analysis.published import COLUMNS, load_published, ratios_to
 from normlab.errors import NormlabError
+from normlab.figures.published import published_ratios
 from normlab.schemes import SCHEMES
 
 
@@ -34,8 +38,6 @@ def test_values_are_those_of_the_papers():
     assert value("perplexity", "lns", "Llama-1B", "Table 1", "Curse of Depth") == 15.71
     assert value("perplexity", "post_rmsnorm", "Llama-250M", paper="Curse of Depth") == 1409.79
     # Perplexity is exp(loss): a slip of a digit in either shows here.
-    import math
-
     for scheme in ("pre_rmsnorm", "peri_ln", "lns", "dyt", "bhyt"):
         for model in ("Llama-374M", "Llama-1B"):
             ratio = value("perplexity", scheme, model, "Table 1") / math.exp(
@@ -80,3 +82,44 @@ def test_a_folder_without_values_is_named(tmp_path: Path):
     (tmp_path / "a.csv").write_text("paper,value\nx,1\n")
     with pytest.raises(NormlabError, match=r"a\.csv has columns paper, value"):
         load_published(tmp_path)
+
+
+def test_ratios_of_theirs_are_the_printed_values_divided():
+    runs = table(("pre_rmsnorm", "bhyt", "lns"), depths=(4,))
+    found = ratios_to("pre_rmsnorm", runs, load_published()).set_index(["quantity", "source", "model", "scheme"])[
+        "ratio"
+    ]
+    assert found["perplexity", "BHyT, Table 1", "Llama-1B", "bhyt"] == pytest.approx(16.470 / 17.753)
+    assert found["perplexity", "Curse of Depth, Table 1", "Llama-130M", "lns"] == pytest.approx(25.76 / 26.73)
+    assert found["token_l2_mean", "BHyT, Figure 3", "Llama-1B", "bhyt"] == pytest.approx(139 / 704)
+
+
+def test_ratios_of_ours_are_paired_by_seed_and_perplexities_are_exponentials():
+    runs = table(("pre_rmsnorm", "bhyt"), depths=(2, 4))
+    found = ratios_to("pre_rmsnorm", runs, load_published()).query("source == 'here'").set_index(["quantity", "model"])
+    last = runs[runs["step"] == 20]
+    for depth in (2, 4):
+        own = last[last["depth"] == depth].set_index(["scheme", "seed"])
+        loss = own.query("metric == 'loss' and split == 'eval'")["value"]
+        expected = math.exp((loss["bhyt"] - loss["pre_rmsnorm"]).mean())
+        assert found.loc[("perplexity", f"depth {depth}"), "ratio"] == pytest.approx(expected)
+        size = own.query("metric == 'token_l2_mean' and layer == @depth")["value"]
+        expected = math.exp((np.log(size["bhyt"]) - np.log(size["pre_rmsnorm"])).mean())
+        row = found.loc[("token_l2_mean", f"depth {depth}")]
+        assert row["ratio"] == pytest.approx(expected) and row["seeds"] == 3
+
+
+def test_theirs_and_ours_are_in_one_figure_and_what_did_not_train_stands_at_the_edge():
+    figure = published_ratios(table(("pre_rmsnorm", "post_rmsnorm", "bhyt"), depths=(4,)), load_published())
+    first = [trace for trace in figure.data if trace.xaxis == "x" and trace.meta]
+    marks = {(trace.name, trace.marker.symbol) for trace in first}
+    assert ("post_rmsnorm", "arrow-right") in marks and ("bhyt", "circle") in marks
+    assert {trace.name for trace in figure.data if trace.showlegend is None} >= {
+        "ours, depth 4",
+        "BHyT, Table 1, Llama-1B",
+    }
+    assert max(x for trace in first for x in trace.x) <= 3.0
+
+
+def test_one_scheme_alone_has_nothing_to_be_set_against():
+    assert "No run of another scheme" in text_of(published_ratios(table(("pre_rmsnorm",), depths=(4,))))

@@ -1,5 +1,7 @@
 """Values that papers published, as one table: `load_published()` reads the CSV files of `data/paper/`.
 
+`ratios_to(base, runs, published)` sets them beside ours: each scheme over a base scheme, theirs and ours in one table.
+
 Every row names its paper, arXiv number and place (table or figure), so a figure that shows a published value can say
 where it is from. A value read off a plot carries its relative reading error and is drawn with an error bar.
 """
@@ -8,8 +10,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from normlab.analysis.compare import last_values
+from normlab.analysis.selection import choose, in_order
+from normlab.analysis.verdicts import differences
 from normlab.errors import NormlabError
 
 COLUMNS = {
@@ -27,6 +33,10 @@ COLUMNS = {
     "relative_error": "float64",
     "note": "string",
 }
+
+# What papers and runs both have -> the metric of a run that it is made of.
+QUANTITIES = {"perplexity": "loss", "token_l2_mean": "token_l2_mean", "feature_var_mean": "feature_var_mean"}
+HERE = "here"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # A checkout keeps the files in data/paper; a wheel carries the same files inside the package.
@@ -58,6 +68,52 @@ def load_published(path: str | Path | None = None) -> pd.DataFrame:
         raise NormlabError(f"no CSV file in {folder}: pass the path of a checkout's data/paper folder")
     tables = [_read(file) for file in files]
     return pd.concat(tables, ignore_index=True)
+
+
+def ratios_to(base: str, runs: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+    """Every scheme over scheme `base`, at the same model: what papers print, and what these runs came to.
+
+    Perplexity is exp(loss), so its ratio is exp of the difference in held-out loss. Ours are paired by seed, with the
+    interval of `normlab.analysis.verdicts.differences`; sizes after the last layer are compared at the learning rate
+    that all schemes of a depth share, perplexities at each scheme's own, as the papers' are.
+
+    Returns:
+        Columns `quantity source model scheme ratio low high seeds`. source: "here", or paper and table; model: "depth
+        16", or the paper's. low, high: our interval; for values read off a plot, what their reading error allows; else
+        missing.
+    """
+    theirs = [_their_ratios(rows, base) for _, rows in published.groupby(["paper", "where", "model", "metric"])]
+    ours = [_our_ratios(quantity, metric, runs, base) for quantity, metric in QUANTITIES.items()]
+    tables = [rows for rows in (*ours, *theirs) if len(rows)]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def _their_ratios(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+    rows = rows[rows["metric"].isin(QUANTITIES) & rows["scheme"].notna()]
+    own = rows[rows["scheme"] == base]
+    if len(own) != 1:
+        return pd.DataFrame()
+    first, beside = own.iloc[0], rows[rows["scheme"] != base]
+    ratio, error = beside["value"] / first["value"], beside["relative_error"]
+    table = beside[["model", "scheme"]].assign(quantity=first["metric"], ratio=ratio, seeds=pd.NA)
+    table["source"] = beside["paper"] + ", " + beside["where"]
+    return table.assign(low=ratio * (1 - error) / (1 + error), high=ratio * (1 + error) / (1 - error))
+
+
+def _our_ratios(quantity: str, metric: str, runs: pd.DataFrame, base: str) -> pd.DataFrame:
+    chosen = choose(runs, depth=None, same_rate=metric != "loss")
+    values = last_values(chosen, metric)
+    others = [name for name in in_order(chosen.schemes) if name != base]
+    found = pd.concat([differences(values, name, base, metric) for name in others]) if others else pd.DataFrame()
+    if found.empty:
+        return found
+    undo = np.exp if metric == "loss" else np.asarray
+    ends = {
+        new: undo(found[old].astype(float)) for old, new in (("estimate", "ratio"), ("low", "low"), ("high", "high"))
+    }
+    table = pd.DataFrame({"scheme": found["a"], "seeds": found["seeds"], "quantity": quantity, "source": HERE, **ends})
+    table["model"] = [f"depth {depth}" for depth in found["depth"]]
+    return table[table["ratio"].notna()]
 
 
 def _read(file: Path) -> pd.DataFrame:
