@@ -156,10 +156,12 @@ def means(values: pd.DataFrame, metric: str, level: float = 0.95) -> pd.DataFram
             own = groups.get_group(scheme).dropna()
             mean, error = own.mean(), sd / math.sqrt(len(own)) if len(own) else math.nan
             half = t_quantile(level, freedom) * error
+            with np.errstate(divide="ignore", invalid="ignore"):
+                p = float(2 * t.sf(np.abs(np.float64(mean) / error), freedom)) if freedom else math.nan
             found.append(
                 {"depth": int(depth), "a": scheme, "metric": metric, "kind": metric_row(metric).compared}
                 | {"seeds": len(own), "estimate": undo(mean), "low": undo(mean - half), "high": undo(mean + half)}
-                | {"sd": sd, "df": freedom, "p": float(2 * t.sf(abs(mean / error), freedom)) if freedom else math.nan}
+                | {"sd": sd, "df": freedom, "p": p}
             )
     return pd.DataFrame(found)
 
