@@ -8,6 +8,7 @@ RUNS   ?= $(OUT)/runs
 BIN       := $(VENV)/bin
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 PAGES     := $(NOTEBOOKS:notebooks/%.ipynb=$(OUT)/%.html)
+EXECUTED  ?= $(OUT)/executed
 
 .PHONY: help reproduce site notebooks lab voila test test-slow lint bench gpu clean
 .DELETE_ON_ERROR:
@@ -37,23 +38,27 @@ reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the noteboo
 pages: $(OUT)/index.html
 
 $(OUT)/index.html: $(PAGES) $(OUT)/explorer.html
-	$(BIN)/python -c "from normlab.export.notebooks import write_index; write_index('$(OUT)')"
+	$(BIN)/python -c "from normlab.export.notebooks import write_index; write_index('$(OUT)', 'notebooks')"
 
 $(OUT)/explorer.html:
 	@mkdir -p $(OUT)
 	$(BIN)/python -c "import normlab; from normlab.export.notebooks import share_plotly; from normlab.widgets.page import explorer_page; \
 	  share_plotly(explorer_page(normlab.load_runs('$(RUNS)'), '$@'))"
 
-.PRECIOUS: $(OUT)/%.ipynb
-$(OUT)/%.ipynb: notebooks/%.ipynb
-	@mkdir -p $(OUT)
+.PRECIOUS: $(EXECUTED)/%.ipynb
+$(EXECUTED)/%.ipynb: notebooks/%.ipynb
+	@mkdir -p $(EXECUTED)
 	$(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(RUNS)) $< $@
 
-$(OUT)/%.html: $(OUT)/%.ipynb
-	$(BIN)/python -m nbconvert --to normlab.export.notebooks.NotebookPage --log-level WARN $<
+$(OUT)/%.html: $(EXECUTED)/%.ipynb
+	@mkdir -p $(OUT)
+	$(BIN)/python -m nbconvert --to normlab.export.notebooks.NotebookPage --log-level WARN --output-dir $(OUT) $<
 
-site: $(VENV)/.installed-notebooks ## the notebooks and the explorer on the shipped runs, as pages that need no kernel: build/site/
-	@$(MAKE) --no-print-directory pages OUT=$(OUT)/site RUNS=data/runs
+# What was executed before is not executed again unless the notebook has changed: remove build/shipped to have it so.
+site: $(VENV)/.installed-docs ## the documentation, the notebooks and the explorer on the shipped runs, as one web site: build/site/
+	@$(MAKE) --no-print-directory pages OUT=$(OUT)/site/notebooks EXECUTED=$(OUT)/shipped RUNS=data/runs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --write-all --fresh-env -d $(OUT)/doctrees docs $(OUT)/site
+	$(BIN)/python docs/links.py $(OUT)/site
 	@echo "Open $(CURDIR)/$(OUT)/site/index.html, or put $(OUT)/site on any web server."
 
 notebooks: $(VENV)/.installed-notebooks ## run the notebooks on the shipped runs and keep their figures as images, as they are committed

@@ -91,18 +91,19 @@ def test_a_page_without_plotly_inside_is_refused(tmp_path: Path):
 
 def test_the_index_leads_to_every_page_and_to_the_explorer(tmp_path: Path):
     for name in ("01_one", "02_two", "03_not_exported"):
-        nbformat.write(executed(), tmp_path / f"{name}.ipynb")
+        (tmp_path / "notebooks").mkdir(exist_ok=True)
+        nbformat.write(executed(), tmp_path / "notebooks" / f"{name}.ipynb")
     for name in ("01_one", "02_two", "explorer"):
         (tmp_path / f"{name}.html").write_text("")
-    index = write_index(tmp_path).read_text(encoding="utf-8")
+    index = write_index(tmp_path, tmp_path / "notebooks").read_text(encoding="utf-8")
     links = [link for link in re.findall(r'href="([^"#]+)"', index) if not link.startswith("http")]
     assert links == ["01_one.html", "02_two.html", "explorer.html"]
     assert index.count("It grows with depth.") == 2 and "More words" not in index
 
 
 def test_an_index_of_nothing_is_refused(tmp_path: Path):
-    with pytest.raises(NormlabError, match="no notebook with a page"):
-        write_index(tmp_path)
+    with pytest.raises(NormlabError, match="no page of a notebook"):
+        write_index(tmp_path, NOTEBOOKS)
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

@@ -3,7 +3,7 @@
 NotebookPage    the notebook as a web page: `python -m nbconvert --to normlab.export.notebooks.NotebookPage FILE`
 ImageNotebook   the notebook with its figures as plain images, as it is committed
 share_plotly    takes plotly.js out of a page that has it inside
-write_index     a page that leads to a folder's pages
+write_index     a page that leads to the notebooks' pages
 claim_of        a notebook's title and its claim
 
 Pages fetch nothing from elsewhere. They and what they show share two files in their folder: `plotly.min.js`, and
@@ -152,17 +152,18 @@ def share_plotly(page: str | Path) -> None:
     page.with_name(PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
 
 
-def write_index(folder: str | Path) -> Path:
-    """Write `index.html`, a page that leads to the pages of a folder's notebooks, and to its explorer if it is there.
+def write_index(folder: str | Path, notebooks: str | Path) -> Path:
+    """Write `index.html` in `folder`, which leads to the pages there, of the notebooks in `notebooks`, and to the
+    explorer.
 
     Raises:
-        NormlabError: no notebook of the folder has a page.
+        NormlabError: no notebook has a page in the folder.
     """
     folder = Path(folder)
     lines = ["# normlab: what normalization does to a deep transformer, layer by layer", "## Notebooks"]
-    found = [path for path in sorted(folder.glob("*.ipynb")) if path.with_suffix(".html").exists()]
+    found = [path for path in sorted(Path(notebooks).glob("*.ipynb")) if (folder / f"{path.stem}.html").exists()]
     if not found:
-        raise NormlabError(f"no notebook with a page in {folder}: `make pages` makes them")
+        raise NormlabError(f"no page of a notebook of {notebooks} in {folder}: `make pages` makes them")
     for path in found:
         title, claim = claim_of(nbformat.read(path, as_version=4))
         lines.append(f"### [{title or path.stem}]({path.stem}.html)\n\n{claim}")
