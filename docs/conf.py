@@ -37,6 +37,7 @@ myst_substitutions = tables.substitutions()
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!normlab).*"), *reference.UNDOCUMENTED]
 default_role = "code"
+smartquotes = False  # of "(..., d)", for one
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autosummary_generate = False

@@ -5,6 +5,7 @@ to_rst   Sphinx's event: a docstring's lines, changed in place
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import reference
@@ -21,6 +22,7 @@ def to_rst(app, what: str, name: str, obj, options, lines: list[str]) -> None:
         lines[:] = _without_lists(lines)
     found: list[str] = []
     in_code = in_section = False
+    lines[:] = _one_parameter_a_line(lines, obj)
     for i, line in enumerate(lines):
         if line.strip() and not line.startswith(" "):
             in_code, in_section = False, bool(_SECTION.match(line))
@@ -29,6 +31,24 @@ def to_rst(app, what: str, name: str, obj, options, lines: list[str]) -> None:
             in_code = True
         found.append(line if in_code else _text(line))
     lines[:] = found
+
+
+def _one_parameter_a_line(lines: list[str], obj) -> list[str]:
+    """`x: (..., d). weight: (d,).` describes two parameters; napoleon wants a line for each."""
+    known = "|".join(re.escape(name) for name in _parameters(obj))
+    if not known:
+        return lines
+    another = re.compile(rf"(?<=\.) (?=(?:{known})(?:, (?:{known}))*: )")
+    return [
+        part for line in lines for part in (another.sub("\n    ", line) if line[:4] == " " * 4 else line).split("\n")
+    ]
+
+
+def _parameters(obj) -> list[str]:
+    try:
+        return list(inspect.signature(obj).parameters)
+    except (TypeError, ValueError):  # a module, or what Python cannot read a signature of
+        return []
 
 
 def _text(line: str) -> str:

@@ -65,7 +65,9 @@ def _page(module: ModuleType, what: str) -> str:
 
 def _entry(name: str, value: Any) -> list[str]:
     if inspect.isclass(value):
-        return [f".. autoclass:: {name}", "   :members:", "   :show-inheritance:", ""]
+        fields = ", ".join(getattr(value, "_fields", ()))  # a named tuple's, whose docstrings say "alias for field 0"
+        without = [f"   :exclude-members: {fields}"] if fields else []
+        return [f".. autoclass:: {name}", "   :members:", *without, "   :show-inheritance:", ""]
     if callable(value):
         return [f".. autofunction:: {name}", ""]
     about = f"A table: :doc:`{DATA[name]}`." if name in DATA else f"``{value!r}``"

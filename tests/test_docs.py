@@ -116,6 +116,19 @@ def test_a_docstring_is_text_with_code_in_it(site_code: dict[str, ModuleType]):
     assert "::\n\n    with code: |x|\n" in text and text.endswith("Args:\n    a\\_: ``b``.")
 
 
+def test_parameters_described_in_one_line_come_apart(site_code: dict[str, ModuleType]):
+    lines = ["y. x: no.", "", "Args:", "    x: (..., d). weight: (d,). bias, eps: constants; see: this."]
+    site_code["docstrings"].to_rst(None, "function", "f", lambda x, weight, bias, eps: None, None, lines)
+    assert lines == [
+        "y. x: no.",
+        "",
+        "Args:",
+        "    x: (..., d).",
+        "    weight: (d,).",
+        "    bias, eps: constants; see: this.",
+    ]
+
+
 def test_a_modules_list_of_names_is_left_to_the_table(site_code: dict[str, ModuleType]):
     lines = ["What it is.", "", "record   measures", "sites    finds", "", "More words.", ""]
     site_code["docstrings"].to_rst(None, "module", "m", None, None, lines)
