@@ -194,7 +194,10 @@ def test_importing_any_module_changes_no_setting_and_prints_nothing():
         for path in sorted((ROOT / "normlab").rglob("*.py"))
         if path.name != "__main__.py"
     ]
-    third_party = "datasets, accelerate, plotly.tools, ipywidgets, tokenizers, transformer_lens.model_bridge.sources"
+    third_party = (
+        "datasets, accelerate, plotly.tools, ipywidgets, tokenizers, nbconvert.exporters, "
+        "transformer_lens.model_bridge.sources"
+    )
     code = (
         f"{STATE}\nimport importlib, {third_party}\nbefore = state()\n"
         f"for name in {modules!r}:\n    importlib.import_module(name)\n"

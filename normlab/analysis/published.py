@@ -51,8 +51,7 @@ def load_published(path: str | Path | None = None) -> pd.DataFrame:
 
     Returns:
         Columns: `paper arxiv where` (source), `model depth tokens` (what was trained; empty where the paper does not
-            say),
-        `method` (the paper's name), `scheme` (normlab's name, empty when there is none), `metric layer value`,
+        say), `method` (the paper's name), `scheme` (normlab's name, empty when there is none), `metric layer value`,
         `relative_error` (of reading a plot; empty for a printed number), `note`. Layer 0 is the embeddings, blocks are
         1..L.
 
