@@ -46,7 +46,7 @@ $(OUT)/%.html: notebooks/%.ipynb
 site: $(VENV)/.installed-notebooks ## the notebooks and the explorer on the shipped runs, as pages that need no kernel: build/site/
 	@$(MAKE) --no-print-directory --always-make pages OUT=$(OUT)/site RUNS=data/runs
 	$(BIN)/python -c "import normlab; from normlab.widgets.page import explorer_page; \
-	  explorer_page(normlab.load_runs('data/runs'), '$(OUT)/site/explorer.html')"
+	  explorer_page(normlab.load_runs('data/runs'), '$(OUT)/site/explorer.html', configs=normlab.read_configs('data/runs'))"
 	@echo "Open $(CURDIR)/$(OUT)/site/explorer.html, or put $(OUT)/site on any web server."
 
 notebooks: $(VENV)/.installed-notebooks ## run the notebooks on the shipped runs and keep their figures as images, as they are committed
