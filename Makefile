@@ -29,7 +29,7 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 
 reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the notebooks on it, write them as HTML to build/
 	$(BIN)/normlab sweep --preset tiny --out $(OUT)/runs --cache-dir $(OUT)/cache
-	@$(MAKE) --no-print-directory --always-make pages
+	@$(MAKE) --no-print-directory --always-make -j $(JOBS) pages
 	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
 	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
 
@@ -43,7 +43,7 @@ $(OUT)/index.html: $(PAGES) $(OUT)/explorer.html
 $(OUT)/explorer.html:
 	@mkdir -p $(OUT)
 	$(BIN)/python -c "import normlab; from normlab.export.notebooks import share_plotly; from normlab.widgets.page import explorer_page; \
-	  share_plotly(explorer_page(normlab.load_runs('$(RUNS)'), '$@'))"
+	  share_plotly(explorer_page(normlab.load_runs('$(RUNS)'), '$@', configs=normlab.read_configs('$(RUNS)')))"
 
 .PRECIOUS: $(EXECUTED)/%.ipynb
 $(EXECUTED)/%.ipynb: notebooks/%.ipynb

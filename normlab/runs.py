@@ -9,7 +9,7 @@
 
 `load_runs(path)`   one long table of every run below `path`
 `load_experiments(path)`   what was measured once, after training, of every run that has it
-`load_configs(path)`   what each of them was told to do, a row a run
+`load_configs(path)`   what each of them was told to do, a row a run; `read_configs(path)`: the same as data, by run
 `read_run(path)`    one run
 `publish`           sync a finished directory to disk and rename it to its final name, so that it exists whole or not at
                     all
@@ -212,6 +212,10 @@ def find_runs(root: str | Path) -> list[Path]:
     return sorted(p.parent for p in root.rglob(MANIFEST) if not {PARTIAL, SEARCH} & set(p.relative_to(root).parts))
 
 
+def _roots(path: str | Path | Iterable[str | Path]) -> list[str | Path]:
+    return [path] if isinstance(path, (str, Path)) else list(path)
+
+
 def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """All runs at or below `path` (or several paths) as one table, a value a row.
 
@@ -219,24 +223,21 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     steps done (0: before training). tokens: trained so far. split: "train", "eval" or "probe". site "model": loss,
     grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy, and bigram_loss and trigram_loss where
     the run knows them; other sites as `normlab.probes` names them. layer: 0 the embeddings, 1..L the blocks, missing
-    where it means nothing. mask: "all", or "no_first" without each row's first token. `.attrs["configs"]` has each
-    run's training configuration, as JSON.
+    where it means nothing. mask: "all", or "no_first" without each row's first token.
 
     A run that cannot be read is named in a warning and left out; NormlabError when none is left.
     """
     import pandas as pd
 
-    roots = [path] if isinstance(path, (str, Path)) else list(path)
+    roots = _roots(path)
     found = [run for root in roots for run in find_runs(root)]
     where = ", ".join(str(root) for root in roots)
     if not found:
         raise NormlabError(f"no runs in {where}; make some with `normlab sweep --preset tiny --out DIR`")
-    tables, errors, configs = [], [], {}
+    tables, errors = [], []
     for directory in found:
         try:
-            run = read_run(directory)
-            tables.append(run.table())
-            configs[run.name] = json.dumps(run.manifest["config"])
+            tables.append(read_run(directory).table())
         except NormlabError as error:
             errors.append(str(error))
     if not tables:
@@ -247,9 +248,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         )
     for message in errors:
         warnings.warn(f"left out: {message}", stacklevel=2)
-    table = pd.concat(tables, ignore_index=True)
-    table.attrs["configs"] = configs  # strings, because pandas copies attrs deeply at every operation
-    return table
+    return pd.concat(tables, ignore_index=True)
 
 
 def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
@@ -260,12 +259,23 @@ def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    roots = [path] if isinstance(path, (str, Path)) else list(path)
+    roots = _roots(path)
     found = (read_run(directory).experiments() for root in roots for directory in find_runs(root))
     tables = [table for table in found if table is not None]
     if not tables:
         raise NormlabError(f"no run in {', '.join(map(str, roots))} was measured so; train with experiment_blocks")
     return pd.concat(tables, ignore_index=True)
+
+
+def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str, Any]]:
+    """What each run at or below `path` (or several paths) was configured with: the fields of its `TrainConfig`, by run.
+    A run that cannot be read is left out, as `load_runs` does, which names it."""
+    found = {}
+    for directory in (run for root in _roots(path) for run in find_runs(root)):
+        with suppress(NormlabError):
+            run = read_run(directory)
+            found[run.name] = run.manifest["config"]
+    return found
 
 
 def load_configs(path: str | Path) -> pd.DataFrame:

@@ -13,7 +13,8 @@ from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, one_run, 
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
-from normlab.figures.theme import spread, template
+from normlab.figures.labels import spread
+from normlab.figures.theme import template
 from normlab.schemes import SCHEMES
 
 
@@ -30,7 +31,8 @@ def test_growth_shows_every_layer_of_every_scheme_from_step_zero():
     assert list(end.y) == pytest.approx([activation("bhyt", layer, 20) * MEAN_OF_SEEDS for layer in range(5)])
     assert start.line.dash == "dash" and end.line.dash == "solid" and start.line.color != end.line.color
     assert METRICS["token_l2_mean"].definition in end.hovertemplate
-    assert figure.layout.yaxis.type == "log"
+    assert figure.layout.yaxis.type == "linear"
+    assert layer_growth(table(depths=(4,)), log=True).layout.yaxis.type == "log"
 
 
 def test_growth_takes_the_deepest_depth_unless_told():

@@ -24,7 +24,6 @@ cent at width 128.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
@@ -271,12 +270,14 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     return table.astype({"layer": "Int64", "seed": "Int64"})
 
 
-def predict_runs(about: pandas.DataFrame, depth: int, configs: Mapping[str, str]) -> pandas.DataFrame | None:
+def predict_runs(
+    about: pandas.DataFrame, depth: int, configs: Mapping[str, Mapping[str, Any]]
+) -> pandas.DataFrame | None:
     """Predictions for a depth's schemes, each of the model that its runs had; None where there are none.
 
     Args:
         about: a row a run, as `normlab.analysis.selection.summarize` returns.
-        configs: what `load_runs` says of each run, as JSON.
+        configs: what each run was configured with, by run (`normlab.read_configs`).
 
     Nothing is known, and nothing is said, of a scheme with a run that
     is not in it, with runs of different models or of another version of normlab, or with planted outliers.
@@ -291,7 +292,7 @@ def predict_runs(about: pandas.DataFrame, depth: int, configs: Mapping[str, str]
         if not set(own.index) <= set(configs):
             continue
         try:
-            made = [TrainConfig.from_dict(json.loads(configs[run])) for run in own.index]
+            made = [TrainConfig.from_dict(dict(configs[run])) for run in own.index]
         except NormlabError:  # of another version of normlab
             continue
         models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}

@@ -28,7 +28,7 @@ def layer_growth(
     schemes: Sequence[str] | None = None,
     mask: str = "all",
     published: pd.DataFrame | None = None,
-    log: bool | None = None,
+    log: bool = False,
     columns: int = 4,
 ) -> go.Figure:
     """A metric against layer at several training steps, one panel a scheme (BHyT Fig. 3, The Curse of Depth).
@@ -42,7 +42,7 @@ def layer_growth(
         mask: "all" (padding excluded) or "no_first" (each row's first token excluded, too).
         published: table of `normlab.load_published`; values of the same metric are drawn as diamonds with their reading
             error.
-        log: logarithmic value axis; default as the metric's row says.
+        log: logarithmic value axis.
         columns: panels in a row.
     """
     row = metric_row(metric)
@@ -57,7 +57,7 @@ def layer_growth(
         return theme.message_figure(f"{metric} was not measured at: {where}, {MASKS.get(mask, mask)}.", title)
     points = _published_points(published, metric, chosen.schemes) if site == "block_out" else None
     subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0"
-    figure = _panels(chosen, rows, points, row, row.log if log is None else log, columns)
+    figure = _panels(chosen, rows, points, row, log, columns)
     return theme.titled(figure, title, subtitle, int(figure.layout.height))
 
 
@@ -70,7 +70,7 @@ def gradient_growth(
     width: int | None = None,
     schemes: Sequence[str] | None = None,
     mask: str = "all",
-    log: bool | None = None,
+    log: bool = False,
     columns: int = 4,
 ) -> go.Figure:
     """Gradient norm by layer at several training steps (B3); layer l: the gradient at the input of block l.

@@ -14,7 +14,7 @@ function render({ model, el }) {
   place.style.width = "100%";
   place.style.height = `${model.get("figure").layout.height}px`; // so that nothing below moves when the plot comes
   el.append(place);
-  const plot = plotter(library(), place);
+  const plot = plotter(library(), place, ({ points: [{ data, x }] }) => model.send({ trace: data.name, x }));
   let begun = false;
   const show = () => plot.show(unpacked(model.get("figure")));
   const update = () => { if (begun) show(); };
