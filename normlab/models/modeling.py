@@ -24,20 +24,10 @@ from normlab.schemes import NormSite, get_scheme
 KERNELS = ("auto", "triton", "torch")
 
 
-class OutputProjection(nn.Linear):
-    """Attention's output projection. Deferred, it returns its input: the block then multiplies, adds and normalizes in
-    one kernel."""
-
-    deferred = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input if self.deferred else super().forward(input)
-
-
-def _watched(*modules: nn.Module) -> bool:
-    """Whether a hook would miss what a fused kernel does inside these modules."""
+def _watched(module: nn.Module) -> bool:
+    """Whether a hook would miss what a fused kernel does inside this module."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for module in modules for kind in kinds)
+    return any(getattr(module, kind) for kind in kinds)
 
 
 def _adds(norm: Any, x: Tensor) -> bool:
@@ -76,8 +66,8 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
     norm's mean square: no second reduction. c = ||W_V W_O||_F^2 / (T d) is the persistent float32 buffer ``c_attn``;
     it and lambda are constants there, ms is not: its gradient reaches the block's input.
 
-    Where kernels compute the norms, a sum and the norm that reads it are one kernel, with the bits of two; and the
-    product before them too, where the kernels' table of measurements prefers that. A norm with hooks is run by itself.
+    Where kernels compute the norms, a sum and the norm that reads it are one kernel, with the bits of two. A norm with
+    hooks is run by itself.
     """
 
     c_attn: Tensor
@@ -89,8 +79,6 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         scheme = get_scheme(config.scheme)
         self.self_attn: Any = attention or LlamaAttention(config=config, layer_idx=layer_idx)
-        if attention is None:  # the same tensors: a new module would draw weights and shift those that follow
-            self.self_attn.o_proj.__class__ = OutputProjection
         self.mlp: Any = mlp or LlamaMLP(config)
         if scheme.residual_init is not None:
             residual_linears: list[Any] = [self.self_attn.o_proj, self.mlp.down_proj]
@@ -139,17 +127,6 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         norm = self.norm_at(place)
         return x if norm is None else norm(x)
 
-    def _attend(self, deferred: bool, **arguments: Any) -> Tensor:
-        """Attention's output; deferred, what its output projection would multiply."""
-        if not deferred:
-            return self.self_attn(**arguments)[0]
-        projection = self.self_attn.o_proj
-        projection.deferred = True
-        try:
-            return self.self_attn(**arguments)[0]
-        finally:
-            projection.deferred = False
-
     def _add(self, place: str, branch: Tensor, residual: Tensor, **statistic: Tensor) -> tuple[Tensor, Tensor]:
         """s = residual + branch, and the norm at ``place`` of s (s itself where there is none)."""
         norm = self.norm_at(place)
@@ -157,22 +134,6 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             return norm.add(branch, residual, **statistic)
         s = residual + branch
         return s, s if norm is None else norm(s, **statistic)
-
-    def _defers_projection(self, x: Tensor) -> bool:
-        """Whether attention's output projection, the addition and the MLP's norm are one kernel for a stream like
-        x."""
-        norm, attention = self.norm_at("mlp_in"), self.self_attn
-        if not (_adds(norm, x) and hasattr(norm, "add_product") and (self.carried or not hasattr(norm, "lam"))):
-            return False
-        projection = attention.o_proj
-        return (
-            type(projection) is OutputProjection
-            and projection.bias is None
-            and not (self.layout.attn_out or self.layout.attn_sum)
-            and not _watched(attention, projection)
-            and not torch.is_autocast_enabled(x.device.type)
-            and nk.prefers_fused(x, projection.weight, x, norm.weight)
-        )
 
     def carried_mean_square(self, mean_square: Tensor, position_ids: Tensor | None) -> Tensor:
         """ms + c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch, tokens, 1),
@@ -202,9 +163,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             statistic["mean_square"] = self.carried_mean_square(mean_square, position_ids)
         else:
             hidden_states = self._normalize("attn_in", hidden_states)
-        deferred = self._defers_projection(residual)
-        hidden_states = self._attend(
-            deferred,
+        hidden_states, _ = self.self_attn(
             hidden_states=hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -213,16 +172,12 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        if deferred:
-            matrix = self.self_attn.o_proj.weight
-            residual, hidden_states = self.norm_at("mlp_in").add_product(hidden_states, matrix, residual, **statistic)
+        hidden_states = self._normalize("attn_out", hidden_states)
+        if self.layout.attn_sum:
+            residual = self._add("attn_sum", hidden_states, residual)[1]
+            hidden_states = self._normalize("mlp_in", residual)
         else:
-            hidden_states = self._normalize("attn_out", hidden_states)
-            if self.layout.attn_sum:
-                residual = self._add("attn_sum", hidden_states, residual)[1]
-                hidden_states = self._normalize("mlp_in", residual)
-            else:
-                residual, hidden_states = self._add("mlp_in", hidden_states, residual, **statistic)
+            residual, hidden_states = self._add("mlp_in", hidden_states, residual, **statistic)
         hidden_states = self.mlp(hidden_states)
         return self._add("mlp_sum", self._normalize("mlp_out", hidden_states), residual)[1]
 

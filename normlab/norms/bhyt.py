@@ -101,11 +101,6 @@ class BHyT(Norm):
             return nk.add_bhyt(x, residual, self.weight, self.lam, **self._options())[:2]
         return nk.add_bhyt_carried(x, residual, self.weight, self.lam, mean_square, **self._options())
 
-    def add_product(self, a: Tensor, matrix: Tensor, residual: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
-        """s = residual + a matrix^T and y = norm(s): (s, y), in one kernel where the package's table prefers one."""
-        options: dict[str, Any] = {"kappa": self.kappa, "eps": self.eps, "bounded": self.bounded}
-        return nk.linear_add_bhyt(a, matrix, residual, self.weight, self.lam, mean_square, **options)
-
     def _options(self) -> dict[str, Any]:
         return {"kappa": self.kappa, "eps": self.eps, "bounded": self.bounded, "kernels": self.kernels}
 

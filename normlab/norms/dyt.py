@@ -51,9 +51,5 @@ class DyT(Norm):
         """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
         return nk.add_dyt(x, residual, self.weight, None, self.alpha, kernels=self.kernels)
 
-    def add_product(self, a: Tensor, matrix: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """s = residual + a matrix^T and y = norm(s): (s, y), in one kernel where the package's table prefers one."""
-        return nk.linear_add_dyt(a, matrix, residual, self.weight, None, self.alpha)
-
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, alpha={self.initial_alpha:g}"
