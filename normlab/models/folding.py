@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.models.modeling import NormlabDecoderLayer, is_folded, refuse_folded_training
+from normlab.norms import NoNorm
 
 READERS = {"attn_in": ("q_proj", "k_proj", "v_proj"), "mlp_in": ("gate_proj", "up_proj")}
 STOCK_PLACES = (("attn_in", "input_layernorm"), ("mlp_in", "post_attention_layernorm"))
@@ -87,6 +88,8 @@ def _why_not(site: _Site, uses: Counter[Tensor]) -> str:
             return f"{name} holds {linear.weight.dtype}"
         if uses[linear.weight] > 1:
             return f"the matrix of {name} is used elsewhere too (tied embeddings)"
+    if isinstance(site.norm, NoNorm):
+        return "there is no norm"
     weight, bias = getattr(site.norm, "weight", None), getattr(site.norm, "bias", None)
     if not isinstance(weight, nn.Parameter) or not _is_plain_gain(site.norm):
         return f"the weight of {type(site.norm).__name__} is not a factor of its output"
