@@ -164,7 +164,7 @@ class _Recursion:
         norms = {place: self._norm(place, layer) for place, _ in layout.places()}
         entered = np.diag(self.kernel).copy()
         carried = None
-        if self.scheme.carried and self.config.carried != "exact":
+        if self.config.carries_at(layer):
             carried = entered + self._correction(norms["attn_in"])
         self._branch("attn", layer, norms, None, self._attention)
         self._branch("mlp", layer, norms, carried, self._mlp)
@@ -180,7 +180,8 @@ class _Recursion:
         update = act(kernel)
         if f"{part}_out" in norms:
             update = _normalize(norms[f"{part}_out"], update)
-        self._add(part, layer, "relative_contribution", np.sqrt(np.diag(update) / np.diag(self.kernel)))
+        if self.scheme.residual is None:  # probes take a branch before a residual rule weighs it
+            self._add(part, layer, "relative_contribution", np.sqrt(np.diag(update) / np.diag(self.kernel)))
         keep, add = self._weights(part, layer)
         self.kernel = keep**2 * self.kernel + add**2 * update
         if f"{part}_sum" in norms:

@@ -72,7 +72,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         self.layout = scheme.layout_at(layer_idx + 1, config)
         for place, name in self.layout.places():
             self.add_module(name, scheme.norm_at(NormSite(place, layer_idx + 1, config)))
-        self.carried = config.carried if scheme.carried and config.carried != "exact" else None
+        self.carried = config.carried if config.carries_at(layer_idx + 1) else None
         self.train_seq_len = config.train_seq_len or config.max_position_embeddings
         if self.carried:
             self.register_buffer("c_attn", torch.zeros((), dtype=torch.float32))

@@ -107,10 +107,15 @@ def _bias_stays(site: _Site) -> bool:
 
 @torch.no_grad()
 def _is_plain_gain(norm: nn.Module) -> bool:
-    """Whether the norm's output without its bias is a gain times something: 0 for a gain of 0. (Gemma's is 1 + w.)"""
+    """Whether the norm's output without its bias is a gain times something: 0 for a gain of 0 (Gemma's is 1 + w), and
+    twice as large for twice the gain (GatedNorm's gate reads what the gain has made)."""
     zeros = {name: torch.zeros_like(p) for name, p in norm.named_parameters() if name in ("weight", "bias")}
     x = torch.linspace(-1.0, 1.5, zeros["weight"].numel()).to(zeros["weight"])[None, None]
-    return not torch.func.functional_call(norm, zeros, (x,)).any()
+
+    def output(gain: float) -> Tensor:
+        return torch.func.functional_call(norm, zeros | {"weight": torch.full_like(zeros["weight"], gain)}, (x,))
+
+    return not output(0.0).any() and torch.allclose(output(2.0), 2 * output(1.0), rtol=1e-2, atol=1e-6)
 
 
 def _wide(tensor: Tensor) -> Tensor:

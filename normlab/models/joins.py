@@ -19,7 +19,8 @@ class JoiningDecoderLayer(NormlabDecoderLayer):
     """One block: state = join(state, out(f(in(enter(state)))), sum) for attention, then for the MLP.
 
     ``attn_residual`` and ``mlp_residual`` are the scheme's rules (`normlab.residuals`). What comes in and goes out is
-    the whole state, one tensor; of several streams, ``enter`` shows what the block reads.
+    the whole state, one tensor; of several streams, ``enter`` shows what the block reads. What probes call a branch's
+    contribution is its output before the rule weighs it.
     """
 
     def __init__(
@@ -31,6 +32,10 @@ class JoiningDecoderLayer(NormlabDecoderLayer):
             raise NormlabError(f"scheme {config.scheme} joins its branches by plain addition: use NormlabDecoderLayer")
         self.attn_residual = rule(Sublayer("attn", layer_idx + 1, config))
         self.mlp_residual = rule(Sublayer("mlp", layer_idx + 1, config))
+        for part in ("attn", "mlp"):  # of two norms of the stream, probes' usual site is the branch's
+            own, outer = self.norm_at(f"{part}_in"), self.norm_at(f"{part}_sum")
+            if own is not None and outer is not None:
+                outer.probe_site = f"{part}_sum_norm_in"
 
     def enter(self, state: Tensor) -> Tensor:
         """What the block's first branch reads of the state that a block before it, or the embeddings, gave."""

@@ -32,8 +32,8 @@ def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterat
     if not kept:
         raise NormlabError("all blocks would be deleted: keep at least one")
     scheme = get_scheme(model.config.scheme)
-    if scheme.residual is not None:
-        raise NormlabError(f"scheme {scheme.name} joins each branch by its place: a block of it cannot be moved")
+    if scheme.residual is not None or model.config.bounded_layers is not None:
+        raise NormlabError(f"scheme {scheme.name} here builds each block for its place: a block cannot be moved")
     config = copy.copy(model.config)
     config.num_hidden_layers = len(kept)
     own: list[tuple[nn.Module, str, nn.Module]] = []

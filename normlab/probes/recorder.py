@@ -251,7 +251,7 @@ class Recorder:
         call = self._call
         if call is None or call.flow is None:
             return
-        place = self.norm_sites[norm] = (call.flow.norm_site(x), block.index)
+        place = self.norm_sites[norm] = (getattr(norm, "probe_site", "") or call.flow.norm_site(x), block.index)
         self._measurer.norm_input(call, place, norm, x, kwargs.get("mean_square"))
         self._watch_gradient(x, place, call)
 

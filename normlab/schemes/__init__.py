@@ -9,6 +9,7 @@ costs      `table()`: every scheme with formula, paper, parameters and cost
 """
 
 from normlab.schemes.costs import table
+from normlab.schemes.parts import KAPPA_POWERS, is_bounded
 from normlab.schemes.registry import (
     BASELINE,
     BOUND_AND_CONTROL,
@@ -46,6 +47,7 @@ __all__ = [
     "DEFAULT",
     "FURTHER",
     "GAIN_CONTROL",
+    "KAPPA_POWERS",
     "PILOT",
     "QK_NORMS",
     "SCHEMES",
@@ -61,5 +63,6 @@ __all__ = [
     "Scheme",
     "Sublayer",
     "get_scheme",
+    "is_bounded",
     "table",
 ]

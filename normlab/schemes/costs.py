@@ -39,7 +39,15 @@ def table(width: int = 1024, depth: int = 16) -> pandas.DataFrame:
 
 def _config(width: int, depth: int) -> Any:
     """The fields that builders of norms and rules read."""
-    lam = {"lam_input": 2.0, "lam_post": 1.0, "lam_last": 0.0, "kappa": 10.0, "gamma0": 1.0, "learnable_lam": True}
+    lam: dict[str, Any] = {
+        "lam_input": 2.0,
+        "lam_post": 1.0,
+        "lam_last": 0.0,
+        "kappa": 10.0,
+        "gamma0": 1.0,
+        "learnable_lam": True,
+    }
+    lam["bounded_layers"], lam["kappa_schedule"] = None, "constant"
     own = {"alpha0": None, "post_fraction": 0.25, "residual_warmup": 1000, "streams": 4, "zero_centred": False}
     return SimpleNamespace(hidden_size=width, num_hidden_layers=depth, rms_norm_eps=1e-6, **lam, **own)
 

@@ -94,13 +94,25 @@ def derf(site: NormSite) -> nn.Module:
     return Derf(site.width, alpha=1.0 if site.config.alpha0 is None else site.config.alpha0)
 
 
+# kappa in block l is kappa l^power.
+KAPPA_POWERS = {"constant": 0.0, "inverse_sqrt": -0.5, "sqrt": 0.5, "fourth_root": 0.25}
+
+
+def is_bounded(config: Any, layer: int) -> bool:
+    """Whether a block, from 1, is within ``bounded_layers``."""
+    first, last = config.bounded_layers or (1, config.num_hidden_layers)
+    return first <= layer <= last
+
+
 def bhyt(bounded: bool) -> Callable[[NormSite], nn.Module]:
     def build(site: NormSite) -> nn.Module:
-        if site.lam == 0.0:  # the final norm unless lam_last asks for a tanh there
+        config, final = site.config, site.place == "final"
+        # The final norm unless lam_last asks for a tanh there; blocks outside the range.
+        if site.lam == 0.0 or not (final or is_bounded(config, site.layer)):
             return rms(site)
-        config = site.config
+        kappa = config.kappa * (1.0 if final else site.layer ** KAPPA_POWERS[config.kappa_schedule])
         fixed = {"learnable_lam": config.learnable_lam, "gain": config.gamma0, "bounded": bounded}
-        return BHyT(site.width, site.lam, config.kappa, **fixed)
+        return BHyT(site.width, site.lam, kappa, **fixed)
 
     return build
 
