@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="train | sweep | compare | probe | figures | bench"
+        dest="command", required=True, metavar="train | sweep | compare | probe | figures | bench | schemes"
     )
     _add_train(commands)
     _add_sweep(commands)
@@ -97,7 +97,16 @@ def build_parser() -> argparse.ArgumentParser:
     _add_figures(commands)
     _add_probe(commands)
     _add_bench(commands)
+    schemes = commands.add_parser("schemes", help="every scheme with formula, paper, parameters and cost")
+    schemes.set_defaults(act=_schemes)
     return parser
+
+
+def _schemes(options: argparse.Namespace) -> int:
+    from normlab.schemes import table
+
+    print(table().to_string(index=False))
+    return 0
 
 
 def _add_train(commands: Any) -> None:

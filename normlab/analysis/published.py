@@ -101,8 +101,8 @@ def _their_ratios(rows: pd.DataFrame, base: str) -> pd.DataFrame:
 
 def _our_ratios(quantity: str, metric: str, runs: pd.DataFrame, base: str) -> pd.DataFrame:
     chosen = choose(runs, depth=None, same_rate=metric != "loss")
-    values = last_values(chosen, metric)
-    others = [name for name in in_order(chosen.schemes) if name != base]
+    values = last_values(chosen, metric).dropna(subset="value")
+    others = [name for name in in_order(values["scheme"]) if name != base]
     found = pd.concat([differences(values, name, base, metric) for name in others]) if others else pd.DataFrame()
     if found.empty:
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +19,18 @@ NEUTRAL = "#8a8f98"
 # Training step, early to late. Blue to orange is safe for colour-blind readers, and no stop fades into either
 # background.
 STEPS = ((0.0, "#5b8def"), (0.5, "#a55cc7"), (1.0, "#e8590c"))
-# Scheme colours too dark for a dark page, and what they become there.
-_ON_DARK = {"#000000": "#f4f4f5", "#0072b2": "#3b9ddd", "#8c564b": "#c08a7d"}
+# Scheme colours too dark for a dark page, or too near to one that becomes brighter there, and what they become.
+_ON_DARK = {
+    "#000000": "#f4f4f5",
+    "#0072b2": "#3b9ddd",
+    "#009e73": "#3ddc97",
+    "#56b4e9": "#5a6ff0",
+    "#8c564b": "#a89060",
+}
+# What schemes that choose none are drawn with. To every kind of colour vision, no two of these colours
+# come near each other (tests/test_figures_looks.py); every dash differs from the next in ink or in period.
+COLORS = ("#000000", "#009e73", "#e69f00", "#cc79a7", "#0072b2", "#56b4e9", "#d55e00")
+DASHES = ("dashdot", "24px,4px", "2px,9px", "dot", "dash", "solid")
 _INKS = {
     "light": {"text": "#1f2933", "soft": "#52606d", "grid": "#e8eaed", "axis": "#9aa5b1", "paper": "#ffffff"},
     "dark": {"text": "#e6e8eb", "soft": "#a9b1bb", "grid": "#2c3138", "axis": "#5d6670", "paper": "#14171b"},
@@ -42,7 +53,19 @@ def style_of(scheme: str) -> Style:
     row = SCHEMES.get(scheme)
     if row is None:
         return Style(scheme, scheme, NEUTRAL, "dashdot", False)
-    return Style(row.name, row.title, row.color, row.dash, row.is_control)
+    color, dash = (row.color, row.dash) if row.color else _free_looks(tuple(SCHEMES))[scheme]
+    return Style(row.name, row.title, color, dash, row.is_control)
+
+
+@functools.cache
+def _free_looks(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Colour and dash of each scheme that chooses none, in the registry's order, from those that nobody has."""
+    taken = {(SCHEMES[name].color, SCHEMES[name].dash) for name in names}
+    free = [(color, dash) for dash in DASHES for color in COLORS if (color, dash) not in taken]
+    waiting = [name for name in names if not SCHEMES[name].color]
+    if len(waiting) > len(free):
+        raise NormlabError(f"there are {len(free)} free looks for {len(waiting)} schemes: add a dash to DASHES")
+    return dict(zip(waiting, free, strict=False))
 
 
 def template(theme: str = "light") -> go.layout.Template:

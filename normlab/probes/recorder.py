@@ -17,7 +17,7 @@ from normlab.probes.calls import Call, LossTokens, Place, labels_are_shifted
 from normlab.probes.measure import Measurer
 from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metrics
 from normlab.probes.reducers import at_least_float32
-from normlab.probes.roles import BlockFlow, same_tensor
+from normlab.probes.roles import BlockFlow, read_by, same_tensor
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.stats import LayerStats, manifest
 
@@ -208,7 +208,7 @@ class Recorder:
                     self._root = x.detach().requires_grad_()
                     x = self._root.clone()  # a leaf may not be written to in place, its copy may
                     replaced = with_argument(args, kwargs, place, x)
-        call.flow = BlockFlow(block, x, self._measurer.needs_branches)
+        call.flow = BlockFlow(block, read_by(module, x), self._measurer.needs_branches)
         self._watch_gradient(x, ("block_in", block.index), call)
         if self._watches_attention:
             call.watch = AttentionWatch()
@@ -224,8 +224,10 @@ class Recorder:
         if output is None or flow is None:
             return
         x = output_tensor(output)
-        self._measurer.activation(call, ("block_out", block.index), x)
-        self._measurer.block_end(call, flow, x)
+        following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # the last one's own, after the last
+        seen = read_by(following.module, x)
+        self._measurer.activation(call, ("block_out", block.index), seen)
+        self._measurer.block_end(call, flow, seen)
         if watch is not None:
             self._measurer.attention(call, block.index, watch)
         if block.index == self.sites.depth:
@@ -249,7 +251,7 @@ class Recorder:
         call = self._call
         if call is None or call.flow is None:
             return
-        place = self.norm_sites[norm] = (call.flow.norm_site(x), block.index)
+        place = self.norm_sites[norm] = (getattr(norm, "probe_site", "") or call.flow.norm_site(x), block.index)
         self._measurer.norm_input(call, place, norm, x, kwargs.get("mean_square"))
         self._watch_gradient(x, place, call)
 
@@ -268,7 +270,8 @@ class Recorder:
         if call is None or call.last_out is None or in_backward():
             return
         x, _ = hidden_state(args, kwargs)
-        if same_tensor(x, call.last_out):
+        joined = hasattr(self.sites.blocks[-1].module, "enter")  # the norm reads one stream, made of several
+        if same_tensor(x, call.last_out) or joined:
             place = ("final_norm_in", self.sites.depth)
             self._measurer.norm_input(call, place, norm, x, kwargs.get("mean_square"))
             self._watch_gradient(x, place, call)
@@ -378,6 +381,8 @@ def record(
             Default: counted from the model's `labels` (or `num_items_in_batch`) argument. 1 for a loss that is a sum
             already; for a scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
+
+    Of a block that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them.
 
     Only whole forward passes count: one that raises leaves no trace. The model's outputs are bit-identical, its own
     hooks untouched. Metrics that do not apply (saturation without a tanh norm ...) have no rows; the manifest lists

@@ -17,7 +17,8 @@ branch in Pre-LN, x + f(x) after it in Post-LN. In a block where no attention is
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.sites import Block
@@ -29,6 +30,15 @@ def same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return False
     return a is b or (a.device == b.device and a.numel() == b.numel() and a.data_ptr() == b.data_ptr())
+
+
+def read_by(block: nn.Module, state: Tensor) -> Tensor:
+    """What a block reads of the state that it is given: all of it, or, of several streams, what its ``enter`` says."""
+    enter = getattr(block, "enter", None)
+    if enter is None:
+        return state
+    with torch.no_grad():
+        return enter(state)
 
 
 class BlockFlow:

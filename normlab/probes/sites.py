@@ -9,6 +9,7 @@ norm feed attention, or does it follow attention's residual sum?) are decided wh
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -151,7 +152,9 @@ def shell_content(module: nn.Module) -> nn.Module | None:
 def is_norm(module: nn.Module) -> bool:
     """True for a module that holds vectors or scalars and no matrix (RMSNorm, LayerNorm, DyT ...), a parameter-free
     LayerNorm, or a wrapper around one of these. Per-channel scales (`LayerScale`) normalise nothing and are left
-    out."""
+    out. A module may say what it is: its ``probe_role`` is "norm", or anything else."""
+    if (role := getattr(module, "probe_role", None)) is not None:
+        return role == "norm"
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return True
     name = type(module).__name__.lower()
@@ -161,7 +164,7 @@ def is_norm(module: nn.Module) -> bool:
     parameters = list(module.parameters(recurse=False))
     if not parameters:
         return "norm" in name
-    return all(parameter.ndim <= 1 for parameter in parameters) and "scale" not in name.replace("scalenorm", "")
+    return all(parameter.ndim <= 1 for parameter in parameters) and not re.search("scale(?!norm)", name)
 
 
 def _norms_below(module: nn.Module) -> Iterator[nn.Module]:
@@ -206,7 +209,8 @@ def _split_branch(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
 def _block(index: int, name: str, module: nn.Module) -> Block:
     parts = _parts(module)
     norms = [child for _, child in parts if is_norm(child)]
-    working = [(child_name, child) for child_name, child in parts if not is_norm(child) and has_matrix(child)]
+    rest = [(child_name, child) for child_name, child in parts if not hasattr(child, "probe_role")]
+    working = [(child_name, child) for child_name, child in rest if not is_norm(child) and has_matrix(child)]
     branches: dict[str, nn.Module | None] = {"attention": None, "mlp": None}
     for kind in branches:
         of_kind = [child for child_name, child in working if _is_attention(child_name, child) == (kind == "attention")]

@@ -2,6 +2,7 @@
 
 `RunLog`            the run's measurements, one row a value; lives in the checkpoint, so that a resumed run is cut back
                     to it
+`SchemeCallback`    what the scheme does in training: schedules, and what it makes of the weights after a step
 `RefreshCallback`   recomputes the carried statistic's constant on schedule and after the last step
 `ProbeCallback`     layer statistics on a fixed held-out batch
 `EvalCallback`      held-out loss
@@ -91,6 +92,16 @@ class _Scheduled(TrainerCallback, ABC):
 
     @abstractmethod
     def act(self, model: nn.Module, step: int) -> None: ...
+
+
+class SchemeCallback(TrainerCallback):
+    """Tells the model how far training is, and lets its scheme act after each optimizer step."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        cast(NormlabForCausalLM, model).set_schedules(state.global_step, state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        cast(NormlabForCausalLM, model).after_step(state.global_step, state.max_steps)
 
 
 class RefreshCallback(_Scheduled):

@@ -16,9 +16,9 @@ from normlab.schemes import (
     FURTHER,
     GAIN_CONTROL,
     PILOT,
-    SCHEMES,
     SETTINGS,
     SHORT_LIST,
+    STUDIED,
     get_scheme,
 )
 from normlab.training.config import TrainConfig
@@ -41,7 +41,7 @@ class Part:
     variants: of every run; without them each is run once, as it is. kept: depths whose seed 0 keeps its weights."""
 
     depths: Mapping[int, int]
-    schemes: tuple[str, ...] = tuple(SCHEMES)
+    schemes: tuple[str, ...] = STUDIED
     variants: tuple[Variant, ...] = (Variant(),)
     kept: tuple[int, ...] = ()
 

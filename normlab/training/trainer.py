@@ -38,6 +38,7 @@ from normlab.training.callbacks import (
     ProgressCallback,
     RefreshCallback,
     RunLog,
+    SchemeCallback,
     StopCallback,
     Watch,
     WatchCallback,
@@ -111,6 +112,12 @@ class RunTrainer(Trainer):
         """The model knows; transformers goes by the parameter's name, which is wrong for norms that are to be
         decayed."""
         return self.accelerator.unwrap_model(model).decay_parameter_names()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """With the scheme's factors on learning rate, eps and weight decay."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.accelerator.unwrap_model(self.model).apply_rates(optimizer)
+        return optimizer
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: transformers walks every module of the model at every step for it."""
@@ -337,6 +344,7 @@ def build_trainer(
     bar = ProgressCallback(config.run_id, config.tokens_per_step, progress)
     callbacks = [
         bar,
+        SchemeCallback(),
         RefreshCallback(refresh_interval(config.steps)),
         ProbeCallback(log, measured(config.probe_blocks), config.probe_every, config.probe_metrics()),
         EvalCallback(log, measured(config.eval_blocks), config.batch_size, config.eval_every),
