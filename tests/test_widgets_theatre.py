@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,19 +12,17 @@ import numpy as np
 import plotly.graph_objects as go
 import psutil
 import pytest
-from training_helpers import TINY
+from training_helpers import FORKS, TINY, ForkedCommand
 
 import normlab
 from normlab.errors import NormlabError
 from normlab.figures.stage import MOST_POINTS, Scene, blank, redraw, thinned
-from normlab.training.background import BackgroundRun
+from normlab.training import background
 from normlab.widgets import TrainTheatre
 from normlab.widgets.live import LiveFigure
 
 pytest_plugins = ["training_fixtures"]
 SCHEMES = ["pre_rmsnorm", "bhyt"]
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +37,7 @@ def forks() -> None:
 def theatre(
     forks: None, text: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TrainTheatre]]:
-    monkeypatch.setattr(BackgroundRun, "_context", FORKS)
+    monkeypatch.setattr(background, "Popen", ForkedCommand)
     opened = []
 
     def theatre(**recipe: Any) -> TrainTheatre:

@@ -53,7 +53,7 @@ PARTIAL_MANIFEST = "partial.json"
 
 
 class Blocks(Dataset):
-    """Rows of a memory-mapped array as int64 tensors."""
+    """Rows of a memory-mapped array as examples, int64."""
 
     def __init__(self, blocks: np.ndarray) -> None:
         self.blocks = blocks
@@ -61,13 +61,9 @@ class Blocks(Dataset):
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.from_numpy(self.blocks[index].astype(np.int64))
-
-
-def collate(rows: list[Tensor]) -> dict[str, Tensor]:
-    ids = torch.stack(rows)
-    return {"input_ids": ids, "labels": ids}
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.from_numpy(self.blocks[index].astype(np.int64))
+        return {"input_ids": ids, "labels": ids}
 
 
 class SeededOrder(Sampler[int]):
@@ -252,19 +248,18 @@ def _run(
     trainer, log, stop, bar = build_trainer(config, corpus, work, progress)
     if watch is not None:
         trainer.add_callback(WatchCallback(log, watch))
-    whole = checkpoints(work)
-    latest = whole[-1] if whole else None
+    latest = next(reversed(checkpoints(work)), None)
     if latest is not None:
         log.restore(latest / runs.STATS)
     trainer.train(resume_from_checkpoint=str(latest) if latest else None)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     counted = corpus.count_losses(config.eval_blocks, config.held_out)
-    manifest |= _verdict(log, stop.diverged, counted["trigram_loss"]) | counted
+    tokens = trainer.state.global_step * config.tokens_per_step
+    manifest |= _outcome(log, stop.diverged, counted["trigram_loss"]) | counted
     found = None
     if config.experiment_blocks and not stop.diverged:
         found = experiments(model, corpus.spread(config.experiment_blocks, config.held_out))
-    tokens = trainer.state.global_step * config.tokens_per_step
     manifest |= {
         "steps": trainer.state.global_step,
         "tokens": tokens,
@@ -297,13 +292,14 @@ def _model_facts(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config.to_diff_dict().items() if name not in ("architectures", "dtype")}
 
 
-def _verdict(log: RunLog, stopped: bool, trigram_loss: float) -> dict[str, Any]:
-    """status and the last held-out loss (None when it is not finite, or was never measured: then learning is taken for
-    granted). Learned is what a trigram model of the training text does not predict as well on the same blocks."""
+def _outcome(log: RunLog, diverged: bool, trigram_loss: float) -> dict[str, Any]:
+    """`status` and `eval_loss`, the last held-out loss: None where it is not finite, or was never measured (then
+    learning is taken for granted). See `Run.status`."""
     loss = log.last("loss", "eval")
-    if stopped or (loss is not None and not math.isfinite(loss)):
-        return {"status": "diverged", "eval_loss": None}
-    return {"status": "not_learned" if loss is not None and loss >= trigram_loss else "finished", "eval_loss": loss}
+    if diverged or (loss is not None and not math.isfinite(loss)):
+        return {"status": runs.DIVERGED, "eval_loss": None}
+    learned = loss is None or loss < trigram_loss
+    return {"status": runs.FINISHED if learned else runs.NOT_LEARNED, "eval_loss": loss}
 
 
 @contextlib.contextmanager
@@ -346,7 +342,6 @@ def build_trainer(
         model=model,
         args=training_arguments(config, work),
         train_dataset=Blocks(corpus.train),
-        data_collator=collate,
         callbacks=callbacks,
         log=log,
         dtype=config.dtype,
