@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from collections import Counter
@@ -69,7 +70,10 @@ def _add_train(commands: Any) -> None:
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of
 
-    parser = commands.add_parser("train", help="train one model and measure its layers")
+    ranks = (
+        "several processes or GPUs: torchrun --nproc-per-node N -m normlab train ... (--batch-size is of all together)"
+    )
+    parser = commands.add_parser("train", help="train one model and measure its layers", epilog=ranks)
     for spec in dataclasses.fields(TrainConfig):
         flag, text = flag_of(spec.name), spec.metadata["help"]
         if spec.name == "model":
@@ -182,6 +186,8 @@ def _train(options: argparse.Namespace) -> int:
             train_followed(config, options.out, options.cache_dir)
             return 0
         run = train(config, options.out, **shared)
+    if not _is_first_rank():
+        return 0
     losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"]}
     losses |= {name: run.manifest[name] for name in COUNT_LOSSES}
     beside = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
@@ -298,6 +304,12 @@ def _one_line_warning(message: Any, category: Any, *rest: Any) -> None:
     print(f"normlab: warning: {message}", file=sys.stderr)
 
 
+def _is_first_rank() -> bool:
+    """Of the processes that torchrun or accelerate launch started, one speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _fail(message: str, code: int = 2) -> int:
-    print(f"normlab: error: {' '.join(message.split())}", file=sys.stderr)
+    if _is_first_rank():
+        print(f"normlab: error: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -81,6 +81,10 @@ class TrainConfig:
     keep_weights: bool = setting(True, "keep the trained model", identity=False)
     # Threads change sums in the last digits only: a run continues only under the number that it began with.
     threads: int = setting(1, "CPU threads", at_least(1), identity=False)
+    # These too change no more than the rounding of sums.
+    accumulate: int = setting(1, "parts that a step's blocks are computed in, one by one", at_least(1), identity=False)
+    gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass", identity=False)
+    device: str = setting("auto", "auto: a GPU where there is one", one_of("auto", "cpu", "cuda"), identity=False)
 
     def __post_init__(self) -> None:
         get_scheme(self.scheme)
@@ -100,6 +104,10 @@ class TrainConfig:
             self.checkpoint_every % self.log_every == 0,
             f"checkpoint_every is {self.checkpoint_every}, no multiple of log_every {self.log_every}: "
             "a resumed run would average its loss over other steps",
+        )
+        require(
+            self.batch_size % self.accumulate == 0,
+            f"accumulate is {self.accumulate}; it must divide batch_size {self.batch_size}",
         )
         require(
             self.outlier_channels <= self.width,
