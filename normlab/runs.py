@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from normlab.errors import NormlabError, first_line
 
@@ -37,8 +37,23 @@ SCHEMA_VERSION = 2
 PARTIAL, SEARCH = ".partial", "search"
 MANIFEST, STATS, WEIGHTS = "manifest.json", "stats.parquet", "model.safetensors"
 EXPERIMENTS = "experiments.parquet"
+
+
+class Row(NamedTuple):
+    """One value that a run measured, as stats.parquet has it."""
+
+    step: int
+    tokens: int
+    split: str
+    site: str
+    layer: int | None
+    metric: str
+    mask: str
+    value: float
+
+
 RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status"]
-STATS_COLUMNS = ["step", "tokens", "split", "site", "layer", "metric", "mask", "value"]
+STATS_COLUMNS = list(Row._fields)
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 EXPERIMENT_COLUMNS = ["metric", "part", "layer", "other", "value", "standard_error"]
 MANIFEST_KEYS = ("run", "status", "eval_loss", "config", "corpus", "measured")
@@ -87,9 +102,7 @@ class Run:
         try:
             stats = pd.read_parquet(self.path / STATS)
         except Exception as error:  # pyarrow raises several kinds, OSError among them
-            raise NormlabError(
-                f"run {self.path}: {STATS} cannot be read ({first_line(error)}); delete the run and train it again"
-            ) from error
+            raise _unreadable(self.path, STATS, error) from error
         if list(stats.columns) != STATS_COLUMNS:
             raise NormlabError(
                 f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
@@ -108,6 +121,10 @@ class Run:
         stats = pd.concat([stats, stats_frame(rows)], ignore_index=True)
         return self._with_keys(stats)
 
+    def rows(self) -> Iterator[Row]:
+        """Those of `table`, one by one."""
+        return rows_of(self.table())
+
     def experiments(self) -> pd.DataFrame | None:
         """This run's rows of `load_experiments`; None when it was not measured so."""
         import pandas as pd
@@ -117,10 +134,7 @@ class Run:
         try:
             return self._with_keys(pd.read_parquet(self.path / EXPERIMENTS))
         except Exception as error:
-            raise NormlabError(
-                f"run {self.path}: {EXPERIMENTS} cannot be read ({first_line(error)}); "
-                "delete the run and train it again"
-            ) from error
+            raise _unreadable(self.path, EXPERIMENTS, error) from error
 
     def _with_keys(self, table: pd.DataFrame) -> pd.DataFrame:
         config = self.manifest["config"]
@@ -138,8 +152,22 @@ class Run:
         return NormlabForCausalLM.from_pretrained(self.path)
 
 
+def _unreadable(path: Path, file: str, error: Exception) -> NormlabError:
+    return NormlabError(f"run {path}: {file} cannot be read ({first_line(error)}); delete the run and train it again")
+
+
+def rows_of(frame: pd.DataFrame) -> Iterator[Row]:
+    """The inverse of `stats_frame`; further columns are left out."""
+    import pandas as pd
+
+    columns = frame[STATS_COLUMNS].itertuples(index=False, name=None)
+    for step, tokens, split, site, layer, metric, mask, value in columns:
+        at = None if layer is pd.NA else int(layer)
+        yield Row(int(step), int(tokens), split, site, at, metric, mask, float(value))
+
+
 def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:
-    """Rows (step, tokens, split, site, layer or None, metric, mask, value) as a typed table."""
+    """Rows (`Row`) as a typed table."""
     import pandas as pd
 
     frame = pd.DataFrame(list(rows), columns=STATS_COLUMNS)
@@ -157,9 +185,7 @@ def read_run(path: str | Path) -> Run:
         manifest = json.loads(file.read_text())
         version = manifest["schema"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise NormlabError(
-            f"run {path}: {MANIFEST} cannot be read ({first_line(error)}); delete the run and train it again"
-        ) from error
+        raise _unreadable(path, MANIFEST, error) from error
     if version not in (1, SCHEMA_VERSION):
         raise NormlabError(
             f"run {path} has schema version {version}, this normlab reads 1 and {SCHEMA_VERSION}; "
@@ -196,9 +222,7 @@ def _check_weights(path: Path) -> None:
         with safe_open(path / WEIGHTS, framework="numpy"):
             pass
     except Exception as error:
-        raise NormlabError(
-            f"run {path}: {WEIGHTS} cannot be read ({first_line(error)}); delete the run and train it again"
-        ) from error
+        raise _unreadable(path, WEIGHTS, error) from error
 
 
 def find_runs(root: str | Path) -> list[Path]:
@@ -329,8 +353,8 @@ def write_stats(path: Path, frame: pd.DataFrame) -> None:
 
 def publish(staged: Path, final: Path) -> None:
     """Sync everything in `staged` to disk and rename it to `final`, replacing what is there: whole or not at all."""
-    for file in _walk(staged):
-        _fsync(file)
+    for path in (*staged.rglob("*"), staged):
+        _fsync(path)
     if final.exists():
         shutil.rmtree(final)
     os.rename(staged, final)
@@ -370,15 +394,6 @@ def full_disk_named(root: Path) -> Iterator[None]:
                 f"cannot write to {root}: no space left; free some and start again, runs go on from their checkpoints"
             ) from error
         raise
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    for entry in root.iterdir():
-        if entry.is_dir():
-            yield from _walk(entry)
-        else:
-            yield entry
-    yield root
 
 
 def _fsync(path: Path) -> None:

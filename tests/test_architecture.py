@@ -40,8 +40,8 @@ FLOORS = (
 
 # Pairs of rooms of which one imports the other. A change that needs another arrow says why here: what comes
 # with normlab (release.py) is found in one way, and models are the first to need it; notebooks prepare themselves in
-# one call (notebook.py), which trains when asked to; pages of notebooks refuse bad input as everything does; schemes and
-# models know residuals; the command line prints the table of schemes.
+# one call (notebook.py), which trains when asked to; pages of notebooks refuse bad input as everything does; schemes
+# and models know residuals; the command line prints the table of schemes.
 MOST_ARROWS = 56
 
 # A callback for transformers' Trainer cannot do without transformers.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,18 +10,16 @@ from typing import Any
 
 import psutil
 import pytest
-from training_helpers import TINY
+from training_helpers import FORKS, TINY, ForkedCommand
 
 import normlab
 from normlab.errors import NormlabError
 from normlab.figures.progress import MOST_POINTS, Progress, thinned, training_progress
-from normlab.training.background import BackgroundRun
+from normlab.training import background
 from normlab.widgets import TrainTheatre
 
 pytest_plugins = ["training_fixtures"]
 SCHEMES = ["pre_rmsnorm", "bhyt"]
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +34,7 @@ def forks() -> None:
 def theatre(
     forks: None, text: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TrainTheatre]]:
-    monkeypatch.setattr(BackgroundRun, "_context", FORKS)
+    monkeypatch.setattr(background, "Popen", ForkedCommand)
     opened = []
 
     def theatre(**recipe: Any) -> TrainTheatre:
