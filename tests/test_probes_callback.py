@@ -192,13 +192,12 @@ def test_the_trainers_divisions_and_scalings_of_the_loss_are_undone():
     from normlab.probes.calls import CallInputs
 
     callback = LayerStatsCallback()
-    callback._shifted = True
     arguments = SimpleNamespace(gradient_accumulation_steps=4, average_tokens_across_devices=True, world_size=2)
     scaled = SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda: 1024.0))
     inputs = CallInputs()
-    inputs.found["labels"] = torch.tensor([[5, 6, -100, 7]])
+    inputs.averaged = 2  # labels
     assert float(callback._summed_loss_factor(arguments, None, inputs)) == 2 * 4  # two labels, a quarter of the mean
     assert float(callback._summed_loss_factor(arguments, scaled, inputs)) == 2 * 4 / 1024
-    inputs.found["num_items_in_batch"] = torch.tensor(100)  # of both ranks, and the loss was doubled
+    inputs.found["num_items_in_batch"] = inputs.averaged = torch.tensor(100)  # of both ranks, and the loss was doubled
     assert float(callback._summed_loss_factor(arguments, None, inputs)) == 50
     assert callback._summed_loss_factor(arguments, None, CallInputs()) is None

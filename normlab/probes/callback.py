@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes.calls import CallInputs, labels_are_shifted
+from normlab.probes.calls import CallInputs
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.recorder import Recorder, record
 from normlab.probes.sites import Sites, sites
@@ -138,7 +138,6 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         self._sites: Sites | None = None
         self._recorder: Recorder | None = None
         self._ratio: UpdateRatio | None = None
-        self._shifted: bool | None = None
         self._writer: Any = None
         self._spikes = LossSpikes()
         self._tables: list[pandas.DataFrame] = []
@@ -164,14 +163,13 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         if state.global_step % self._every == 0 and model is not None:
             if self._sites is None or self._sites.model is not model:
                 self._sites = sites(model, self._blocks)
-                self._shifted = labels_are_shifted(self._sites.ancestors)
             tokens = partial(self._summed_loss_factor, args, kwargs.get("optimizer"))
             self._recorder = record(self._sites, self._metrics, loss_tokens=self._loss_tokens or tokens)
             self._recorder.__enter__()
 
     def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
         """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by."""
-        labels = inputs.loss_tokens(self._shifted)
+        labels = inputs.loss_tokens()
         if labels is None:
             return None
         scaler = getattr(optimizer, "scaler", None)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas
 
 PARTS = ("block", "attention", "mlp")
+PART_OF = {"attn": "attention", "mlp": "mlp"}
 
 
 def _with_tensor(output: Any, x: Tensor) -> Any:
@@ -43,17 +44,15 @@ def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
 
 def branch_outputs(runner: Runner, batch: dict[str, Any]) -> dict[tuple[str, int], nn.Module]:
     """The module whose output each branch adds to the stream, by (part, layer): the branch's output norm, else the
-    branch itself."""
-    found: dict[tuple[str, int], nn.Module] = {}
-    for block in runner.sites.blocks:
-        found |= {(part, block.index): module for part in PARTS[1:] if (module := getattr(block, part)) is not None}
+    branch itself. A branch of which that was not found to be so, because its block does not add up or it returns the
+    stream with itself added, is left out."""
     with record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec, torch.no_grad():
         runner.logits(batch)
-    part_of = {"attn_out_norm_in": "attention", "mlp_out_norm_in": "mlp"}
-    for norm, (site, layer) in rec.norm_sites.items():
-        if site in part_of:
-            found[part_of[site], layer] = norm
-    return found
+    return {
+        (part, layer): module
+        for (kind, layer), (module, form) in rec.branches.items()
+        if form != "contained" and (part := PART_OF.get(kind))
+    }
 
 
 def _plans(runner: Runner, batch: dict[str, Any], parts: Sequence[str], span: int) -> dict[tuple[str, int], list]:
