@@ -25,7 +25,7 @@ TASKS = {
     "image-text": "IMAGE_TEXT_TO_TEXT",
 }
 VOCABULARY, WIDTH, DEPTH, LENGTH, IMAGE = 128, 32, 4, 16, 64
-LARGEST = 40_000_000  # parameters; a configuration that is not shrunk below is listed, not built
+LARGEST = 60_000_000  # parameters; a configuration that is not shrunk below is listed, not built
 
 # The first rule whose pattern is the whole name wins; None leaves the field as it is.
 RULES: tuple[tuple[str, int | None], ...] = (
@@ -55,6 +55,9 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r".*(num_latents|num_query_tokens|n_latents|latent_query_num|mm_tokens_per_image)", 4),
     (r".*(hidden_layers_stack|num_layers_per_stack)", 2),
 )  # fmt: skip
+KEPT_SHALLOW = re.compile(
+    r".*(vocab_size|layers|layer|depth|image_size|num_blocks|num_latents)|.*(experts|n_embd_proj).*"
+)
 NESTED_KEPT = re.compile(r"rope.*|.*parameters|quantization.*|id2label|label2id|task_specific_params|.*scaling")
 
 
@@ -80,7 +83,8 @@ def _shrunk(name: str, value: Any) -> Any:
 def _overrides(fields: dict[str, Any], ids: list[int], variant: int) -> dict[str, Any]:
     """The fields that change, nested configurations included; token ids beyond the vocabulary get ids at its end.
 
-    `variant` 1 also fills what is None by default and leaves lists of layer types to the class; 2 leaves them only.
+    `variant` 1 also fills what is None by default and leaves lists of layer types to the class; 2 leaves them only; 3
+    keeps widths and heads, and makes the model shallow only.
     """
     found: dict[str, Any] = {}
     depth = next(
@@ -111,8 +115,10 @@ def _overrides(fields: dict[str, Any], ids: list[int], variant: int) -> dict[str
             found[name] = [kinds[i % len(kinds)] for i in range(DEPTH)]
         elif value is None and variant == 1 and name in NONE_FILLED:
             found[name] = NONE_FILLED[name]
-        elif (small := _shrunk(name, value)) != value:
+        elif (small := _shrunk(name, value)) != value and (variant < 3 or KEPT_SHALLOW.fullmatch(name)):
             found[name] = small
+    if variant == 3:
+        return found
     heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if isinstance(groups, int) and ("kv_lora_rank" in fields or groups == heads):
         found["num_key_value_heads"] = found.get("num_attention_heads", heads)
@@ -171,7 +177,7 @@ def prepare(name: str, config_class: type, task: str) -> tuple[nn.Module, dict[s
     """The class with random weights (seed 0), in evaluation mode, and a batch on which it returns a finite loss, if it
     returns one. Raises what the first attempt raised when none works."""
     first: Exception | None = None
-    for variant in range(3):
+    for variant in range(4):
         try:
             model = build(name, config_class, variant)
         except ImportError:

@@ -49,6 +49,8 @@ class Block(nn.Module):
         factor = {"plain": 1.0, "scaled": 0.22, "by feature": self.gain}.get(self.how, 1.0)
         if self.how == "lost":
             return torch.tanh(h) + part(norm(h))
+        if self.how == "carried":
+            return 0.8 * h + 0.5 * part(norm(h))
         return h + factor * part(norm(h))
 
     def forward(self, h):
@@ -89,6 +91,17 @@ def test_what_a_branch_adds_is_told_by_the_blocks_sum(how):
     with torch.no_grad():
         h, middle, out = states(model, x)
     for site, before, after in (("attn", h, middle), ("mlp", middle, out), ("block", h, out)):
+        right = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean()
+        assert found[site, 1, "relative_contribution", "all"] == pytest.approx(float(right), rel=1e-4), site
+
+
+def test_where_the_stream_is_scaled_a_branch_is_set_against_the_scaled_stream():
+    model, x = stacked("carried"), torch.randn(2, TOKENS, WIDTH)
+    found = run(model, {"x": x}, BRANCHES)
+    with torch.no_grad():
+        h, middle, out = states(model, x)
+    pairs = {"attn": (0.8 * h, middle), "mlp": (0.8 * middle, out), "block": (0.64 * h, out)}
+    for site, (before, after) in pairs.items():
         right = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean()
         assert found[site, 1, "relative_contribution", "all"] == pytest.approx(float(right), rel=1e-4), site
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,15 @@ from normlab.probes.branches import (
 from normlab.probes.calls import Call, Place
 from normlab.probes.metrics import KIND_STATISTICS, Metric
 from normlab.probes.reducers import at_least_float32, token_statistics
-from normlab.probes.roles import BlockFlow, NormRead, additions, kinds_of
+from normlab.probes.roles import BlockFlow, NormRead, Segment, additions, kinds_of
+
+
+def _carried_on(segments: Sequence[Segment]) -> float:
+    """What the block's input is multiplied by on its way to the output; 1 where a norm of the sum stands between."""
+    for one, following in zip(segments, segments[1:], strict=False):
+        if following.before is not one.after:
+            return 1.0
+    return math.prod(segment.made.carry for segment in segments)
 
 
 class Measurer:
@@ -134,6 +143,9 @@ class Measurer:
         for kind, adds in added.items():
             if counts[kind] == 1:
                 self._stage(call, "branch", (kind, layer), branch_statistics(streams[kind].reshape(h.shape), adds), h)
+        carry = _carried_on(flow.segments)
+        if carry != 1.0:  # the stream itself is scaled in between: what is added is the rest, beside the scaled stream
+            return at_least_float32(out) / carry - at_least_float32(h), absent
         total = list(added.values())
         update = total[0] if len(total) == 1 else total[0] + total[1] if len(total) == 2 else sum(total[1:], total[0])
         return update, absent

@@ -104,7 +104,8 @@ class Recorder:
                 self._after(norm, self._norm_out, norm)
             for branch in block.branches:
                 self._before(branch.module, self._branch_in, branch)
-                self._after(branch.module, self._branch_out, branch)
+                for module in dict.fromkeys((branch.module, branch.whole)):
+                    self._after(module, self._branch_out, branch)
         for norm in self.sites.outer_norms:
             self._before(norm, self._outer_norm_in)
 
@@ -140,8 +141,7 @@ class Recorder:
                 "leave no_grad/inference_mode, or drop the grad_* metrics"
             )
         self._flush()
-        call = Call(self._accumulator.masks, implicit)
-        self._local.call = self._latest = call
+        self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
         return call
 
     def _leave_call(self, output: Any) -> None:

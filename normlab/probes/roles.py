@@ -147,12 +147,19 @@ class BlockFlow:
             self._inputs[branch.module] = (x, self.rows.of(x))
 
     def branch_done(self, branch: Branch, output: Tensor) -> None:
-        """A branch has run."""
+        """A branch has run, or the part that holds it: that counts when the branch returned no change of the
+        stream."""
         if self._named is not None:
             return
         self._eps = max(self._eps, rounding(output.dtype))
         x, read = self._inputs.pop(branch.module, (None, None))
         rows = self.rows.of(output)
+        for earlier in self.events:
+            if isinstance(earlier, BranchRun) and earlier.branch is branch and read is None and x is None:
+                if earlier.rows is not None:
+                    return
+                self.events.remove(earlier)
+                break
         kept = output.detach().clone() if self.keeps_branches and rows is not None else None
         self.events.append(BranchRun(branch, read, x, output, kept, rows))
 
@@ -258,8 +265,10 @@ class BlockFlow:
             yield from self._readings(i + 1, state, last)
             return
         if self._same(event.rows, state.rows):
-            yield from self._readings(i + 1, replace(state, waiting=(*state.waiting, event)), last)
-            return
+            before = replace(state, waiting=(*state.waiting, event))
+            yield from self._readings(i + 1, before, last)
+            if not state.pending:  # else a branch may have added next to nothing
+                return
         if state.pending:
             newest = state.pending[-1]
             if event.out is not None and event.out_rows is not None and same_tensor(event.x, newest.out):

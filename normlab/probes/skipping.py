@@ -55,17 +55,21 @@ def branch_outputs(runner: Runner, batch: dict[str, Any]) -> dict[tuple[str, int
     }
 
 
-def _plans(runner: Runner, batch: dict[str, Any], parts: Sequence[str], span: int) -> dict[tuple[str, int], list]:
+def _plans(
+    runner: Runner, batch: dict[str, Any], parts: Sequence[str], span: int, layers: Sequence[int] | None
+) -> dict[tuple[str, int], list]:
     plans: dict[tuple[str, int], list] = {}
     outputs = branch_outputs(runner, batch) if set(parts) - {"block"} else {}
     blocks = runner.sites.blocks
     for part in parts:
         for first in range(1, runner.sites.depth - span + 2):
-            layers = range(first, first + span)
+            if layers is not None and first not in layers:
+                continue
+            skipped = range(first, first + span)
             if part == "block":
-                plans[part, first] = [(blocks[layer - 1].module, return_input) for layer in layers]
-            elif all((part, layer) in outputs for layer in layers):
-                plans[part, first] = [(outputs[part, layer], return_zero) for layer in layers]
+                plans[part, first] = [(blocks[layer - 1].module, return_input) for layer in skipped]
+            elif all((part, layer) in outputs for layer in skipped):
+                plans[part, first] = [(outputs[part, layer], return_zero) for layer in skipped]
     if not plans:
         raise NormlabError(
             f"there is nothing to skip: {runner.sites.depth} blocks, span {span}, parts {', '.join(parts)}"
@@ -80,6 +84,7 @@ def skip_sensitivity(
     *,
     parts: Sequence[str] = ("block",),
     span: int = 1,
+    layers: Sequence[int] | None = None,
     standard_error: float | None = None,
     progress: bool = True,
 ) -> pandas.DataFrame:
@@ -91,6 +96,7 @@ def skip_sensitivity(
         batches: dicts of the model's arguments; `labels` are used when given (-100 = none), else the next token.
         parts: some of "block", "attention", "mlp".
         span: skip this many consecutive ones; the row's `layer` is the first.
+        layers: skip only at these (first) layers; default: at all.
         standard_error: stop early once every `skip_delta_loss` has at most this standard error.
         progress: show a progress bar.
 
@@ -111,7 +117,7 @@ def skip_sensitivity(
     plans: dict[tuple[str, int], list] = {}
     with runner.evaluating():
         for batch in runner:
-            plans = plans or _plans(runner, batch, parts, span)
+            plans = plans or _plans(runner, batch, parts, span, layers)
             labels = runner.labels(batch)
             whole = runner.logits(batch)
             base, counted = token_losses(whole, labels), labels != IGNORED_LABEL

@@ -22,6 +22,7 @@ _MIXER = re.compile(
 _ATTENTION = re.compile(r"attn|attention")
 _MLP = re.compile(r"mlp|ffn?\d?$|ffn|feed_?forward|moe|experts?$|channel_?mix|dense")
 _NO_NORM = re.compile(r"scale|gate|bias|posi|embed|token|dropout|identity|router|mask|rotary|rope")
+_DROPS = re.compile(r"drop|identity")
 _INERT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)
 
 
@@ -121,7 +122,8 @@ def branches_of(block: nn.Module) -> list[Branch]:
     found: list[Branch] = []
     for name, part in parts_of(block):
         kind = kind_of(name, part)
-        if is_norm(part) or not (has_matrix(part) or (kind in ("mixer", "attn") and not isinstance(part, _INERT))):
+        works = has_matrix(part) or (kind in ("mixer", "attn") and not _DROPS.search(type(part).__name__.lower()))
+        if is_norm(part) or "norm" in name.lower() or not works:
             continue
         found.append(Branch(kind or "other", name, _split(part), part))
     if any(branch.kind == "mlp" for branch in found):
