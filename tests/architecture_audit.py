@@ -9,10 +9,12 @@ logits), attention's and the block's contributions, the model's outputs and para
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import pandas
@@ -25,7 +27,7 @@ from normlab.errors import NormlabError
 from normlab.probes import METRICS, record, sites
 from normlab.probes.sites import Sites, stacks
 
-COLUMNS = ["class", "task", "status", "reason", "stacks", "value_error", "gradient_error", "identical"]
+COLUMNS = ["class", "task", "status", "reason", "stacks", "value_error", "gradient_error", "identical", "transformers"]
 SECONDS = 90  # a class
 TOLERANCE = 2e-4  # largest relative error of a value; of a gradient, five times that
 
@@ -128,14 +130,12 @@ def real_tokens(where: Sites, batch: dict[str, Any], x: Tensor, features: int) -
         mask = torch.ones_like(batch["input_ids"])
     if mask is not None and len(shape) == 1 and mask.numel() == shape[0]:  # rows flattened into one
         shape = list(mask.shape)
-    flat = torch.ones(shape, dtype=torch.bool)
-    first = torch.zeros(shape, dtype=torch.bool)
     if mask is not None and tuple(mask.shape) == tuple(shape[:2]):
         real, turned = mask.bool(), False
     elif mask is not None and tuple(mask.shape) == tuple(reversed(shape)) and len(shape) == 2:
         real, turned = mask.bool(), True
     else:
-        real, turned = torch.ones(shape[0], flat[0].numel(), dtype=torch.bool), None
+        real, turned = torch.ones(shape[0], math.prod(shape[1:]), dtype=torch.bool), None
     begins = (real.cumsum(1) == 1) & real
     if turned is None:
         flat, first = real.reshape(shape), begins.reshape(shape)
@@ -168,7 +168,7 @@ def _error(found: float, right: float) -> float:
     return abs(found - right) / max(abs(right), 1e-12) if right == right else 0.0
 
 
-def _features(x: Tensor, values: dict, masks_of: Any, place: tuple[str, int]) -> tuple[float, str]:
+def _features(x: Tensor, values: dict, masks_of: Any, place: tuple[str, int]) -> float:
     """Least error over the two places that features may be at, since the audit has no word for images' layout."""
     errors = []
     for features in {x.ndim - 1, *([1] if x.ndim in (3, 4) else [])}:
@@ -181,7 +181,7 @@ def _features(x: Tensor, values: dict, masks_of: Any, place: tuple[str, int]) ->
             if right
             else 0.0
         )
-    return min(errors), ""
+    return min(errors)
 
 
 def audit_stack(
@@ -219,12 +219,11 @@ def audit_stack(
     for handle in kept.handles:
         handle.remove()
     model.zero_grad(set_to_none=True)
-    masks_of = lambda x, features: real_tokens(where, batch, x, features)  # noqa: E731
-    error, gradient_error, wrong = 0.0, 0.0, []
+    masks_of, error, gradient_error, wrong = partial(real_tokens, where, batch), 0.0, 0.0, []
     if len(kept.runs) != stats.manifest["layers"]:
         wrong.append(f"{len(kept.runs)} runs of blocks, {stats.manifest['layers']} layers")
     for layer, entry in enumerate(kept.runs, start=1):
-        found, _ = _features(entry["out"], values, masks_of, ("block_out", layer))
+        found = _features(entry["out"], values, masks_of, ("block_out", layer))
         error = max(error, found)
         if found > TOLERANCE:
             wrong.append(f"block_out {layer}: {found:.1e}")
@@ -244,7 +243,7 @@ def audit_stack(
                 wrong.append(f"block {layer}: {ratio:.4g} against {float(size):.4g}")
     for norm, (site, layer) in rec.norm_sites.items():
         if (site, layer, "rms", "all") in values and norm in kept.norms:
-            found = min(_features(x, values, masks_of, (site, layer))[0] for x in kept.norms[norm])
+            found = min(_features(x, values, masks_of, (site, layer)) for x in kept.norms[norm])
             error = max(error, found)
             if found > TOLERANCE:
                 wrong.append(f"{site} {layer}: {found:.1e}")
@@ -288,6 +287,7 @@ def audit_stack(
 def audit(task: str, name: str, config_class: type) -> dict[str, Any]:
     """One class as a row of the table."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"class": name, "task": task, "stacks": 0}
+    row["transformers"] = transformers.__version__
     try:
         model, batch = prepare(name, config_class, task)
     except Exception as error:
@@ -317,19 +317,18 @@ def audit(task: str, name: str, config_class: type) -> dict[str, Any]:
                 if "the model ran, but no block" not in str(error) or len(chosen) == 1:
                     refused.append(str(error))
         if not found and "stacks(model)" in "".join(refused) and len(chosen) == 1:
-            chosen, refused = stacks(model), []  # what the line says to do
+            chosen, told, refused = stacks(model), refused, []  # what the line says to do
             for where in chosen.values():
                 try:
                     found.append(audit_stack(model, where, batch, plain, grads))
                 except NormlabError as error:
                     if "the model ran, but no block" not in str(error):
                         refused.append(str(error))
+            refused = refused or ([] if found else told)
         if not found:
             return row | {"status": "refused", "reason": "; ".join(dict.fromkeys(refused))}
     except NormlabError as error:
         return row | {"status": "refused", "reason": str(error)}
-    except Timeout:
-        raise
     except Exception as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -359,7 +358,7 @@ def _short(reasons: list[str]) -> list[str]:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def rows_of(only: set[str], seconds: int = SECONDS) -> Any:
@@ -378,6 +377,7 @@ def rows_of(only: set[str], seconds: int = SECONDS) -> Any:
                 yield audit(task, name, config_class)
             except Timeout:
                 empty = dict.fromkeys(COLUMNS, "") | {"class": name, "task": task}
+                empty["transformers"] = transformers.__version__
                 yield empty | {"status": "not built", "reason": f"takes more than {seconds} seconds"}
             finally:
                 signal.alarm(0)

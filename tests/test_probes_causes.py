@@ -135,6 +135,38 @@ def test_a_block_that_runs_again_is_further_depth_not_more_tokens():
         assert found["block_in_grad", i, "grad_l2_total", "all"] == pytest.approx(float(state.grad.norm()), rel=1e-5)
 
 
+class ResidualScaling(nn.Module):
+    """Holds a vector and no matrix, yet is no norm: the residual sum itself (Zaya)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.7))
+
+    def forward(self, branch, residual):
+        return branch * self.weight + residual
+
+
+class Fusion(ResidualScaling):
+    """The same under a name that says nothing."""
+
+
+@pytest.mark.parametrize("adds", [ResidualScaling, Fusion])
+def test_a_residual_sum_in_a_module_of_its_own_is_no_output_norm(adds):
+    torch.manual_seed(0)
+    model, x = stacked("plain"), torch.randn(2, TOKENS, WIDTH)
+    for block in model.layers:
+        block.sum1, block.sum2 = adds(), adds()
+        block.add = lambda h, norm, part, b=block: (b.sum1 if part is b.attn else b.sum2)(part(norm(h)), h)
+    found = run(model, {"x": x}, BRANCHES)
+    with torch.no_grad():
+        h, middle, out = states(model, x)
+    for site, before, after in (("attn", h, middle), ("mlp", middle, out), ("block", h, out)):
+        right = float(((after - before).norm(dim=-1) / before.norm(dim=-1)).mean())
+        got = found.get((site, 1, "relative_contribution", "all"))
+        assert got is None or got == pytest.approx(right, rel=1e-4), site
+    assert adds is Fusion or ("attn", 1, "relative_contribution", "all") in found
+
+
 class Headed(nn.Module):
     """A language model whose loss is shifted, unshifted, summed or none of these, whatever its class is called."""
 

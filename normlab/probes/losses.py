@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 IGNORED_LABEL = -100
 CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
@@ -34,40 +33,41 @@ def loss_and_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
     return loss if scalar else None, logits if scores else None
 
 
-def _summed(logits: Tensor, labels: Tensor) -> tuple[float, int] | None:
-    """Summed cross-entropy in float32 and the number of labels; None when a label is out of range."""
-    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+def _normalisers(logits: Tensor) -> Tensor:
+    """log sum exp of each position's logits, in float32, flat: what every reading of the labels shares."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    step = max(1, CHUNK // rows.shape[-1])
+    return torch.cat([rows[start : start + step].float().logsumexp(-1) for start in range(0, len(rows), step)])
+
+
+def _summed(logits: Tensor, normalisers: Tensor, labels: Tensor) -> tuple[float, int] | None:
+    """Summed cross-entropy and the number of labels; None when there is none, or one is out of range."""
     kept = labels != IGNORED_LABEL
-    count = int(kept.sum())
-    if count == 0 or int(labels[kept].max()) >= logits.shape[-1] or int(labels[kept].min()) < 0:
+    wanted = labels[kept]
+    if wanted.numel() == 0 or int(wanted.max()) >= logits.shape[-1] or int(wanted.min()) < 0:
         return None
-    step, total = max(1, CHUNK // logits.shape[-1]), torch.zeros((), dtype=torch.float64)
-    for start in range(0, len(labels), step):
-        piece = slice(start, start + step)
-        part = functional.cross_entropy(
-            logits[piece].float(), labels[piece], ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        total += part.double().cpu()
-    return float(total), count
+    chosen = logits[(*kept.nonzero(as_tuple=True), wanted)]
+    return float((normalisers[kept] - chosen.float()).double().sum()), wanted.numel()
 
 
-def _readings(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """(logits, labels, shifted) of every way to set labels against logits."""
+def _readings(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
+    """(logits, their normalisers, labels, shifted) of every way to set labels against logits."""
     if labels.ndim == 1 and logits.ndim == 2:
-        yield logits, labels, False
+        yield logits, _normalisers(logits), labels, False
     if labels.ndim != 2 or logits.ndim != 3 or logits.shape[0] != labels.shape[0]:
         return
     length = labels.shape[1]
     if logits.shape[1] < length:
         return
     logits = logits[:, logits.shape[1] - length :]  # what stands before the text has no labels
+    normalisers = _normalisers(logits).view(labels.shape)
     choices = [labels]
     if isinstance(mask, Tensor) and mask.shape == labels.shape and bool((mask == 0).any()):
         choices.append(labels.masked_fill(mask == 0, IGNORED_LABEL))
     for chosen in choices:
         if length > 1:
-            yield logits[:, :-1], chosen[:, 1:], True
-        yield logits, chosen, False
+            yield logits[:, :-1], normalisers[:, :-1], chosen[:, 1:], True
+        yield logits, normalisers, chosen, False
 
 
 @torch.no_grad()
@@ -84,8 +84,8 @@ def labels_averaged(
     """
     value = float(loss)
     fits: list[tuple[float, float, bool]] = []
-    for scores, wanted, shifted in _readings(logits, labels.to(logits.device), mask):
-        found = _summed(scores, wanted)
+    for scores, normalisers, wanted, shifted in _readings(logits, labels.to(logits.device), mask):
+        found = _summed(scores, normalisers, wanted)
         if found is None:
             continue
         total, count = found

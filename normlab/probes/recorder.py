@@ -381,13 +381,13 @@ def record(
             are run, uncompiled, inside the context, because compiled code ignores new hooks.
         metrics: names from `METRICS`; default: the cheap activation metrics.
         loss_tokens: how many labels the loss averages over: a number, or a function of the call's `CallInputs`.
-            Default: counted from the model's `labels` (or `num_items_in_batch`) argument. 1 for a loss that is a sum
+            Default: told by comparing the returned loss with its logits' cross-entropy. 1 for a loss that is a sum
             already; for a scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
 
     Only whole forward passes count: one that raises leaves no trace. The model's outputs are bit-identical, its own
-    hooks untouched. Metrics that do not apply (saturation without a tanh norm ...) have no rows; the manifest lists
-    them as absent.
+    hooks untouched. Metrics that do not apply have no rows, nor has what does not add up: `manifest["absent"]` says
+    why. A block that runs again in one call is a further layer.
 
     Raises:
         NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a

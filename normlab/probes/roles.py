@@ -207,8 +207,8 @@ class BlockFlow:
             self.why = "no branch was found in the block"
         if found is not None:
             self.segments = found.segments
-            for event, site in found.sites:
-                event.site = site
+            for read, site in found.sites:
+                read.site = site
         elif self.first is not None:
             self._name_by_order()
         taken: set[str] = set()
@@ -277,7 +277,8 @@ class BlockFlow:
             for closed in self._closed(state, event.x, event.rows):
                 before = replace(closed, waiting=(*closed.waiting, event))
                 yield from self._readings(i + 1, before, last)
-                if event.out is not None and event.out_rows is not None:
+                contained = closed.segments[-1].made.form == "contained"  # and a norm after it would not be of a sum
+                if event.out is not None and event.out_rows is not None and not contained:
                     kind = closed.segments[-1].runs[-1].branch.kind
                     named = (*closed.sites, (event, f"{kind}_norm_in"))
                     after = replace(closed, stream=event.out, rows=event.out_rows, sites=named)

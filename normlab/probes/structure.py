@@ -21,7 +21,7 @@ _MIXER = re.compile(
 )
 _ATTENTION = re.compile(r"attn|attention")
 _MLP = re.compile(r"mlp|ffn?\d?$|ffn|feed_?forward|moe|experts?$|channel_?mix|dense")
-_NO_NORM = re.compile(r"scale|gate|bias|posi|embed|token|dropout|identity|router|mask|rotary|rope")
+_NO_NORM = re.compile(r"scal|gate|bias|posi|embed|token|dropout|identity|router|mask|rotary|rope")
 _DROPS = re.compile(r"drop|identity")
 _INERT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)
 

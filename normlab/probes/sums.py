@@ -119,7 +119,7 @@ def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) ->
         if _fits(left, sizes, eps) and _significant(left, outputs, found):
             return Explanation("added", (), tuple(found))
     found = _coefficients(after, [before, *outputs]) if before.numel() > 2 * len(sizes) else None
-    if found is not None and abs(found[0]) > 1e-6:
+    if found is not None and abs(found[0]) * float(before.norm()) > 1e-3 * float(after.norm()):
         left = after - sum(c * o for c, o in zip(found, [before, *outputs], strict=True))
         if _fits(left, sizes, eps) and _significant(left, outputs, found[1:]):
             return Explanation("scaled", (), tuple(found[1:]), found[0])
@@ -144,9 +144,11 @@ def _is_better(change: Tensor, outputs: list[Tensor], eps: float, before: Tensor
 
 
 def _contained(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
-    if len(outputs) == 1 and _fits(after - outputs[0], [after], eps):
-        return Explanation("contained", ())
-    return None
+    if len(outputs) != 1 or not _fits(after - outputs[0], [after], eps):
+        return None
+    # Trivially so where the branch's output itself is looked at: it must hold the stream as well.
+    held = float((after * before).sum() / before.square().sum().clamp(min=1e-300))
+    return Explanation("contained", ()) if 0.5 < held < 2 else None
 
 
 def _one_by_one(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
