@@ -11,8 +11,7 @@
 `load_experiments(path)`   what was measured once, after training, of every run that has it
 `load_configs(path)`   what each of them was told to do, a row a run; `read_configs(path)`: the same as data, by run
 `read_run(path)`    one run
-`publish`           sync a finished directory to disk and rename it to its final name, so that it exists whole or not at
-                    all
+`publish`           sync a finished directory to disk and rename it to its final name: it exists whole or not at all
 """
 
 from __future__ import annotations
@@ -121,10 +120,6 @@ class Run:
         stats = pd.concat([stats, stats_frame(rows)], ignore_index=True)
         return self._with_keys(stats)
 
-    def rows(self) -> Iterator[Row]:
-        """Those of `table`, one by one."""
-        return rows_of(self.table())
-
     def experiments(self) -> pd.DataFrame | None:
         """This run's rows of `load_experiments`; None when it was not measured so."""
         import pandas as pd
@@ -161,9 +156,8 @@ def rows_of(frame: pd.DataFrame) -> Iterator[Row]:
     import pandas as pd
 
     columns = frame[STATS_COLUMNS].itertuples(index=False, name=None)
-    for step, tokens, split, site, layer, metric, mask, value in columns:
-        at = None if layer is pd.NA else int(layer)
-        yield Row(int(step), int(tokens), split, site, at, metric, mask, float(value))
+    for step, tokens, split, site, layer, *rest, value in columns:
+        yield Row(int(step), int(tokens), split, site, None if layer is pd.NA else int(layer), *rest, float(value))
 
 
 def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:
@@ -253,9 +247,8 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    roots = _roots(path)
-    found = [run for root in roots for run in find_runs(root)]
-    where = ", ".join(str(root) for root in roots)
+    found = [run for root in _roots(path) for run in find_runs(root)]
+    where = ", ".join(map(str, _roots(path)))
     if not found:
         raise NormlabError(f"no runs in {where}; make some with `normlab sweep --preset tiny --out DIR`")
     tables, errors = [], []
@@ -283,11 +276,12 @@ def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    roots = _roots(path)
-    found = (read_run(directory).experiments() for root in roots for directory in find_runs(root))
+    found = (read_run(directory).experiments() for root in _roots(path) for directory in find_runs(root))
     tables = [table for table in found if table is not None]
     if not tables:
-        raise NormlabError(f"no run in {', '.join(map(str, roots))} was measured so; train with experiment_blocks")
+        raise NormlabError(
+            f"no run in {', '.join(map(str, _roots(path)))} was measured so; train with experiment_blocks"
+        )
     return pd.concat(tables, ignore_index=True)
 
 
@@ -297,8 +291,7 @@ def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str,
     found = {}
     for directory in (run for root in _roots(path) for run in find_runs(root)):
         with suppress(NormlabError):
-            run = read_run(directory)
-            found[run.name] = run.manifest["config"]
+            found[directory.name] = read_run(directory).manifest["config"]
     return found
 
 

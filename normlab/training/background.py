@@ -233,7 +233,7 @@ class BackgroundRun:
     def _show_finished(self, run: runs.Run) -> None:
         """What is shown of an ended run is what is on disk."""
         self.run, self.state = run, run.status
-        rows = list(run.rows())
+        rows = list(runs.rows_of(run.table()))
         self._points.clear()
         self._add(rows)
         self.step = max(row.step for row in rows)
