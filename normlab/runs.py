@@ -156,8 +156,9 @@ def rows_of(frame: pd.DataFrame) -> Iterator[Row]:
     import pandas as pd
 
     columns = frame[STATS_COLUMNS].itertuples(index=False, name=None)
-    for step, tokens, split, site, layer, *rest, value in columns:
-        yield Row(int(step), int(tokens), split, site, None if layer is pd.NA else int(layer), *rest, float(value))
+    for step, tokens, split, site, layer, metric, mask, value in columns:
+        whole = None if layer is pd.NA else int(layer)
+        yield Row(int(step), int(tokens), split, site, whole, metric, mask, float(value))
 
 
 def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:

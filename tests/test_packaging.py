@@ -23,6 +23,7 @@ EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
 
 # Imported name -> distribution, where they differ.
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "huggingface_hub": "huggingface-hub",
     "transformer_lens": "transformer-lens",
 }

@@ -42,11 +42,12 @@ def has_matrix(module: nn.Module) -> bool:
 
 
 def shell_content(module: nn.Module) -> nn.Module | None:
-    """The one child that a wrapper wraps (it has no parameter of its own and a single child that does), or None."""
+    """The one child that a wrapper wraps, or None. A wrapper has no parameter of its own, and one child in which every
+    other that has some is found again (TransformerLens's bridge names the parts of a block beside the block)."""
     if any(True for _ in module.parameters(recurse=False)):
         return None
     bearing = [child for child in module.children() if any(True for _ in child.parameters()) or is_norm(child)]
-    return bearing[0] if len(bearing) == 1 else None
+    return next((child for child in bearing if set(bearing) <= set(child.modules())), None)
 
 
 def is_norm(module: nn.Module) -> bool:
