@@ -4,6 +4,7 @@ SCHEMES                              the normalization schemes, as data
 NormlabConfig, NormlabForCausalLM    models that differ in their scheme only
 swap_norms                           another scheme for an existing Llama, Mistral or Qwen model
 load_model, load_held_out            a trained model that comes with normlab, and text that it has not seen
+find_model                           its folder, by scheme and options
 shipped                              the folder of what comes with normlab: runs, models
 record, sites, LayerStats            measure the layers of any model; LayerStatsCallback: in any transformers Trainer
 skip_sensitivity, angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect: experiments on its layers
@@ -33,6 +34,7 @@ _PUBLIC = {
     "swap_norms": "normlab.models",
     "load_model": "normlab.models.kept",
     "load_held_out": "normlab.models.kept",
+    "find_model": "normlab.models.kept",
     "shipped": "normlab.release",
     "LayerStats": "normlab.probes",
     "record": "normlab.probes",
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from normlab.models import NormlabConfig as NormlabConfig
     from normlab.models import NormlabForCausalLM as NormlabForCausalLM
     from normlab.models import swap_norms as swap_norms
+    from normlab.models.kept import find_model as find_model
     from normlab.models.kept import load_held_out as load_held_out
     from normlab.models.kept import load_model as load_model
     from normlab.probes import LayerStats as LayerStats

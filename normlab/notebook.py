@@ -1,38 +1,60 @@
 """What a notebook does first, in one call: how figures are shown, and which runs it reads.
 
     RUNS = prepare(RUNS, fast=FAST, images=IMAGES)
+
+`train_small` makes the model of a notebook that asks for a trained one, where none comes with normlab.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from normlab.errors import NormlabError
 
 RECOMPUTED = Path("../build/recomputed")  # beside notebooks/, as `make` keeps it
+BENCHMARKS = Path("../kernels/benchmarks/run.py")  # likewise
 
 
-def prepare(runs: str | Path, *, fast: bool = True, images: bool = False, preset: str = "tiny") -> Path:
-    """Set plotly's renderer, and train the runs first where that is asked for.
+def prepare(
+    runs: str | Path = ".",
+    *,
+    fast: bool = True,
+    images: bool = False,
+    preset: str = "tiny",
+    recompute: Callable[[], Path] | None = None,
+) -> Path:
+    """Set plotly's renderer and show the text of tables in full; make what the notebook reads where that is asked for.
 
     Args:
-        runs: folder of runs that the notebook reads.
+        runs: folder that the notebook reads, of runs or of tables.
         fast: False trains `preset` from scratch into `RECOMPUTED`/<preset> instead, with its progress shown; a second
             call goes on where the first one was.
         images: figures as PNG images too, for pages that show notebooks without a kernel.
+        recompute: called in place of that training; returns the folder to read.
 
     Returns:
-        The folder of runs to read.
+        The folder to read.
 
     Raises:
         NormlabError: a run failed, so that no later cell shows half a sweep.
     """
+    import pandas as pd
     import plotly.io as pio
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a bar for every file of weights
+    pd.set_option("display.max_colwidth", None)
     pio.renderers.default = "plotly_mimetype+png" if images else "plotly_mimetype"
     pio.renderers["png"].width = 1280
     if fast:
         return Path(runs)
+    if recompute is not None:
+        return recompute()
     from normlab.training.sweep import sweep
 
     result = sweep(preset, RECOMPUTED / preset)
@@ -40,3 +62,39 @@ def prepare(runs: str | Path, *, fast: bool = True, images: bool = False, preset
         run, reason = next(iter(result.failures.items()))
         raise NormlabError(f"{len(result.failures)} of the runs of {preset} failed; {run}: {reason}")
     return result.out
+
+
+def time_kernels() -> Path:
+    """Time the row norms on this machine, on its GPU where there is one, and compile the kernels for one target, into
+    `RECOMPUTED`/bench: what the kernels' notebook reads. It needs a checkout.
+
+    Raises:
+        NormlabError: no benchmarks beside the notebooks, or one that failed.
+    """
+    import torch
+
+    if not BENCHMARKS.is_file():
+        raise NormlabError(f"no {BENCHMARKS} here: the kernels are timed from a checkout, in its folder notebooks/")
+    out = RECOMPUTED / "bench"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    timing = [str(BENCHMARKS), "--device", device, "--sections", "rows", "--out", str(out)]
+    compiling = ["-m", "normlab_kernels.ahead_of_time", "--targets", "sm_90", "--out", str(out / "aot.csv")]
+    for command in (timing, compiling):
+        status = subprocess.run([sys.executable, *command]).returncode
+        if status:
+            raise NormlabError(f"python {' '.join(command)} ended with status {status}")
+    return out
+
+
+def train_small(scheme: str, **fields: Any) -> Path:
+    """Train a small model on the default corpus, in seconds where the fields of `TrainConfig` say so, and return its
+    folder, which `normlab.load_model` and `normlab.load_held_out` read as they do a model that comes with normlab."""
+    from normlab.training.config import TrainConfig
+    from normlab.training.keep import keep
+    from normlab.training.trainer import train
+
+    folder = Path(tempfile.mkdtemp())
+    config = TrainConfig(scheme=scheme, probe_every=0, checkpoint_every=0, **fields)
+    train(config, folder / "runs", progress=False)
+    (kept,) = keep(folder / "runs", folder / "models")
+    return kept

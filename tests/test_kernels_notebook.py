@@ -8,37 +8,39 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, widgets_in
+from notebook_twice import execute_twice, row_of, rows_in
 
 BENCH = NOTEBOOKS.parent / "data" / "bench"
-NO_GPU = "Nothing in these tables was timed on a GPU"
 # A reader's move of the widget's controls, and what its plot shows then.
 MOVE = """import json
 
-call.value, shape.value, part.value = "add_rms_norm", "1024 x 512", "forward"
-chain = {trace.name: [list(trace.x), list(trace.y)] for trace in bars.figure.data}
-call.value = "layer_norm"
-print("MOVED", json.dumps([chain, {trace.name: [list(trace.x), list(trace.y)] for trace in bars.figure.data}]))"""
+steer.call.value, steer.shape.value, steer.part.value = "add_rms_norm", "1024 x 512", "forward"
+chain = {trace.name: [list(trace.x), list(trace.y)] for trace in steer.figure.data}
+steer.call.value = "layer_norm"
+print("MOVED", json.dumps([chain, {trace.name: [list(trace.x), list(trace.y)] for trace in steer.figure.data}]))"""
 
 
 def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path: Path):
-    notebook = execute("05_kernels", tmp_path, then=MOVE, BENCH=str(BENCH))
-    registers, times, bars = figures_in(notebook)[:3]
+    notebook = execute_twice("05_kernels", tmp_path, then=MOVE, BENCH=str(BENCH))
+    registers, times, shares, bars = figures_in(notebook)[:4]
     assert {trace["name"] for trace in registers["data"]} >= {"bhyt", "rms_norm", "layer_norm", "add_bhyt"}
-    assert {trace["name"] for trace in times["data"]} >= {"normlab", "eager", "compile", "torch"}
-    said = printed(notebook)
-    assert "u = 134 MB" in said and "spilled: 0" in said
-    assert "9 norms folded" in said and "unfolded: every bit is back" in said
-    for line in said.splitlines():
-        if "decoded token by token" in line or "norms folded" in line:
-            assert float(line.split(": ")[1].split()[0]) < 1e-5
-    assert "1.37 times the time of fused RMSNorm here, 1.29 of PyTorch's, 1.13 of eager RMSNorm" in said
+    for figure in (times, shares):
+        assert {trace["name"] for trace in figure["data"]} >= {"normlab", "eager", "compile", "torch"}
+    assert "u = 134 MB" in printed(notebook)
+    assert row_of(notebook, "no kernel spills registers")[-1] == "holds"
+    for how in ("decoded token by token", "9 norms folded"):
+        assert float(row_of(notebook, how)[1]) < 1e-5
+    assert row_of(notebook, "unfolded again")[1:] == ["0e+00", "True"]
+    assert row_of(notebook, "cpu_1_thread", "1024 x 128", "0.46")[3:] == ["1.37", "1.29", "1.13"]
     gpu_tables = [path for path in BENCH.glob("rows_*.csv") if "cpu" not in path.name]
-    assert bool(gpu_tables) != ("Nothing has been timed on a GPU yet" in said) and bool(gpu_tables) != (NO_GPU in said)
+    untested = [row for row in rows_in(notebook) if row[-1] == "not tested"]
+    assert bool(gpu_tables) != (len(untested) == 1) and all(row[2] == "a GPU" for row in untested)
+    assert bool(gpu_tables) != ("Nothing was timed" in str(figures_in(notebook)[4]["layout"]))
 
     (widget,) = widgets_in(notebook)
-    assert "PlotWidget(" in widget
+    assert "KernelTimes(" in widget
     assert {trace["name"] for trace in bars["data"]} == {"bytes", "time", "floor"}
-    (moved,) = [line.removeprefix("MOVED ") for line in said.splitlines() if line.startswith("MOVED ")]
+    (moved,) = [line.removeprefix("MOVED ") for line in printed(notebook).splitlines() if line.startswith("MOVED ")]
     chain, alone = json.loads(moved)
     u = 1024 * 512 * 4 / 1e6
     assert chain["bytes"] == [["one call", "two kernels"], pytest.approx([4 * u, 5 * u])]
@@ -68,14 +70,16 @@ def test_the_kernels_notebook_tells_a_device_that_traffic_rules_from_one_where_i
     interval = {"ratio": [1.016, None], "ratio_low": [1.012, None], "ratio_high": [1.02, None]}
     pd.DataFrame(step | interval).to_csv(bench / "step_gpu.csv", index=False)
     notebook = execute("05_kernels", tmp_path, BENCH=str(bench))
-    said = printed(notebook)
-    assert NO_GPU not in said and "Nothing has been timed on a GPU yet" not in said
-    took = "bhyt by normlab takes 1.016 (1.012 to 1.020) times as long as pre_rmsnorm normlab, 40 steps"
-    assert said.count("Made-up GPU, step, 8192 tokens") == 1 and took in said
-    verdicts = [line.strip() for line in said.splitlines() if line.strip().startswith("The traffic ")]
-    assert [line.split(" the time here")[0] for line in verdicts] == ["The traffic does NOT set", "The traffic sets"]
-    gpu = said[said.rindex("Made-up GPU:") :]
-    assert "1.0 times the time for the same bytes" in gpu and "normlab 90% to 90%" in gpu
+    assert not [row for row in rows_in(notebook) if row[-1] == "not tested"]
+    took = ["Made-up GPU", "step", "8192", "bhyt", "normlab", "pre_rmsnorm normlab", "1.016", "1.012", "1.02", "40"]
+    assert row_of(notebook, "Made-up GPU", "step") == took
+    verdicts = {row[2]: row[3:] for row in rows_in(notebook) if row[1:2] == ["the bytes set the time"]}
+    assert verdicts["Made-up GPU"] == [
+        "up to 1.0 times the time for the same bytes; 90% to 90% of the copy rate",
+        "holds",
+    ]
+    assert verdicts["cpu_1_thread"][1] == "does not hold, nor is it claimed of a CPU"
     ratio = table[(table["pass"] == "both") & (table["peer"] == "normlab") & (table["width"] == 2048)]
     ratio = ratio[ratio["floor_bytes"] == ratio["floor_bytes"].min()]["microseconds"]
-    assert f"{ratio.max() / ratio.min():.1f} times the time for the same bytes" in said
+    shown = row_of(notebook, "cpu_1_thread", "4096 x 2048", "167.8")
+    assert float(shown[-1]) == pytest.approx(ratio.max() / ratio.min(), abs=0.05)

@@ -15,7 +15,7 @@ from normlab.probes import record, sites, skip_sensitivity
 from normlab.schemes import STUDIED
 
 pytest.importorskip("transformer_lens")
-from normlab.models.lens import direct_logit_attribution, to_bridge  # noqa: E402
+from normlab.models.lens import component_effects, direct_logit_attribution, to_bridge  # noqa: E402
 
 POST = ("post_rmsnorm", "mix_ln")
 
@@ -181,6 +181,33 @@ def test_jacobian_shares_are_the_effect_of_a_small_change_where_frozen_ones_are_
     effect = (logit(1 + step) - logit(1 - step)) / (2 * step)
     assert slope["mlp", 2] == pytest.approx(effect, rel=2e-2, abs=2e-3)
     assert abs(frozen["mlp", 2] - effect) > 5 * abs(slope["mlp", 2] - effect)
+
+
+@pytest.mark.parametrize("scheme", ["dyt", "bhyt"])
+def test_measured_effects_are_the_jacobian_s_and_those_of_a_tanh_ignored_are_not(scheme, ids):
+    bridge = to_bridge(build(scheme, **({"lam_last": 30.0} if scheme == "bhyt" else {})))
+    asked = dict(answers=torch.tensor([3, 7]), against=torch.tensor([5, 1]))
+    effects = component_effects(bridge, ids, **asked, change=1e-3)["effect"]
+    assert len(effects) == 9
+    jacobian, linear = (
+        direct_logit_attribution(bridge, ids, **asked, method=m)["contribution"][:9] for m in ("jacobian", "linear")
+    )
+    reach = effects.abs().max()
+    assert jacobian.tolist() == pytest.approx(effects.tolist(), abs=0.03 * reach)
+    assert (linear - effects).abs().max() > reach
+
+
+def test_a_linear_share_is_that_of_the_tanh_s_argument(ids):
+    """Where the tanh is all but linear, its shares are the frozen ones."""
+    bridge = to_bridge(build("bhyt", lam_last=1e-3))
+    answers = torch.tensor([3, 7])
+    frozen, linear = (
+        direct_logit_attribution(bridge, ids, answers, method=m)["contribution"][:9].tolist()
+        for m in ("frozen", "linear")
+    )
+    assert linear == pytest.approx(frozen, rel=1e-3)
+    with pytest.raises(NormlabError, match="no tanh to ignore"):
+        direct_logit_attribution(to_bridge(build("bhyt")), ids, answers, method="linear")
 
 
 def test_what_cannot_be_bridged_or_attributed_is_refused(ids):

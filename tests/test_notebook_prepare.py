@@ -1,4 +1,4 @@
-"""What a notebook does first: renderers, the folder it reads, and a failed sweep that stops it."""
+"""What a notebook does first: renderers, the folder it reads, a failed sweep that stops it; models it trains itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import plotly.io as pio
 import pytest
 from training_helpers import tiny, write_text
 
+import normlab
 from normlab import NormlabError, load_runs
-from normlab.notebook import prepare
+from normlab.notebook import prepare, time_kernels, train_small
 from normlab.training.presets import PRESETS, Part, Preset
 from normlab.training.sweep import SweepResult
 
@@ -55,3 +56,43 @@ def test_bad_input_and_a_failed_run_stop_the_notebook(preset: Path, monkeypatch:
     monkeypatch.setattr("normlab.training.sweep.sweep", lambda *args: failed)
     with pytest.raises(NormlabError, match="1 of the runs of tiny failed; bhyt-d2: no space left"):
         prepare("somewhere", fast=False)
+
+
+def test_another_way_to_recompute_takes_the_place_of_training(tmp_path: Path):
+    assert prepare("somewhere", fast=True, recompute=lambda: tmp_path) == Path("somewhere")
+    assert prepare("somewhere", fast=False, recompute=lambda: tmp_path) == tmp_path
+
+
+def test_kernels_that_cannot_be_timed_stop_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("normlab.notebook.RECOMPUTED", tmp_path / "build")
+    monkeypatch.setattr("normlab.notebook.BENCHMARKS", tmp_path / "run.py")
+    with pytest.raises(NormlabError, match="from a checkout"):
+        prepare("somewhere", fast=False, recompute=time_kernels)
+    (tmp_path / "run.py").write_text("raise SystemExit(3)")
+    with pytest.raises(NormlabError, match=r"run\.py .*--sections rows .* ended with status 3"):
+        prepare("somewhere", fast=False, recompute=time_kernels)
+
+
+def test_a_small_model_is_loaded_as_one_that_comes_with_normlab(tmp_path: Path):
+    text = write_text(tmp_path / "text.txt")
+    fields = tiny(text).to_dict()
+    names = ("depth", "steps", "width", "heads", "corpus", "vocab_size", "block_length")
+    recipe = {name: fields[name] for name in names}
+    kept = train_small("lns", **recipe, eval_blocks=2)
+    model, blocks = normlab.load_model(kept), normlab.load_held_out(kept)
+    assert model.config.scheme == "lns" and blocks.shape == (2, recipe["block_length"])
+    assert not model.training and model.config.num_hidden_layers == recipe["depth"]
+
+
+def test_a_model_that_comes_with_normlab_is_found_by_scheme_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("normlab.release.DATA", tmp_path)
+    assert normlab.find_model("bhyt") is None
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2, vocab_size=32)
+    for name, depth, options in (("bhyt-d3", 3, {}), ("bhyt-d2", 2, {}), ("bhyt-tanh-d4", 4, {"lam_last": 10.0})):
+        config = normlab.NormlabConfig(scheme="bhyt", num_hidden_layers=depth, **sizes, **options)
+        normlab.NormlabForCausalLM(config).save_pretrained(tmp_path / "models" / name)
+    assert normlab.find_model("bhyt") == tmp_path / "models" / "bhyt-d2"  # the shallowest
+    assert normlab.find_model("bhyt", lam_last=10.0) == tmp_path / "models" / "bhyt-tanh-d4"
+    assert normlab.find_model("lns") is None and normlab.find_model("bhyt", lam_last=3.0) is None

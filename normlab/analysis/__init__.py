@@ -6,5 +6,8 @@ verdicts    when a difference is called one: different, equivalent, undecided
 claims      what the papers claim of depth, a question a function, a verdict a row
 profiles    one metric by layer at one training step, indexed for sliders
 published   the values that papers print
+gain        a sweep over a norm's gain, with and without its bound
+attribution ways to say who writes a logit, held against the logit and against what was measured
+kernels     the kernels' tables: what was timed, and whether the bytes explain it
 theory      what the long table will hold before training, in closed form
 """

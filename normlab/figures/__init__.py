@@ -12,7 +12,12 @@ by_layer, by_pair     what the experiments tables say of each layer, or pair of 
 skip_cost             loss added by skipping a block, from a probe's table (C2)
 future_effect         what later blocks do then (D2)
 logit_attribution     who writes a logit, from the TransformerLens bridge's tables
+shares_and_effects    what was attributed to a component against what a small change of it does
+by_tool               a metric by layer, as several tools measured it
+registers_by_width    what the compiler makes of the kernels
+call_times, copy_share, one_call   how long the kernels' calls take, and how near that is to their floor
 variant_differences   two schemes under each variant of a sweep, paired by seed (N1)
+condition_differences the same for the conditions of `normlab.analysis.gain`
 by_setting            quantities against a setting, each seed a dot (B7)
 saturation            the share of BHyT's tanh inputs beyond lambda, below Chebyshev's bound (N2)
 carried_ratio         the exact statistic over the carried one by layer, before and after training (N2)
@@ -30,18 +35,19 @@ try:
 except ImportError as error:  # pragma: no cover - needs an environment without plotly
     raise ImportError("figures need plotly: pip install 'normlab[notebooks]'") from error
 
-from normlab.figures.attribution import logit_attribution
+from normlab.figures.attribution import by_tool, logit_attribution, shares_and_effects
 from normlab.figures.bound import carried_ratio, loss_over_gain, saturation
 from normlab.figures.curves import depth_scaling, loss_curves
 from normlab.figures.depth_use import by_layer, by_pair
 from normlab.figures.endpoints import growth_before_after
 from normlab.figures.growth import gradient_growth, layer_growth
+from normlab.figures.kernels import call_times, copy_share, one_call, registers_by_width
 from normlab.figures.profile import profile
 from normlab.figures.published import published_ratios
 from normlab.figures.registry import FIGURES, FigureRow
 from normlab.figures.skipping import future_effect, skip_cost
 from normlab.figures.theme import message_figure, themed
-from normlab.figures.variants import by_setting, variant_differences
+from normlab.figures.variants import by_setting, condition_differences, variant_differences
 from normlab.probes.metrics import ALL_METRICS as METRICS
 
 __all__ = [
@@ -51,7 +57,11 @@ __all__ = [
     "by_layer",
     "by_pair",
     "by_setting",
+    "by_tool",
+    "call_times",
     "carried_ratio",
+    "condition_differences",
+    "copy_share",
     "depth_scaling",
     "future_effect",
     "gradient_growth",
@@ -61,9 +71,12 @@ __all__ = [
     "loss_curves",
     "loss_over_gain",
     "message_figure",
+    "one_call",
     "profile",
     "published_ratios",
+    "registers_by_width",
     "saturation",
+    "shares_and_effects",
     "skip_cost",
     "themed",
     "variant_differences",

@@ -118,7 +118,9 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     labels = label_trace([_end(line, options.theme) for line in lines], bounds, _PANEL, log)
     traces += [] if labels is None else [labels]
     deepest = max(view.depth, 0 if printed is None else int(printed["layer"].max()))
-    title = dict(text=_title(view, profiles.rate(view.depth)), y=1, yref="container", yanchor="top", pad=dict(t=28))
+    title = dict(
+        text=_title(view, profiles.rate(view.depth)), y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD)
+    )
     layout = _layout(view, deepest, bounds, log, options.theme) | {"title": title}
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
 

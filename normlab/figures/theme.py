@@ -14,6 +14,8 @@ from normlab.errors import NormlabError
 from normlab.schemes import SCHEMES
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', sans-serif"
+# plotly sets a title of several lines higher than one of a single line, above the edge of the page.
+LINES_PAD = 28
 # Legible on white and on near-black: for reference lines and step 0.
 NEUTRAL = "#8a8f98"
 # Training step, early to late. Blue to orange is safe for colour-blind readers, and no stop fades into either
@@ -122,8 +124,10 @@ def themed(figure: go.Figure, theme: str) -> go.Figure:
 
 def titled(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figure:
     """Put on the title, the line under it that says what was measured on what, the template and the height (pixels)."""
-    size = dict(text=subtitle, font=dict(size=13, color=NEUTRAL))
-    return figure.update_layout(template=template(), title=dict(text=title, subtitle=size), height=height)
+    heading = dict(text=title, subtitle=dict(text=subtitle, font=dict(size=13, color=NEUTRAL)))
+    if "<br>" in title:
+        heading["pad"] = dict(t=LINES_PAD)
+    return figure.update_layout(template=template(), title=heading, height=height)
 
 
 def in_one(title: str, *lines: str) -> str:

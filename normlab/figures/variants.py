@@ -69,6 +69,12 @@ def variant_differences(
     return theme.titled(figure, title, about, 190 + round(_ROW * place))
 
 
+def condition_differences(table: pd.DataFrame) -> go.Figure:
+    """`variant_differences`, a row a condition of `normlab.analysis.gain.conditions`, with a heading a group."""
+    heads = {int(row.Index): str(row.group) for row in table.drop_duplicates("group").itertuples()}
+    return variant_differences(table, list(table["condition"]), heads)
+
+
 def _interval(row: Any, label: str, place: float, color: str) -> go.Scatter:
     low, high, estimate = (float(getattr(row, name)) for name in ("low", "high", "estimate"))
     wide = math.isfinite(low) and math.isfinite(high)

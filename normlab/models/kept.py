@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normlab.models.configuration import NormlabConfig
 from normlab.models.modeling import NormlabForCausalLM
-from normlab.release import shipped
+from normlab.release import shipped, shipped_models
 
 BLOCKS = "held_out.safetensors"
 
@@ -38,6 +39,17 @@ def load_held_out(name: str | Path) -> Tensor:
     from safetensors.torch import load_file
 
     return load_file(_folder(name) / BLOCKS)["blocks"].long()
+
+
+def find_model(scheme: str, **options: Any) -> Path | None:
+    """Folder of the shallowest model that comes with normlab, of that scheme and with these fields of `NormlabConfig`,
+    for `load_model` and `load_held_out`; None where there is none."""
+    found = []
+    for name in shipped_models():
+        config = NormlabConfig.from_pretrained(_folder(name))
+        if config.scheme == scheme and all(getattr(config, field) == value for field, value in options.items()):
+            found.append((config.num_hidden_layers, _folder(name)))
+    return min(found)[1] if found else None
 
 
 def _folder(name: str | Path) -> Path:

@@ -2,17 +2,18 @@
 
 to_bridge(model)                 the model as a TransformerLens `TransformerBridge`, for caching, patching and steering
 direct_logit_attribution(...)    what the embeddings, each attention and each MLP add to a logit
+component_effects(...)           what a small change of each of them does to it, measured
 
 TransformerLens knows Llama's norms and would measure ours as if they were RMSNorm. Here each norm is wrapped by a
 component that runs the norm itself
 and shows only what it computes: `hook_in`, `hook_out`, and `hook_scale` = sqrt(ms + eps) where there is such a divisor
-    (the carried one at a
-site that carries it; none in DyT). There is no `hook_normalized`. An edited `hook_scale` is used by the norm.
+(the carried one at a site that carries it; none in DyT). There is no `hook_normalized`. An edited `hook_scale` is used
+by the norm.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import pandas
 
 ARCHITECTURE = "NormlabForCausalLM"
+METHODS = ("frozen", "jacobian", "linear")
 # Place of a norm in the block -> its name in TransformerLens. A norm of the residual sum (Post-LN) takes ln2's and its
 # own name.
 NAMES = {
@@ -159,7 +161,7 @@ def _name_hooks(block: Any, layout: Any) -> None:
 
 @torch.no_grad()
 def direct_logit_attribution(
-    bridge: Any, tokens: Tensor, answers: Tensor, *, method: str = "frozen"
+    bridge: Any, tokens: Tensor, answers: Tensor, *, against: Tensor | None = None, method: str = "frozen"
 ) -> pandas.DataFrame:
     """What each component writes towards the logits of `answers` at the last position, through the final norm.
 
@@ -173,27 +175,106 @@ def direct_logit_attribution(
     - "jacobian": shares are dlogit/dx . component, exact to first order for a small change of the component, divisor
       and tanh slope included. They do not add up to the logit (a scale-invariant norm's add up to zero); what is
       missing is the row `remainder`. It answers: whose small change would move the logit?
+    - "linear": a tanh norm's divisor is held fixed and tanh(z) taken for z, as if it were an RMSNorm. The shares are
+      those of a logit that the model does not have: for comparison only.
 
-    Where a tanh is saturated the two differ: a feature can make up a logit (secant > 0) that no component can still
-    move (slope ~ 0).
+    Where a tanh is saturated the first two differ: a feature can make up a logit (secant > 0) that no component can
+    still move (slope ~ 0).
 
     Args:
         bridge: from `to_bridge`.
         tokens: (batch, length), without padding.
         answers: (batch,) token ids.
-        method: "frozen" or "jacobian".
+        against: (batch,) token ids whose logits are subtracted: softmax ignores a constant, so only differences mean
+            something.
+        method: "frozen", "jacobian" or "linear".
 
     Returns:
         One row a component: `component layer contribution` (mean over the batch): `embed`, `attn` and `mlp` by layer,
-        `bias` (a LayerNorm's), and `remainder`; `.attrs["logit"]` is the mean logit.
+        `bias` (a LayerNorm's), and `remainder`; `.attrs["logit"]` is the mean logit or difference, `.attrs["name"]`
+        which of the two.
 
     Raises:
-        NormlabError: unknown method, shapes that do not fit, or a Post-LN scheme, where the stream is no sum.
+        NormlabError: unknown method, "linear" of a norm without tanh, shapes that do not fit, or a Post-LN scheme,
+            where the stream is no sum.
     """
     import pandas
 
-    if method not in ("frozen", "jacobian"):
-        raise NormlabError(f"unknown method {method!r}: choose frozen or jacobian")
+    if method not in METHODS:
+        raise NormlabError(f"unknown method {method!r}: choose {', '.join(METHODS[:-1])} or {METHODS[-1]}")
+    if against is not None:
+        table, other = (direct_logit_attribution(bridge, tokens, ids, method=method) for ids in (answers, against))
+        table["contribution"] -= other["contribution"]
+        table.attrs |= {"logit": table.attrs["logit"] - other.attrs["logit"], "name": "logit difference"}
+        return table
+    end = _last_position(bridge, tokens, answers)
+    norm, x = end.norm, end.x
+    if method == "frozen":
+        shares = (norm.shares(x, end.parts) * end.direction).sum(-1)
+    elif method == "linear":
+        if not hasattr(norm, "tanh_input"):
+            raise NormlabError("the final norm has no tanh to ignore: frozen shares are those of a linear norm")
+        unit = norm.gamma() * norm.tanh_input(x) / x  # x is never exactly zero in a stream of floats
+        shares = (unit * end.parts * end.direction).sum(-1)
+    else:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad((norm(leaf) * end.direction).sum(), leaf)
+        shares = (end.parts * slope).sum(-1)
+    rows = [(*place, float(share.mean())) for place, share in zip(end.places, shares, strict=True)]
+    beta = getattr(norm, "bias", None) if method == "frozen" else None
+    bias = 0.0 if beta is None else float((beta * end.direction).sum(-1).mean())
+    rows += [
+        ("bias", len(bridge.blocks), bias),
+        ("remainder", len(bridge.blocks), float((end.logit - shares.sum(0)).mean()) - bias),
+    ]
+    table = pandas.DataFrame(rows, columns=["component", "layer", "contribution"])
+    table.attrs |= {"logit": float(end.logit.mean()), "name": "logit"}
+    return table
+
+
+@torch.no_grad()
+def component_effects(
+    bridge: Any, tokens: Tensor, answers: Tensor, *, against: Tensor | None = None, change: float = 0.01
+) -> pandas.DataFrame:
+    """What a small change of each component does to the logits of `answers`, measured: the component is made larger and
+    smaller by the share `change` at the final norm's input.
+
+    Args:
+        bridge, tokens, answers, against: as for `direct_logit_attribution`.
+
+    Returns:
+        One row a component: `component layer effect`, the change of the logit (mean over the batch) per relative change
+        of the component.
+    """
+    import pandas
+
+    if against is not None:
+        table, other = (component_effects(bridge, tokens, ids, change=change) for ids in (answers, against))
+        return table.assign(effect=table["effect"] - other["effect"])
+    end = _last_position(bridge, tokens, answers)
+
+    def logit(x: Tensor) -> float:
+        return float((end.norm(x) * end.direction).sum(-1).mean())
+
+    effects = [(logit(end.x + change * part) - logit(end.x - change * part)) / (2 * change) for part in end.parts]
+    rows = [(*place, effect) for place, effect in zip(end.places, effects, strict=True)]
+    return pandas.DataFrame(rows, columns=["component", "layer", "effect"])
+
+
+class _End(NamedTuple):
+    """The last position: names of the components, what each wrote (components, batch, d), their sum x (batch, d), the
+    final norm, the direction that is read (batch, d), and the logit (batch,)."""
+
+    places: list[tuple[str, int]]
+    parts: Tensor
+    x: Tensor
+    norm: Any
+    direction: Tensor
+    logit: Tensor
+
+
+def _last_position(bridge: Any, tokens: Tensor, answers: Tensor) -> _End:
     if tokens.ndim != 2 or answers.shape != tokens.shape[:1]:
         raise NormlabError(
             f"tokens are {tuple(tokens.shape)} and answers {tuple(answers.shape)}: give (batch, length) and (batch,)"
@@ -207,23 +288,7 @@ def direct_logit_attribution(
     wanted = {hook.name for hook in (*hooks.values(), stream)}
     logits, cache = bridge.run_with_cache(tokens, names_filter=lambda name: name in wanted)
     parts = torch.stack([cache[hook.name][:, -1] for hook in hooks.values()]).float()
-    x, norm = cache[stream.name][:, -1].float(), bridge.ln_final.original_component
-    head = bridge.unembed.original_component.weight[answers].float()
+    direction = bridge.unembed.original_component.weight[answers].float()
     logit = logits[:, -1].gather(1, answers[:, None])[:, 0].float()
-    if method == "frozen":
-        shares = (norm.shares(x, parts) * head).sum(-1)
-    else:
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad((norm(leaf) * head).sum(), leaf)
-        shares = (parts * slope).sum(-1)
-    rows = [(name, layer, float(share.mean())) for (name, layer), share in zip(hooks, shares, strict=True)]
-    beta = getattr(norm, "bias", None) if method == "frozen" else None
-    bias = 0.0 if beta is None else float((beta * head).sum(-1).mean())
-    rows += [
-        ("bias", len(bridge.blocks), bias),
-        ("remainder", len(bridge.blocks), float((logit - shares.sum(0)).mean()) - bias),
-    ]
-    table = pandas.DataFrame(rows, columns=["component", "layer", "contribution"])
-    table.attrs["logit"] = float(logit.mean())
-    return table
+    x, norm = cache[stream.name][:, -1].float(), bridge.ln_final.original_component
+    return _End(list(hooks), parts, x, norm, direction, logit)

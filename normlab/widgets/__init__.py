@@ -5,6 +5,7 @@ NormExplorer(runs)   choose schemes, depth, metric and training step; two views 
 Intervene(model, text)   sliders on a model's lambda, kappa and gamma, blocks to skip: loss and layers answer live
 SkipMap(model, batches)   which blocks a model needs, and what the others do without one
 LogitAttribution(bridge, tokens, answers)   who writes a logit, while a tanh is made steeper (TransformerLens)
+KernelTimes(times)   a kernel's call, shape and pass: what it must move, how long it takes, and its floor
 TrainTheatre(schemes, out, recipe)   schemes train side by side in the background; curves and layers grow
 PlotWidget(draw, controls)   a widget of your own: `draw(theme)` makes the figure of what the controls say
 explorer_page(runs, path)   the explorer as one HTML page that needs no kernel
@@ -27,6 +28,7 @@ _PUBLIC = {
     "Intervene": "normlab.widgets.intervene",
     "SkipMap": "normlab.widgets.skipmap",
     "LogitAttribution": "normlab.widgets.attribution",
+    "KernelTimes": "normlab.widgets.kernels",
     "TrainTheatre": "normlab.widgets.theatre",
     "PlotWidget": "normlab.widgets.plot",
     "explorer_page": "normlab.widgets.page",

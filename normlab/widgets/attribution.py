@@ -63,20 +63,14 @@ class LogitAttribution(PlotWidget):
     def ask(self) -> tuple[dict[str, pd.DataFrame], str]:
         """By method, the attribution with the slope that the slider says; and how saturated the final norm is then."""
         with self._steeper(self.steepness.value):
-            return {method: self._shares(method) for method in METHODS}, self._sentence()
+            asked = self.bridge, self.tokens, self.answers
+            tables = {name: self._attribute(*asked, against=self.against, method=name) for name in METHODS}
+            return tables, self._sentence()
 
     def _moved(self, _: object) -> None:
         with self.lock:
             self.tables, self._saturated = self.ask()
             self.redraw()
-
-    def _shares(self, method: str) -> pd.DataFrame:
-        table = self._attribute(self.bridge, self.tokens, self.answers, method=method)
-        if self.against is not None:
-            other = self._attribute(self.bridge, self.tokens, self.against, method=method)
-            table["contribution"] -= other["contribution"]
-            table.attrs |= {"logit": table.attrs["logit"] - other.attrs["logit"], "name": "logit difference"}
-        return table
 
     @contextmanager
     def _steeper(self, factor: float) -> Iterator[None]:

@@ -1,0 +1,54 @@
+"""KernelTimes: what a kernel's call must move, how long each peer takes for it, and its floor."""
+
+from __future__ import annotations
+
+import ipywidgets as widgets
+import pandas as pd
+import plotly.graph_objects as go
+
+from normlab.analysis.kernels import moved
+from normlab.errors import NormlabError
+from normlab.figures.kernels import one_call
+from normlab.widgets.plot import PlotWidget
+
+_PASSES = (("forward and backward", "both"), ("forward", "forward"), ("backward", "backward"))
+
+
+class KernelTimes(PlotWidget):
+    """Choose a device, a call, a shape and a pass. Left: what it must move, as one call and, where it joins the
+    residual add to the norm, as two kernels. Right: the time of each peer; the line is the floor, the bytes at the copy
+    rate that was measured there.
+
+    Args:
+        times: what `normlab.analysis.kernels.read_times` returns.
+        call: the one to open with; default: the last of the table.
+        theme: "light" or "dark"; default: as JupyterLab's.
+
+    Raises:
+        NormlabError: a table without times, or a call that is not in it.
+    """
+
+    def __init__(self, times: pd.DataFrame, call: str | None = None, theme: str | None = None) -> None:
+        if times.empty:
+            raise NormlabError("the table has no times: make gpu, or kernels/benchmarks/run.py --device cpu")
+        self.times = times
+        calls, shapes = (list(dict.fromkeys(times[name])) for name in ("function", "shape"))
+        if call is not None and call not in calls:
+            raise NormlabError(f"no call {call!r} in the table, which has: {', '.join(calls)}")
+        self.device = widgets.Dropdown(options=sorted(times["device"].unique()), description="device")
+        self.call = widgets.Dropdown(options=calls, value=call or calls[-1], description="call")
+        self.shape = widgets.Dropdown(options=shapes, value=shapes[-1], description="rows x width")
+        self.part = widgets.Dropdown(options=_PASSES, description="pass")
+        controls = [self.device, self.call, self.shape, self.part]
+        row = widgets.HBox(controls, layout=widgets.Layout(flex_flow="row wrap"))
+        super().__init__(self._drawing, row, theme=theme)
+        for control in controls:
+            control.observe(self.redraw, names="value")
+
+    def _drawing(self, theme: str) -> go.Figure:
+        chosen = {"device": self.device, "function": self.call, "shape": self.shape, "pass": self.part}
+        rows = self.times
+        for column, control in chosen.items():
+            rows = rows[rows[column] == control.value]
+        where = f"{self.call.value}, {self.part.label}, {self.shape.value} on {self.device.value}"
+        return one_call(rows, moved(rows), where, theme)

@@ -1,0 +1,60 @@
+"""Notebooks executed with every cell run twice in a row, and the tables that they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+from bs4 import BeautifulSoup
+from notebook_helpers import NOTEBOOKS, WIDGET
+
+
+def execute_twice(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
+    """`notebook_helpers.execute` with every cell twice; AssertionError where the second time gives something else."""
+    here = folder / "notebooks"
+    here.mkdir(parents=True, exist_ok=True)
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    cells = []
+    for cell in notebook.cells:
+        again = cell.cell_type == "code" and "parameters" not in cell.metadata.get("tags", ())
+        cells += [cell, nbformat.v4.new_code_cell(cell.source, metadata={"tags": ["again"]})] if again else [cell]
+    notebook.cells = cells + ([nbformat.v4.new_code_cell(then)] if then else [])
+    source, out = here / f"{name}.ipynb", folder / f"{name}.ipynb"
+    nbformat.write(notebook, source)
+    papermill.execute_notebook(source, out, parameters=parameters, cwd=here, progress_bar=False, log_output=False)
+    done = nbformat.read(out, as_version=4)
+    for first, second in zip(done.cells, done.cells[1:], strict=False):
+        if second.metadata.get("tags") == ["again"]:
+            assert _shown(first) == _shown(second), f"{name}, run twice: {first.source}"
+    done.cells = [cell for cell in done.cells if cell.metadata.get("tags") != ["again"]]
+    return done
+
+
+def _shown(cell: nbformat.NotebookNode) -> list[Any]:
+    """What a cell puts out; of a widget, only that it is one: each is an object of its own."""
+    shown: list[Any] = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        if output.get("name") == "stderr":
+            continue
+        shown.append("widget" if WIDGET in data else data or output.get("text"))
+    return shown
+
+
+def rows_in(notebook: nbformat.NotebookNode) -> list[list[str]]:
+    """The text of every row of every table that the notebook shows, headings included, in order."""
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    pages = [BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser") for output in outputs]
+    return [
+        [cell.get_text(strip=True) for cell in row.find_all(["th", "td"])]
+        for page in pages
+        for row in page.find_all("tr")
+    ]
+
+
+def row_of(notebook: nbformat.NotebookNode, *start: str) -> list[str]:
+    """The one row whose first cells, the index left out, are these."""
+    (row,) = [row[1:] for row in rows_in(notebook) if tuple(row[1 : 1 + len(start)]) == start]
+    return row

@@ -1,0 +1,46 @@
+"""Notebooks read like a paper: short cells, one call prepares, what was found stands near the top, our own figures."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from notebook_helpers import NOTEBOOKS
+
+NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+ASK = [name for name in NAMES if name != "03_norm_explorer"]  # which answers what its reader asks
+MOST_LINES, MOST_COLUMNS = 15, 120
+FIRST_CELLS = 12  # what is found stands among them: about a screen
+
+
+def cells_of(name: str) -> list[nbformat.NotebookNode]:
+    return nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+
+
+def code_of(name: str) -> list[str]:
+    return [cell.source for cell in cells_of(name) if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_are_short_and_so_are_their_lines(name: str):
+    for source in code_of(name):
+        lines = source.splitlines()
+        assert len(lines) <= MOST_LINES and max(map(len, lines)) <= MOST_COLUMNS, source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_cell_after_the_parameters_prepares(name: str):
+    assert "prepare(" in code_of(name)[1] and sum("prepare(" in source for source in code_of(name)) == 1
+
+
+@pytest.mark.parametrize("name", ASK)
+def test_what_was_found_is_a_table_near_the_top(name: str):
+    cells = cells_of(name)
+    place = next(i for i, cell in enumerate(cells) if cell.source.startswith("## Found"))
+    after = [cell for cell in cells[place:FIRST_CELLS] if cell.cell_type == "code"]
+    shown = [output for cell in after for output in cell.outputs if "text/html" in output.get("data", {})]
+    assert shown and any("<table" in output["data"]["text/html"] for output in shown)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_are_functions_of_the_library(name: str):
+    assert not [source for source in code_of(name) if "plotly" in source]

@@ -1,0 +1,29 @@
+"""KernelTimes shows the rows that its controls say, and says in one line what cannot be shown."""
+
+from __future__ import annotations
+
+import pytest
+from test_figures_kernels import U, times
+
+from normlab.errors import NormlabError
+from normlab.figures.theme import template
+from normlab.widgets import KernelTimes
+
+
+def test_the_chosen_call_is_shown_with_its_bytes_and_peers():
+    widget = KernelTimes(times(), "norm")
+    size, time, _ = widget.figure.data
+    assert list(time.x) == ["normlab", "eager"] and list(size.y) == [5 * U / 1e6]
+    widget.call.value = "add_norm"
+    assert list(widget.figure.data[0].x) == ["one call", "two kernels"] and list(widget.figure.data[1].y) == [4.0]
+    widget.part.value = "forward"
+    assert widget.figure.layout.title.text.startswith("not timed: add_norm, forward")
+    widget.set_theme("dark")
+    assert widget.figure.layout.template == template("dark")
+
+
+def test_no_times_and_an_unknown_call_are_refused():
+    with pytest.raises(NormlabError, match="has no times"):
+        KernelTimes(times().iloc[:0])
+    with pytest.raises(NormlabError, match="no call 'softmax'.*norm, other, add_norm"):
+        KernelTimes(times(), "softmax")
