@@ -33,6 +33,12 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def mean_square_gradient(x: torch.Tensor, grad_ms: torch.Tensor, grad_x: torch.Tensor | None) -> torch.Tensor:
+    """dx = (2/d) x grad_ms + grad_x: all that reaches x when only its mean square (and x itself) is used."""
+    dx = x.float() * (grad_ms * (2.0 / x.shape[-1]))
+    return (dx if grad_x is None else dx.add_(grad_x)).to(x.dtype)
+
+
 def tanh_(z: torch.Tensor) -> torch.Tensor:
     """tanh of a contiguous fp32 tensor in place, by NumPy when it can."""
     if np is None or type(z) is not torch.Tensor or z.dtype != torch.float32:
@@ -77,14 +83,9 @@ def _chunks(rows: int, width: int) -> list[slice]:
 
 
 def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    given: torch.Tensor | None,
-    spec: RowSpec,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
+    shift: torch.Tensor | None, given: torch.Tensor | None, spec: RowSpec,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(y, ms) of 2-D x; `given` is the carried (rows, 1) mean square, used in place of a reduction (ms is then
     None)."""
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
@@ -127,52 +128,28 @@ class _Gradients:
 
 
 def backward(
-    grad: torch.Tensor,
-    grad_ms: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    ms: torch.Tensor | None,
-    spec: RowSpec,
+    grad: torch.Tensor, grad_ms: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor,
+    scale: torch.Tensor | None, shift: torch.Tensor | None, ms: torch.Tensor | None, spec: RowSpec,
     needs: tuple[bool, ...],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, _Gradients]:
+) -> tuple[torch.Tensor | None, torch.Tensor | None, _Gradients]:  # fmt: skip
     """(dx, dms, sums) for 2-D x; `needs` = which of x, weight, bias, scale, shift, given want a gradient."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dms = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if needs[5] else None
     sums = _Gradients()
     for rows in _chunks(*x.shape):
         _backward_chunk(
-            grad[rows].float(),
-            None if grad_ms is None else grad_ms[rows],
-            x[rows].float(),
-            weight,
-            scale,
-            shift,
-            None if ms is None else ms[rows],
-            spec,
-            needs,
-            None if dx is None else dx[rows],
-            None if dms is None else dms[rows],
-            sums,
-        )
+            grad[rows].float(), None if grad_ms is None else grad_ms[rows], x[rows].float(), weight, scale, shift,
+            None if ms is None else ms[rows], spec, needs, None if dx is None else dx[rows],
+            None if dms is None else dms[rows], sums,
+        )  # fmt: skip
     return dx, dms, sums
 
 
 def _backward_chunk(
-    g: torch.Tensor,
-    grad_ms: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    ms: torch.Tensor | None,
-    spec: RowSpec,
-    needs: tuple[bool, ...],
-    dx: torch.Tensor | None,
-    dms: torch.Tensor | None,
-    sums: _Gradients,
-) -> None:
+    g: torch.Tensor, grad_ms: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor,
+    scale: torch.Tensor | None, shift: torch.Tensor | None, ms: torch.Tensor | None, spec: RowSpec,
+    needs: tuple[bool, ...], dx: torch.Tensor | None, dms: torch.Tensor | None, sums: _Gradients,
+) -> None:  # fmt: skip
     """dx and dms of some rows, written into the given tensors, and these rows' share of the sums.
 
     Two buffers serve: t = act(z), later q x; and q = d loss / d z, which is worked out where dx will be.

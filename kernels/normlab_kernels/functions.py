@@ -14,12 +14,27 @@ followed by the norm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from normlab_kernels.dispatch import row_norm
-from normlab_kernels.spec import Act, RowSpec, Stat
+from normlab_kernels.spec import FUNCTIONS, Act, RowSpec, Stat
 
 Tensor = torch.Tensor
+
+
+def by_name(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """A function of `spec.FUNCTIONS`, at the default constants: tensors by their names there to outputs by theirs."""
+    function = FUNCTIONS[name]
+    public, *unbounded = name.split()
+    target, options = globals()[public], {"bounded": False} if unbounded else {}
+
+    def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        out = target(*[tensors[key] for key in function.inputs], **options)
+        return dict(zip(function.outputs, out if isinstance(out, tuple) else (out,), strict=True))
+
+    return call
 
 
 def _bhyt(stat: Stat, eps: float, kappa: float, bounded: bool) -> RowSpec:
@@ -27,15 +42,9 @@ def _bhyt(stat: Stat, eps: float, kappa: float, bounded: bool) -> RowSpec:
 
 
 def bhyt(
-    x: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    *,
-    bounded: bool = True,
+    x: Tensor, weight: Tensor, lam: Tensor, kappa: float = 10.0, eps: float = 1e-6, *, bounded: bool = True,
     kernels: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """BHyT with its exact statistic: y = weight * tanh((lam/kappa) x rsqrt(ms + eps)), ms = mean(x^2) (arXiv
     2601.09719).
 
@@ -52,35 +61,23 @@ def bhyt(
 
 
 def bhyt_carried(
-    x: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    mean_square: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    *,
-    bounded: bool = True,
-    kernels: str = "auto",
-) -> Tensor:
+    x: Tensor, weight: Tensor, lam: Tensor, mean_square: Tensor, kappa: float = 10.0, eps: float = 1e-6, *,
+    correction: Tensor | None = None, bounded: bool = True, kernels: str = "auto",
+) -> Tensor:  # fmt: skip
     """BHyT with a statistic from elsewhere: y = weight * tanh((lam/kappa) x rsqrt(mean_square + eps)); no reduction.
 
-    `mean_square` is (..., 1), the statistic with the caller's correction already added; it gets a gradient.
+    `mean_square` is (..., 1) and gets a gradient. `correction`, one number or one for each row, is a constant that is
+    added to it, by the kernel where no gradient is wanted.
     """
     spec = _bhyt(Stat.GIVEN, eps, kappa, bounded)
-    return row_norm(x, weight, scale=lam, given=mean_square, spec=spec, kernels=kernels)[0]
+    carried = {"given": mean_square, "correction": correction}
+    return row_norm(x, weight, scale=lam, **carried, spec=spec, kernels=kernels)[0]
 
 
 def add_bhyt(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    *,
-    bounded: bool = True,
-    kernels: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, lam: Tensor, kappa: float = 10.0, eps: float = 1e-6, *,
+    bounded: bool = True, kernels: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """s = residual + x and `bhyt` of s in one pass: (s, y, ms)."""
     spec = _bhyt(Stat.RMS, eps, kappa, bounded)
     y, ms, s = row_norm(x, weight, scale=lam, residual=residual, spec=spec, kernels=kernels)
@@ -89,20 +86,13 @@ def add_bhyt(
 
 
 def add_bhyt_carried(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    mean_square: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    *,
-    bounded: bool = True,
-    kernels: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, lam: Tensor, mean_square: Tensor, kappa: float = 10.0,
+    eps: float = 1e-6, *, correction: Tensor | None = None, bounded: bool = True, kernels: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """s = residual + x and `bhyt_carried` of s in one pass: (s, y)."""
     spec = _bhyt(Stat.GIVEN, eps, kappa, bounded)
-    y, _, s = row_norm(x, weight, scale=lam, given=mean_square, residual=residual, spec=spec, kernels=kernels)
+    carried = {"given": mean_square, "correction": correction}
+    y, _, s = row_norm(x, weight, scale=lam, **carried, residual=residual, spec=spec, kernels=kernels)
     assert s is not None
     return s, y
 

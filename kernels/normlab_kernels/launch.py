@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device) -> Callable[..., Any]:
-    """`kernel[grid]`, run on `device`: Triton launches on the current device, whichever the tensors are on."""
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """`kernel[grid](...)` on `device` (Triton launches on the current one, whichever the tensors are on), with fused
+    multiply-adds, whatever a version's default or the environment says."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return kernel[grid]
-
-    def launch(*arguments: Any, **constants: Any) -> Any:
-        with torch.cuda.device(device):
-            return kernel[grid](*arguments, **constants)
-
-    return launch
+        kernel[grid](*arguments, enable_fp_fusion=True, **constants)
+        return
+    with torch.cuda.device(device):
+        kernel[grid](*arguments, enable_fp_fusion=True, **constants)

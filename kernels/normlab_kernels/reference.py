@@ -16,14 +16,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    given: torch.Tensor | None,
-    spec: RowSpec,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
+    shift: torch.Tensor | None, given: torch.Tensor | None, spec: RowSpec,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(y, ms) of x (..., d); ms (..., 1) is the statistic used, None where there is none.
 
     >>> y, ms = row_norm_reference(torch.ones(2, 4), torch.ones(4), None, None, None, None, RowSpec(Stat.RMS,

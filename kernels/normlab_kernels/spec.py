@@ -39,3 +39,46 @@ class RowSpec:
     act: Act
     eps: float = 0.0
     kappa: float = 1.0
+
+
+@dataclass(frozen=True)
+class Function:
+    """A public function as data: its formula at the default constants, the tensors it takes, in the order of its
+    arguments, and those it returns. Tests, the ahead-of-time table and
+    the benchmark read it: a further row function is one entry."""
+
+    spec: RowSpec
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ("y",)
+
+    @property
+    def residual(self) -> bool:
+        return "residual" in self.inputs
+
+
+def _with_addition(functions: dict[str, Function]) -> dict[str, Function]:
+    """Each function, and where there is one its `add_` form."""
+    found = {}
+    for name, function in functions.items():
+        found[name] = function
+        if name != "derf" and name != "bhyt unbounded":
+            x, *others = function.inputs
+            found[f"add_{name}"] = Function(function.spec, (x, "residual", *others), ("s", *function.outputs))
+    return found
+
+
+_BHYT = {"eps": 1e-6, "kappa": 10.0}
+FUNCTIONS = _with_addition(
+    {
+        "bhyt": Function(RowSpec(Stat.RMS, Act.TANH, **_BHYT), ("x", "weight", "scale"), ("y", "ms")),
+        "bhyt_carried": Function(RowSpec(Stat.GIVEN, Act.TANH, **_BHYT), ("x", "weight", "scale", "given")),
+        "rms_norm": Function(RowSpec(Stat.RMS, Act.IDENTITY, 1e-6), ("x", "weight")),
+        "layer_norm": Function(RowSpec(Stat.LAYER, Act.IDENTITY, 1e-5), ("x", "weight", "bias")),
+        "dyt": Function(RowSpec(Stat.NONE, Act.TANH), ("x", "weight", "bias", "scale")),
+        "derf": Function(RowSpec(Stat.NONE, Act.ERF), ("x", "weight", "bias", "scale", "shift")),
+        "bhyt unbounded": Function(RowSpec(Stat.RMS, Act.IDENTITY, **_BHYT), ("x", "weight", "scale"), ("y", "ms")),
+        "bhyt_carried unbounded": Function(
+            RowSpec(Stat.GIVEN, Act.IDENTITY, **_BHYT), ("x", "weight", "scale", "given")
+        ),
+    }
+)

@@ -139,7 +139,7 @@ def test_projection_addition_and_norm_are_one_kernel_where_the_table_says_so(
 ) -> None:
     expected = outcome(tiny(scheme, "torch", **fields))
     launches = Launches(monkeypatch)
-    monkeypatch.setattr(ladder, "fusion_wins", lambda device, width: True)
+    monkeypatch.setattr(ladder, "fusion_win", lambda *shape: True)
     model = tiny(scheme, "triton", **fields)
     assert_same(outcome(model), expected)
     assert launches.products == len(model.model.layers)
@@ -159,7 +159,7 @@ def test_projection_addition_and_norm_are_one_kernel_where_the_table_says_so(
 
 def test_a_compiled_model_takes_the_fused_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(ladder, "fusion_wins", lambda device, width: True)
+    monkeypatch.setattr(ladder, "fusion_win", lambda *shape: True)
     model, calls = tiny("bhyt", "triton", num_hidden_layers=1), []
     expected, launch = outcome(model), linear_ops.on_device
     monkeypatch.setattr(linear_ops, "on_device", lambda *where: calls.append(1) or launch(*where))
@@ -172,7 +172,7 @@ def test_a_compiled_model_takes_the_fused_product_too(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("scheme", ["bhyt_exact", "pre_rmsnorm", "post_rmsnorm", "peri_ln"])
 def test_a_statistic_of_the_sum_itself_keeps_the_product_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
-    monkeypatch.setattr(ladder, "fusion_wins", lambda device, width: True)
+    monkeypatch.setattr(ladder, "fusion_win", lambda *shape: True)
     with torch.no_grad():
         tiny(scheme, "triton")(ids())
     assert launches.products == 0
