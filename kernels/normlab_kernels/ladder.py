@@ -71,9 +71,11 @@ def tile_forward(width: int) -> Launch:
     return replace(whole_forward(min(TILE_WIDTH, width)), whole=False)
 
 
-def tile_backward(width: int) -> Launch:
-    """As `tile_forward`, at most twice as wide: a narrower tile has too few bytes on their way."""
-    return replace(whole_backward(min(2 * TILE_WIDTH, width)), whole=False)
+def tile_backward(width: int, has_statistic: bool) -> Launch:
+    """As `tile_forward`, and twice as wide without a statistic, so that more bytes are on their way (with one,
+    LayerNorm with the addition spills)."""
+    most = TILE_WIDTH if has_statistic else 2 * TILE_WIDTH
+    return replace(whole_backward(min(most, width)), whole=False)
 
 
 @functools.cache
@@ -85,7 +87,9 @@ def forward(width: int, reduces: bool) -> Launch:
 @functools.cache
 def backward(width: int, has_statistic: bool) -> Launch:
     """The backward kernel: whole rows where a statistic ties them together and a program can hold them."""
-    return whole_backward(width) if has_statistic and width <= MAX_BACKWARD_WIDTH else tile_backward(width)
+    return (
+        whole_backward(width) if has_statistic and width <= MAX_BACKWARD_WIDTH else tile_backward(width, has_statistic)
+    )
 
 
 @functools.cache
