@@ -8,6 +8,7 @@ RUNS   ?= $(OUT)/runs
 BIN       := $(VENV)/bin
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 PAGES     := $(NOTEBOOKS:notebooks/%.ipynb=$(OUT)/%.html)
+EXECUTED  ?= $(OUT)/executed
 
 .PHONY: help reproduce site notebooks lab voila test test-slow lint bench gpu clean
 .DELETE_ON_ERROR:
@@ -28,33 +29,44 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 
 reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the notebooks on it, write them as HTML to build/
 	$(BIN)/normlab sweep --preset tiny --out $(OUT)/runs --cache-dir $(OUT)/cache
-	@$(MAKE) --no-print-directory --always-make pages
-	@echo; echo "Done. Open in a browser:"; for page in $(PAGES); do echo "  $(CURDIR)/$$page"; done
-	@echo "The runs behind them, as tables with their manifests: $(OUT)/runs"
+	@$(MAKE) --no-print-directory --always-make -j $(JOBS) pages
+	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
+	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
 
+# Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
 .PHONY: pages
-pages: $(PAGES)
+pages: $(OUT)/index.html
 
-$(OUT)/%.html: notebooks/%.ipynb
+$(OUT)/index.html: $(PAGES) $(OUT)/explorer.html
+	$(BIN)/python -c "from normlab.export.notebooks import write_index; write_index('$(OUT)', 'notebooks')"
+
+$(OUT)/explorer.html:
 	@mkdir -p $(OUT)
-	$(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(RUNS)) $< $(OUT)/$*.ipynb
-	$(BIN)/jupyter nbconvert --to html --template html_template --TemplateExporter.extra_template_basedirs=notebooks \
-	  --TemplateExporter.extra_template_paths="$$($(BIN)/python -c 'import plotly; print(*plotly.__path__)')/package_data" \
-	  --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_cell_tags injected-parameters \
-	  --log-level WARN --output-dir $(OUT) $(OUT)/$*.ipynb
+	$(BIN)/python -c "import normlab; from normlab.export.notebooks import share_plotly; from normlab.widgets.page import explorer_page; \
+	  share_plotly(explorer_page(normlab.load_runs('$(RUNS)'), '$@', configs=normlab.read_configs('$(RUNS)')))"
 
-site: $(VENV)/.installed-notebooks ## the notebooks and the explorer on the shipped runs, as pages that need no kernel: build/site/
-	@$(MAKE) --no-print-directory --always-make pages OUT=$(OUT)/site RUNS=data/runs
-	$(BIN)/python -c "import normlab; from normlab.widgets.page import explorer_page; \
-	  explorer_page(normlab.load_runs('data/runs'), '$(OUT)/site/explorer.html')"
-	@echo "Open $(CURDIR)/$(OUT)/site/explorer.html, or put $(OUT)/site on any web server."
+.PRECIOUS: $(EXECUTED)/%.ipynb
+$(EXECUTED)/%.ipynb: notebooks/%.ipynb
+	@mkdir -p $(EXECUTED)
+	$(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(RUNS)) $< $@
+
+$(OUT)/%.html: $(EXECUTED)/%.ipynb
+	@mkdir -p $(OUT)
+	$(BIN)/python -m nbconvert --to normlab.export.notebooks.NotebookPage --log-level WARN --output-dir $(OUT) $<
+
+# What was executed before is not executed again unless the notebook has changed: remove build/shipped to have it so.
+site: $(VENV)/.installed-docs ## the documentation, the notebooks and the explorer on the shipped runs, as one web site: build/site/
+	@$(MAKE) --no-print-directory pages OUT=$(OUT)/site/notebooks EXECUTED=$(OUT)/shipped RUNS=data/runs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --write-all --fresh-env -d $(OUT)/doctrees docs $(OUT)/site
+	$(BIN)/python docs/links.py $(OUT)/site
+	@echo "Open $(CURDIR)/$(OUT)/site/index.html, or put $(OUT)/site on any web server."
 
 notebooks: $(VENV)/.installed-notebooks ## run the notebooks on the shipped runs and keep their figures as images, as they are committed
 	@mkdir -p $(OUT)
 	@for name in $(basename $(notdir $(NOTEBOOKS))); do \
 	  $(BIN)/papermill --cwd notebooks --log-level WARNING -p IMAGES True notebooks/$$name.ipynb $(OUT)/$$name.ipynb && \
-	  $(BIN)/python -c "from normlab.export import keep_images_only as keep; \
-	    print('$$name:', keep('$(OUT)/$$name.ipynb', 'notebooks/$$name.ipynb'), 'images')" || exit 1; \
+	  $(BIN)/python -m nbconvert --to normlab.export.notebooks.ImageNotebook --log-level WARN --output-dir notebooks \
+	    $(OUT)/$$name.ipynb || exit 1; \
 	done
 
 lab: $(VENV)/.installed-notebooks ## open JupyterLab on the notebooks

@@ -9,6 +9,7 @@ record, sites, LayerStats            measure the layers of any model; LayerStats
 skip_sensitivity, angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect: experiments on its layers
 TrainConfig, train, sweep            train models and measure them on the way
 load_runs, load_configs              runs on disk -> one tidy table; what each run was told to do, a row a run
+read_configs                         the same as data, by run: what theory needs to know
 load_experiments                     what was measured once, on the trained models
 choose, compare, compare_variants    which runs a figure shows; how two schemes differ
 load_published                       what papers print
@@ -47,6 +48,7 @@ _PUBLIC = {
     "sweep": "normlab.training.sweep",
     "load_runs": "normlab.runs",
     "load_configs": "normlab.runs",
+    "read_configs": "normlab.runs",
     "load_experiments": "normlab.runs",
     "load_published": "normlab.analysis.published",
     "choose": "normlab.analysis.selection",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from normlab.runs import load_configs as load_configs
     from normlab.runs import load_experiments as load_experiments
     from normlab.runs import load_runs as load_runs
+    from normlab.runs import read_configs as read_configs
     from normlab.schemes import SCHEMES as SCHEMES
     from normlab.training.config import TrainConfig as TrainConfig
     from normlab.training.sweep import sweep as sweep

@@ -8,53 +8,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from normlab.errors import NormlabError
-
-TRAIN_HELP = {
-    "scheme": "normalization scheme, a key of normlab.SCHEMES",
-    "depth": "number of blocks",
-    "width": "hidden size",
-    "seed": "data order and initial weights",
-    "lr": "peak learning rate",
-    "steps": "optimizer steps",
-    "batch_size": "blocks a step",
-    "block_length": "tokens a block; also the context length and BHyT's T",
-    "heads": "attention heads; default width/32",
-    "kv_heads": "key-value heads; default half of the heads",
-    "intermediate": "MLP width; default 8/3 of the width, rounded to 32",
-    "weight_decay": "AdamW's, for what the scheme decays",
-    "warmup": "share of the steps",
-    "min_lr_ratio": "where the cosine ends, as a share of lr",
-    "clip": "largest gradient norm",
-    "beta1": "AdamW's first moment",
-    "beta2": "AdamW's second moment",
-    "corpus": "stdlib; english; a .txt, .jsonl, .jsonl.gz or .parquet file, or a folder of them; a hub data set",
-    "tokenizer": "directory or hub name of a tokenizer; default: train a byte-level BPE on the corpus",
-    "vocab_size": "of the tokenizer to train",
-    "text_column": "column that holds the text",
-    "characters": "read at most so much of the corpus",
-    "outlier_channels": "columns of the embeddings that start large, the same for every token",
-    "outlier_size": "what they start at",
-    "probe_every": "steps between layer statistics; 0: none",
-    "probe_blocks": "held-out blocks that layer statistics are taken on",
-    "probe_also": "further metrics of normlab.probes to record, comma-separated",
-    "eval_every": "steps between held-out losses; 0: none",
-    "eval_blocks": "held-out blocks for the held-out loss",
-    "held_out": "held-out blocks to measure on: all, or one half of them, validation or test",
-    "experiment_blocks": "held-out blocks for what is measured after the last step (skipping, angles, ...); 0: none",
-    "log_every": "steps that one logged training loss averages over",
-    "dtype": "of the training steps' matrix products: float32 or bfloat16 (autocast)",
-    "compile": "training steps by torch.compile",
-    "checkpoint_every": "steps between checkpoints; 0: none",
-    "keep_weights": "keep the trained model",
-    "threads": "CPU threads",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,10 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    import normlab
+
     parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"normlab {normlab.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="train | sweep | compare | probe | figures | bench"
+        dest="command", required=True, metavar="train | sweep | compare | probe | figures | bench | schemes"
     )
     _add_train(commands)
     _add_sweep(commands)
@@ -97,25 +61,41 @@ def build_parser() -> argparse.ArgumentParser:
     _add_figures(commands)
     _add_probe(commands)
     _add_bench(commands)
+    schemes = commands.add_parser("schemes", help="every scheme with formula, paper, parameters and cost")
+    schemes.set_defaults(act=_schemes)
     return parser
 
 
-def _add_train(commands: Any) -> None:
-    from normlab.training.config import TrainConfig
+def _schemes(options: argparse.Namespace) -> int:
+    from normlab.schemes import table
 
-    parser = commands.add_parser("train", help="train one model and measure its layers")
+    print(table().to_string(index=False))
+    return 0
+
+
+def _add_train(commands: Any) -> None:
+    """A flag for every field of a run. transformers' HfArgumentParser reads such a dataclass too, but has no
+    `--no-compile`, takes no FIELD=VALUE, and fills in defaults: which flags were given beside a manifest is lost."""
+    from normlab.training.config import TrainConfig
+    from normlab.training.fields import flag_of
+
+    ranks = (
+        "several processes or GPUs: torchrun --nproc-per-node N -m normlab train ... (--batch-size is of all together)"
+    )
+    parser = commands.add_parser("train", help="train one model and measure its layers", epilog=ranks)
     for spec in dataclasses.fields(TrainConfig):
-        flag = "--" + spec.name.replace("_", "-")
+        flag, text = flag_of(spec.name), spec.metadata["help"]
         if spec.name == "model":
-            more = "a further NormlabConfig field, such as lam_input=3.0; may be repeated"
-            parser.add_argument(flag, action="append", metavar="FIELD=VALUE", help=more)
+            parser.add_argument(flag, action="append", metavar="FIELD=VALUE", help=text)
             continue
-        text = TRAIN_HELP[spec.name] + ("" if spec.default is None else f" (default: {spec.default})")
+        text += "" if spec.default is None else f" (default: {spec.default})"
         if isinstance(spec.default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
             parser.add_argument(flag, type=_argument_type(spec.type), help=text)
     parser.add_argument("--from-manifest", metavar="PATH", help="repeat the run of this manifest.json or run directory")
+    follow = "print what is measured as lines of JSON; take pause, train and stop from standard input, and end with it"
+    parser.add_argument("--follow", action="store_true", help=follow)
     _add_output(parser, "runs")
     parser.set_defaults(act=_train)
 
@@ -196,21 +176,29 @@ def _add_bench(commands: Any) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from normlab.runs import COUNT_LOSSES
+    from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
+    from normlab.training.fields import flag_of
     from normlab.training.trainer import train, train_from_manifest
 
     shared = {"cache_dir": options.cache_dir, "progress": not options.quiet}
     given = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in given.items() if value is not None}
+    if options.from_manifest and (given or options.follow):
+        flags = ", ".join([*map(flag_of, given), *["--follow"] * options.follow])
+        raise NormlabError(f"--from-manifest sets the whole configuration; leave out {flags}")
     if options.from_manifest:
-        if given:
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise NormlabError(f"--from-manifest sets the whole configuration; leave out {flags}")
         run = train_from_manifest(options.from_manifest, options.out, **shared)
     else:
-        run = train(TrainConfig(**{**given, "model": _model_fields(options.model or [])}), options.out, **shared)
-    unigram = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"]}
-    losses = unigram | {name: run.manifest[name] for name in COUNT_LOSSES}
+        config = TrainConfig(**{**given, "model": _model_fields(options.model or [])})
+        if options.follow:
+            train_followed(config, options.out, options.cache_dir)
+            return 0
+        run = train(config, options.out, **shared)
+    if not _is_first_rank():
+        return 0
+    losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"]}
+    losses |= {name: run.manifest[name] for name in COUNT_LOSSES}
     beside = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
     print(f"{run.path}: {run.status}, eval loss {run.eval_loss:.4f} ({beside}), nats a token")
     return 0
@@ -243,17 +231,11 @@ def _sweep(options: argparse.Namespace) -> int:
         print(plan(preset, options.out, **shared, progress=not options.quiet).in_words())
         return 0
     result = sweep(preset, options.out, **shared, progress=not options.quiet)
-    print(f"{result.out}: {len(result.runs)} runs" + "".join(f", {n} {s}" for s, n in _counts(result.runs).items()))
+    counts = Counter(run.status for run in result.runs)
+    print(f"{result.out}: {len(result.runs)} runs" + "".join(f", {n} {status}" for status, n in counts.items()))
     for name, reason in result.failures.items():
         print(f"normlab: failed: {name}: {reason}", file=sys.stderr)
     return 1 if result.failures else 0
-
-
-def _counts(found: Sequence[Any]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for run in found:
-        counts[run.status] = counts.get(run.status, 0) + 1
-    return counts
 
 
 def _whole(text: str, flag: str) -> int:
@@ -327,20 +309,16 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def _version() -> str:
-    import normlab
-
-    return f"normlab {normlab.__version__}"
-
-
 def _one_line_warning(message: Any, category: Any, *rest: Any) -> None:
     print(f"normlab: warning: {message}", file=sys.stderr)
 
 
+def _is_first_rank() -> bool:
+    """Of the processes that torchrun or accelerate launch started, one speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _fail(message: str, code: int = 2) -> int:
-    print(f"normlab: error: {' '.join(message.split())}", file=sys.stderr)
+    if _is_first_rank():
+        print(f"normlab: error: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,3 +8,9 @@ class NormlabError(ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, to quote in ours; its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def in_one_line(error: BaseException) -> str:
+    """The first line of an error's message, with the error's type unless it is ours."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, NormlabError) else f"{type(error).__name__}: {line}"

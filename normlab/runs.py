@@ -9,10 +9,9 @@
 
 `load_runs(path)`   one long table of every run below `path`
 `load_experiments(path)`   what was measured once, after training, of every run that has it
-`load_configs(path)`   what each of them was told to do, a row a run
+`load_configs(path)`   what each of them was told to do, a row a run; `read_configs(path)`: the same as data, by run
 `read_run(path)`    one run
-`publish`           sync a finished directory to disk and rename it to its final name, so that it exists whole or not at
-                    all
+`publish`           sync a finished directory to disk and rename it to its final name: it exists whole or not at all
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from normlab.errors import NormlabError, first_line
 
@@ -37,8 +36,23 @@ SCHEMA_VERSION = 2
 PARTIAL, SEARCH = ".partial", "search"
 MANIFEST, STATS, WEIGHTS = "manifest.json", "stats.parquet", "model.safetensors"
 EXPERIMENTS = "experiments.parquet"
+
+
+class Row(NamedTuple):
+    """One value that a run measured, as stats.parquet has it."""
+
+    step: int
+    tokens: int
+    split: str
+    site: str
+    layer: int | None
+    metric: str
+    mask: str
+    value: float
+
+
 RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status"]
-STATS_COLUMNS = ["step", "tokens", "split", "site", "layer", "metric", "mask", "value"]
+STATS_COLUMNS = list(Row._fields)
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 EXPERIMENT_COLUMNS = ["metric", "part", "layer", "other", "value", "standard_error"]
 MANIFEST_KEYS = ("run", "status", "eval_loss", "config", "corpus", "measured")
@@ -87,9 +101,7 @@ class Run:
         try:
             stats = pd.read_parquet(self.path / STATS)
         except Exception as error:  # pyarrow raises several kinds, OSError among them
-            raise NormlabError(
-                f"run {self.path}: {STATS} cannot be read ({first_line(error)}); delete the run and train it again"
-            ) from error
+            raise _unreadable(self.path, STATS, error) from error
         if list(stats.columns) != STATS_COLUMNS:
             raise NormlabError(
                 f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
@@ -117,10 +129,7 @@ class Run:
         try:
             return self._with_keys(pd.read_parquet(self.path / EXPERIMENTS))
         except Exception as error:
-            raise NormlabError(
-                f"run {self.path}: {EXPERIMENTS} cannot be read ({first_line(error)}); "
-                "delete the run and train it again"
-            ) from error
+            raise _unreadable(self.path, EXPERIMENTS, error) from error
 
     def _with_keys(self, table: pd.DataFrame) -> pd.DataFrame:
         config = self.manifest["config"]
@@ -138,8 +147,22 @@ class Run:
         return NormlabForCausalLM.from_pretrained(self.path)
 
 
+def _unreadable(path: Path, file: str, error: Exception) -> NormlabError:
+    return NormlabError(f"run {path}: {file} cannot be read ({first_line(error)}); delete the run and train it again")
+
+
+def rows_of(frame: pd.DataFrame) -> Iterator[Row]:
+    """The inverse of `stats_frame`; further columns are left out."""
+    import pandas as pd
+
+    columns = frame[STATS_COLUMNS].itertuples(index=False, name=None)
+    for step, tokens, split, site, layer, metric, mask, value in columns:
+        whole = None if layer is pd.NA else int(layer)
+        yield Row(int(step), int(tokens), split, site, whole, metric, mask, float(value))
+
+
 def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:
-    """Rows (step, tokens, split, site, layer or None, metric, mask, value) as a typed table."""
+    """Rows (`Row`) as a typed table."""
     import pandas as pd
 
     frame = pd.DataFrame(list(rows), columns=STATS_COLUMNS)
@@ -157,9 +180,7 @@ def read_run(path: str | Path) -> Run:
         manifest = json.loads(file.read_text())
         version = manifest["schema"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise NormlabError(
-            f"run {path}: {MANIFEST} cannot be read ({first_line(error)}); delete the run and train it again"
-        ) from error
+        raise _unreadable(path, MANIFEST, error) from error
     if version not in (1, SCHEMA_VERSION):
         raise NormlabError(
             f"run {path} has schema version {version}, this normlab reads 1 and {SCHEMA_VERSION}; "
@@ -196,9 +217,7 @@ def _check_weights(path: Path) -> None:
         with safe_open(path / WEIGHTS, framework="numpy"):
             pass
     except Exception as error:
-        raise NormlabError(
-            f"run {path}: {WEIGHTS} cannot be read ({first_line(error)}); delete the run and train it again"
-        ) from error
+        raise _unreadable(path, WEIGHTS, error) from error
 
 
 def find_runs(root: str | Path) -> list[Path]:
@@ -212,6 +231,10 @@ def find_runs(root: str | Path) -> list[Path]:
     return sorted(p.parent for p in root.rglob(MANIFEST) if not {PARTIAL, SEARCH} & set(p.relative_to(root).parts))
 
 
+def _roots(path: str | Path | Iterable[str | Path]) -> list[str | Path]:
+    return [path] if isinstance(path, (str, Path)) else list(path)
+
+
 def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """All runs at or below `path` (or several paths) as one table, a value a row.
 
@@ -219,24 +242,20 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     steps done (0: before training). tokens: trained so far. split: "train", "eval" or "probe". site "model": loss,
     grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy, and bigram_loss and trigram_loss where
     the run knows them; other sites as `normlab.probes` names them. layer: 0 the embeddings, 1..L the blocks, missing
-    where it means nothing. mask: "all", or "no_first" without each row's first token. `.attrs["configs"]` has each
-    run's training configuration, as JSON.
+    where it means nothing. mask: "all", or "no_first" without each row's first token.
 
     A run that cannot be read is named in a warning and left out; NormlabError when none is left.
     """
     import pandas as pd
 
-    roots = [path] if isinstance(path, (str, Path)) else list(path)
-    found = [run for root in roots for run in find_runs(root)]
-    where = ", ".join(str(root) for root in roots)
+    found = [run for root in _roots(path) for run in find_runs(root)]
+    where = ", ".join(map(str, _roots(path)))
     if not found:
         raise NormlabError(f"no runs in {where}; make some with `normlab sweep --preset tiny --out DIR`")
-    tables, errors, configs = [], [], {}
+    tables, errors = [], []
     for directory in found:
         try:
-            run = read_run(directory)
-            tables.append(run.table())
-            configs[run.name] = json.dumps(run.manifest["config"])
+            tables.append(read_run(directory).table())
         except NormlabError as error:
             errors.append(str(error))
     if not tables:
@@ -247,9 +266,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         )
     for message in errors:
         warnings.warn(f"left out: {message}", stacklevel=2)
-    table = pd.concat(tables, ignore_index=True)
-    table.attrs["configs"] = configs  # strings, because pandas copies attrs deeply at every operation
-    return table
+    return pd.concat(tables, ignore_index=True)
 
 
 def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
@@ -260,12 +277,23 @@ def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    roots = [path] if isinstance(path, (str, Path)) else list(path)
-    found = (read_run(directory).experiments() for root in roots for directory in find_runs(root))
+    found = (read_run(directory).experiments() for root in _roots(path) for directory in find_runs(root))
     tables = [table for table in found if table is not None]
     if not tables:
-        raise NormlabError(f"no run in {', '.join(map(str, roots))} was measured so; train with experiment_blocks")
+        raise NormlabError(
+            f"no run in {', '.join(map(str, _roots(path)))} was measured so; train with experiment_blocks"
+        )
     return pd.concat(tables, ignore_index=True)
+
+
+def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str, Any]]:
+    """What each run at or below `path` (or several paths) was configured with: the fields of its `TrainConfig`, by run.
+    A run that cannot be read is left out, as `load_runs` does, which names it."""
+    found = {}
+    for directory in (run for root in _roots(path) for run in find_runs(root)):
+        with suppress(NormlabError):
+            found[directory.name] = read_run(directory).manifest["config"]
+    return found
 
 
 def load_configs(path: str | Path) -> pd.DataFrame:
@@ -319,8 +347,8 @@ def write_stats(path: Path, frame: pd.DataFrame) -> None:
 
 def publish(staged: Path, final: Path) -> None:
     """Sync everything in `staged` to disk and rename it to `final`, replacing what is there: whole or not at all."""
-    for file in _walk(staged):
-        _fsync(file)
+    for path in (*staged.rglob("*"), staged):
+        _fsync(path)
     if final.exists():
         shutil.rmtree(final)
     os.rename(staged, final)
@@ -360,15 +388,6 @@ def full_disk_named(root: Path) -> Iterator[None]:
                 f"cannot write to {root}: no space left; free some and start again, runs go on from their checkpoints"
             ) from error
         raise
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    for entry in root.iterdir():
-        if entry.is_dir():
-            yield from _walk(entry)
-        else:
-            yield entry
-    yield root
 
 
 def _fsync(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,13 +80,13 @@ def table(
     return pd.concat(runs, ignore_index=True)
 
 
-def trained(runs: pd.DataFrame, **changes: Any) -> pd.DataFrame:
-    """With what `load_runs` adds: for models of these changes to `normlab train`'s defaults at width 32."""
-    runs = runs.copy()
-    for run, scheme, depth in runs[["run", "scheme", "depth"]].drop_duplicates().itertuples(index=False):
-        config = TrainConfig(scheme=scheme, depth=depth, **{"width": 32} | changes)
-        runs.attrs.setdefault("configs", {})[run] = json.dumps(config.to_dict())
-    return runs
+def configs_of(runs: pd.DataFrame, **changes: Any) -> dict[str, dict[str, Any]]:
+    """What `read_configs` would say of them: models of these changes to `normlab train`'s defaults at width 32."""
+    names = runs[["run", "scheme", "depth"]].drop_duplicates().itertuples(index=False)
+    return {
+        run: TrainConfig(scheme=scheme, depth=int(depth), **{"width": 32} | changes).to_dict()
+        for run, scheme, depth in names
+    }
 
 
 def empty() -> pd.DataFrame:

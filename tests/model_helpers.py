@@ -1,6 +1,7 @@
 """What the model tests share.
 
-CASES               every scheme, and BHyT's options, as (scheme, extra config fields)
+CASES               every scheme of the shipped runs, and BHyT's options, as (scheme, extra config fields); all schemes
+                    are in test_schemes_suite.py
 tiny_model          a small model with every default moved: norms, weights, lambda, c, kappa, eps
 lively              the same for a model that exists
 assert_fault_is_caught   a check passes on our code and fails once a known fault is patched in
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from normlab import SCHEMES, NormlabConfig, NormlabForCausalLM
+from normlab import NormlabConfig, NormlabForCausalLM
+from normlab.schemes import STUDIED
 
 # Nothing at its default: a formula that drops a factor of 1 or mistakes one eps for another shows.
 TINY: dict[str, Any] = {
@@ -49,11 +51,11 @@ VARIANTS = [
     ("mix_ln", {"post_fraction": 0.6}),
     ("dyt", {"tie_word_embeddings": True}),
 ]
-CASES = [pytest.param(name, {}, id=name) for name in SCHEMES] + [
+CASES = [pytest.param(name, {}, id=name) for name in STUDIED] + [
     pytest.param(name, extra, id="-".join([name, *(str(value) for value in extra.values())]))
     for name, extra in VARIANTS
 ]
-every_scheme = pytest.mark.parametrize("scheme", list(SCHEMES))
+every_scheme = pytest.mark.parametrize("scheme", list(STUDIED))
 every_case = pytest.mark.parametrize(("scheme", "extra"), CASES)
 carrying_case = pytest.mark.parametrize(
     ("scheme", "extra"),
@@ -78,6 +80,8 @@ def lively(model: NormlabForCausalLM, seed: int = 0) -> NormlabForCausalLM:
             uniform(tensor, 0.02, 0.12)  # a correction about as large as the mean square it corrects
         elif name.endswith((".lam", ".alpha")):
             uniform(tensor, 0.6, 3.1)
+        elif name.endswith(".square"):  # what stands under a root: smaller is steep
+            uniform(tensor, 8.0, 20.0)
         elif name.endswith("shared_scale"):
             uniform(tensor, 2.0, 4.0)
         elif tensor.dim() == 1 and name.endswith("weight"):
@@ -128,6 +132,18 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
     """Gradient of every parameter that requires one, by name; ``model``'s own .grad untouched."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def optimizer_of(model: NormlabForCausalLM, lr: float) -> torch.optim.Optimizer:
+    """AdamW with the model's own decay rule and rates, as a training run makes it."""
+    decayed = set(model.decay_parameter_names())
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if (name in decayed) == decays], "weight_decay": wd}
+        for decays, wd in ((True, 0.1), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, eps=1e-8)
+    model.apply_rates(optimizer)
+    return optimizer
 
 
 def assert_fault_is_caught(check: Callable[[], None], patch: Callable[[pytest.MonkeyPatch], None]) -> None:

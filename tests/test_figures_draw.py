@@ -13,7 +13,8 @@ from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, one_run, 
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
-from normlab.figures.theme import spread, template
+from normlab.figures.labels import spread
+from normlab.figures.theme import template
 from normlab.schemes import SCHEMES
 
 
@@ -30,7 +31,13 @@ def test_growth_shows_every_layer_of_every_scheme_from_step_zero():
     assert list(end.y) == pytest.approx([activation("bhyt", layer, 20) * MEAN_OF_SEEDS for layer in range(5)])
     assert start.line.dash == "dash" and end.line.dash == "solid" and start.line.color != end.line.color
     assert METRICS["token_l2_mean"].definition in end.hovertemplate
-    assert figure.layout.yaxis.type == "log"
+
+
+def test_a_linear_axis_fits_its_panel_and_a_log_axis_is_one_for_all():
+    figure, logs = (layer_growth(table(depths=(4,)), log=log) for log in (False, True))
+    axes, shared = ([one.layout[f"yaxis{n}"] for n in ("", 2, 3, 4, 5)] for one in (figure, logs))
+    assert {axis.type for axis in axes} == {"linear"} and {axis.type for axis in shared} == {"log"}
+    assert len({axis.range for axis in axes}) == 5 and len({axis.range for axis in shared}) == 1
 
 
 def test_growth_takes_the_deepest_depth_unless_told():

@@ -15,9 +15,9 @@ NO_GPU = "Nothing in these tables was timed on a GPU"
 MOVE = """import json
 
 call.value, shape.value, part.value = "add_rms_norm", "1024 x 512", "forward"
-chain = {trace.name: [list(trace.x), list(trace.y)] for trace in bars.data}
+chain = {trace.name: [list(trace.x), list(trace.y)] for trace in bars.figure.data}
 call.value = "layer_norm"
-print("MOVED", json.dumps([chain, {trace.name: [list(trace.x), list(trace.y)] for trace in bars.data}]))"""
+print("MOVED", json.dumps([chain, {trace.name: [list(trace.x), list(trace.y)] for trace in bars.figure.data}]))"""
 
 
 def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path: Path):
@@ -36,7 +36,7 @@ def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path: Path):
     assert bool(gpu_tables) != ("Nothing has been timed on a GPU yet" in said) and bool(gpu_tables) != (NO_GPU in said)
 
     (widget,) = widgets_in(notebook)
-    assert "LiveFigure(" in widget
+    assert "PlotWidget(" in widget
     assert {trace["name"] for trace in bars["data"]} == {"bytes", "time", "floor"}
     (moved,) = [line.removeprefix("MOVED ") for line in said.splitlines() if line.startswith("MOVED ")]
     chain, alone = json.loads(moved)

@@ -12,6 +12,7 @@ import normlab
 from normlab.errors import NormlabError
 from normlab.norms import BHyT, RMSNorm
 from normlab.probes import record, sites, skip_sensitivity
+from normlab.schemes import STUDIED
 
 pytest.importorskip("transformer_lens")
 from normlab.models.lens import direct_logit_attribution, to_bridge  # noqa: E402
@@ -49,7 +50,7 @@ def ids():
     return torch.randint(0, 61, (2, 10), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+@pytest.mark.parametrize("scheme", STUDIED)
 def test_logits_are_bit_identical_plain_cached_and_with_every_hook_on(scheme, ids):
     model = build(scheme)
     with torch.no_grad():
@@ -61,7 +62,7 @@ def test_logits_are_bit_identical_plain_cached_and_with_every_hook_on(scheme, id
     assert not any("hook_normalized" in name for name in cache)
 
 
-@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+@pytest.mark.parametrize("scheme", STUDIED)
 def test_hooks_show_what_the_norms_compute(scheme, ids):
     bridge = to_bridge(build(scheme))
     with torch.no_grad():
@@ -109,7 +110,7 @@ def test_backward_hooks_on_the_scale_see_its_gradient_and_keep_the_logits(ids):
     assert torch.allclose(logits, plain, atol=1e-5) and seen[0].abs().max() > 0
 
 
-@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+@pytest.mark.parametrize("scheme", STUDIED)
 def test_probes_on_the_bridge_give_the_models_own_numbers(scheme, ids):
     model = build(scheme)
     metrics = [
@@ -141,7 +142,7 @@ def test_experiments_run_on_the_bridge(ids):
     assert sites(to_bridge(build("dyt"))).depth == 4
 
 
-@pytest.mark.parametrize("scheme", [name for name in normlab.SCHEMES if name not in POST])
+@pytest.mark.parametrize("scheme", [name for name in STUDIED if name not in POST])
 @pytest.mark.parametrize("options", [{}, {"lam_last": 6.0}], ids=["", "tanh final norm"])
 def test_frozen_shares_add_up_to_the_logit(scheme, options, ids):
     bridge = to_bridge(build(scheme, **options))

@@ -21,7 +21,7 @@ from transformers import (
 
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM, refresh_carried, swap_norms
-from normlab.schemes import SCHEMES
+from normlab.schemes import SCHEMES, STUDIED
 
 FIELDS = {
     "vocab_size": 96,
@@ -76,7 +76,7 @@ def test_swapped_bhyt_trains_everywhere_and_equals_our_model_if_llama(config_cla
     assert model.model.layers[1].c_attn.item() == constants[1]
 
 
-@pytest.mark.parametrize("scheme", [name for name, row in SCHEMES.items() if row.embedding_scale is None])
+@pytest.mark.parametrize("scheme", [name for name in STUDIED if SCHEMES[name].keeps_to_the_blocks])
 def test_a_swapped_model_generates_the_same_with_and_without_cache(scheme):
     model = swap_norms(foreign(LlamaConfig, LlamaForCausalLM), scheme)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}
@@ -97,7 +97,7 @@ def test_a_scheme_that_scales_embeddings_cannot_be_swapped_in():
         swap_norms(foreign(LlamaConfig, LlamaForCausalLM), "dyt")
 
 
-RELEASED = [("bhytline", "bhyt"), ("bhytstar", "bhyt_exact"), ("rms", "pre_rmsnorm")]
+RELEASED = [("bhytline", "bhyt"), ("bhyt", "bhyt"), ("bhytstar", "bhyt_exact"), ("rms", "pre_rmsnorm")]
 
 
 @pytest.mark.parametrize(("norm_type", "scheme"), RELEASED)

@@ -128,7 +128,7 @@ def test_the_explorer_answers_every_control(address: str, chromium: str):
         page.locator(".widget-dropdown select").nth(0).select_option(index=1)
         page.wait_for_function(f"() => {PLOT}.layout.title.text.startsWith('Variance')", timeout=20_000)
         for box, key, before, after in (
-            ("log axis", "yaxis.type", "log", "linear"),
+            ("log axis", "yaxis.type", "linear", "log"),
             ("published values", "published", False, True),
             ("seeds / interval", "bhyt band", True, False),
         ):

@@ -23,6 +23,7 @@ EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
 
 # Imported name -> distribution, where they differ.
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "huggingface_hub": "huggingface-hub",
     "transformer_lens": "transformer-lens",
 }
@@ -194,7 +195,10 @@ def test_importing_any_module_changes_no_setting_and_prints_nothing():
         for path in sorted((ROOT / "normlab").rglob("*.py"))
         if path.name != "__main__.py"
     ]
-    third_party = "datasets, accelerate, plotly.tools, ipywidgets, tokenizers, transformer_lens.model_bridge.sources"
+    third_party = (
+        "datasets, accelerate, plotly.tools, ipywidgets, tokenizers, nbconvert.exporters, "
+        "transformer_lens.model_bridge.sources"
+    )
     code = (
         f"{STATE}\nimport importlib, {third_party}\nbefore = state()\n"
         f"for name in {modules!r}:\n    importlib.import_module(name)\n"

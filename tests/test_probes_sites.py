@@ -11,6 +11,7 @@ from torch import nn
 import normlab
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
+from normlab.schemes import STUDIED
 
 PRE_NORM = {"block_out": 4, "attn_norm_in": 3, "mlp_norm_in": 3, "final_norm_in": 1, "attn": 3, "mlp": 3, "block": 3}
 EXPECTED = dict.fromkeys(MODELS, PRE_NORM) | {
@@ -66,7 +67,7 @@ def test_branch_contributions_add_up_to_the_blocks_update(name):
     assert table[1] == pytest.approx(float(((out - h).norm(dim=1) / h.norm(dim=1)).mean()), rel=1e-4)
 
 
-@pytest.mark.parametrize("scheme", normlab.SCHEMES)
+@pytest.mark.parametrize("scheme", STUDIED)
 def test_every_scheme_of_ours_has_both_norm_sites_in_every_block(scheme):
     config = normlab.NormlabConfig(
         scheme=scheme,

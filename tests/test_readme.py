@@ -56,7 +56,7 @@ def test_the_links_within_the_repository_lead_somewhere():
 
 
 def test_the_table_of_schemes_is_the_registry():
-    assert re.findall(r"^\| `([a-z_]+)` \|", README, flags=re.MULTILINE) == list(SCHEMES)
+    assert re.findall(r"^\| `([a-z][a-z0-9_]*)` \|", README, flags=re.MULTILINE) == list(SCHEMES)
 
 
 def test_the_example_runs_and_measures_every_layer(capsys: pytest.CaptureFixture[str]):

@@ -175,6 +175,14 @@ def test_a_damaged_run_is_named_and_the_others_load(damage: str, tmp_path: Path)
     assert len(warned) == 1 and "bad" in str(warned[0].message) and "\n" not in str(warned[0].message)
 
 
+def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path: Path) -> None:
+    path = make_run(tmp_path, "good")
+    (make_run(tmp_path, "bad") / runs.MANIFEST).write_text("{")
+    run = runs.read_run(path)
+    assert runs.read_configs(tmp_path) == runs.read_configs([path]) == {run.name: run.manifest["config"]}
+    assert not load_runs(path).attrs
+
+
 def test_whole_runs_load_without_a_warning(tmp_path: Path) -> None:
     make_run(tmp_path)
     with warnings.catch_warnings():

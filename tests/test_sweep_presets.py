@@ -130,6 +130,13 @@ def test_settings_of_a_scheme_are_searched_with_its_rate_and_the_best_are_kept(
     ]
 
 
+def test_a_rate_whose_run_fails_is_tried_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = InProcess({0.1: 1.0, 0.2: 2.0, 0.4: 3.0}, failing=lambda config: config.lr < 0.1)
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    result = quiet_sweep(small_preset(text, parts=(Part({2: 1}, ("lns",)),)), tmp_path)
+    assert result.choices == {("lns", 2): Choice(0.1)} and [c.lr for c in fake.started].count(0.05) == 1
+
+
 def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_for_ever() -> None:
     search = Search((0.1, 0.2, 0.4), (2,))
     assert search.next_rate({0.1: math.inf, 0.2: math.inf, 0.4: math.inf}) is None

@@ -184,6 +184,31 @@ def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path:
     _wait(lambda: not any(map(_alive, workers)), 30)
 
 
+UNGUARDED_SWEEP = """
+import sys
+from pathlib import Path
+import training_helpers
+from normlab.training.sweep import sweep
+
+root = Path(sys.argv[1])
+configs = [training_helpers.tiny(root / "text.txt", seed=seed) for seed in range(2)]
+sweep(configs, root / "out", workers=2, threads=1, cache_dir=root / "cache", progress=False)
+"""
+
+
+def test_a_script_without_a_guard_ends_with_a_line_that_says_what_to_do(text: Path, tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED_SWEEP)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.run(
+        [sys.executable, script, tmp_path], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 1 and process.stderr.count("Traceback") == 1  # the script's own
+    line = process.stderr.strip().splitlines()[-1]
+    assert line.startswith("normlab.errors.NormlabError: ") and 'under `if __name__ == "__main__":`' in line
+    assert not list((tmp_path / "out").glob("*/manifest.json"))
+
+
 def _alive(pid: int) -> bool:
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()

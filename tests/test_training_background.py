@@ -3,7 +3,8 @@ behind, however this process ends."""
 
 from __future__ import annotations
 
-import multiprocessing
+import io
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from training_helpers import tiny
+from training_helpers import ForkedCommand, tiny
 
 from normlab import runs
 from normlab.errors import NormlabError
@@ -27,15 +28,11 @@ from normlab.training.config import TrainConfig
 
 pytest_plugins = ["training_fixtures"]
 
-# Children of a server that has imported everything start to train at once.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
-
 
 @pytest.fixture
 def begin(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BackgroundRun]]:
     """Start a run; whatever is still at work at the end is closed."""
-    monkeypatch.setattr(BackgroundRun, "_context", FORKS)
+    monkeypatch.setattr(background, "Popen", ForkedCommand)
     started = []
 
     def begin(config: TrainConfig, **options: Any) -> BackgroundRun:
@@ -149,29 +146,31 @@ class Process:
         self.ended = threading.Event()
         if ended:
             self.ended.set()
+        ours, theirs = os.pipe()
+        self.stdout, self.messages = os.fdopen(ours), os.fdopen(theirs, "w")
+        self.stdin = io.StringIO()
 
-    def join(self, timeout: float | None = None) -> None:
-        self.waited_for_by.add(threading.current_thread())
-        assert self.ended.wait(timeout or 10)
+    def send(self, **message: Any) -> None:
+        print(json.dumps(message), file=self.messages, flush=True)
 
-    def is_alive(self) -> bool:
+    def wait(self) -> int:
         self.waited_for_by.add(threading.current_thread())
-        return not self.ended.is_set()
+        assert self.ended.wait(10)
+        return self.exitcode
 
     def terminate(self) -> None:
         self.ended.set()
 
 
-def listening(tmp_path: Path, process: Process, *messages: tuple, **options: Any) -> tuple[BackgroundRun, Any]:
-    """A run that hears `messages`, and the other end of its pipe."""
+def listening(tmp_path: Path, process: Process, *messages: dict, said: str = "", **options: Any) -> BackgroundRun:
+    """A run that gets `messages` from a process whose error output is `said`."""
     run = BackgroundRun(TrainConfig(), tmp_path / "out", **options)
-    run._pipe, theirs = multiprocessing.Pipe()
     for message in messages:
-        theirs.send(message)
+        process.send(**message)
     run._process, run.state = process, TRAINING
-    run._listener = threading.Thread(target=run._listen, args=(process, run._pipe), daemon=True)
+    run._listener = threading.Thread(target=run._listen, args=(process, io.BytesIO(said.encode())), daemon=True)
     run._listener.start()
-    return run, theirs
+    return run
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("no such page"), KeyError("no such trace")])
@@ -184,46 +183,53 @@ def test_what_goes_wrong_while_it_is_shown_is_said_and_ends_the_run(tmp_path: Pa
             raise error
 
     process = Process(ended=False)
-    run, pipe = listening(tmp_path, process, ("step", 1, []), ("step", 2, []), changed=changed)
+    steps = [{"step": step, "rows": [], "state": TRAINING} for step in (1, 2)]
+    run = listening(tmp_path, process, *steps, changed=changed)
     assert run.wait(10) and run.state == FAILED and run.step == 1
     assert run.reason == f"{type(error).__name__}: {error}"
     until(lambda: run.pid is None, 10)
     assert process.ended.is_set()
     with pytest.raises(OSError):  # rather than block once the pipe is full
-        pipe.send(("step", 3, []))
+        process.send(step=3, rows=[])
 
 
 @pytest.mark.parametrize(
-    "code, reason",
+    "code, said, reason",
     [
-        (-9, "its process was killed (exit code -9), perhaps for lack of memory"),
-        (3, "its process ended with exit code 3; its error output says why"),
+        (-9, "half a wor", "its process was killed (exit code -9), perhaps for lack of memory"),
+        (3, "", "its process ended with exit code 3"),
+        (2, "a warning\nnormlab: error: no such corpus\n", "no such corpus"),
+        (1, "Traceback:\n  a line\nKeyError: 'x'\n", "KeyError: 'x'"),
     ],
 )
-def test_an_end_without_a_word_is_told_by_its_exit_code(tmp_path: Path, code: int, reason: str) -> None:
-    run, pipe = listening(tmp_path, Process(code))
-    pipe.close()
+def test_an_end_without_a_message_is_told_by_its_last_line_or_its_exit_code(
+    tmp_path: Path, code: int, said: str, reason: str
+) -> None:
+    process = Process(code)
+    process.messages.close()
+    run = listening(tmp_path, process, said=said)
     assert run.wait(10) and (run.state, run.reason) == (FAILED, reason)
 
 
 def test_only_the_listener_waits_for_the_process(tmp_path: Path) -> None:
     """Of two threads that wait for one process, one misses its exit code."""
     process = Process(ended=False)
-    run, pipe = listening(tmp_path, process)
+    run = listening(tmp_path, process)
     assert run.pid == process.pid
-    pipe.close()
+    process.messages.close()
     run.close()
     assert process.waited_for_by == {run._listener} and run.pid is None and run.state == STOPPED
 
 
-def test_what_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "normlab.training.trainer", None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(os, "nice", lambda _: None)
-    ours, theirs = multiprocessing.Pipe()
-    background._work(TrainConfig(), str(tmp_path), None, theirs)
-    what, reason = ours.recv()
-    assert what == "failed" and reason.startswith("ModuleNotFoundError") and "normlab.training.trainer" in reason
+@pytest.mark.skipif(os.name == "nt", reason="a script in place of Python")
+def test_what_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'Traceback:' >&2\necho 'ModuleNotFoundError: no torch' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    run = BackgroundRun(TrainConfig(), tmp_path / "out")
+    run.start()
+    assert run.wait(60) and (run.state, run.reason) == (FAILED, "ModuleNotFoundError: no torch")
 
 
 def test_a_run_that_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -265,7 +271,7 @@ import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from training_helpers import tiny
+from training_helpers import ForkedCommand, tiny
 from normlab.training.background import BackgroundRun
 
 if __name__ == "__main__":

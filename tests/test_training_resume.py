@@ -3,7 +3,6 @@ half-written."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -15,16 +14,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from training_helpers import tiny
+from training_helpers import FORKS, tiny
 
 from normlab import runs
 from normlab.training.config import TrainConfig
 
 pytest_plugins = ["training_fixtures"]
-
-# The server imports torch and transformers once; each child that it forks starts to train at once.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
 
 
 def _train(config: TrainConfig, out: Path, cache: Path, pause_in: str | None, marker: Path) -> None:

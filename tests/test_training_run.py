@@ -14,10 +14,11 @@ import torch
 from training_helpers import WORDS, tiny
 
 from normlab import runs
-from normlab.schemes import SCHEMES
+from normlab.schemes import STUDIED
+from normlab.training.batches import SeededOrder
 from normlab.training.callbacks import mean_token_loss, refresh_interval
 from normlab.training.corpus import Corpus
-from normlab.training.trainer import SeededOrder, build_trainer
+from normlab.training.trainer import build_trainer
 
 pytest_plugins = ["training_fixtures"]
 
@@ -33,7 +34,7 @@ def test_one_seed_gives_one_data_order_to_every_scheme(text: Path, corpus: Corpu
 
     reference = first_batches("pre_rmsnorm", 0)
     assert len(reference) == tiny(text).steps
-    assert all(torch.equal(first_batches(scheme, 0), reference) for scheme in SCHEMES)
+    assert all(torch.equal(first_batches(scheme, 0), reference) for scheme in STUDIED)
     assert not torch.equal(first_batches("pre_rmsnorm", 1), reference)
 
 

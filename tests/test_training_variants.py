@@ -19,6 +19,7 @@ from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
 from normlab.schemes import BOUND_AND_CONTROL, GAIN_CONTROL
 from normlab.training.config import TrainConfig
+from normlab.training.corpus import CorpusSpec, load_corpus
 from normlab.training.presets import Part, Preset, Variant, get_preset
 
 pytest_plugins = ["training_fixtures"]
@@ -130,6 +131,29 @@ def test_shipped_runs_keep_their_ids():
     manifests = [json.loads(path.read_text()) for path in DATA.glob("*/*/manifest.json")]
     assert len(manifests) > 100
     assert not [m["run"] for m in manifests if TrainConfig.from_dict(m["config"]).run_id != m["run"]]
+
+
+def test_shipped_manifests_hold_the_fields_that_a_configuration_writes_in_its_order():
+    for path in DATA.glob("*/*/manifest.json"):
+        shipped = json.loads(path.read_text())["config"]
+        written = json.loads(json.dumps(TrainConfig.from_dict(shipped).to_dict()))
+        assert [(name, value) for name, value in written.items() if name in shipped] == list(shipped.items()), path
+
+
+def test_a_run_reads_the_corpus_of_its_own_fields(text: Path):
+    spec = CorpusSpec.of(tiny(text, tokenizer="some/where", characters=9, text_column="body", vocab_size=7))
+    assert spec == CorpusSpec(str(text), "some/where", 7, 16, "body", 9)
+    defaults = TrainConfig()
+    assert CorpusSpec.of(defaults) == CorpusSpec() and CorpusSpec().block_length == defaults.block_length
+    with pytest.raises(NormlabError, match="block_length is 1; it must be at least 2"):
+        load_corpus(str(text), block_length=1)
+    with pytest.raises(TypeError, match="vocabulary"):
+        load_corpus(str(text), vocabulary=300)
+
+
+def test_every_field_is_described_where_it_is_defined():
+    fields = dataclasses.fields(TrainConfig)
+    assert all(spec.metadata["help"] and f"    {spec.name}: " in TrainConfig.__doc__ for spec in fields)
 
 
 def test_model_fields_of_preset_command_and_variant_are_laid_over_each_other():

@@ -212,14 +212,6 @@ def test_a_run_that_another_process_trains_is_refused(text: Path, go: Callable, 
         go(config, tmp_path)
 
 
-def test_several_processes_for_one_run_are_refused(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NormlabError, match="one process"):
-        go(tiny(text), tmp_path)
-
-
 # --- configuration ---
 
 

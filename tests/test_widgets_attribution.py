@@ -67,7 +67,7 @@ def test_a_flat_tanh_is_linear_and_a_steep_one_saturated(scheme: str, slope: str
         )
         assert near < 0.2 < far
     widget.steepness.value = 64.0
-    assert float(widget.said.value.split("%")[0]) > 90
+    assert float(widget.message.value.split("%")[0]) > 90
     widget.steepness.value = 1.0
     assert bars(widget) == start
 
@@ -78,13 +78,13 @@ def test_it_asks_once_for_what_it_shows(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LogitAttribution, "ask", lambda self: asked.append(self.steepness.value) or ask(self))
     widget = LogitAttribution(bridge_of("dyt"), TOKENS, ANSWERS)
     widget.steepness.value = 2.0
-    widget.page.dark_page = True  # other colours, the same answer
+    widget.plot.dark_page = True  # other colours, the same answer
     assert asked == [1.0, 2.0]
 
 
 def test_a_final_norm_without_tanh_has_no_slope_to_move():
     widget = LogitAttribution(bridge_of("pre_rmsnorm"), TOKENS, ANSWERS)
-    assert widget.steepness.disabled and "no tanh" in widget.said.value
+    assert widget.steepness.disabled and "no tanh" in widget.message.value
     assert sum(bars(widget)["frozen"].values()) == pytest.approx(widget.tables["frozen"].attrs["logit"], abs=1e-4)
 
 

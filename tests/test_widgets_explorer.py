@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from base64 import b64decode
@@ -11,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
-from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation, empty, one_run, table, trained
+from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation, configs_of, empty, one_run, table
 
 import normlab
 from normlab.analysis.profiles import Profiles
@@ -42,7 +42,7 @@ def expected(scheme: str, depth: int, step: int) -> list[float]:
 def test_it_opens_on_the_deepest_model_after_training(explorer: NormExplorer):
     for scheme in SCHEMES:
         assert drawn(explorer.figure, scheme) == pytest.approx(expected(scheme, 4, 20))
-    assert explorer.figure.layout.yaxis.type == "log"
+    assert explorer.figure.layout.yaxis.type == "linear"
 
 
 def test_the_sliders_move_the_lines(explorer: NormExplorer):
@@ -100,15 +100,15 @@ def test_a_metric_offers_the_sites_where_it_was_measured(explorer: NormExplorer)
 
 
 def test_relative_divides_by_layer_one(explorer: NormExplorer):
-    explorer.panes[0].put.value = RELATIVE
+    explorer.panes[0].shown_as.value = RELATIVE
     line = expected("lns", 4, 20)
     assert drawn(explorer.figure, "lns") == pytest.approx([value / line[1] for value in line])
-    explorer.panes[0].put.value = ABSOLUTE
+    explorer.panes[0].shown_as.value = ABSOLUTE
     assert drawn(explorer.figure, "lns") == pytest.approx(line)
 
 
 def test_against_a_reference_shows_paired_ratios_with_their_interval(explorer: NormExplorer):
-    explorer.panes[0].put.value = "pre_rmsnorm"
+    explorer.panes[0].shown_as.value = "pre_rmsnorm"
     ratio = [a / b for a, b in zip(expected("bhyt", 4, 20), expected("pre_rmsnorm", 4, 20), strict=True)]
     assert drawn(explorer.figure, "bhyt") == pytest.approx(ratio)
     assert drawn(explorer.figure, "pre_rmsnorm") == pytest.approx([1.0] * 5)
@@ -123,8 +123,12 @@ def test_bands_axis_theme_and_published_values_can_be_switched(explorer: NormExp
     assert max(drawn(explorer.figure, "bhyt band")) == pytest.approx(1.02 * activation("bhyt", 4, 20))
     pane.band.value = False
     assert drawn(explorer.figure, "bhyt band") == []
-    pane.log.value = False
     assert explorer.figure.layout.yaxis.type == "linear" and explorer.figure.layout.yaxis.tickmode == "auto"
+    pane.log_axis.value = True
+    assert explorer.figure.layout.yaxis.type == "log"
+    pane.metric.value = "feature_var_mean"
+    assert pane.log_axis.value and explorer.figure.layout.yaxis.type == "log"  # as the reader left it
+    pane.metric.value = "token_l2_mean"
     pane.papers.value = True
     assert sorted(drawn(explorer.figure, "published")) == [139, 366, 704]
     light = explorer.figure.layout.template.layout.paper_bgcolor
@@ -142,7 +146,7 @@ def foretold(scheme: str, depth: int, metric: str = "token_l2_mean", **changes: 
 
 
 def test_theory_is_a_line_with_rings_where_it_says_something():
-    explorer = NormExplorer(trained(table()))
+    explorer = NormExplorer(table(), configs=configs_of(table()))
     pane = explorer.panes[0]
     assert drawn(explorer.figure, "lns theory") == []
     pane.theory.value = True
@@ -150,55 +154,50 @@ def test_theory_is_a_line_with_rings_where_it_says_something():
         pane.step.value = step
         for scheme in SCHEMES:
             assert drawn(explorer.figure, f"{scheme} theory") == pytest.approx(foretold(scheme, 4))
-    assert "with rings: theory, before training" in pane.status.value
+    assert "with rings: theory, before training" in pane.message.value
     low, high = explorer.figure.layout.yaxis.range
-    assert low < np.log10(min(foretold("lns", 4))) < high
-    pane.depth.value, pane.put.value = 2, RELATIVE
+    assert low < min(foretold("lns", 4)) < high
+    pane.depth.value, pane.shown_as.value = 2, RELATIVE
     line = foretold("lns", 2)
     assert drawn(explorer.figure, "lns theory") == pytest.approx([value / line[1] for value in line])
-    pane.put.value = "pre_rmsnorm"
+    pane.shown_as.value = "pre_rmsnorm"
     ratio = np.array(foretold("lns", 2)) / foretold("pre_rmsnorm", 2)
     assert drawn(explorer.figure, "lns theory") == pytest.approx(ratio.tolist())
     pane.schemes["lns"].value = False
     assert drawn(explorer.figure, "lns theory") == []
     pane.metric.value = "grad_l2_mean"
     assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name]
-    assert "theory says nothing here of the gradient norm of a token" in pane.status.value
+    assert "theory says nothing here of the gradient norm of a token" in pane.message.value
 
 
 def test_theory_is_of_the_models_that_the_runs_had():
     wide = {"model": {"initializer_range": 0.1}}
-    explorer = NormExplorer(trained(table(), **wide))
+    explorer = NormExplorer(table(), configs=configs_of(table(), **wide))
     explorer.panes[0].theory.value = True
     assert drawn(explorer.figure, "bhyt theory") == pytest.approx(foretold("bhyt", 4, **wide))
     assert foretold("bhyt", 4, **wide) != pytest.approx(foretold("bhyt", 4), rel=0.5)
 
 
-def of_two_models() -> pd.DataFrame:
-    runs = trained(table())
-    configs = runs.attrs["configs"]
-    for name in runs.loc[runs["seed"] == 1, "run"].unique():
-        configs[name] = json.dumps(json.loads(configs[name]) | {"block_length": 32})
-    return runs
+def of_two_models() -> dict[str, Any]:
+    runs, configs = table(), configs_of(table())
+    others = runs.loc[runs["seed"] == 1, "run"].unique()
+    return configs | {name: configs[name] | {"block_length": 32} for name in others}
 
 
-def of_another_version() -> pd.DataFrame:
-    runs = trained(table())
-    configs = runs.attrs["configs"]
-    runs.attrs["configs"] = {name: json.dumps(json.loads(text) | {"later": 1}) for name, text in configs.items()}
-    return runs
+def of_another_version() -> dict[str, Any]:
+    return {name: config | {"later": 1} for name, config in configs_of(table()).items()}
 
 
 @pytest.mark.parametrize(
-    "runs",
-    [table(), of_two_models(), of_another_version(), trained(table(), outlier_channels=2)],
+    "configs",
+    [None, of_two_models(), of_another_version(), configs_of(table(), outlier_channels=2)],
     ids=["unknown", "two models", "another version", "outliers"],
 )
-def test_theory_is_silent_about_models_that_it_does_not_know(runs: pd.DataFrame):
-    explorer = NormExplorer(runs)
+def test_theory_is_silent_about_models_that_it_does_not_know(configs: dict[str, Any] | None):
+    explorer = NormExplorer(table(), configs=configs)
     explorer.panes[0].theory.value = True
     assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name]
-    assert "theory says nothing here" in explorer.panes[0].status.value
+    assert "theory says nothing here" in explorer.panes[0].message.value
 
 
 def test_theory_can_be_that_of_another_model():
@@ -222,19 +221,20 @@ def test_two_views_stand_side_by_side_and_do_not_disturb_each_other(explorer: No
     assert explorer.panes[1] is second and second.step.value == 0
 
 
-@pytest.mark.parametrize("put", [ABSOLUTE, RELATIVE, "lns"])
-def test_the_code_it_gives_makes_the_same_figure(put: str, monkeypatch: pytest.MonkeyPatch):
-    explorer = NormExplorer(trained(table()))
+@pytest.mark.parametrize("way", [ABSOLUTE, RELATIVE, "lns"])
+def test_the_code_it_gives_makes_the_same_figure(way: str, monkeypatch: pytest.MonkeyPatch):
+    explorer = NormExplorer(table(), configs=configs_of(table()))
     pane = explorer.panes[0]
-    pane.depth.value, pane.step.value, pane.put.value, pane.band.value = 2, 10, put, False
+    pane.depth.value, pane.step.value, pane.shown_as.value, pane.band.value = 2, 10, way, False
     pane.schemes["pre_rmsnorm"].value, pane.theory.value, pane.papers.value = False, True, True
-    monkeypatch.setattr(normlab, "load_runs", lambda path: trained(table()), raising=False)
+    monkeypatch.setattr(normlab, "load_runs", lambda path: table(), raising=False)
+    monkeypatch.setattr(normlab, "read_configs", lambda path: configs_of(table()), raising=False)
     lines = explorer.code().splitlines()
     assert len(lines) == 3
     names: dict[str, object] = {}
     exec("\n".join([*lines[:2], "figure = " + lines[2]]), names)
     made = names["figure"]
-    assert drawn(made, "bhyt theory") != [] and bool(drawn(made, "published")) == (put == ABSOLUTE)
+    assert drawn(made, "bhyt theory") != [] and bool(drawn(made, "published")) == (way == ABSOLUTE)
     assert made.to_plotly_json() == explorer.figure.to_plotly_json()  # type: ignore[attr-defined]
 
 
@@ -246,10 +246,10 @@ def test_published_values_are_shown_whole_or_said_not_to_be_there(depth: int):
     (told,) = [trace for trace in explorer.figure.data if trace.name == "published"]
     assert explorer.figure.layout.xaxis.range[1] >= max(told.x) > depth and told.cliponaxis is False
     lines = {trace.line.color for trace in explorer.figure.data if trace.name in SCHEMES}
-    assert set(told.marker.color) <= lines and "diamonds: published values" in pane.status.value
-    pane.put.value = RELATIVE
+    assert set(told.marker.color) <= lines and "diamonds: published values" in pane.message.value
+    pane.shown_as.value = RELATIVE
     assert drawn(explorer.figure, "published") == []
-    assert "no published value stands beside this view" in pane.status.value
+    assert "no published value stands beside this view" in pane.message.value
     assert tuple(explorer.figure.layout.xaxis.range) == (0, depth)
 
 
@@ -265,20 +265,20 @@ def test_a_scheme_may_have_any_name():
     runs = table(schemes=("lns", "bhyt")).replace({"scheme": {"lns": "my <norm> 2"}})
     explorer = NormExplorer(pd.concat([runs, one_run("my <norm> 2", seed=3, status="diverged")]))
     assert drawn(explorer.figure, "my <norm> 2")
-    assert "my &lt;norm&gt; 2: 1 of 4 seeds diverged" in explorer.panes[0].status.value
+    assert "my &lt;norm&gt; 2: 1 of 4 seeds diverged" in explorer.panes[0].message.value
     assert "normlab-scheme-my--norm--2 label" in explorer.children[0].value  # type: ignore[attr-defined]
 
 
 def test_buttons_hand_the_view_over_and_each_view_has_a_name_of_its_own(explorer: NormExplorer, tmp_path: Path):
     explorer.folder, pane = tmp_path, explorer.panes[0]
     for put in (ABSOLUTE, RELATIVE, "lns"):
-        pane.put.value = put
+        pane.shown_as.value = put
         explorer.export("csv")
     names = [f"token_l2_mean-block_out-depth4-step20{way}.csv" for way in ("", "-against-lns", "-relative")]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     explorer.exports[2].click()
     link = re.fullmatch(
-        r"<a style='.+' download='(.+)' href='data:text/csv;base64,(.+)'>download \1</a>", explorer.said.value
+        r"<a style='.+' download='(.+)' href='data:text/csv;base64,(.+)'>download \1</a>", explorer.message.value
     )
     assert link is not None and link[1] == names[1] and b64decode(link[2]) == (tmp_path / names[1]).read_bytes()
 
@@ -296,7 +296,7 @@ def test_the_view_is_exported_as_numbers(explorer: NormExplorer, tmp_path: Path)
 
 def test_an_image_without_a_browser_is_one_line(explorer: NormExplorer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("normlab.widgets.explorer.image_bytes", lambda *args: None)
-    assert explorer.export("png") is None and "Chrome" in explorer.said.value
+    assert explorer.export("png") is None and "Chrome" in explorer.message.value
 
 
 def test_the_view_is_exported_as_an_image(explorer: NormExplorer, tmp_path: Path, chromium: str):
@@ -316,8 +316,8 @@ def test_the_view_is_exported_as_an_image(explorer: NormExplorer, tmp_path: Path
 def test_with_nothing_to_show_it_says_so(runs: pd.DataFrame, said: str):
     explorer = NormExplorer(runs)
     (shown,) = explorer.children
-    for figure in (shown, explorer.figure, explorer.static()):
-        assert said in figure.layout.annotations[0].text  # type: ignore[attr-defined]
+    for figure in (go.Figure(shown.figure), explorer.figure, explorer.static()):  # type: ignore[attr-defined]
+        assert said in figure.layout.annotations[0].text
     for ask in (lambda: explorer.view, explorer.code, explorer.table, lambda: explorer.export("csv")):
         with pytest.raises(NormlabError, match=said):
             ask()
@@ -330,7 +330,7 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     )
     explorer = NormExplorer(runs)
     assert drawn(explorer.figure, "pre_rmsnorm") and drawn(explorer.figure, "lns") == []
-    said = explorer.panes[0].status.value
+    said = explorer.panes[0].message.value
     assert "LNS: diverged, nothing measured at step 20" in said and "DyT: not trained at depth 4" in said
     explorer.panes[0].step.value = 0
     assert len(drawn(explorer.figure, "lns")) == 5
@@ -342,11 +342,13 @@ def test_what_a_log_axis_cannot_show_is_said():
     runs = table()
     runs.loc[(runs["scheme"] == "lns") & (runs["site"] == "block_in_grad"), "value"] = 0.0
     pane = NormExplorer(runs).panes[0]
-    assert "log axis" not in pane.status.value
+    assert "log axis" not in pane.message.value
     pane.metric.value = "grad_l2_mean"
-    assert "LNS: zero, below a log axis" in pane.status.value
-    pane.log.value = False
-    assert "log axis" not in pane.status.value
+    assert "log axis" not in pane.message.value
+    pane.log_axis.value = True
+    assert "LNS: zero, below a log axis" in pane.message.value
+    pane.log_axis.value = False
+    assert "log axis" not in pane.message.value
 
 
 def test_one_run_can_be_explored_and_unknown_schemes_are_named():
@@ -372,7 +374,7 @@ def test_controls_moved_from_many_threads_leave_a_figure_that_agrees_with_them(e
                 elif move == 2:
                     pane.schemes["lns"].value = bool(random.integers(2))
                 else:
-                    pane.put.value = str(random.choice([ABSOLUTE, RELATIVE, "bhyt"]))
+                    pane.shown_as.value = str(random.choice([ABSOLUTE, RELATIVE, "bhyt"]))
         except BaseException as error:
             failed.append(error)
 

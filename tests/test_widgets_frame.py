@@ -1,19 +1,24 @@
-"""What all widgets around a figure share: JupyterLab's theme, the page's side, a static twin that is a plain figure."""
+"""What all widgets around a plot share: JupyterLab's theme, one plot that takes turns, a static twin."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 import pytest
 import torch
+from figures_helpers import table
 from training_helpers import TINY
 
 from normlab import NormlabConfig, NormlabForCausalLM
-from normlab.widgets import Intervene, LogitAttribution, SkipMap, TrainTheatre
-from normlab.widgets.live import Frame, LiveFigure, PageSide, finite
-from normlab.widgets.plot import script
+from normlab.figures import theme as look
+from normlab.figures.theme import finite
+from normlab.widgets import Intervene, LogitAttribution, NormExplorer, PlotWidget, SkipMap, TrainTheatre
+from normlab.widgets.plot import Plot, script
 
 TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 BLUE, BLUE_ON_DARK, PAPER, DARK_PAPER = "#0072b2", "#3b9ddd", "#ffffff", "#14171b"
@@ -35,12 +40,19 @@ def attribution(**theme: str) -> LogitAttribution:
 
 
 # Each has something in the first blue of the palette, which a dark page has brighter.
-WIDGETS: dict[str, Callable[..., Frame]] = {
+WIDGETS: dict[str, Callable[..., PlotWidget]] = {
     "Intervene": lambda path, **theme: Intervene(model_of("dyt"), TOKENS, **theme),
     "SkipMap": lambda path, **theme: SkipMap(model_of("bhyt"), [{"input_ids": TOKENS}], name="bhyt", **theme),
     "LogitAttribution": lambda path, **theme: attribution(**theme),
     "TrainTheatre": lambda path, **theme: TrainTheatre(["bhyt"], path, TINY, **theme),
+    "PlotWidget": lambda path, **theme: PlotWidget(line_in_blue, **theme),
 }
+
+
+def line_in_blue(theme: str) -> go.Figure:
+    """A reader's own figure, for a widget of their own."""
+    figure = go.Figure(go.Scatter(name="mine", y=[1.0, 2.0], line=dict(color=look.ink(BLUE, theme))))
+    return figure.update_layout(template=look.template(theme), height=300)
 
 
 def colors(figure: go.Figure) -> tuple[str, bool, bool]:
@@ -54,33 +66,65 @@ def test_it_follows_the_page_unless_it_was_given_a_theme(name: str, tmp_path: Pa
     light = colors(widget.figure)
     assert light == (PAPER, True, False)
     values = [trace.to_plotly_json().get("y") for trace in widget.figure.data]
-    widget.page.dark_page = True
+    widget.plot.dark_page = True
     assert colors(widget.figure) == colors(widget.static()) == (DARK_PAPER, False, True)
     widget.redraw()
     assert colors(widget.figure) == (DARK_PAPER, False, True)
-    widget.page.dark_page = False
+    widget.plot.dark_page = False
     assert colors(widget.figure) == light
     assert str([trace.to_plotly_json().get("y") for trace in widget.figure.data]) == str(values)
     fixed = WIDGETS[name](tmp_path, theme="dark")
     assert colors(fixed.figure) == (DARK_PAPER, False, True)
-    fixed.page.dark_page = True
-    fixed.page.dark_page = False
+    fixed.plot.dark_page = True
+    fixed.plot.dark_page = False
     assert colors(fixed.figure) == (DARK_PAPER, False, True)
 
 
 @pytest.mark.parametrize("name", WIDGETS)
-def test_it_has_its_side_in_the_page_and_a_plain_twin(name: str, tmp_path: Path):
+def test_it_is_one_plot_with_controls_and_has_a_plain_twin(name: str, tmp_path: Path):
     widget = WIDGETS[name](tmp_path)
     assert "normlab" in widget._dom_classes
-    *_, figure, page = widget.children
-    assert isinstance(figure, LiveFigure) and isinstance(page, PageSide)
+    assert isinstance(widget.children[-1], Plot) and widget.children[-1] is widget.plot
+    assert [trace["name"] for trace in widget.plot.figure["data"]] == [trace.name for trace in widget.static().data]
     assert widget.static().data and not isinstance(widget.static(), go.FigureWidget)
+    assert widget.figure.layout.height  # or what is below it would move when the plot comes
 
 
-def test_the_side_in_the_page_brings_its_scripts():
-    for name in ("page_side.js", "page_side_widget.js"):
-        assert script(name) in PageSide._esm
+def test_there_is_one_technology():
+    assert all(isinstance(pane, PlotWidget) for pane in NormExplorer(table()).panes)
+    for file in Path(look.__file__).parents[1].rglob("*.py"):
+        if file.parts[-2] != "bench":  # which measures ours against it
+            assert "FigureWidget(" not in file.read_text(encoding="utf-8")
+
+
+def test_the_plot_brings_what_runs_in_the_page():
+    for name in ("plot.js", "page_side.js", "plot_widget.js"):
+        assert script(name) in Plot._esm
 
 
 def test_what_is_not_finite_is_a_gap():
     assert finite([1, float("nan"), float("inf"), torch.tensor(2.0)]) == [1.0, None, None, 2.0]
+
+
+def test_a_message_of_the_page_and_a_change_from_another_thread_take_turns(monkeypatch: pytest.MonkeyPatch):
+    """In the middle of a message traitlets holds notifications back: an update sent then could be lost."""
+    plot = Plot()
+    sent: list[Any] = []
+    monkeypatch.setattr(Plot, "send_state", lambda self, key=None: sent.append((key, self.dark_page)))
+    inside, held = threading.Event(), threading.Event()
+    plain = Plot.set_trait
+
+    def slowly(self: Plot, name: str, value: Any) -> None:
+        plain(self, name, value)
+        inside.set()
+        time.sleep(0.3)
+        held.set()
+
+    monkeypatch.setattr(Plot, "set_trait", slowly)
+    page = threading.Thread(target=plot.set_state, args=({"dark_page": True},))
+    page.start()
+    assert inside.wait(5)
+    plot.show({"data": [], "layout": {"height": 1}})
+    assert held.is_set()  # it waited
+    page.join()
+    assert plot.figure["layout"] == {"height": 1} and ("figure", True) in sent

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import plotly.graph_objects as go
 import pytest
@@ -85,20 +86,28 @@ def test_skipping_a_block_costs_what_the_probe_says(model: torch.nn.Module):
         assert ask(model, TOKENS, Change(skip=(layer,))).loss - whole == pytest.approx(probed[layer], abs=1e-5)
 
 
+def traces(widget: Intervene) -> dict[str, Any]:
+    return {trace.name: trace for trace in widget.figure.data}
+
+
 def test_the_controls_change_what_is_shown():
     widget = Intervene(model_of("bhyt"), TOKENS)
-    traces = {trace.name: trace for trace in widget.figure.data}
-    assert list(traces["intervened size"].y) == list(traces["as it is size"].y)
+
+    def size(state: str) -> list[float]:
+        return list(traces(widget)[f"{state} size"].y)
+
+    assert size("intervened") == size("as it is")
     widget.gain.value = 4.0
-    assert traces["intervened size"].y[-1] > 1.1 * traces["as it is size"].y[-1]
+    assert size("intervened")[-1] > 1.1 * size("as it is")[-1]
     widget.skip.value = (1,)
-    assert traces["intervened size"].y[1] == pytest.approx(traces["intervened size"].y[0])
-    assert f"{widget.now.loss:.4f}" in widget.said.value
-    assert sum(traces["intervened token"].x) <= 1.0 and len(traces["intervened token"].y) == 8
+    assert size("intervened")[1] == pytest.approx(size("intervened")[0])
+    assert f"{widget.now.loss:.4f}" in widget.message.value
+    token = traces(widget)["intervened token"]
+    assert sum(token.x) <= 1.0 and len(token.y) == 8
     widget.kappa.value = 0.25
-    assert max(traces["intervened share"].y) > 0.0 == max(traces["as it is share"].y)
+    assert max(traces(widget)["intervened share"].y) > 0.0 == max(traces(widget)["as it is share"].y)
     widget.reset.click()
-    assert widget.change == Change() and list(traces["intervened size"].y) == list(traces["as it is size"].y)
+    assert widget.change == Change() and size("intervened") == size("as it is")
 
 
 def test_a_model_without_tanh_has_no_lambda_to_move():
@@ -112,9 +121,8 @@ def test_of_a_tanh_norm_without_lambda_the_same_slider_scales_alpha():
     widget = Intervene(model, TOKENS)
     assert widget.lam.description == "α ×" and not widget.lam.disabled and widget.kappa.disabled
     assert Intervene(model_of("bhyt"), TOKENS).lam.description == "λ ×"
-    traces = {trace.name: trace for trace in widget.figure.data}
     widget.lam.value = 16.0
-    assert max(traces["intervened share"].y) > max(traces["as it is share"].y)
+    assert max(traces(widget)["intervened share"].y) > max(traces(widget)["as it is share"].y)
     assert "|tanh z| > 0.95" in widget.figure.layout.annotations[1].text
     with torch.no_grad():
         for layer in model.model.layers:
@@ -134,10 +142,10 @@ def test_a_tanh_norm_that_does_not_tell_its_input_still_has_its_slope_scaled(mon
 @pytest.mark.parametrize("figure", [lambda w: w.figure, lambda w: w.static()])
 def test_both_states_are_told_apart_without_colour(figure: Callable[[Intervene], go.Figure]):
     shown = figure(Intervene(model_of("bhyt"), TOKENS))
-    traces = {trace.name: trace for trace in shown.data}
+    parts = {trace.name: trace for trace in shown.data}
     for part in ("size", "share"):
-        assert traces[f"as it is {part}"].line.dash == "dash" and traces[f"intervened {part}"].line.dash == "solid"
-    assert traces["as it is token"].marker.pattern.shape == "/" and not traces["intervened token"].marker.pattern.shape
+        assert parts[f"as it is {part}"].line.dash == "dash" and parts[f"intervened {part}"].line.dash == "solid"
+    assert parts["as it is token"].marker.pattern.shape == "/" and not parts["intervened token"].marker.pattern.shape
     legend = {trace.name: trace.line.dash for trace in shown.data if trace.showlegend is not False}
     assert legend == {"as it is": "dash", "intervened": "solid", "Chebyshev bound": "dot"}
 
@@ -147,16 +155,18 @@ def test_a_model_that_was_broken_before_any_change_is_said_to_be_so():
     sound = Intervene(model, TOKENS)
     sound.now = replace(sound.now, loss=float("inf"))
     sound.redraw()
-    assert "this change breaks the model" in sound.said.value
+    assert "this change breaks the model" in sound.message.value
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
     widget = Intervene(model, TOKENS)
-    assert "broken before any change" in widget.said.value and "nan" not in widget.said.value
+    assert "broken before any change" in widget.message.value and "nan" not in widget.message.value
     for trace in widget.figure.data:
         numbers = [*(trace.x or ()), *(trace.y or ())]
         assert all(math.isfinite(v) for v in numbers if isinstance(v, float)), trace.name
     widget.skip.value = (2,)
-    assert "broken before any change</b>" not in widget.said.value and f"{widget.now.loss:.4f}" in widget.said.value
+    assert (
+        "broken before any change</b>" not in widget.message.value and f"{widget.now.loss:.4f}" in widget.message.value
+    )
 
 
 def test_words_of_a_tokenizer_are_no_markup():

@@ -30,7 +30,7 @@ intervene = Intervene(model, tokens)
 theatre = TrainTheatre(["pre_rmsnorm", "bhyt"], {out!r}, {recipe!r}, cache_dir={out!r} + "-cache")
 theatre.start()
 widgets = dict(lam=intervene.lam, gain=intervene.gain, skip=intervene.skip, metric=theatre.metric,
-               intervene=intervene.figure, theatre=theatre.figure)
+               intervene=intervene.plot, theatre=theatre.plot)
 handled_by = []
 for slider in (intervene.lam, intervene.gain):
     slider.observe(lambda _: handled_by.append(threading.current_thread().name), names="value")
@@ -65,8 +65,10 @@ latest = min(own[-1][0] for own in points.values())  # one run may be ahead; bot
 for name, run in theatre.runs.items():
     last = [value for step, _, value in points[name] if step == latest]
     assert [list(trace.y) for trace in theatre.figure.data if trace.name == f"{name} last"] == [last]
-for figure in (intervene.figure, theatre.figure):
-    assert not figure._in_batch_mode and not figure._batch_trace_edits and not figure._cross_validation_lock
+for widget in (intervene, theatre):  # what the page has is what was drawn
+    sent = [(trace["name"], trace.get("y")) for trace in widget.plot.figure["data"] if trace["name"] != "labels"]
+    drawn = [(trace.name, trace.to_plotly_json().get("y")) for trace in widget.figure.data if trace.name != "labels"]
+    assert sent == drawn and not widget.plot._cross_validation_lock
 print("change", intervene.change, "metric", theatre.metric.value)
 theatre.close()
 """
@@ -165,10 +167,9 @@ def test_sliders_moved_fast_while_a_cell_runs_corrupt_nothing(page: Page, tmp_pa
         page.move(comms["gain"], {"value": 2.0 ** (turn % 3 - 1)})
         page.move(comms["skip"], {"index": [turn % 3]})
         page.move(comms["metric"], {"index": turn % 7})
-        # What a page sends by itself whenever it has drawn.
+        # What a page sends when the reader changes its theme.
         for figure in ("intervene", "theatre"):
-            page.move(comms[figure], {"_js2py_layoutDelta": {"layout_delta": {}, "layout_edit_id": turn}})
-            page.move(comms[figure], {"_js2py_traceDeltas": {"trace_deltas": [], "trace_edit_id": turn}})
+            page.move(comms[figure], {"dark_page": bool(turn % 2)})
         page.hear(0.02)
     worked = page.finish(cell)
     assert "worked beside" in worked, page.complaints()

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 from browser_helpers import page_of
-from figures_helpers import SCHEMES, empty, one_run, table, trained
+from figures_helpers import SCHEMES, configs_of, empty, one_run, table
 
 from normlab.analysis.profiles import Profiles, View
 from normlab.errors import NormlabError
+from normlab.figures.profile import PlotOptions, drawing, plain
 from normlab.widgets.page import explorer_page, page_data
 
 
 def noisy() -> pd.DataFrame:
     """Seeds that differ, so that intervals are open; a scheme that diverged and a value that is missing."""
-    runs = trained(table(statuses={("lns", 4): "diverged"}))
+    runs = table(statuses={("lns", 4): "diverged"})
     random = np.random.default_rng(0)
     layered = runs["layer"].notna()
     runs.loc[layered, "value"] = runs.loc[layered, "value"] * np.exp(random.normal(0, 0.2, int(layered.sum())))
@@ -36,24 +39,66 @@ def test_a_page_is_one_file_that_fetches_nothing(tmp_path: Path):
         explorer_page(empty(), tmp_path / "empty.html")
     with pytest.raises(NormlabError, match="nothing was measured at block"):
         explorer_page(table(), tmp_path / "none.html", sites=["block"])
+    with pytest.raises(NormlabError, match="no run of 'dyt'"):
+        explorer_page(table(), tmp_path / "none.html", references=["dyt"])
     assert not (tmp_path / "none.html").exists()
+
+
+def shown_at(view: dict[str, Any], step: int, name: str) -> dict[str, Any]:
+    """A trace as the page draws it at a step."""
+    (first,) = [trace for trace in view["traces"] if trace["name"] == name]
+    return first | view["frames"][view["steps"].index(step)]["data"][name]
 
 
 def test_the_data_are_the_tables_to_four_digits():
     data = page_data(Profiles(noisy()))
-    cube = data["series"]["block_out|token_l2_mean|all"][4]["bhyt"]
-    assert cube["seeds"] == [0, 1, 2] and cube["steps"] == [0, 10, 20] and cube["layers"] == [0, 1, 2, 3, 4]
-    assert cube["values"][1][0][2] is None
+    view = data["views"]["block_out|token_l2_mean|all|4|absolute"]
+    assert view["steps"] == [0, 10, 20]
     runs = noisy()
-    one = runs[(runs["scheme"] == "bhyt") & (runs["depth"] == 4) & (runs["seed"] == 2) & (runs["step"] == 20)]
-    one = one[(one["metric"] == "token_l2_mean") & (one["layer"] == 3)]["value"].item()
-    assert cube["values"][2][2][3] == pytest.approx(one, rel=1e-3)
-    assert "LNS: diverged" in data["remarks"][4] and not any(page_data(Profiles(one_run("bhyt")))["spreads"].values())
+    own = runs[(runs["scheme"] == "bhyt") & (runs["depth"] == 4) & (runs["step"] == 20)]
+    own = own[(own["metric"] == "token_l2_mean") & np.isfinite(own["value"])]
+    line = shown_at(view, 20, "bhyt")
+    assert line["x"] == [0, 1, 2, 3, 4]
+    assert line["y"][3] == pytest.approx(np.exp(np.log(own.loc[own["layer"] == 3, "value"]).mean()), rel=1e-3)
+    assert line["customdata"][2] == pytest.approx(
+        [own.loc[own["layer"] == 2, "value"].min(), own.loc[own["layer"] == 2, "value"].max()], rel=1e-3
+    )
+    assert "LNS: diverged, nothing measured at step 20" in view["frames"][2]["remarks"]
+    one_seed = page_data(Profiles(one_run("bhyt")))["views"].values()
+    assert not [trace["name"] for one in one_seed for trace in one["traces"] if "band" in trace["name"]]
+
+
+@pytest.mark.parametrize("way", ["absolute", "relative", "lns"])
+@pytest.mark.parametrize("log", [False, True])
+def test_every_frame_is_what_the_explorer_draws(way: str, log: bool):
+    profiles = Profiles(noisy(), configs_of(noisy()))
+    found = page_data(profiles, references=["lns"])["views"][f"block_out|token_l2_mean|all|4|{way}"]
+    view = View(
+        "token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), way == "relative", "lns" * (way == "lns") or None
+    )
+    for place, step in enumerate(found["steps"]):
+        drawn = plain(drawing(profiles, replace(view, step=step), PlotOptions(log=log, theory=True)))
+        frame = found["frames"][place]
+        labels = frame["labels"]["log" if log else "linear"]
+        traces = [shown_at(found, step, trace["name"]) for trace in found["traces"] if trace["name"] in frame["data"]]
+        layout = found["layout"] | frame["layout"] | {"yaxis": found["axes"]["log" if log else "linear"]}
+        made = go.Figure({"data": [*traces, *labels], "layout": layout})
+        assert {trace.name for trace in made.data} == {trace.name for trace in drawn.data}
+        wanted = {trace.name: trace for trace in drawn.data}
+        for trace in made.data:
+            assert np.array(trace.y, float) == pytest.approx(
+                np.array(wanted[trace.name].y, float), rel=1e-3, nan_ok=True
+            )
+            assert trace.hovertemplate == wanted[trace.name].hovertemplate
+        drawn.layout.template = made.layout.template = None
+        for one in (drawn, made):
+            one.layout.yaxis.range = [float(f"{end:.3g}") for end in one.layout.yaxis.range]
+        assert made.layout == drawn.layout
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[Any]:
-    path = explorer_page(noisy(), tmp_path_factory.mktemp("site") / "explorer.html")
+    path = explorer_page(noisy(), tmp_path_factory.mktemp("site") / "explorer.html", configs=configs_of(noisy()))
     with page_of(chromium) as (page, errors):
         requests: list[str] = []
         page.on("request", lambda request: requests.append(request.url))
@@ -105,7 +150,9 @@ def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: 
             line = lines.get(scheme)
             wait_for(page, scheme, None if line is None else line.values)
             if line is not None:
-                wait_for(page, f"{scheme} band", np.concatenate([line.low, line.high[::-1]]), rtol=1e-2)
+                known = np.isfinite(line.low)
+                band = np.concatenate([line.low[known], line.high[known][::-1]])
+                wait_for(page, f"{scheme} band", band, rtol=1e-2)
     page.select_option("#way", "absolute")
 
 
@@ -118,11 +165,11 @@ def test_the_page_draws_the_theory_that_the_library_computes(page: Any, way: str
     slide(page, "depth", "End")
     page.locator("#theory").check()
     view = View("token_l2_mean", "block_out", "all", 4, 20, tuple(SCHEMES), **options)
-    told = {line.scheme: line for line in Profiles(noisy()).predicted(view)}
+    told = {line.scheme: line for line in Profiles(noisy(), configs_of(noisy())).predicted(view)}
     assert set(told) == set(SCHEMES)
     for scheme, line in told.items():
         wait_for(page, f"{scheme} theory", line.values)
-    assert "with rings: theory, before training" in page.locator("#said").inner_text()
+    assert "with rings: theory, before training" in page.locator("#remarks").inner_text()
     page.locator("#theory").uncheck()
     wait_for(page, "bhyt theory", None)
     page.select_option("#way", "absolute")
@@ -156,7 +203,22 @@ def test_every_control_of_the_page_answers_the_keyboard(page: Any):
     page.wait_for_function("() => document.getElementById('plot').data.find(t => t.name === 'bhyt').y.length === 2")
     page.locator("#log").focus()
     page.keyboard.press("Space")
+    page.wait_for_function("() => document.getElementById('plot').layout.yaxis.type === 'log'")
+    page.keyboard.press("Space")
     page.wait_for_function("() => document.getElementById('plot').layout.yaxis.type === 'linear'")
+
+
+def test_an_axis_fits_the_lines_that_are_left(page: Any):
+    page.select_option("#metric", "token_l2_mean")
+    slide(page, "depth", "End")
+    slide(page, "step", "End")
+    page.wait_for_function("() => document.getElementById('plot').layout.yaxis.range[1] > 8")
+    page.locator("#scheme-pre_rmsnorm").uncheck()
+    wait_for(page, "pre_rmsnorm", None)
+    page.wait_for_function("() => document.getElementById('plot').layout.yaxis.range[1] < 8")
+    page.wait_for_function("() => document.querySelectorAll('#plot .legendtext').length === 3")  # LNS diverged
+    page.locator("#scheme-pre_rmsnorm").check()
+    page.wait_for_function("() => document.querySelectorAll('#plot .legendtext').length === 0")
 
 
 def test_the_address_keeps_the_view(page: Any):

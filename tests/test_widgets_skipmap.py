@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,39 +24,42 @@ def model_of(depth: int) -> NormlabForCausalLM:
     return NormlabForCausalLM(NormlabConfig(scheme="lns", num_hidden_layers=depth, **sizes)).eval()
 
 
+def traces_of(widget: SkipMap) -> dict[str, Any]:
+    return {trace.name: trace for trace in widget.figure.data}
+
+
 def test_it_shows_what_was_measured_and_answers_the_slider():
     model = model_of(4)
     cost = skip_sensitivity(model, BATCHES, progress=False)
     effect = skip_future_effect(model, BATCHES, progress=False)
     widget = SkipMap(model, BATCHES, name="lns")
-    traces = {trace.name: trace for trace in widget.figure.data}
+    traces = traces_of(widget)
     assert list(traces["cost"].y) == pytest.approx(cost["skip_delta_loss"].tolist())
     heat = np.array(traces["effect"].z, dtype=float)
     assert list(traces["effect"].x) == [1, 2, 3] and list(traces["effect"].y) == [2, 3, 4]
     assert heat[2, 0] == pytest.approx(effect.query("skipped == 1 and layer == 4")["value"].item())
     assert np.isnan(heat[0, 1])  # block 2 cannot change when block 2 is skipped
     widget.block.value = 2
+    traces = traces_of(widget)
     assert list(traces["column"].x) == [3, 4] and list(traces["chosen"].x) == [2]
-    assert f"{cost['skip_delta_loss'].iloc[1]:+.4f}" in widget.said.value
+    assert f"{cost['skip_delta_loss'].iloc[1]:+.4f}" in widget.message.value
 
 
 def test_a_click_chooses_the_block_under_it():
     widget = SkipMap(model_of(3), BATCHES)
-    traces = {trace.name: trace for trace in widget.figure.data}
-    widget._clicked(traces["effect"], SimpleNamespace(xs=[2]), None)
-    assert widget.block.value == 2 and list(traces["column"].x) == [3]
-    widget._clicked(traces["column"], SimpleNamespace(xs=[3]), None)
-    assert widget.block.value == 2
-    widget._clicked(traces["cost"], SimpleNamespace(xs=[3]), None)
-    assert widget.block.value == 3 and "no block comes after it" in widget.said.value
+    for trace, block, shown in (("effect", 2, 2), ("column", 3, 2), ("cost", 3, 3)):
+        widget.plot._handle_custom_msg({"trace": trace, "x": block}, [])  # as a page sends it
+        assert widget.block.value == shown
+        assert list(traces_of(widget)["column"].x) == list(range(shown + 1, 4))
+    assert "no block comes after it" in widget.message.value
 
 
 def test_a_model_of_one_block_has_a_cost_and_no_later_blocks():
     widget = SkipMap(model_of(1), BATCHES)
-    traces = {trace.name: trace for trace in widget.figure.data}
+    traces = traces_of(widget)
     assert len(traces["cost"].y) == 1 and traces["effect"].z is None and not traces["column"].x
     assert "one block" in widget.figure.layout.annotations[-1].text
-    assert widget.block.disabled and "no block comes after it" in widget.said.value
+    assert widget.block.disabled and "no block comes after it" in widget.message.value
 
 
 def test_a_broken_model_is_said_to_be_so():
@@ -64,10 +67,10 @@ def test_a_broken_model_is_said_to_be_so():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
     widget = SkipMap(model, BATCHES)
-    assert "the model is broken" in widget.said.value and "nan" not in widget.said.value
+    assert "the model is broken" in widget.message.value and "nan" not in widget.message.value
     assert "NaN" not in widget.figure.to_json()
     assert "the model is broken" in widget.static().layout.annotations[-1].text
-    traces = {trace.name: trace for trace in widget.figure.data}
+    traces = traces_of(widget)
     assert list(traces["cost"].y) == [None] * 3 and list(traces["chosen"].y) == [None]
 
 
@@ -75,12 +78,12 @@ def test_a_block_without_which_the_model_breaks_is_said_to_be_so():
     widget = SkipMap(model_of(3), BATCHES)
     widget.cost.loc[widget.cost["layer"] == 2, ["skip_delta_loss", "low", "high"]] = float("nan")
     widget.block.value = 2
-    assert "without block 2 the loss is not finite" in widget.said.value and "nan" not in widget.said.value
+    assert "without block 2 the loss is not finite" in widget.message.value and "nan" not in widget.message.value
 
 
 def test_one_row_of_tokens_has_no_interval():
     widget = SkipMap(model_of(3), [{"input_ids": TOKENS[:1]}])
-    assert "nan" not in widget.said.value and "without block 1:" in widget.said.value
+    assert "nan" not in widget.message.value and "without block 1:" in widget.message.value
 
 
 def test_a_black_line_is_bright_on_a_dark_page():

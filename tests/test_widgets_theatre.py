@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import plotly.graph_objects as go
 import psutil
 import pytest
-from training_helpers import TINY
+from training_helpers import FORKS, TINY, ForkedCommand
 
 import normlab
 from normlab.errors import NormlabError
-from normlab.figures.stage import MOST_POINTS, Scene, blank, redraw, thinned
-from normlab.training.background import BackgroundRun
+from normlab.figures.progress import MOST_POINTS, Progress, thinned, training_progress
+from normlab.training import background
 from normlab.widgets import TrainTheatre
-from normlab.widgets.live import LiveFigure
 
 pytest_plugins = ["training_fixtures"]
 SCHEMES = ["pre_rmsnorm", "bhyt"]
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +34,7 @@ def forks() -> None:
 def theatre(
     forks: None, text: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TrainTheatre]]:
-    monkeypatch.setattr(BackgroundRun, "_context", FORKS)
+    monkeypatch.setattr(background, "Popen", ForkedCommand)
     opened = []
 
     def theatre(**recipe: Any) -> TrainTheatre:
@@ -86,7 +80,7 @@ def test_curves_and_layers_grow_and_every_button_does_what_it_says(theatre: Call
     widget.rest.click()
     until(lambda: states(widget) == {"paused"})
     until(
-        lambda: widget.rest.disabled and widget.go.description == "continue" and "paused" in widget.said["bhyt"].value
+        lambda: widget.rest.disabled and widget.go.description == "continue" and "paused" in widget.status["bhyt"].value
     )
     asleep = {name: run.step for name, run in widget.runs.items()}
     time.sleep(0.5)
@@ -194,40 +188,15 @@ def test_a_long_curve_is_thinned_by_means_and_gaps_stay_gaps():
     pairs = [(step, float(step % 2)) for step in range(1, 10_001)]
     few = thinned(pairs)
     assert len(few) <= MOST_POINTS and few[-1][0] == 10_000 and {value for _, value in few[:-1]} <= {0.48, 0.5, 0.52}
-    figure = blank(["bhyt"], depth=2)
-    scene = Scene(
+    progress = Progress(
         train=[(1, 5.0), (2, float("nan"))],
         first=[(0, 1.0)],
         last=[(0, 1.0), (1, 0.0)],
         levels={"unigram_entropy": 4.0},
     )
-    redraw(figure, {"bhyt": scene}, "token_l2_mean", "block_out")
+    figure = training_progress({"bhyt": progress}, "token_l2_mean", "block_out", depth=2)
     lines = {trace.name: trace for trace in figure.data}
     assert list(lines["bhyt train"].y) == [5.0, None] and list(lines["unigram entropy"].y) == [4.0, 4.0]
     assert figure.layout.xaxis.range == (0, 20)
-    assert figure.layout.yaxis2.type == "linear"  # a zero has no place on a log axis
+    assert figure.layout.yaxis2.type == "linear"
     assert figure.layout.yaxis.range[0] < 4.0 < figure.layout.yaxis.range[1]
-
-
-def test_a_message_of_the_page_and_a_change_from_another_thread_take_turns(monkeypatch: pytest.MonkeyPatch):
-    """In the middle of a message traitlets holds notifications back: an update sent then would be lost."""
-    figure = LiveFigure(go.Figure(go.Scatter(name="line", y=[1.0])))
-    sent: list[Any] = []
-    figure.observe(lambda change: sent.append(change["new"]), "_py2js_update")
-    inside = threading.Event()
-    plain = LiveFigure.set_trait
-
-    def slowly(self: LiveFigure, name: str, value: Any) -> None:
-        plain(self, name, value)
-        inside.set()
-        time.sleep(0.3)
-
-    monkeypatch.setattr(LiveFigure, "set_trait", slowly)
-    page = threading.Thread(target=figure.set_state, args=({"_js2py_traceDeltas": {}},))
-    page.start()
-    assert inside.wait(5)
-    with figure.changing() as traces:
-        traces["line"].y = [2.0, 3.0]
-    page.join()
-    (update,) = [message for message in sent if message]
-    assert np.array_equal(figure.data[0].y, [2.0, 3.0]) and "y" in update["style_data"]

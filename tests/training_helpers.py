@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
 import signal
+import sys
 import time
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +101,48 @@ def work_for_ever(config: TrainConfig, out: str, cache_dir: str | None) -> str:
     (Path(out).parent / f"worker-{config.seed}").write_text(str(os.getpid()))
     time.sleep(600)
     raise AssertionError
+
+
+# Children of a server that has imported everything start to train at once.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
+
+
+class ForkedCommand:
+    """`subprocess.Popen` of a `python -m normlab ...`, in a child of that server."""
+
+    def __init__(self, command: list[str], *, stderr: Any, **_: Any) -> None:
+        commands, stdin = FORKS.Pipe(duplex=False)
+        stdout, messages = FORKS.Pipe(duplex=False)
+        arguments = (command[3:], commands, messages, DupFd(stderr.fileno()))
+        self._process = FORKS.Process(target=_run_command, args=arguments, daemon=True)
+        self._process.start()
+        self.pid, self.stdin, self.stdout = self._process.pid, _stream(stdin, "w"), _stream(stdout, "r")
+        commands.close()
+        messages.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _stream(connection: Any, mode: str) -> Any:
+    with connection:
+        return os.fdopen(os.dup(connection.fileno()), mode)
+
+
+def _run_command(arguments: list[str], commands: Any, messages: Any, errors: Any) -> None:
+    from normlab.cli import main
+
+    os.setsid()
+    for number, handle in enumerate((commands.fileno(), messages.fileno(), errors.detach())):
+        os.dup2(handle, number)
+        os.close(handle)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (the process's own)
+    sys.exit(main(arguments))

@@ -181,10 +181,10 @@ def _models() -> Iterator[Planned]:
 def _other_schemes() -> tuple[str, ...]:
     """normlab's, where it can be imported; where it cannot, the rows of the baseline say why."""
     try:
-        from normlab.schemes import SCHEMES
+        from normlab.schemes import STUDIED
     except Exception:  # noqa: BLE001 - whatever its own imports raise on a machine with other versions
         return ()
-    return tuple(scheme for scheme in SCHEMES if scheme not in (BASELINE, COMPARED, EXACT))
+    return tuple(scheme for scheme in STUDIED if scheme not in (BASELINE, COMPARED, EXACT))
 
 
 def plan(kind: str, sections: tuple[str, ...] = SECTIONS) -> list[Planned]:

@@ -1,5 +1,5 @@
-"""Whole models of every scheme: the kernels and PyTorch's path give the same logits and gradients; additions and
-products are fused into the norms; decoding takes the prompt's kernels; the whole compiles."""
+"""Whole models of every scheme: the kernels and PyTorch's path give the same logits and gradients; additions are
+fused into the norms; decoding takes the prompt's kernels; the whole compiles."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from kernel_harness import DEVICE
-from normlab_kernels import dispatch, ladder
+from normlab_kernels import dispatch
 
 pytest.importorskip("triton", reason="pip install normlab-kernels[gpu]")
-from normlab_kernels import linear_ops, ops  # noqa: E402
+from normlab_kernels import ops  # noqa: E402
 
 normlab = pytest.importorskip("normlab", reason="the models are normlab's: pip install -e .")
-every_scheme = pytest.mark.parametrize("scheme", sorted(normlab.SCHEMES))
+STUDIED = pytest.importorskip("normlab.schemes").STUDIED  # whose norms have kernels
+every_scheme = pytest.mark.parametrize("scheme", sorted(STUDIED))
 pytestmark = pytest.mark.kernels
 
 
@@ -70,8 +71,7 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.norms: list[tuple[bool, int, int]] = []
-        self.products = 0
-        launch, multiply = dispatch._triton_path, linear_ops.linear_add_norm
+        launch = dispatch._triton_path
 
         def counted(
             x: Any, residual: Any, weight: Any, bias: Any, scale: Any, shift: Any, given: Any, spec: Any
@@ -79,12 +79,7 @@ class Launches:
             self.norms.append((residual is not None, int(spec.stat), int(spec.act)))
             return launch(x, residual, weight, bias, scale, shift, given, spec)
 
-        def multiplied(*arguments: Any) -> Any:
-            self.products += 1
-            return multiply(*arguments)
-
         monkeypatch.setattr(dispatch, "_triton_path", counted)
-        monkeypatch.setattr(linear_ops, "linear_add_norm", multiplied)
 
 
 @every_scheme
@@ -109,7 +104,6 @@ def test_every_addition_before_a_norm_in_a_block_is_the_norms_own(scheme: str, m
     norms = 1 + sum(len(layout.places()) for layout in layouts)
     assert [residual for residual, *_ in launches.norms].count(True) == fused
     assert len(launches.norms) == norms
-    assert launches.products == 0
 
 
 @every_scheme
@@ -127,55 +121,6 @@ def test_a_watched_norm_runs_by_itself_and_the_bits_are_the_same(scheme: str, mo
     assert torch.equal(got[0], expected[0])
     for name, value in expected[1].items():
         torch.testing.assert_close(got[1][name], value, rtol=1e-5, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "fields"),
-    [("bhyt", {}), ("bhyt", {"carried": "causal"}), ("bhyt_linear", {}), ("dyt", {})],
-    ids=["bhyt", "bhyt-causal", "bhyt_linear", "dyt"],
-)
-def test_projection_addition_and_norm_are_one_kernel_where_the_table_says_so(
-    scheme: str, fields: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = outcome(tiny(scheme, "torch", **fields))
-    launches = Launches(monkeypatch)
-    monkeypatch.setattr(ladder, "fusion_win", lambda *shape: True)
-    model = tiny(scheme, "triton", **fields)
-    assert_same(outcome(model), expected)
-    assert launches.products == len(model.model.layers)
-    with torch.no_grad():
-        stepped = decoded(model)
-    torch.testing.assert_close(stepped, expected[0], rtol=1e-4, atol=1e-5)
-    launches.products = 0
-    handle = model.model.layers[0].self_attn.register_forward_hook(
-        lambda *_: None
-    )  # a hook must see attention's output
-    with torch.no_grad():
-        model(ids())
-    assert launches.products == len(model.model.layers) - 1
-    handle.remove()
-    assert not any(layer.self_attn.o_proj.deferred for layer in model.model.layers)
-
-
-def test_a_compiled_model_takes_the_fused_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
-    monkeypatch.setattr(ladder, "fusion_win", lambda *shape: True)
-    model, calls = tiny("bhyt", "triton", num_hidden_layers=1), []
-    expected, launch = outcome(model), linear_ops.on_device
-    monkeypatch.setattr(linear_ops, "on_device", lambda *where: calls.append(1) or launch(*where))
-    got = outcome(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert calls
-    assert_same(got, expected)
-    assert not model.model.layers[0].self_attn.o_proj.deferred
-
-
-@pytest.mark.parametrize("scheme", ["bhyt_exact", "pre_rmsnorm", "post_rmsnorm", "peri_ln"])
-def test_a_statistic_of_the_sum_itself_keeps_the_product_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(monkeypatch)
-    monkeypatch.setattr(ladder, "fusion_win", lambda *shape: True)
-    with torch.no_grad():
-        tiny(scheme, "triton")(ids())
-    assert launches.products == 0
 
 
 def decoded(model: Any) -> torch.Tensor:

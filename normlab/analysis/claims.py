@@ -45,7 +45,10 @@ def learned(runs: pd.DataFrame) -> pd.DataFrame:
         trigram_loss=("trigram_loss", "mean"),
     )
     order = {name: place for place, name in enumerate(in_order(about["scheme"]))}
-    return found.reset_index().sort_values(["scheme", "depth"], key=lambda c: c.map(order) if c.name == "scheme" else c)
+    found = found.reset_index()
+    return found.sort_values(
+        ["scheme", "depth"], key=lambda c: c.map(order) if c.name == "scheme" else c, ignore_index=True
+    )
 
 
 def growth(

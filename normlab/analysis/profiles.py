@@ -8,7 +8,8 @@ Profile    one scheme's line, with its bounds
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from normlab.errors import NormlabError
 from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
 
 NOT_TRAINED = "not trained"
-Predictions = dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]]
+LEVEL = 0.95  # of the intervals of a comparison
+_KEY = ["site", "metric", "mask", "depth"]
+_AXES = ["scheme", "seed", "step", "layer"]
 
 
 @dataclass(frozen=True)
@@ -60,89 +63,67 @@ class Profile:
     seeds: int
 
 
-@dataclass
-class Cube:
-    """Values of one scheme and depth: seeds x steps x layers, NaN where nothing was measured."""
+@dataclass(frozen=True)
+class Measured:
+    """One metric at one site and depth: `values` by scheme, seed, step and layer, NaN where there is none."""
 
-    seeds: list[int]
+    schemes: list[str]
     steps: list[int]
     layers: np.ndarray
     values: np.ndarray
 
 
-@dataclass(frozen=True)
-class Spread:
-    """t sd sqrt(2) by step and layer, sd pooled over all schemes of a depth: over sqrt(n), the half-width of the
-    interval of a difference over n seeds, of logarithms for a ratio."""
-
-    steps: list[int]
-    layers: list[int]
-    values: np.ndarray
-
-    def at(self, steps: Sequence[int], layers: np.ndarray) -> np.ndarray:
-        places = [self.steps.index(step) for step in steps], [self.layers.index(int(layer)) for layer in layers]
-        return self.values[np.ix_(*places)]
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """One scheme's profiles at all steps: arrays of steps x layers, the row of each step that has one, seeds a step."""
-
-    layers: np.ndarray
-    rows: dict[int, int]
-    seeds: np.ndarray
-    values: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-    def at(self, scheme: str, step: int) -> Profile | None:
-        row = self.rows.get(step)
-        if row is None:
-            return None
-        return Profile(scheme, self.layers, self.values[row], self.low[row], self.high[row], int(self.seeds[row]))
-
-
-@dataclass
 class Profiles:
-    """The index. Make it from the table of `normlab.load_runs`; what it computes later it only adds, so threads may
-    share it.
+    """The index. What it computes it keeps and never changes, so threads may share it.
 
     Args:
-        runs: the table.
-        theory: rows of `normlab.analysis.theory.predict`, or None for those of the models in the table.
+        runs: the table of `normlab.load_runs`.
+        configs: what each run was configured with (`normlab.read_configs`), for what theory predicts of it.
+        theory: rows of `normlab.analysis.theory.predict`, in place of what it predicts of the runs.
+
+    Attributes:
+        chosen: the runs that are shown, None where there are none.
+        missing: why nothing can be shown, or nothing.
 
     Raises:
-        NormlabError: something that is not such a table.
+        NormlabError: `runs` is no such table.
     """
 
-    runs: pd.DataFrame
-    theory: pd.DataFrame | None = None
-    chosen: Selection | None = field(init=False)
-    missing: str = field(init=False, default="")
-
-    def __post_init__(self) -> None:
-        self._parts: dict[Any, np.ndarray] = {}  # by (site, metric, mask)
-        self._spans: dict[View, list[float]] = {}
-        self._trajectories: dict[tuple[object, ...], Trajectory] = {}
-        self._spreads: dict[View, Spread] = {}
-        self._remarks: dict[tuple[str, int], str] = {}
-        self._rates: dict[int, str] = {}
-        self._theory: dict[int, Predictions] = {}
-        self._cubes: dict[tuple[str, str, str], dict[tuple[str, int], Cube]] = {}
-        self.chosen = None
+    def __init__(
+        self,
+        runs: pd.DataFrame,
+        configs: Mapping[str, Mapping[str, Any]] | None = None,
+        theory: pd.DataFrame | None = None,
+    ) -> None:
+        self.chosen: Selection | None = None
+        self.missing = ""
+        self._configs, self._theory = configs or {}, theory
+        self._places: dict[tuple[str, str, str, int], np.ndarray] = {}
+        self._measured, self._by_step = cache(self._read), cache(self._compute)
+        self._predictions = cache(self._predict)
         try:
-            self.chosen = choose(self.runs, depth=None, same_rate=True)
+            self.chosen = choose(runs, depth=None, same_rate=True)
         except NothingToShow as why:
             self.missing = str(why)
             return
-        columns = ["scheme", "depth", "seed", "step", "layer", "value"]
-        table = self.chosen.table[["site", "metric", "mask", *columns]]
-        layered = table[table["layer"].notna()]
-        if layered.empty:
+        table = self.chosen.table
+        table = table[table["layer"].notna()]
+        if table.empty:
             self.missing = "No layer was measured in these runs."
-        self._rows = layered[columns]
         # Places of rows, not rows: a reader looks at few of some hundred combinations, and copying takes the time.
-        self._parts = layered.groupby(["site", "metric", "mask"], observed=True).indices
+        self._places = table.groupby(_KEY, observed=True).indices
+        self._columns = {name: table[name].to_numpy(dtype=np.int64) for name in _AXES[1:]}
+        self._columns["scheme"] = pd.Categorical(table["scheme"], self.schemes).codes
+        self._values = table["value"].to_numpy(dtype=float)
+        trained = set(self.chosen.runs[["scheme", "depth"]].itertuples(index=False, name=None))
+        self._remarks = {
+            (name, depth): self.chosen.remark(name, depth)
+            if (name, depth) in trained
+            else f"{NOT_TRAINED} at depth {depth}"
+            for name in self.schemes
+            for depth in self.depths
+        }
+        self._rates = {depth: self.chosen.rate(depth) for depth in self.depths}
 
     @property
     def schemes(self) -> list[str]:
@@ -154,55 +135,53 @@ class Profiles:
 
     def metrics(self) -> list[str]:
         """Measured metrics, in the order of the metrics table."""
-        names = {metric for _, metric, _ in self._parts}
+        names = {metric for _, metric, _, _ in self._places}
         return [name for name in ALL_METRICS if name in names] + sorted(names - set(ALL_METRICS))
 
     def sites(self, metric: str) -> list[str]:
         """Sites at which a metric was measured: its default site first, then in the order of the sites table."""
-        names = {site for site, name, _ in self._parts if name == metric}
+        names = {site for site, name, _, _ in self._places if name == metric}
         return sorted(names, key=lambda site: (site != metric_row(metric).default_site, site_order(site)))
 
     def masks(self, metric: str, site: str) -> list[str]:
-        return sorted(mask for where, name, mask in self._parts if (where, name) == (site, metric))
+        return sorted({mask for where, name, mask, _ in self._places if (where, name) == (site, metric)})
 
     def steps(self, metric: str, site: str, mask: str, depth: int) -> list[int]:
         """Training steps at which any scheme of that depth was measured."""
-        cubes = self.cubes(site, metric, mask)
-        return sorted({step for (_, at), cube in cubes.items() if at == depth for step in cube.steps})
+        return self._measured(site, metric, mask, depth).steps
 
-    def cubes(self, site: str, metric: str, mask: str) -> dict[tuple[str, int], Cube]:
-        """All values of one metric at one site, by scheme and depth; made at the first call."""
-        key = (site, metric, mask)
-        if key not in self._cubes:
-            places = self._parts.get(key)
-            self._cubes[key] = {} if places is None else _cubes(self._rows.take(places))
-        return self._cubes[key]
+    def _read(self, site: str, metric: str, mask: str, depth: int) -> Measured:
+        places = self._places.get((site, metric, mask, depth), np.empty(0, dtype=np.int64))
+        known, at = zip(*(np.unique(self._columns[name][places], return_inverse=True) for name in _AXES), strict=True)
+        values = np.full([len(axis) for axis in known], np.nan)
+        values[at] = self._values[places]
+        schemes = [self.schemes[code] for code in known[0]]
+        return Measured(schemes, known[2].tolist(), known[3], np.where(np.isfinite(values), values, np.nan))
 
     def lines(self, view: View) -> list[Profile]:
         """The profiles of a view in the order of its schemes, without schemes that have none there."""
-        trajectorys = ((scheme, self._trajectory(scheme, view)) for scheme in view.schemes)
-        lines = (trajectory.at(scheme, view.step) for scheme, trajectory in trajectorys if trajectory is not None)
-        return [line for line in lines if line is not None]
+        found = self.lines_by_step(view)
+        return [found[name, view.step] for name in view.schemes if (name, view.step) in found]
 
-    def _trajectory(self, scheme: str, view: View) -> Trajectory | None:
-        key = (scheme, view.site, view.metric, view.mask, view.depth, view.relative, view.reference)
-        if key not in self._trajectories:
-            cubes = self.cubes(view.site, view.metric, view.mask)
-            cube, reference = cubes.get((scheme, view.depth)), None
-            if view.reference is not None:
-                reference = cubes.get((view.reference, view.depth))
-            if cube is None or (view.reference is not None and reference is None):
-                return None
-            made = _paired(cube, reference, self.spread(view), view) if reference else _over_seeds(cube, view)
-            self._trajectories[key] = made
-        return self._trajectories[key]
+    def lines_by_step(self, view: View) -> dict[tuple[str, int], Profile]:
+        """The profiles of all schemes at all steps, by scheme and step; made at the first call."""
+        return self._by_step(replace(view, step=0, schemes=()))
 
-    def spread(self, view: View) -> Spread:
-        """What seeds move schemes by, beside what they move all schemes by, at the view's depth."""
-        key = replace(view, step=0, schemes=(), reference=None)
-        if key not in self._spreads:
-            self._spreads[key] = _pooled(self.cubes(view.site, view.metric, view.mask), view)
-        return self._spreads[key]
+    def _compute(self, view: View) -> dict[tuple[str, int], Profile]:
+        measured = self._measured(view.site, view.metric, view.mask, view.depth)
+        values = _relative_to_layer_one(measured) if view.relative else measured.values
+        if view.reference is None:
+            middle, low, high, seeds = _over_seeds(values, view.metric)
+        elif view.reference in measured.schemes:
+            middle, low, high, seeds = _paired(values, measured.schemes.index(view.reference), view.metric)
+        else:
+            return {}
+        return {
+            (scheme, step): Profile(scheme, measured.layers, middle[i, j], low[i, j], high[i, j], int(seeds[i, j]))
+            for i, scheme in enumerate(measured.schemes)
+            for j, step in enumerate(measured.steps)
+            if seeds[i, j]
+        }
 
     def predicted(self, view: View) -> list[Profile]:
         """What theory says of a view before training: a line a scheme that it says something of, without bounds.
@@ -226,38 +205,36 @@ class Profiles:
             found.append(Profile(scheme, layers, values, nothing, nothing, 0))
         return found
 
-    def _predictions(self, depth: int) -> Predictions:
+    def _predict(self, depth: int) -> dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]]:
         """Theory's profiles for a depth: by (site, metric, mask) and scheme, (layers, values)."""
-        if depth not in self._theory:
-            rows = self.theory
-            if rows is None and self.chosen:
-                rows = predict_runs(self.chosen.runs, depth, self.runs.attrs.get("configs", {}))
-            found: Predictions = {}
-            if rows is not None and len(rows):
-                for key, part in rows[rows["depth"] == depth].groupby(["site", "metric", "mask", "scheme"]):
-                    line = part["layer"].to_numpy(dtype=np.int64), part["value"].to_numpy(dtype=float)
-                    found.setdefault((key[0], key[1], key[2]), {})[key[3]] = line
-            self._theory[depth] = found
-        return self._theory[depth]
+        rows = self._theory
+        if rows is None and self.chosen:
+            rows = predict_runs(self.chosen.runs, depth, self._configs)
+        found: dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+        if rows is not None and len(rows):
+            for key, part in rows[rows["depth"] == depth].groupby(["site", "metric", "mask", "scheme"]):
+                line = part["layer"].to_numpy(dtype=np.int64), part["value"].to_numpy(dtype=float)
+                found.setdefault((key[0], key[1], key[2]), {})[key[3]] = line
+        return found
 
     def span(self, view: View) -> list[float]:
-        """Smallest and largest value over all training steps, so that an axis stays still while steps go by."""
-        key = replace(view, step=0)
-        if key not in self._spans:
-            drawn = [found for scheme in view.schemes if (found := self._trajectory(scheme, view))]
-            parts = (part.ravel() for one in drawn for part in (one.values, one.low, one.high))
-            numbers = np.concatenate([np.empty(0), *parts])
-            numbers = numbers[np.isfinite(numbers)]
-            if metric_row(view.metric).log:
-                numbers = numbers[numbers > 0]
-            self._spans[key] = [float(numbers.min()), float(numbers.max())] if numbers.size else []
-        return self._spans[key]
+        """The smallest, the smallest positive and the largest value over all training steps (those that there are), so
+        that an axis stays still while steps go by."""
+        shown = [line for (name, _), line in self.lines_by_step(view).items() if name in view.schemes]
+        numbers = np.concatenate(
+            [np.empty(0), *(part for line in shown for part in (line.values, line.low, line.high))]
+        )
+        numbers = numbers[np.isfinite(numbers)]
+        positive = numbers[numbers > 0]
+        return [
+            float(reduce(part))
+            for reduce, part in ((np.min, numbers), (np.min, positive), (np.max, numbers))
+            if part.size
+        ]
 
     def rate(self, depth: int) -> str:
         """The learning rate at a depth, in words: sizes of schemes at different rates are not to be compared."""
-        if depth not in self._rates and self.chosen is not None:
-            self._rates[depth] = self.chosen.rate(depth)
-        return self._rates.get(depth, "")
+        return self._rates[depth]
 
     def remarks(self, view: View) -> list[str]:
         """What a reader must know of what is and is not shown: one short sentence each."""
@@ -266,99 +243,45 @@ class Profiles:
         found = []
         shown = {line.scheme for line in self.lines(view)}
         for scheme in view.schemes:
-            remark = self._remark(scheme, view.depth)
+            remark = self._remarks[scheme, view.depth]
             if scheme not in shown and not remark.startswith(NOT_TRAINED):
                 remark = (remark + ", " if remark else "") + f"nothing measured at step {view.step}"
             if remark:
                 found.append(f"{title_of(scheme)}: {remark}")
         return found
 
-    def _remark(self, scheme: str, depth: int) -> str:
-        """What is to be said of a scheme's runs of a depth at any step."""
-        assert self.chosen is not None
-        key = (scheme, depth)
-        if key not in self._remarks:
-            runs = self.chosen.runs
-            known = ((runs["scheme"] == scheme) & (runs["depth"] == depth)).any()
-            self._remarks[key] = self.chosen.remark(scheme, depth) if known else f"{NOT_TRAINED} at depth {depth}"
-        return self._remarks[key]
 
-
-def _cubes(rows: pd.DataFrame) -> dict[tuple[str, int], Cube]:
-    cubes = {}
-    for key, part in rows.groupby(["scheme", "depth"], observed=True):
-        seeds, steps, layers = (sorted(int(v) for v in part[name].unique()) for name in ("seed", "step", "layer"))
-        values = np.full((len(seeds), len(steps), len(layers)), np.nan)
-        places = [
-            np.searchsorted(known, part[name].to_numpy(dtype=np.int64))
-            for name, known in (("seed", seeds), ("step", steps), ("layer", layers))
-        ]
-        values[tuple(places)] = part["value"].to_numpy(dtype=float)
-        cubes[str(key[0]), int(key[1])] = Cube(seeds, steps, np.array(layers), values)
-    return cubes
-
-
-def _over_seeds(cube: Cube, view: View) -> Trajectory:
-    """Mean (geometric for sizes) and extreme seeds at every step; no bounds where there is one seed."""
-    values = _by_seed(cube, view.relative)
+def _over_seeds(values: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Mean (geometric for sizes), smallest and largest seed by scheme, step and layer, and how many seeds have any
+    value; no bounds where there is one seed."""
     finite = np.isfinite(values)
-    seeds, filled = finite.any(axis=2).sum(axis=0), finite.sum(axis=0)
-    there, undo = _on_scale(values, view.metric)
+    seeds, filled = finite.any(axis=3).sum(axis=1), finite.sum(axis=1)
+    there, undo = _on_scale(values, metric)
     with np.errstate(invalid="ignore"):
-        mean = undo(np.where(finite, there, 0.0).sum(axis=0) / np.where(filled, filled, np.nan))
-    several = (filled > 0) & (seeds > 1)[:, None]
-    low = np.where(several, np.where(finite, values, np.inf).min(axis=0), np.nan)
-    high = np.where(several, np.where(finite, values, -np.inf).max(axis=0), np.nan)
-    return Trajectory(
-        cube.layers, {step: row for row, step in enumerate(cube.steps) if seeds[row]}, seeds, mean, low, high
-    )
+        mean = undo(np.where(finite, there, 0.0).sum(axis=1) / np.where(filled, filled, np.nan))
+    several = (filled > 0) & (seeds > 1)[:, :, None]
+    low = np.where(several, np.where(finite, values, np.inf).min(axis=1, initial=np.inf), np.nan)
+    high = np.where(several, np.where(finite, values, -np.inf).max(axis=1, initial=-np.inf), np.nan)
+    return mean, low, high, seeds
 
 
-def _paired(cube: Cube, reference: Cube, spread: Spread, view: View) -> Trajectory:
-    """Ratio or difference (as the metric's row says) to the reference, over the seeds that both have, at every step,
-    with the interval of the spread that is pooled over all schemes."""
-    steps = [step for step in cube.steps if step in reference.steps]
-    seeds = [seed for seed in cube.seeds if seed in reference.seeds]
-    if len(cube.layers) != len(reference.layers):
-        steps = []
-    if not steps:
-        nothing = np.empty((0, len(cube.layers)))
-        return Trajectory(cube.layers, {}, np.empty(0, dtype=int), nothing, nothing, nothing)
-    left, right = (
-        _by_seed(one, view.relative)[np.ix_([one.seeds.index(s) for s in seeds], [one.steps.index(s) for s in steps])]
-        for one in (cube, reference)
-    )
-    both = np.isfinite(left).any(axis=2) & np.isfinite(right).any(axis=2)
-    (left, undo), (right, _) = (_on_scale(side, view.metric) for side in (left, right))
-    with np.errstate(invalid="ignore"):
-        gaps = left - right
-    counts = both.sum(axis=0)
-    mean = np.full(gaps.shape[1:], np.nan)
-    for place in np.flatnonzero(counts):
-        mean[place] = gaps[both[:, place], place].mean(axis=0)
-    half = spread.at(steps, cube.layers) / np.sqrt(np.where(counts, counts, np.nan))[:, None]
-    with np.errstate(over="ignore", invalid="ignore"):
-        lines = undo(mean), undo(mean - half), undo(mean + half)
-    return Trajectory(cube.layers, {step: row for row, step in enumerate(steps) if counts[row]}, counts, *lines)
+def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Ratio or difference (as the metric's row says) to the reference over the seeds that both have, by scheme, step
+    and layer, its interval, and how many seeds.
 
-
-def _pooled(cubes: Mapping[tuple[str, int], Cube], view: View, level: float = 0.95) -> Spread:
-    """From all schemes of the view's depth."""
-    own = [cube for (_, depth), cube in cubes.items() if depth == view.depth]
-    steps, seeds, layers = (
-        sorted({int(value) for cube in own for value in getattr(cube, name)}) for name in ("steps", "seeds", "layers")
-    )
-    if not own:
-        return Spread([], [], np.empty((0, 0)))
-    values = np.full((len(own), len(seeds), len(steps), len(layers)), np.nan)
-    for place, cube in enumerate(own):
-        where = [
-            [known.index(value) for value in part]
-            for known, part in ((seeds, cube.seeds), (steps, cube.steps), (layers, cube.layers.tolist()))
-        ]
-        values[np.ix_([place], *where)] = _on_scale(_by_seed(cube, view.relative), view.metric)[0]
+    The half-width is t sd sqrt(2 / seeds), of logarithms for a ratio; sd is what seeds move schemes by, beside what
+    they move all schemes by, pooled over all schemes.
+    """
+    both = np.isfinite(values).any(axis=3)
+    both &= both[reference]
+    values, undo = _on_scale(values, metric)
     variance, freedom = residual_variance(values)
-    return Spread(steps, layers, t_quantile(level, freedom) * np.sqrt(2 * variance))
+    seeds = both.sum(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        gaps = np.where(both[..., None], values - values[reference], 0.0)
+        counts = np.where(seeds, seeds, np.nan)[:, :, None]
+        mean, half = gaps.sum(axis=1) / counts, t_quantile(LEVEL, freedom) * np.sqrt(2 * variance) / np.sqrt(counts)
+        return undo(mean), undo(mean - half), undo(mean + half), seeds
 
 
 def _on_scale(values: np.ndarray, metric: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
@@ -369,13 +292,11 @@ def _on_scale(values: np.ndarray, metric: str) -> tuple[np.ndarray, Callable[[np
         return np.log(values), np.exp
 
 
-def _by_seed(cube: Cube, relative: bool) -> np.ndarray:
-    """Values (seeds, steps, layers), NaN where they are not finite; `relative`: divided by the value at layer 1."""
-    values = np.where(np.isfinite(cube.values), cube.values, np.nan)
-    if not relative:
-        return values
-    first = values[:, :, cube.layers == 1]
-    return values / np.where(first == 0, np.nan, first) if first.shape[2] else np.full_like(values, np.nan)
+def _relative_to_layer_one(measured: Measured) -> np.ndarray:
+    first = measured.values[..., measured.layers == 1]
+    if not first.shape[-1]:
+        return np.full_like(measured.values, np.nan)
+    return measured.values / np.where(first == 0, np.nan, first)
 
 
 def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> View | None:

@@ -51,8 +51,7 @@ def load_published(path: str | Path | None = None) -> pd.DataFrame:
 
     Returns:
         Columns: `paper arxiv where` (source), `model depth tokens` (what was trained; empty where the paper does not
-            say),
-        `method` (the paper's name), `scheme` (normlab's name, empty when there is none), `metric layer value`,
+        say), `method` (the paper's name), `scheme` (normlab's name, empty when there is none), `metric layer value`,
         `relative_error` (of reading a plot; empty for a printed number), `note`. Layer 0 is the embeddings, blocks are
         1..L.
 
@@ -102,8 +101,8 @@ def _their_ratios(rows: pd.DataFrame, base: str) -> pd.DataFrame:
 
 def _our_ratios(quantity: str, metric: str, runs: pd.DataFrame, base: str) -> pd.DataFrame:
     chosen = choose(runs, depth=None, same_rate=metric != "loss")
-    values = last_values(chosen, metric)
-    others = [name for name in in_order(chosen.schemes) if name != base]
+    values = last_values(chosen, metric).dropna(subset="value")
+    others = [name for name in in_order(values["scheme"]) if name != base]
     found = pd.concat([differences(values, name, base, metric) for name in others]) if others else pd.DataFrame()
     if found.empty:
         return found

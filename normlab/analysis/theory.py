@@ -16,7 +16,7 @@ feature between positions t and s. Each part of a block maps K to K:
     attention   V and O multiply by d var_w each; attention at initialisation is uniform over the past, so K -> P K P^T,
                 P averaging
     MLP         gate and up multiply by d var_w; E[silu(u) silu(v)] E[u' v']; down multiplies by f var_w
-    residual    kernels add
+    residual    kernels add, each times the square of its weight in the sum
 
 which is exact in the limit of width (the recursion of Lee et al., 1711.00165, for this block), and within a few per
 cent at width 128.
@@ -24,7 +24,6 @@ cent at width 128.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
@@ -35,7 +34,7 @@ import torch
 
 from normlab.errors import NormlabError
 from normlab.runs import FINISHED
-from normlab.schemes import SCHEMES, NormSite, get_scheme
+from normlab.schemes import SCHEMES, NormSite, Sublayer, get_scheme
 
 if TYPE_CHECKING:
     import pandas
@@ -138,13 +137,14 @@ class _Recursion:
         self.weight_var = config.initializer_range**2
         heads = config.num_attention_heads
         self.attention_width = heads * (config.head_dim or self.width // heads)
-        factor = self.scheme.residual_init(self.depth) if self.scheme.residual_init else 1.0
-        self.out_var = self.weight_var * factor**2
+        names = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        self.variance = {name: self.scheme.matrix_std(name, config) ** 2 for name in names}
         self.averaging = np.tril(np.ones((length, length))) / np.arange(1, length + 1)[:, None]
-        embedding = self.weight_var * (
-            self.scheme.embedding_scale(self.width) ** 2 if self.scheme.embedding_scale else 1.0
+        ends = self.scheme.ends
+        scale = ends.embedding_scale(self.width) ** 2 if ends.embedding_scale else 1.0
+        self.kernel = (1.0 if ends.unit_embeddings else self.weight_var * scale) * (
+            (1 - collision) * np.eye(length) + collision
         )
-        self.kernel = embedding * ((1 - collision) * np.eye(length) + collision)
         self.rows: list[tuple[str, int, str, str, float]] = []
 
     def run(self) -> None:
@@ -156,14 +156,14 @@ class _Recursion:
         self._tanh("final_norm_in", self.depth, self._norm("final", self.depth + 1), None)
 
     def _norm(self, place: str, layer: int) -> Any:
-        return self.scheme.norm(NormSite(place, layer, self.config))
+        return self.scheme.norm_at(NormSite(place, layer, self.config))
 
     def _block(self, layer: int) -> None:
-        layout = self.scheme.layout_at(layer, self.depth, self.config.post_fraction)
+        layout = self.scheme.layout_at(layer, self.config)
         norms = {place: self._norm(place, layer) for place, _ in layout.places()}
         entered = np.diag(self.kernel).copy()
         carried = None
-        if self.scheme.carried and self.config.carried != "exact":
+        if self.config.carries_at(layer):
             carried = entered + self._correction(norms["attn_in"])
         self._branch("attn", layer, norms, None, self._attention)
         self._branch("mlp", layer, norms, carried, self._mlp)
@@ -179,23 +179,35 @@ class _Recursion:
         update = act(kernel)
         if f"{part}_out" in norms:
             update = _normalize(norms[f"{part}_out"], update)
-        self._add(part, layer, "relative_contribution", np.sqrt(np.diag(update) / np.diag(self.kernel)))
-        self.kernel = self.kernel + update
+        if self.scheme.residual is None:  # probes take a branch before a residual rule weighs it
+            self._add(part, layer, "relative_contribution", np.sqrt(np.diag(update) / np.diag(self.kernel)))
+        keep, add = self._weights(part, layer)
+        self.kernel = keep**2 * self.kernel + add**2 * update
         if f"{part}_sum" in norms:
-            self._stream(site, layer)
+            if f"{part}_in" not in norms:
+                self._stream(site, layer)
             self.kernel = _normalize(norms[f"{part}_sum"], self.kernel)
 
+    def _weights(self, part: str, layer: int) -> tuple[float, float]:
+        """(keep, add) of the residual rule before training."""
+        if self.scheme.residual is None:
+            return 1.0, 1.0
+        weights = self.scheme.residual(Sublayer(part, layer, self.config)).starting_weights()
+        if weights is None:
+            raise NormlabError(f"scheme {self.scheme.name} is not predicted: its residual rule is no weighted sum")
+        return weights
+
     def _attention(self, kernel: Kernel) -> Kernel:
-        gain = self.width * self.weight_var * self.attention_width * self.out_var
+        gain = self.width * self.variance["v_proj"] * self.attention_width * self.variance["o_proj"]
         return gain * self.averaging @ kernel @ self.averaging.T
 
     def _mlp(self, kernel: Kernel) -> Kernel:
-        entering = self.width * self.weight_var * kernel
-        return self.config.intermediate_size * self.out_var * _gaussian_kernel(entering, _silu) * entering
+        gate, up = (self.width * self.variance[name] * kernel for name in ("gate_proj", "up_proj"))
+        return self.config.intermediate_size * self.variance["down_proj"] * _gaussian_kernel(gate, _silu) * up
 
     def _correction(self, norm: Any) -> np.ndarray:
         tokens = self.config.train_seq_len or self.config.max_position_embeddings
-        c = self.width * self.attention_width * self.weight_var * self.out_var / tokens
+        c = self.width * self.attention_width * self.variance["v_proj"] * self.variance["o_proj"] / tokens
         causal = self.config.carried == "causal"
         positions = range(self.length) if causal else [None] * self.length
         slope = norm.starting_map().slope
@@ -245,7 +257,8 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         tanh norms `saturation`, `saturation_bound`, `carried_var_ratio`.
 
     Raises:
-        NormlabError: an activation other than SiLU, a length or collision out of range.
+        NormlabError: an activation other than SiLU, a length or collision out of range, a scheme without a recursion
+            (``Scheme.unpredicted`` says why).
     """
     import pandas
 
@@ -254,6 +267,11 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         raise NormlabError(f"length is {length} and collision {collision}: give at least 1, and a probability")
     if config.hidden_act != "silu":
         raise NormlabError(f"hidden_act is {config.hidden_act!r}: the prediction is for SwiGLU, hidden_act 'silu'")
+    why = get_scheme(config.scheme).unpredicted
+    if not why and config.qk_norm != "none":
+        why = "attention is not uniform at the start where queries and keys are normalized"
+    if why:
+        raise NormlabError(f"scheme {config.scheme} is not predicted: {why}")
     recursion = _Recursion(config, length, collision)
     recursion.run()
     table = pandas.DataFrame(recursion.rows, columns=["site", "layer", "metric", "mask", "value"])
@@ -271,12 +289,14 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     return table.astype({"layer": "Int64", "seed": "Int64"})
 
 
-def predict_runs(about: pandas.DataFrame, depth: int, configs: Mapping[str, str]) -> pandas.DataFrame | None:
+def predict_runs(
+    about: pandas.DataFrame, depth: int, configs: Mapping[str, Mapping[str, Any]]
+) -> pandas.DataFrame | None:
     """Predictions for a depth's schemes, each of the model that its runs had; None where there are none.
 
     Args:
         about: a row a run, as `normlab.analysis.selection.summarize` returns.
-        configs: what `load_runs` says of each run, as JSON.
+        configs: what each run was configured with, by run (`normlab.read_configs`).
 
     Nothing is known, and nothing is said, of a scheme with a run that
     is not in it, with runs of different models or of another version of normlab, or with planted outliers.
@@ -291,10 +311,11 @@ def predict_runs(about: pandas.DataFrame, depth: int, configs: Mapping[str, str]
         if not set(own.index) <= set(configs):
             continue
         try:
-            made = [TrainConfig.from_dict(json.loads(configs[run])) for run in own.index]
+            made = [TrainConfig.from_dict(dict(configs[run])) for run in own.index]
         except NormlabError:  # of another version of normlab
             continue
         models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}
-        if len(models) == 1 and not any(config.outlier_channels for config in made):
+        predicted = not get_scheme(made[0].scheme).unpredicted
+        if predicted and len(models) == 1 and not any(config.outlier_channels for config in made):
             found.append(predict(*models.values(), collision=COLLISION))
     return pandas.concat(found, ignore_index=True) if found else None

@@ -87,7 +87,7 @@ def _answers(address: str) -> bool:
 @contextmanager
 def jupyter_lab(folder: Path) -> Iterator[str]:
     """A JupyterLab server over `folder`, reachable from this machine only; yields its address."""
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
     command += [f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--ServerApp.disable_check_xsrf=True"]
     command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     command += [f"--LabApp.user_settings_dir={_settings(folder / '.settings')}"]

@@ -3,8 +3,9 @@
     python -m normlab.bench.latency data/runs
 
 A move begins with the browser's own time stamp of the key, and ends when the frame that shows the moved lines has been
-painted. The whole table is loaded; keys go to the step slider and, a quarter of them, to the depth slider. The time
-from *Run All Cells* to the first figure of a notebook is measured too.
+painted. The whole table is loaded; keys go to the step slider and, a quarter of them, to the depth slider. Beside the
+explorer stands plotly's own FigureWidget, which is given the same lines. The time from *Run All Cells* to the first
+figure of a notebook is measured too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from normlab.bench.browser import (
     wait_until_idle,
 )
 from normlab.errors import NormlabError
-from normlab.runs import load_runs
+from normlab.runs import load_runs, read_configs
 from normlab.widgets.page import explorer_page
 
 NO_BROWSER = "no move was timed: that needs playwright (pip install playwright) and a Chromium or Chrome on the PATH"
@@ -68,7 +69,7 @@ class Surface:
     plot: str
     step: str
     depth: str
-    median: float
+    median: float | None
     p95: float | None
 
 
@@ -80,7 +81,41 @@ LAB = Surface(
     100.0,
     200.0,
 )
+PLAIN = replace(LAB, name="FigureWidget", median=None, p95=None)
 PAGE = Surface("page", "#plot", "#step", "#depth", 33.0, None)
+
+# The explorer's lines in plotly's own widget, moved as its documentation says.
+PLAIN_NOTEBOOK = """
+from dataclasses import replace
+import ipywidgets
+import plotly.graph_objects as go
+import normlab
+from normlab.analysis.profiles import Profiles, default_view
+from normlab.figures.profile import PlotOptions, drawing, plain
+
+profiles = Profiles(normlab.load_runs({runs!r}))
+view = default_view(profiles)
+steps = profiles.steps(view.metric, view.site, view.mask, view.depth)
+depth = ipywidgets.SelectionSlider(options=profiles.depths, value=view.depth, description="depth")
+step = ipywidgets.SelectionSlider(options=steps, value=view.step, description="step")
+
+def shown():
+    return plain(drawing(profiles, replace(view, depth=depth.value, step=step.value), PlotOptions()))
+
+def move(_):
+    fresh = shown()
+    lines = {{trace.name: trace for trace in fresh.data}}
+    with figure.batch_update():
+        for trace in figure.data:
+            line = lines.get(trace.name, go.Scatter())
+            trace.update(x=line.x, y=line.y, customdata=line.customdata)
+        figure.layout.update(title=fresh.layout.title, xaxis=fresh.layout.xaxis, yaxis=fresh.layout.yaxis)
+
+figure = go.FigureWidget(shown())
+depth.observe(move, names="value")
+step.observe(move, names="value")
+ipywidgets.VBox([depth, step, figure])
+"""
 
 
 def time_moves(page: Any, surface: Surface, moves: int) -> pd.DataFrame:
@@ -131,28 +166,42 @@ def summarize(moves: pd.DataFrame, surface: Surface) -> pd.DataFrame:
 def measure(
     runs: str | Path, notebook: str | Path, moves: int = 200, chromium: str | None = None
 ) -> tuple[pd.DataFrame, float]:
-    """Times of both surfaces (columns of `summarize`); seconds from *Run All Cells* to the notebook's first figure."""
+    """Times of all surfaces (columns of `summarize`); seconds from *Run All Cells* to the notebook's first figure."""
     chromium = chromium or find_browser()
     if chromium is None:
         raise NormlabError(NO_BROWSER)
     runs, notebook = Path(runs).resolve(), Path(notebook)
+    opened: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        path = explorer_page(load_runs(runs), folder / "explorer.html")
+        path = explorer_page(load_runs(runs), folder / "explorer.html", configs=read_configs(runs))
         with page_of(chromium) as (page, _):
             page.goto(path.as_uri())
             page.wait_for_selector(f"{PAGE.plot} .main-svg")
             found = [summarize(time_moves(page, PAGE, moves), PAGE)]
         text = notebook.read_text(encoding="utf-8").replace("../data/runs", json.dumps(str(runs))[1:-1])
         (folder / notebook.name).write_text(text, encoding="utf-8")
-        with jupyter_lab(folder) as address, page_of(chromium) as (page, _):
-            open_notebook(page, address, notebook.name)
-            start = time.perf_counter()
-            run_cells(page)
-            opened = time.perf_counter() - start
-            wait_until_idle(page)
-            found.append(summarize(time_moves(page, LAB, moves), LAB))
-    return pd.concat(found, ignore_index=True), opened
+        cell: dict[str, Any] = {
+            "cell_type": "code",
+            "id": "plain",
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        plain = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}}
+        plain |= {"cells": [cell | {"source": PLAIN_NOTEBOOK.format(runs=str(runs))}]}
+        (folder / "plain.ipynb").write_text(json.dumps(plain), encoding="utf-8")
+        with jupyter_lab(folder) as address:
+            for surface, name in ((LAB, notebook.name), (PLAIN, "plain.ipynb")):
+                with page_of(chromium) as (page, _):
+                    open_notebook(page, address, name)
+                    start = time.perf_counter()
+                    run_cells(page)
+                    opened[name] = time.perf_counter() - start
+                    wait_until_idle(page)
+                    found.append(summarize(time_moves(page, surface, moves), surface))
+    return pd.concat(found, ignore_index=True), opened[notebook.name]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ import torch
 from normlab.errors import NormlabError
 from normlab.probes.geometry import angular_distance
 from normlab.probes.metrics import DEFAULT_METRICS, FORWARD_METRICS
-from normlab.probes.recorder import record
+from normlab.probes.recording import record
 
 TWO_REDUCTIONS = ("token_l2_mean", "feature_var_mean")
 ALL_BUT_RANK = tuple(name for name in FORWARD_METRICS if name != "update_effective_rank")

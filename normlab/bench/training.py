@@ -1,7 +1,7 @@
 """Whole training steps timed against each other, on this machine.
 
-`bench(pairs)`   a table of ratios: each scheme that exists in a cheaper form against Pre-LN, and `normlab train`
-                 against a bare loop
+`bench(pairs)`   a table of ratios: each scheme that exists in a cheaper form against Pre-LN, `normlab train` against a
+                 bare loop, and a step in each precision, compiled and not, against the core's peak
 
 A ratio is the median over interleaved pairs: one side, then the other, a few steps each, so that a machine that slows
 down slows both. Statistics are off on both sides; what BHyT's schedule refreshes is part of its step.
@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,15 +25,24 @@ from transformers import TrainerCallback, set_seed
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
 from normlab.schemes import BASELINE, TIMED
+from normlab.training.batches import SeededOrder
 from normlab.training.callbacks import refresh_interval
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus, load_corpus
-from normlab.training.trainer import SeededOrder, build_trainer
+from normlab.training.corpus import Corpus, corpus_of
+from normlab.training.precision import autocast, require_compiler, use_fast_attention
+from normlab.training.trainer import build_trainer
 
 if TYPE_CHECKING:
     import pandas as pd
 
 STEPS = 6  # a side of a pair: as many as lie between two refreshes of a 300-step run
+PEAK_SIZE = 2048  # of the square matrices whose product is the peak: far beyond a core's caches, so blocked and busy
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "float32 compiled": {"compile": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16 compiled": {"dtype": "bfloat16", "compile": True},
+}
 
 
 class BareLoop:
@@ -42,6 +52,8 @@ class BareLoop:
         set_seed(config.seed)
         self.config, self.corpus = config, corpus
         self.model = NormlabForCausalLM(config.model_config(corpus.vocab_size, corpus.eos_token_id)).train()
+        use_fast_attention(self.model, config.dtype, self.model.device)
+        self.forward = torch.compile(self.model) if config.compile else self.model
         decayed = set(self.model.decay_parameter_names())
         groups = [
             {"params": [p for n, p in self.model.named_parameters() if (n in decayed) is decays], "weight_decay": decay}
@@ -57,7 +69,8 @@ class BareLoop:
         for step in range(1, steps + 1):
             rows = [next(self.order) for _ in range(self.config.batch_size)]
             ids = torch.from_numpy(self.corpus.train[rows].astype("int64"))
-            loss = self.model(input_ids=ids, labels=ids).loss
+            with autocast(self.config.dtype, self.model.device):
+                loss = self.forward(input_ids=ids, labels=ids).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
             self.optimizer.step()
@@ -67,9 +80,19 @@ class BareLoop:
         return (time.perf_counter() - started) / steps
 
 
-def bare_seconds(config: TrainConfig, corpus: Corpus, steps: int) -> float:
-    """Seconds a step of a bare loop from the start, to set beside `trainer_seconds`."""
-    return BareLoop(config, corpus).run(steps)
+def step_flops(model: torch.nn.Module, config: TrainConfig) -> float:
+    """Floating-point operations of a training step's matrix products, 6 N + 12 L d T a token (Chowdhery et al. 2022,
+    2204.02311, appendix B): N weights of matrices, tied embeddings once, L layers of width d, T tokens a block."""
+    weights = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    return config.tokens_per_step * (6 * weights + 12 * config.depth * config.width * config.block_length)
+
+
+def peak_seconds(flops: float, dtype: str) -> float:
+    """Seconds that as many operations take in a product of large square matrices."""
+    matrix = torch.ones(PEAK_SIZE, PEAK_SIZE, dtype=getattr(torch, dtype))
+    started = time.perf_counter()
+    matrix @ matrix
+    return (time.perf_counter() - started) * flops / (2 * PEAK_SIZE**3)
 
 
 class _Stopwatch(TrainerCallback):
@@ -126,7 +149,8 @@ def bench(
     progress: bool = True,
 ) -> pd.DataFrame:
     """Columns: what, base, ratio (median of what/base), low, high (the middle half of the pairs), seconds,
-    base_seconds, pairs."""
+    base_seconds, pairs, tokens_per_s (of `what`, a core); peak_share, where the base is a matrix product: the share of
+    the core's peak that the step's `step_flops` reach, 1/ratio."""
     import pandas as pd
     from tqdm import tqdm
 
@@ -142,27 +166,30 @@ def bench(
         scheme=BASELINE,
         keep_weights=False,
     )
-    corpus = load_corpus(
-        vocab_size=config.vocab_size, block_length=config.block_length, cache_dir=cache_dir, progress=progress
-    )
+    require_compiler(torch.device("cpu"))
+    corpus = corpus_of(config, cache_dir, progress)
     rows = []
-    with _threads(threads), tqdm(total=pairs * (len(schemes) + 1), desc="bench", disable=not progress) as bar:
+    total = pairs * (len(schemes) + 1 + len(PRECISIONS))
+    with _threads(threads), tqdm(total=total, desc="bench", disable=not progress) as bar:
         for scheme in schemes:
-            left, right = (BareLoop(_with_scheme(config, name), corpus) for name in (scheme, BASELINE))
+            left, right = (BareLoop(replace(config, scheme=name), corpus) for name in (scheme, BASELINE))
             times = interleaved(partial(left.run, STEPS), partial(right.run, STEPS), pairs, bar.update)
             rows.append(_row(f"{scheme} step", f"{BASELINE} step", times))
         times = interleaved(
             partial(trainer_seconds, config, corpus, STEPS),
-            partial(bare_seconds, config, corpus, STEPS),
+            lambda: BareLoop(config, corpus).run(STEPS),
             pairs,
             bar.update,
         )
         rows.append(_row("normlab train", "bare PyTorch loop", times))
-    return pd.DataFrame(rows)
-
-
-def _with_scheme(config: TrainConfig, scheme: str) -> TrainConfig:
-    return TrainConfig.from_dict({**config.to_dict(), "scheme": scheme})
+        for name, fields in PRECISIONS.items():
+            loop = BareLoop(replace(config, **fields), corpus)
+            peak = partial(peak_seconds, step_flops(loop.model, config), loop.config.dtype)
+            times = interleaved(partial(loop.run, STEPS), peak, pairs, bar.update)
+            row = _row(f"{name} step", f"{loop.config.dtype} matrix product", times)
+            rows.append(row | {"peak_share": 1 / row["ratio"]})
+    table = pd.DataFrame(rows)
+    return table.assign(tokens_per_s=config.tokens_per_step / table["seconds"] / threads)
 
 
 def _row(what: str, base: str, times: list[tuple[float, float]]) -> dict[str, Any]:

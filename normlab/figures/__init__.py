@@ -7,6 +7,8 @@ loss_curves           training and held-out loss by step (B2)
 depth_scaling         held-out loss against depth, and differences paired by seed (C5)
 growth_before_after   the last layer before and after training, with the controls (N1)
 profile               one training step, all schemes in one panel: what the explorer shows
+published_ratios      every scheme over a base: what papers print, and these runs
+by_layer, by_pair     what the experiments tables say of each layer, or pair of layers, over seeds (C2-C4, D2, D3)
 skip_cost             loss added by skipping a block, from a probe's table (C2)
 future_effect         what later blocks do then (D2)
 logit_attribution     who writes a logit, from the TransformerLens bridge's tables
@@ -27,9 +29,11 @@ except ImportError as error:  # pragma: no cover - needs an environment without 
 
 from normlab.figures.attribution import logit_attribution
 from normlab.figures.curves import depth_scaling, loss_curves
+from normlab.figures.depth_use import by_layer, by_pair
 from normlab.figures.endpoints import growth_before_after
 from normlab.figures.growth import gradient_growth, layer_growth
 from normlab.figures.profile import profile
+from normlab.figures.published import published_ratios
 from normlab.figures.registry import FIGURES, FigureRow
 from normlab.figures.skipping import future_effect, skip_cost
 from normlab.figures.theme import message_figure, themed
@@ -40,6 +44,8 @@ __all__ = [
     "FIGURES",
     "METRICS",
     "FigureRow",
+    "by_layer",
+    "by_pair",
     "by_setting",
     "depth_scaling",
     "future_effect",
@@ -50,6 +56,7 @@ __all__ = [
     "loss_curves",
     "message_figure",
     "profile",
+    "published_ratios",
     "skip_cost",
     "themed",
     "variant_differences",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import pandas as pd
@@ -29,34 +28,27 @@ def logit_attribution(tables: Mapping[str, pd.DataFrame], theme: str = "light") 
     if not tables:
         return look.message_figure("Nothing was attributed: pass tables of direct_logit_attribution.", title)
     figure = go.Figure()
-    for method in tables:
+    sums = []
+    for method, table in tables.items():
         color, meaning = METHODS[method]
-        hover = f"<b>{method}</b><br>%{{x}}: %{{y:+.3f}}<br><i>{meaning}</i><extra></extra>"
-        figure.add_bar(name=method, marker=dict(color=look.ink(color, theme)), hovertemplate=hover)
+        rows = table[~table["component"].isin(["bias", "remainder"]) | (table["contribution"].abs() > 1e-3)]
+        figure.add_bar(
+            name=method,
+            x=[_name(row) for row in rows.itertuples()],
+            y=look.finite(rows["contribution"]),
+            marker=dict(color=look.ink(color, theme)),
+            hovertemplate=f"<b>{method}</b><br>%{{x}}: %{{y:+.3f}}<br><i>{meaning}</i><extra></extra>",
+        )
+        shares = table.loc[table["component"] != "remainder", "contribution"].sum()
+        sums.append(f"{method} shares add up to {round(shares, 3) + 0.0:.3f}")
     figure.update_xaxes(title_text="component", type="category")
     figure.update_yaxes(title_text="share of the logit (nats)", zeroline=True, zerolinecolor=look.NEUTRAL)
     legend = dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom")
     figure.update_layout(barmode="group", bargap=0.3, legend=legend, margin=dict(l=72, r=24, t=96, b=64))
-    look.titled(figure, title, "", HEIGHT).update_layout(template=look.template(theme), autosize=True)
-    redraw(figure, tables)
-    return figure
-
-
-def redraw(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
-    """Put other tables of the same methods into the figure."""
-    bars = {trace.name: trace for trace in figure.data}
-    sums = []
-    for method, table in tables.items():
-        rows = table[~table["component"].isin(["bias", "remainder"]) | (table["contribution"].abs() > 1e-3)]
-        values = [float(value) if math.isfinite(value) else None for value in rows["contribution"]]
-        bars[method].update(x=[_name(row) for row in rows.itertuples()], y=values)
-        shares = table.loc[table["component"] != "remainder", "contribution"].sum()
-        sums.append(f"{method} shares add up to {round(shares, 3) + 0.0:.3f}")
     first = next(iter(tables.values())).attrs
-    what, logit = first.get("name", "logit"), first["logit"]
-    small = f"<span style='font-size:13px;color:{look.NEUTRAL}'>{what} {logit:.3f} · {' · '.join(sums)}</span>"
-    # One text for both lines: a widget that is resized moves a separate subtitle into the title.
-    figure.layout.title = dict(text=f"Who writes the logit<br>{small}", subtitle=None)
+    small = " · ".join([f"{first.get('name', 'logit')} {first['logit']:.3f}", *sums])
+    look.titled(figure, look.in_one(title, small), "", HEIGHT)
+    return figure.update_layout(template=look.template(theme), autosize=True)
 
 
 def _name(row: object) -> str:

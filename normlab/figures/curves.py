@@ -14,6 +14,7 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, choose, in_order
 from normlab.analysis.verdicts import differences, in_words, interval, judged
 from normlab.figures import theme
+from normlab.figures.labels import EndLabel, label_ends, label_room
 from normlab.probes.metrics import NGRAM_LOSSES, metric_row
 
 _MARGIN = dict(l=70, r=190, t=112, b=64)
@@ -68,10 +69,10 @@ def loss_curves(
             col=1,
         )
         figure.update_yaxes(range=closer, col=2)
-        theme.label_ends(figure, ends, closer, height - _MARGIN["t"] - _MARGIN["b"], False, axis="2")
+        label_ends(figure, ends, closer, height - _MARGIN["t"] - _MARGIN["b"], False, axis="2")
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text=_LOSS.axis, col=1)
-    margin = _MARGIN | dict(r=theme.label_room(ends))
+    margin = _MARGIN | dict(r=label_room(ends))
     figure.update_layout(showlegend=False, margin=margin, hovermode="closest")
     return theme.titled(figure, title, f"{chosen.describe()} · {_dotted(levels)}", height)
 
@@ -118,7 +119,7 @@ def _curve(values: pd.Series, line: dict, name: str, **more: object) -> go.Scatt
     )
 
 
-def _ends(chosen: Selection, part: pd.DataFrame) -> list[theme.EndLabel]:
+def _ends(chosen: Selection, part: pd.DataFrame) -> list[EndLabel]:
     labels = []
     for name in chosen.schemes:
         last = part[part["scheme"] == name].groupby("run", observed=True)["value"].last()
@@ -126,7 +127,7 @@ def _ends(chosen: Selection, part: pd.DataFrame) -> list[theme.EndLabel]:
             continue
         remark = chosen.remark(name)
         text = f"{theme.style_of(name).title} {last.mean():.3f}" + (f" ({remark})" if remark else "")
-        labels.append(theme.EndLabel(float(last.mean()), text, theme.style_of(name).color))
+        labels.append(EndLabel(float(last.mean()), text, theme.style_of(name).color))
     return labels
 
 
@@ -142,13 +143,13 @@ def _lowest(levels: dict[str, float]) -> list[float]:
 
 def _mark_levels(
     figure: go.Figure, levels: dict[str, float], bounds: tuple[float, float] | None, columns: Sequence[int]
-) -> list[theme.EndLabel]:
+) -> list[EndLabel]:
     """Dotted lines in those panels, and labels for the ends of those that a panel of these bounds shows."""
     for level in levels.values():
         for column in columns:
             figure.add_hline(y=level, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"), row=1, col=column)
     return [
-        theme.EndLabel(level, f"{label} {level:.2f}", theme.NEUTRAL)
+        EndLabel(level, f"{label} {level:.2f}", theme.NEUTRAL)
         for label, level in levels.items()
         if bounds is None or bounds[0] <= level <= bounds[1]
     ]
@@ -208,7 +209,7 @@ def depth_scaling(
     figure.update_yaxes(range=bounds, title_text=_LOSS.axis, col=1)
     labels = _last_labels(points, chosen.depths[-1])
     labels += _mark_levels(figure, levels, bounds, columns=(1,))
-    theme.label_ends(figure, labels, bounds, pixels, False)
+    label_ends(figure, labels, bounds, pixels, False)
     _add_differences(figure, chosen, base, level, pixels)
     depths = chosen.depths
     edge = 0.12 * max(1.0, math.log2(depths[-1] / depths[0]) / 4)
@@ -284,7 +285,7 @@ def _add_depth_line(figure: go.Figure, points: pd.DataFrame, name: str, top: flo
         )
 
 
-def _last_labels(points: pd.DataFrame, deepest: int) -> list[theme.EndLabel]:
+def _last_labels(points: pd.DataFrame, deepest: int) -> list[EndLabel]:
     """A label where each line ends, which may be before the deepest depth."""
     labels = []
     for name in in_order(points["scheme"]):
@@ -295,9 +296,9 @@ def _last_labels(points: pd.DataFrame, deepest: int) -> list[theme.EndLabel]:
     return labels
 
 
-def _label_at(name: str, value: float, depth: int, deepest: int) -> theme.EndLabel:
+def _label_at(name: str, value: float, depth: int, deepest: int) -> EndLabel:
     style = theme.style_of(name)
-    return theme.EndLabel(value, style.title + (f", to depth {depth}" if depth < deepest else ""), style.color)
+    return EndLabel(value, style.title + (f", to depth {depth}" if depth < deepest else ""), style.color)
 
 
 def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: float, pixels: int) -> None:
@@ -305,7 +306,7 @@ def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: flo
     learned = values[values["run"].isin(chosen.runs.index[chosen.runs["status"] == FINISHED])]
     present = set(learned["scheme"])
     others = [name for name in chosen.schemes if name != base and name in present]
-    labels: list[theme.EndLabel] = []
+    labels: list[EndLabel] = []
     reach: list[float] = [0.0]
     found = [differences(learned, name, base, "loss", level) for name in others if base in present]
     family = judged(pd.concat(found, ignore_index=True), level) if found else pd.DataFrame(columns=["a", "seeds"])
@@ -315,14 +316,11 @@ def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: flo
         labels.append(_label_at(name, float(last["estimate"]), int(last["depth"]), chosen.depths[-1]))
         reach += [*gaps["estimate"], *gaps["low"], *gaps["high"]]
     if not labels:
-        note = f"no scheme to compare with {theme.style_of(base).title}"
-        figure.add_annotation(
-            text=note, x=0.5, y=0.5, xref="x2 domain", yref="y2 domain", showarrow=False, font=dict(color=theme.NEUTRAL)
-        )
+        theme.note(figure, f"no scheme to compare with {theme.style_of(base).title}", "2")
     bounds = theme.axis_bounds(reach, False) or (-1.0, 1.0)
     figure.update_yaxes(range=bounds, title_text=f"loss difference ({_LOSS.unit})", col=2)
     figure.add_hline(y=0, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"), row=1, col=2)
-    theme.label_ends(figure, labels, bounds, pixels, False, axis="2")
+    label_ends(figure, labels, bounds, pixels, False, axis="2")
 
 
 def _difference(gaps: pd.DataFrame, name: str, shift: float) -> go.Scatter:

@@ -14,6 +14,7 @@ from normlab.analysis.claims import means
 from normlab.analysis.selection import in_order
 from normlab.errors import NormlabError
 from normlab.figures import theme
+from normlab.figures.labels import EndLabel, label_ends, label_room
 
 # metric -> (title, axis, the paper's figure)
 BY_LAYER = {
@@ -76,14 +77,14 @@ def by_layer(
         style = theme.style_of(scheme)
         figure.add_trace(_seeds(dots, style))
         figure.add_trace(_mean_line(own, style, metric))
-        ends.append(theme.EndLabel(float(own["estimate"].iloc[-1]), style.title, style.color))
+        ends.append(EndLabel(float(own["estimate"].iloc[-1]), style.title, style.color))
     reach = [*rows["value"], *table["low"].dropna(), *table["high"].dropna()]
     bounds = theme.axis_bounds(reach if log else [0.0, *reach], log) or (-1.0, 1.0)
     figure.update_yaxes(title_text=axis, **theme.value_axis(bounds, log))
     first, last = int(rows["layer"].min()), int(rows["layer"].max())
     figure.update_xaxes(title_text="layer" if first == 0 else "block", dtick=max(1, (last - first) // 12))
-    margin = dict(l=72, r=theme.label_room(ends), t=96, b=58)
-    theme.label_ends(figure, ends, bounds, 500 - margin["t"] - margin["b"], log)
+    margin = dict(l=72, r=label_room(ends), t=96, b=58)
+    label_ends(figure, ends, bounds, 500 - margin["t"] - margin["b"], log)
     figure.update_layout(showlegend=False, margin=margin)
     what = f"{PARTS[part]} · " if metric == "skip_delta_loss" else ""
     return theme.titled(figure, title, f"{what}{about} · dots are seeds, bars 95% intervals with a pooled spread", 500)

@@ -28,7 +28,7 @@ def layer_growth(
     schemes: Sequence[str] | None = None,
     mask: str = "all",
     published: pd.DataFrame | None = None,
-    log: bool | None = None,
+    log: bool = False,
     columns: int = 4,
 ) -> go.Figure:
     """A metric against layer at several training steps, one panel a scheme (BHyT Fig. 3, The Curse of Depth).
@@ -42,7 +42,7 @@ def layer_growth(
         mask: "all" (padding excluded) or "no_first" (each row's first token excluded, too).
         published: table of `normlab.load_published`; values of the same metric are drawn as diamonds with their reading
             error.
-        log: logarithmic value axis; default as the metric's row says.
+        log: one logarithmic value axis for all panels, to compare sizes; else a linear one for each, to see its growth.
         columns: panels in a row.
     """
     row = metric_row(metric)
@@ -55,9 +55,10 @@ def layer_growth(
     if rows.empty:
         where = site_label(site)
         return theme.message_figure(f"{metric} was not measured at: {where}, {MASKS.get(mask, mask)}.", title)
-    points = _published_points(published, metric, chosen.schemes) if site == "block_out" else None
-    subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0"
-    figure = _panels(chosen, rows, points, row, row.log if log is None else log, columns)
+    points = _published_points(published if site == "block_out" else None, metric, chosen.schemes)
+    axes = "" if log else " · each panel has its own axis"
+    subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0{axes}"
+    figure = _panels(chosen, rows, points, row, log, columns)
     return theme.titled(figure, title, subtitle, int(figure.layout.height))
 
 
@@ -70,7 +71,7 @@ def gradient_growth(
     width: int | None = None,
     schemes: Sequence[str] | None = None,
     mask: str = "all",
-    log: bool | None = None,
+    log: bool = True,
     columns: int = 4,
 ) -> go.Figure:
     """Gradient norm by layer at several training steps (B3); layer l: the gradient at the input of block l.
@@ -98,15 +99,15 @@ def shown_steps(steps: Sequence[int], most: int = MOST_STEPS) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
-def _published_points(published: pd.DataFrame | None, metric: str, schemes: Sequence[str]) -> pd.DataFrame | None:
+def _published_points(published: pd.DataFrame | None, metric: str, schemes: Sequence[str]) -> pd.DataFrame:
     if published is None:
-        return None
+        return pd.DataFrame(columns=["scheme", "layer", "value"])
     keep = (published["metric"] == metric) & published["scheme"].isin(schemes) & published["layer"].notna()
     return published[keep]
 
 
 def _panels(
-    chosen: Selection, rows: pd.DataFrame, points: pd.DataFrame | None, row: Metric, log: bool, columns: int
+    chosen: Selection, rows: pd.DataFrame, points: pd.DataFrame, row: Metric, log: bool, columns: int
 ) -> go.Figure:
     schemes = [name for name in chosen.schemes if name in set(rows["scheme"])]
     columns = min(columns, len(schemes))
@@ -116,34 +117,34 @@ def _panels(
     figure = make_subplots(
         rows=lines,
         cols=columns,
-        shared_yaxes=True,
-        horizontal_spacing=0.022,
+        shared_yaxes=log,
+        horizontal_spacing=0.022 if log else 0.05,
         vertical_spacing=_GAP / inner if lines > 1 else 0.0,
         subplot_titles=[_panel_title(chosen, rows, name, row) for name in schemes],
     )
     figure.update_annotations(xanchor="left", align="left", font=dict(size=13), yshift=2)
     last = float(rows["step"].max())
-    deepest = int(max([*rows["layer"], *(points["layer"] if points is not None else [])]))
-    reach = [0, deepest + 0.3 if points is not None else deepest]
+    deepest = int(max([*rows["layer"], *points["layer"]]))
+    layers = [0, deepest + 0.3 if len(points) else deepest]
     for place, name in enumerate(schemes):
         where = dict(row=place // columns + 1, col=place % columns + 1)
         figure.layout.annotations[place].x = figure.get_subplot(**where).xaxis.domain[0]
-        own = rows[rows["scheme"] == name]
+        own, published = (table[table["scheme"] == name] for table in (rows, points))
+        reach = [rows, points] if log else [own, published]
+        bounds = theme.axis_bounds(pd.concat([table["value"].astype(float) for table in reach]), log)
+        figure.update_yaxes(**theme.value_axis(bounds, log), **where)
         for step in shown_steps([int(s) for s in own["step"].unique()]):
             figure.add_trace(_line(own[own["step"] == step], step, last, row, name), **where)
-        if points is not None and (points["scheme"] == name).any():
-            figure.add_trace(_diamond(points[points["scheme"] == name], row), **where)
+        if len(published):
+            figure.add_trace(_diamond(published, row), **where)
         lowest = place + columns >= len(schemes)
-        figure.update_xaxes(title_text="layer" if lowest else None, showticklabels=True, range=reach, nticks=6, **where)
-    values = [*rows["value"]]
-    if points is not None:
-        values += [*points["value"]]
-    bounds = theme.axis_bounds(values, log)
-    figure.update_yaxes(**theme.value_axis(bounds, log))
+        figure.update_xaxes(
+            title_text="layer" if lowest else None, showticklabels=True, range=layers, nticks=6, **where
+        )
     for line in range(lines):
         figure.update_yaxes(title_text=row.axis, row=line + 1, col=1)
     _step_bar(figure, last)
-    if points is not None and not points.empty:
+    if len(points):
         _published_key(figure, points)
     return figure.update_layout(height=height, showlegend=False, margin=dict(l=70, r=92, t=118, b=72))
 

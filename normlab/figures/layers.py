@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from normlab.errors import NormlabError
+from normlab.figures import theme
 from normlab.probes.metrics import METRICS
 
 COLORS = (
@@ -39,9 +40,7 @@ def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all") -> go.Figu
         )  # fmt: skip
     values = rows["value"]
     wide = bool((values > 0).all()) and values.max() > values.min() * 10**LOG_DECADES
-    figure.update_layout(
-        title={"text": f"{metric} by layer", "subtitle": {"text": "<br>".join(wrap(METRICS[metric].definition, 90))}},
-        xaxis={"title": "layer (0 = embeddings)"}, yaxis={"title": metric, "type": "log" if wide else "linear"},
-        template="simple_white",
-    )  # fmt: skip
-    return figure
+    figure.update_xaxes(title_text="layer (0 = embeddings)")
+    figure.update_yaxes(title_text=metric, **theme.value_axis(theme.axis_bounds(values, wide), wide))
+    subtitle = "<br>".join(wrap(METRICS[metric].definition, 90))
+    return theme.titled(figure, f"{metric} by layer", subtitle, 450)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from textwrap import wrap
@@ -15,28 +15,29 @@ import plotly.graph_objects as go
 from normlab.analysis.profiles import Profile, Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
+from normlab.figures.labels import EndLabel, label_trace
 from normlab.probes.metrics import MASKS, metric_row, site_label
 
 HEIGHT = 520
 _MARGIN = dict(l=72, r=170, t=104, b=58)
+_PANEL = HEIGHT - _MARGIN["t"] - _MARGIN["b"]
 _LINE = 92  # characters of a definition that fit above a plot of half a page
 _THEORY = "theory"
 
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """How a view is drawn: bands, log axis (None: as the metric's row says), page theme, published values (a table, or
-    None for none), theory."""
+    """How a view is drawn: bands, log axis, page theme, published values (a table, or None for none), theory."""
 
     band: bool = True
-    log: bool | None = None
+    log: bool = False
     theme: str = "light"
     published: pd.DataFrame | None = field(default=None, compare=False)
     theory: bool = False
 
 
 def profile(
-    runs: pd.DataFrame | Profiles,
+    runs: pd.DataFrame,
     metric: str | None = None,
     *,
     site: str | None = None,
@@ -47,15 +48,15 @@ def profile(
     relative: bool = False,
     reference: str | None = None,
     band: bool = True,
-    log: bool | None = None,
+    log: bool = False,
     theme: str = "light",
     published: pd.DataFrame | None = None,
-    theory: bool | pd.DataFrame = False,
+    theory: Mapping[str, Mapping[str, Any]] | pd.DataFrame | None = None,
 ) -> go.Figure:
     """A metric by layer at one training step, a line a scheme; with `reference`, its ratio or difference by pairs.
 
     Args:
-        runs: the table of `normlab.load_runs`, or an index made from it.
+        runs: the table of `normlab.load_runs`.
         metric, site, mask, depth, step: default: block outputs after training, of the deepest models that share a
             learning rate.
         relative: each profile divided by its value at layer 1.
@@ -63,12 +64,13 @@ def profile(
         band: shade from the smallest to the largest seed, or the interval.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
+        log: logarithmic value axis.
         theory: a thin line with rings a scheme, what theory predicts before training: rows of
-            `normlab.analysis.theory.predict` (when `runs` is a table), or True for the models that the table's runs
-            had. Nothing where it says nothing.
+            `normlab.analysis.theory.predict`, or what the runs were configured with (`normlab.read_configs`). Nothing
+            where it says nothing.
     """
-    predictions = theory if isinstance(theory, pd.DataFrame) else None
-    profiles = runs if isinstance(runs, Profiles) else Profiles(runs, predictions)
+    rows, configs = (theory, None) if isinstance(theory, pd.DataFrame) else (None, theory)
+    profiles = Profiles(runs, configs, rows)
     view = default_view(profiles, schemes)
     if view is None:
         return look.message_figure(profiles.missing)
@@ -85,11 +87,11 @@ def profile(
     view = replace(
         view, metric=metric, site=site, mask=mask, depth=depth, step=step, relative=relative, reference=reference
     )
-    options = PlotOptions(band, log, theme, published, theory=theory is not False)
-    return static(drawing(profiles, view, options))
+    options = PlotOptions(band, log, theme, published, theory=theory is not None)
+    return plain(drawing(profiles, view, options))
 
 
-def static(drawn: dict[str, Any]) -> go.Figure:
+def plain(drawn: dict[str, Any]) -> go.Figure:
     """What `drawing` returns as a figure, with None where there is no value."""
     traces = [{key: _listed(part) for key, part in trace.items()} for trace in drawn["data"]]
     return go.Figure({"data": traces, "layout": drawn["layout"]})
@@ -102,20 +104,19 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     has nothing to show is left out.
     """
     row = metric_row(view.metric)
-    log = row.log if options.log is None else options.log
     lines = profiles.lines(view)
     predicted = profiles.predicted(view) if options.theory else []
     printed = _published(options.published, view)
     span = profiles.span(view) + ([] if printed is None else [*printed["value"]])
     span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
-    if log and span and min(span) <= 0:
-        log = False
+    log = options.log and (row.log or min(span, default=1.0) > 0)  # of sizes, zeros are left out
     bounds = look.axis_bounds(span, log)
     traces = [_band(line, options.theme) for line in lines if options.band and np.isfinite(line.low).any()]
     traces += [_prediction(line, view, options.theme) for line in predicted]
     traces += [_line(line, view, options.theme) for line in lines]
     traces += [] if printed is None else [_markers(printed, row.name, options.theme)]
-    traces += _labels(lines, bounds, log, options.theme)
+    labels = label_trace([_end(line, options.theme) for line in lines], bounds, _PANEL, log)
+    traces += [] if labels is None else [labels]
     deepest = max(view.depth, 0 if printed is None else int(printed["layer"].max()))
     title = dict(text=_title(view, profiles.rate(view.depth)), y=1, yref="container", yanchor="top", pad=dict(t=28))
     layout = _layout(view, deepest, bounds, log, options.theme) | {"title": title}
@@ -224,46 +225,18 @@ def _markers(published: pd.DataFrame, metric: str, theme: str) -> dict[str, Any]
     )
 
 
-def _labels(
-    lines: Sequence[Profile], bounds: tuple[float, float] | None, log: bool, theme: str
-) -> list[dict[str, Any]]:
-    """A label at the end of every line, moved apart; one trace, so that it moves with the lines at no cost."""
-    ends = [(line, _end(line)) for line in lines]
-    ends = [(line, end) for line, end in ends if np.isfinite(end) and (end > 0 or not log)]
-    if not ends or bounds is None:
-        return []
-    places = [float(np.log10(end)) if log else end for _, end in ends]
-    unit = (bounds[1] - bounds[0]) / (HEIGHT - _MARGIN["t"] - _MARGIN["b"])
-    placed = np.array(look.spread(places, 15 * unit, *bounds))
-    styles = [look.style_of(line.scheme) for line, _ in ends]
-    label = dict(
-        type="scatter",
-        mode="text",
-        name="labels",
-        textposition="middle right",
-        hoverinfo="skip",
-        cliponaxis=False,
-        x=np.array([int(line.layers[-1]) for line, _ in ends]),
-        y=10**placed if log else placed,
-        text=[f" {style.title}" for style in styles],
-        textfont=dict(color=[look.ink(style.color, theme) for style in styles], size=12),
-    )
-    return [label]
-
-
-def _end(line: Profile) -> float:
-    finite = line.values[np.isfinite(line.values)]
-    return float(finite[-1]) if finite.size else float("nan")
+def _end(line: Profile, theme: str) -> EndLabel:
+    style, known = look.style_of(line.scheme), line.values[np.isfinite(line.values)]
+    last = float(known[-1]) if known.size else float("nan")
+    return EndLabel(last, style.title, look.ink(style.color, theme), x=int(line.layers[-1]))
 
 
 def _title(view: View, rate: str) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
     where = f"{site_label(view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
-    # One text for all lines: a widget that is resized moves a separate subtitle into the title.
-    lines = "<br>".join([where, *wrap(row.definition, _LINE)])
-    small = f"<span style='font-size:12px;color:{look.NEUTRAL}'>{lines}</span>"
-    return f"{row.label[0].upper()}{row.label[1:]} by layer, {when}<br>{small}"
+    title = f"{row.label[0].upper()}{row.label[1:]} by layer, {when}"
+    return look.in_one(title, where, *wrap(row.definition, _LINE))
 
 
 @cache

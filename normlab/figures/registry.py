@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from normlab.figures.curves import depth_scaling, loss_curves
 from normlab.figures.endpoints import growth_before_after
 from normlab.figures.growth import gradient_growth, layer_growth
+from normlab.figures.published import published_ratios
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,9 @@ _ROWS = (
         {"metric": "grad_l2_mean"},
     ),
     FigureRow("depth_scaling", "C5", "held-out loss against depth", depth_scaling),
+    FigureRow(
+        "published_ratios", "N1", "ratios to the base scheme, the papers' and ours", published_ratios, overlays=True
+    ),
 )
 
 FIGURES: dict[str, FigureRow] = {row.name: row for row in _ROWS}

@@ -1,9 +1,10 @@
-"""How figures look: one template in two themes, a scheme's colour and dash, labels that do not overlap."""
+"""How figures look: one template in two themes, a scheme's colour and dash, axes that hold their values."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import plotly.graph_objects as go
@@ -18,8 +19,18 @@ NEUTRAL = "#8a8f98"
 # Training step, early to late. Blue to orange is safe for colour-blind readers, and no stop fades into either
 # background.
 STEPS = ((0.0, "#5b8def"), (0.5, "#a55cc7"), (1.0, "#e8590c"))
-# Scheme colours too dark for a dark page, and what they become there.
-_ON_DARK = {"#000000": "#f4f4f5", "#0072b2": "#3b9ddd", "#8c564b": "#c08a7d"}
+# Scheme colours too dark for a dark page, or too near to one that becomes brighter there, and what they become.
+_ON_DARK = {
+    "#000000": "#f4f4f5",
+    "#0072b2": "#3b9ddd",
+    "#009e73": "#3ddc97",
+    "#56b4e9": "#5a6ff0",
+    "#8c564b": "#a89060",
+}
+# What schemes that choose none are drawn with. To every kind of colour vision, no two of these colours
+# come near each other (tests/test_figures_looks.py); every dash differs from the next in ink or in period.
+COLORS = ("#000000", "#009e73", "#e69f00", "#cc79a7", "#0072b2", "#56b4e9", "#d55e00")
+DASHES = ("dashdot", "24px,4px", "2px,9px", "dot", "dash", "solid")
 _INKS = {
     "light": {"text": "#1f2933", "soft": "#52606d", "grid": "#e8eaed", "axis": "#9aa5b1", "paper": "#ffffff"},
     "dark": {"text": "#e6e8eb", "soft": "#a9b1bb", "grid": "#2c3138", "axis": "#5d6670", "paper": "#14171b"},
@@ -42,7 +53,19 @@ def style_of(scheme: str) -> Style:
     row = SCHEMES.get(scheme)
     if row is None:
         return Style(scheme, scheme, NEUTRAL, "dashdot", False)
-    return Style(row.name, row.title, row.color, row.dash, row.is_control)
+    color, dash = (row.color, row.dash) if row.color else _free_looks(tuple(SCHEMES))[scheme]
+    return Style(row.name, row.title, color, dash, row.is_control)
+
+
+@functools.cache
+def _free_looks(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Colour and dash of each scheme that chooses none, in the registry's order, from those that nobody has."""
+    taken = {(SCHEMES[name].color, SCHEMES[name].dash) for name in names}
+    free = [(color, dash) for dash in DASHES for color in COLORS if (color, dash) not in taken]
+    waiting = [name for name in names if not SCHEMES[name].color]
+    if len(waiting) > len(free):
+        raise NormlabError(f"there are {len(free)} free looks for {len(waiting)} schemes: add a dash to DASHES")
+    return dict(zip(waiting, free, strict=False))
 
 
 def template(theme: str = "light") -> go.layout.Template:
@@ -91,9 +114,8 @@ def themed(figure: go.Figure, theme: str) -> go.Figure:
     """A copy of the figure for a light or a dark page; lines too dark for a dark page become bright."""
     sheet = template(theme)
     text = figure.to_json()
-    for light, dark in _ON_DARK.items():
-        here, there = (light, dark) if theme == "dark" else (dark, light)
-        text = text.replace(here, there).replace(_channels(here), _channels(there))
+    for light, dark in on_dark().items():
+        text = text.replace(light, dark) if theme == "dark" else text.replace(dark, light)
     copy: go.Figure = pio.from_json(text)
     return copy.update_layout(template=sheet)
 
@@ -102,6 +124,12 @@ def titled(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figu
     """Put on the title, the line under it that says what was measured on what, the template and the height (pixels)."""
     size = dict(text=subtitle, font=dict(size=13, color=NEUTRAL))
     return figure.update_layout(template=template(), title=dict(text=title, subtitle=size), height=height)
+
+
+def in_one(title: str, *lines: str) -> str:
+    """A title with small lines under it as one text: a widget that is resized moves a separate subtitle into it."""
+    small = f"<span style='font-size:12px;color:{NEUTRAL}'>{'<br>'.join(lines)}</span>"
+    return f"{title}<br>{small}"
 
 
 def message_figure(text: str, title: str = "") -> go.Figure:
@@ -114,6 +142,12 @@ def message_figure(text: str, title: str = "") -> go.Figure:
     return titled(figure, title, "", 320)
 
 
+def note(figure: go.Figure, text: str, axis: str = "") -> None:
+    """Words in the middle of the panel `axis` ("" is the first, "2" the second)."""
+    where = dict(x=0.5, y=0.5, xref=f"x{axis} domain", yref=f"y{axis} domain")
+    figure.add_annotation(text=text, showarrow=False, font=dict(color=NEUTRAL), **where)
+
+
 def step_color(step: float, last: float) -> str:
     """Colour of a training step between 0 and the last one."""
     share = 0.0 if last <= 0 else min(max(step / last, 0.0), 1.0)
@@ -121,6 +155,11 @@ def step_color(step: float, last: float) -> str:
     mix = (share - x0) / (x1 - x0)
     channels = (round((1 - mix) * int(low[i : i + 2], 16) + mix * int(high[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{channel:02x}" for channel in channels)
+
+
+def on_dark() -> dict[str, str]:
+    """What a colour too dark for a dark page becomes there, in each form in which a figure may have it."""
+    return _ON_DARK | {_channels(light): _channels(dark) for light, dark in _ON_DARK.items()}
 
 
 def ink(color: str, theme: str) -> str:
@@ -137,92 +176,9 @@ def _channels(color: str) -> str:
     return f"rgba({int(color[1:3], 16)}, {int(color[3:5], 16)}, {int(color[5:7], 16)}, "
 
 
-def spread(positions: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
-    """Move positions apart to at least `gap`, each as little as it can, inside [low, high] if they fit.
-
-    Labels that would overlap form a block around their common centre; blocks that touch merge.
-    """
-
-    def block(members: list[int]) -> tuple[float, list[int]]:
-        half = (len(members) - 1) / 2 * gap
-        centre = sum(positions[m] for m in members) / len(members)
-        return max(min(centre, high - half), low + half), members
-
-    order = sorted(range(len(positions)), key=lambda i: positions[i])
-    blocks: list[tuple[float, list[int]]] = []  # centre, members from low to high
-    for i in order:
-        blocks.append(block([i]))
-        while len(blocks) > 1 and _bottom(blocks[-1], gap) - _top(blocks[-2], gap) < gap:
-            _, upper = blocks.pop()
-            _, lower = blocks.pop()
-            blocks.append(block(lower + upper))
-    placed = [0.0] * len(positions)
-    for centre, members in blocks:
-        for rank, member in enumerate(members):
-            placed[member] = centre + (rank - (len(members) - 1) / 2) * gap
-    return placed
-
-
-def _bottom(block: tuple[float, list[int]], gap: float) -> float:
-    return block[0] - (len(block[1]) - 1) / 2 * gap
-
-
-def _top(block: tuple[float, list[int]], gap: float) -> float:
-    return block[0] + (len(block[1]) - 1) / 2 * gap
-
-
-@dataclass(frozen=True)
-class EndLabel:
-    """Text for the end of a line, in the line's colour."""
-
-    y: float
-    text: str
-    color: str
-
-
-def label_ends(
-    figure: go.Figure, labels: Sequence[EndLabel], bounds: tuple[float, float], pixels: float, log: bool, axis: str = ""
-) -> None:
-    """Write labels right of the panel `axis` ("" is the first, "2" the second), moved apart where lines end together.
-
-    A thin line leads from the end of the curve to a label that had to move.
-
-    Args:
-        bounds: the y-axis range, as plotly takes it (decades where `log`).
-        pixels: height of the panel, so that the gap is one line of text.
-    """
-    shown = [label for label in labels if math.isfinite(label.y) and (label.y > 0 or not log)]
-    ends = [math.log10(label.y) if log else label.y for label in shown]
-    unit = (bounds[1] - bounds[0]) / pixels
-    for label, end, place in zip(shown, ends, spread(ends, 15 * unit, *bounds), strict=True):
-        common = dict(
-            xref=f"x{axis} domain",
-            yref=f"y{axis}",
-            x=1.0,
-            xanchor="left",
-            font=dict(size=12, color=label.color),
-            text=label.text,
-        )
-        if abs(place - end) < 2 * unit:
-            figure.add_annotation(y=end, showarrow=False, xshift=6, **common)
-        else:
-            shift = (place - end) / unit
-            figure.add_annotation(
-                y=end,
-                ax=22,
-                ay=-shift,
-                showarrow=True,
-                arrowhead=0,
-                arrowwidth=0.8,
-                arrowcolor=label.color,
-                standoff=2,
-                **common,
-            )
-
-
-def label_room(labels: Sequence[EndLabel]) -> int:
-    """Pixels that labels need right of a panel."""
-    return 40 + round(6.6 * max((len(label.text) for label in labels), default=0))
+def finite(values: Iterable[float]) -> list[float | None]:
+    """Numbers as a page can have them: what is not finite becomes None, a gap."""
+    return [float(value) if math.isfinite(value) else None for value in values]
 
 
 def value_axis(bounds: tuple[float, float] | None, log: bool) -> dict[str, object]:

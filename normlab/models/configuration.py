@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from normlab.errors import NormlabError
-from normlab.schemes import BASELINE, SCHEMES, get_scheme
+from normlab.schemes import BASELINE, KAPPA_POWERS, QK_NORMS, SCHEMES, get_scheme, is_bounded
 
 # Field of a released BHyT configuration -> ours.
 RELEASED_FIELDS = {
@@ -40,9 +40,18 @@ class NormlabConfig(LlamaConfig):
         learnable_lam: train lambda; if false it is a buffer.
         carried: statistic at BHyT's MLP site: "uniform" (the paper's correction over T tokens at every position),
             "causal" (over the tokens a position attends to), "exact" (reduced again). None: the scheme's default.
+        exact_layers: blocks (from 1) whose MLP site reduces again whatever ``carried`` says.
+        bounded_layers: first and last block (from 1) that are BHyT's; the others have RMSNorm. None: all.
+        kappa_schedule: kappa in block l: "constant"; "inverse_sqrt", kappa/sqrt(l); "sqrt", kappa sqrt(l);
+            "fourth_root", kappa l^(1/4).
         train_seq_len: T of the carried statistic; None: ``max_position_embeddings``.
         post_fraction: share of the first blocks that are Post-LN in Mix-LN.
-        alpha0: what DyT's alpha starts at, at every site; None: by width and site, as its paper has it.
+        alpha0: what DyT's and Derf's alpha starts at, at every site; None: as the paper has it.
+        qk_norm: norm of queries and keys, of any scheme: "none", "l2", "rms_head", "rms_width" (see
+            ``normlab.schemes.Branches``). None: the scheme's default.
+        zero_centred: every norm's gain is 1 + its parameter, and weight decay acts on the parameter.
+        residual_warmup: T0 of ProRes, optimizer steps until the first layer's branches are wholly on.
+        streams: residual streams of hyper-connections.
 
     lambda, kappa and gamma0 also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are
     kept unused. Loading weights with another ``train_seq_len`` keeps the c that they hold: call ``refresh_carried()``
@@ -63,9 +72,16 @@ class NormlabConfig(LlamaConfig):
     gamma0: float | int = 1.0
     learnable_lam: bool = True
     carried: str | None = None
+    exact_layers: list[int] | None = None
+    bounded_layers: list[int] | None = None
+    kappa_schedule: str = "constant"
     train_seq_len: int | None = None
     post_fraction: float | int = 0.25
     alpha0: float | int | None = None
+    qk_norm: str | None = None
+    zero_centred: bool = False
+    residual_warmup: int = 1000
+    streams: int = 4
 
     def __post_init__(self, **kwargs):
         for name in kwargs.keys() - _FIELDS:
@@ -103,10 +119,31 @@ class NormlabConfig(LlamaConfig):
             not scheme.carried or self.carried in scheme.carried,
             f"carried is {self.carried!r}: scheme {self.scheme} takes {', '.join(scheme.carried)}",
         )
+        _require(
+            self.kappa_schedule in KAPPA_POWERS,
+            f"kappa_schedule is {self.kappa_schedule!r}: choose one of {', '.join(KAPPA_POWERS)}",
+        )
+        layers = [*(self.exact_layers or []), *(self.bounded_layers or [])]
+        _require(
+            all(1 <= layer <= self.num_hidden_layers for layer in layers)
+            and (self.bounded_layers is None or len(self.bounded_layers) == 2),
+            f"exact_layers {self.exact_layers} and bounded_layers {self.bounded_layers}: "
+            f"give blocks of 1 to {self.num_hidden_layers}, and a first and a last one",
+        )
+        if self.qk_norm is None:
+            self.qk_norm = scheme.branches.qk_norm
+        _require(self.qk_norm in QK_NORMS, f"qk_norm is {self.qk_norm!r}: choose one of {', '.join(QK_NORMS)}")
+        for name in ("residual_warmup", "streams"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: give at least 1")
         if self.train_seq_len is None:
             self.train_seq_len = self.max_position_embeddings
         _require(self.train_seq_len >= 1, f"train_seq_len is {self.train_seq_len}: give at least 1")
         super().__post_init__(**kwargs)
+
+    def carries_at(self, layer: int) -> bool:
+        """Whether block ``layer``, from 1, carries its attention site's mean square to its MLP site."""
+        carries = bool(get_scheme(self.scheme).carried) and self.carried != "exact"
+        return carries and layer not in (self.exact_layers or []) and is_bounded(self, layer)
 
     @classmethod
     def from_released(cls, released: dict, scheme: str | None = None) -> NormlabConfig:
@@ -120,7 +157,7 @@ class NormlabConfig(LlamaConfig):
         Raises:
             NormlabError: neither ``norm_type`` nor ``scheme`` names a scheme.
         """
-        by_release = {row.released_as: name for name, row in SCHEMES.items() if row.released_as}
+        by_release = {norm_type: name for name, row in SCHEMES.items() for norm_type in row.released_as}
         norm_type = str(released.get("norm_type"))
         scheme = scheme or by_release.get(norm_type)
         if scheme is None:

@@ -9,8 +9,9 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from normlab.errors import NormlabError
+from normlab.models.block import NormlabDecoderLayer
 from normlab.models.configuration import NormlabConfig
-from normlab.models.modeling import NormlabDecoderLayer
+from normlab.models.joins import decoder_layer
 from normlab.schemes import NormSite, get_scheme
 
 
@@ -24,7 +25,7 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
     Args:
         model: a causal LM whose blocks hold ``self_attn`` (with v_proj, o_proj), ``mlp``, ``input_layernorm`` and
             ``post_attention_layernorm``: Llama, Mistral, Qwen2, Qwen3 and relatives.
-        scheme: a key of ``normlab.SCHEMES`` without an embedding scale of its own.
+        scheme: a key of ``normlab.SCHEMES`` that changes only norms and sums of the blocks.
         fields: fields of NormlabConfig, e.g. ``lam_input=3.0, train_seq_len=2048``.
 
     Returns:
@@ -33,13 +34,16 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         ``swap_norms`` with the same arguments, then ``load_state_dict``.
 
     Raises:
-        NormlabError: a model of another shape, an unknown scheme, or one that scales embeddings.
+        NormlabError: a model of another shape; a scheme that is unknown, changes more than the blocks' norms and sums,
+            or has a gain of another shape.
     """
     row = get_scheme(scheme)
-    if row.embedding_scale is not None:
+    if row.ends.embedding_scale is not None:
         raise NormlabError(
             f"scheme {scheme} also scales the embeddings: train it from scratch, or swap to another scheme"
         )
+    if not row.keeps_to_the_blocks:
+        raise NormlabError(f"scheme {scheme} changes more than norms and sums of the blocks: train it from scratch")
     base: Any = model.base_model
     blocks = getattr(base, "layers", None)
     needed = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -55,7 +59,7 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
     config = _llama_fields(model.config, scheme, fields)
     for index, block in enumerate(blocks):
         blocks[index] = _rebuild(block, config, index)
-    base.norm = _hand_over(base.norm, row.norm(NormSite("final", len(blocks) + 1, config)))
+    base.norm = _hand_over(base.norm, row.norm_at(NormSite("final", len(blocks) + 1, config)))
     return model
 
 
@@ -66,15 +70,22 @@ def _llama_fields(source: Any, scheme: str, fields: dict[str, Any]) -> NormlabCo
 
 
 def _hand_over(old: Any, new: Any) -> nn.Module:
+    """The new norm where the old one stood, with its gain where it has one of that shape."""
     weight = old.weight.data
     new.to(weight.device, weight.dtype)
-    new.weight.data.copy_(weight)
+    own = getattr(new, "weight", None)
+    if own is not None:
+        if own.shape != weight.shape:
+            raise NormlabError(
+                f"{type(new).__name__} has a gain of {own.numel()} numbers, not {weight.numel()}: train it from scratch"
+            )
+        own.data.copy_(weight - new.centre)
     return new
 
 
 @torch.no_grad()
 def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLayer:
-    rebuilt = NormlabDecoderLayer(config, index, attention=block.self_attn, mlp=block.mlp)
+    rebuilt = decoder_layer(config, index, attention=block.self_attn, mlp=block.mlp)
     template = next(block.mlp.parameters())
     for _, name in rebuilt.layout.places():
         norm = getattr(rebuilt, name)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.models.modeling import NormlabDecoderLayer, is_folded, refuse_folded_training
+from normlab.norms import NoNorm
 
 READERS = {"attn_in": ("q_proj", "k_proj", "v_proj"), "mlp_in": ("gate_proj", "up_proj")}
 STOCK_PLACES = (("attn_in", "input_layernorm"), ("mlp_in", "post_attention_layernorm"))
@@ -87,6 +88,8 @@ def _why_not(site: _Site, uses: Counter[Tensor]) -> str:
             return f"{name} holds {linear.weight.dtype}"
         if uses[linear.weight] > 1:
             return f"the matrix of {name} is used elsewhere too (tied embeddings)"
+    if isinstance(site.norm, NoNorm):
+        return "there is no norm"
     weight, bias = getattr(site.norm, "weight", None), getattr(site.norm, "bias", None)
     if not isinstance(weight, nn.Parameter) or not _is_plain_gain(site.norm):
         return f"the weight of {type(site.norm).__name__} is not a factor of its output"
@@ -104,10 +107,15 @@ def _bias_stays(site: _Site) -> bool:
 
 @torch.no_grad()
 def _is_plain_gain(norm: nn.Module) -> bool:
-    """Whether the norm's output without its bias is a gain times something: 0 for a gain of 0. (Gemma's is 1 + w.)"""
+    """Whether the norm's output without its bias is a gain times something: 0 for a gain of 0 (Gemma's is 1 + w), and
+    twice as large for twice the gain (GatedNorm's gate reads what the gain has made)."""
     zeros = {name: torch.zeros_like(p) for name, p in norm.named_parameters() if name in ("weight", "bias")}
     x = torch.linspace(-1.0, 1.5, zeros["weight"].numel()).to(zeros["weight"])[None, None]
-    return not torch.func.functional_call(norm, zeros, (x,)).any()
+
+    def output(gain: float) -> Tensor:
+        return torch.func.functional_call(norm, zeros | {"weight": torch.full_like(zeros["weight"], gain)}, (x,))
+
+    return not output(0.0).any() and torch.allclose(output(2.0), 2 * output(1.0), rtol=1e-2, atol=1e-6)
 
 
 def _wide(tensor: Tensor) -> Tensor:

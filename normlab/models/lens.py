@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from normlab.errors import NormlabError
+from normlab.models.joins import is_llama_but_for_norms
 from normlab.norms import Norm
 from normlab.norms.rms import mean_square as exact_mean_square
 from normlab.schemes import get_scheme
@@ -118,8 +119,12 @@ def to_bridge(model: Any, tokenizer: Any = None) -> Any:
         )
     config = model.config
     scheme = get_scheme(config.scheme)
+    if not is_llama_but_for_norms(config):
+        raise NormlabError(
+            f"scheme {scheme.name} changes more than a block's norms: TransformerLens's parts of Llama are not its own"
+        )
     depth = config.num_hidden_layers
-    layouts = [scheme.layout_at(layer, depth, config.post_fraction) for layer in range(1, depth + 1)]
+    layouts = [scheme.layout_at(layer, config) for layer in range(1, depth + 1)]
     attributes = {NAMES[place]: attribute for layout in layouts for place, attribute in layout.places()}
 
     def use_norms(adapter: Any) -> None:

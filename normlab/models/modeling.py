@@ -1,61 +1,31 @@
 """NormlabForCausalLM: Hugging Face Llama whose blocks take their norms from a scheme.
 
-Attention, rotary embedding, MLP, KV cache, masks, loss and generation are transformers' own. Ours is the block: where
-the norms sit, and the mean square that BHyT carries from the attention site to the MLP site.
+Attention, rotary embedding, MLP, KV cache, masks, loss and generation are transformers' own. Ours is the block
+(`normlab.models.block`); a scheme may also change how branches join the stream (`joins`), what is inside them
+(`branches`), and the embeddings and the head (`ends`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from normlab.errors import NormlabError
+from normlab.models.block import NormlabDecoderLayer
+from normlab.models.branches import NormedAttention, NormedMLP
 from normlab.models.configuration import NormlabConfig
+from normlab.models.ends import EmbeddingEnd, Head, Projection, changes_embeddings, changes_head
+from normlab.models.joins import FinalNorm, decoder_layer
 from normlab.norms import Norm
-from normlab.schemes import NormSite, get_scheme
+from normlab.residuals import Residual
+from normlab.schemes import NormSite, Rate, get_scheme
 
 KERNELS = ("auto", "triton", "torch")
-
-
-class OutputProjection(nn.Linear):
-    """Attention's output projection. Deferred, it returns its input: the block then multiplies, adds and normalizes in
-    one kernel."""
-
-    deferred = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input if self.deferred else super().forward(input)
-
-
-def _watched(*modules: nn.Module) -> bool:
-    """Whether a hook would miss what a fused kernel does inside these modules."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for module in modules for kind in kinds)
-
-
-def _adds(norm: Any, x: Tensor) -> bool:
-    """Whether the norm's kernel takes the addition before it along: kernels compute the norm, and nobody watches it."""
-    return isinstance(norm, Norm) and nk.chooses_kernels(x, norm.kernels) and not _watched(norm)
-
-
-def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
-    block.state_prefix = prefix
-
-
-@torch.no_grad()
-def _complete_constant(block: NormlabDecoderLayer, incompatible_keys) -> None:
-    """After ``load_state_dict`` of any module around the block: weights without c are complete, c follows from them."""
-    key = f"{block.state_prefix}c_attn"
-    if key in incompatible_keys.missing_keys:
-        block.c_attn = block.attention_variance_constant()
-        incompatible_keys.missing_keys.remove(key)
 
 
 def is_folded(model: Any) -> bool:
@@ -69,174 +39,16 @@ def refuse_folded_training(model: nn.Module, *unused) -> None:
         raise NormlabError("the norms are folded into the matrices, for inference: unfold() before training, or eval()")
 
 
-class NormlabDecoderLayer(GradientCheckpointingLayer):
-    """One block: h = sum(x + out(attn(in(x)))), then the same with the MLP; absent norms are the identity.
-
-    With a carried statistic the MLP norm divides by sqrt(ms + c lambda_in^2/kappa^2 + eps), ms being the attention
-    norm's mean square: no second reduction. c = ||W_V W_O||_F^2 / (T d) is the persistent float32 buffer ``c_attn``;
-    it and lambda are constants there, ms is not: its gradient reaches the block's input.
-
-    Where kernels compute the norms, a sum and the norm that reads it are one kernel, with the bits of two; and the
-    product before them too, where the kernels' table of measurements prefers that. A norm with hooks is run by itself.
-    """
-
-    c_attn: Tensor
-    state_prefix: str
-
-    def __init__(
-        self, config: NormlabConfig, layer_idx: int, attention: nn.Module | None = None, mlp: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        scheme = get_scheme(config.scheme)
-        self.self_attn: Any = attention or LlamaAttention(config=config, layer_idx=layer_idx)
-        if attention is None:  # the same tensors: a new module would draw weights and shift those that follow
-            self.self_attn.o_proj.__class__ = OutputProjection
-        self.mlp: Any = mlp or LlamaMLP(config)
-        if scheme.residual_init is not None:
-            residual_linears: list[Any] = [self.self_attn.o_proj, self.mlp.down_proj]
-            for linear in residual_linears:
-                linear.init_std = config.initializer_range * scheme.residual_init(config.num_hidden_layers)
-        self.layout = scheme.layout_at(layer_idx + 1, config.num_hidden_layers, config.post_fraction)
-        for place, name in self.layout.places():
-            self.add_module(name, scheme.norm(NormSite(place, layer_idx + 1, config)))
-        self.carried = config.carried if scheme.carried and config.carried != "exact" else None
-        self.train_seq_len = config.train_seq_len or config.max_position_embeddings
-        if self.carried:
-            self.register_buffer("c_attn", torch.zeros((), dtype=torch.float32))
-            self.register_load_state_dict_pre_hook(_note_state_prefix)
-            self.register_load_state_dict_post_hook(_complete_constant)
-
-    def _apply(self, fn, recurse: bool = True):
-        """Moves as any module, but keeps c in float32 when a model is cast to half precision."""
-        before = self._buffers.get("c_attn")
-        super()._apply(fn, recurse)
-        after = self._buffers.get("c_attn")
-        if before is not None and after is not None and after.dtype != torch.float32:
-            self._buffers["c_attn"] = before.to(after.device)
-        return self
-
-    @torch.no_grad()
-    def attention_variance_constant(self) -> Tensor:
-        """c = ||W_V W_O||_F^2 / (T d), in float32, W_V's heads repeated to match the query heads; a scalar tensor.
-
-        Times the variance of the attention's input it is the variance that attention adds to the residual stream when
-        every position averages T independent tokens (2601.09719).
-        """
-        attention = self.self_attn
-        value = attention.v_proj.weight.float()
-        per_head = value.view(-1, attention.head_dim, value.shape[-1])
-        value = per_head.repeat_interleave(attention.num_key_value_groups, dim=0).flatten(0, 1)
-        with torch.autocast(value.device.type, enabled=False):  # float32 inside a mixed-precision step, too
-            product = attention.o_proj.weight.float() @ value
-        return product.square().sum() / (self.train_seq_len * value.shape[-1])
-
-    def norm_at(self, place: str) -> Any:
-        """The norm at a place of the layout, or None."""
-        name = getattr(self.layout, place)
-        return getattr(self, name) if name else None
-
-    def _normalize(self, place: str, x: Tensor) -> Tensor:
-        norm = self.norm_at(place)
-        return x if norm is None else norm(x)
-
-    def _attend(self, deferred: bool, **arguments: Any) -> Tensor:
-        """Attention's output; deferred, what its output projection would multiply."""
-        if not deferred:
-            return self.self_attn(**arguments)[0]
-        projection = self.self_attn.o_proj
-        projection.deferred = True
-        try:
-            return self.self_attn(**arguments)[0]
-        finally:
-            projection.deferred = False
-
-    def _add(self, place: str, branch: Tensor, residual: Tensor, **statistic: Tensor) -> tuple[Tensor, Tensor]:
-        """s = residual + branch, and the norm at ``place`` of s (s itself where there is none)."""
-        norm = self.norm_at(place)
-        if _adds(norm, residual):
-            return norm.add(branch, residual, **statistic)
-        s = residual + branch
-        return s, s if norm is None else norm(s, **statistic)
-
-    def _defers_projection(self, x: Tensor) -> bool:
-        """Whether attention's output projection, the addition and the MLP's norm are one kernel for a stream like
-        x."""
-        norm, attention = self.norm_at("mlp_in"), self.self_attn
-        if not (_adds(norm, x) and hasattr(norm, "add_product") and (self.carried or not hasattr(norm, "lam"))):
-            return False
-        projection = attention.o_proj
-        return (
-            type(projection) is OutputProjection
-            and projection.bias is None
-            and not (self.layout.attn_out or self.layout.attn_sum)
-            and not _watched(attention, projection)
-            and not torch.is_autocast_enabled(x.device.type)
-            and nk.prefers_fused(x, projection.weight, x, norm.weight)
-        )
-
-    def carried_mean_square(self, mean_square: Tensor, position_ids: Tensor | None) -> Tensor:
-        """ms + c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch, tokens, 1),
-        float32."""
-        norm = self.norm_at("attn_in")
-        correction = self.c_attn * norm.slope.detach().square()
-        if self.carried == "causal":
-            if position_ids is None:
-                raise NormlabError('carried="causal" needs the tokens\' positions: pass position_ids to the block')
-            correction = correction * self.train_seq_len / (position_ids[..., None] + 1)
-        return mean_square + correction
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs,
-    ) -> Tensor:
-        residual = hidden_states
-        statistic: dict[str, Tensor] = {}
-        if self.carried:
-            hidden_states, mean_square = self.norm_at("attn_in")(hidden_states, return_mean_square=True)
-            statistic["mean_square"] = self.carried_mean_square(mean_square, position_ids)
-        else:
-            hidden_states = self._normalize("attn_in", hidden_states)
-        deferred = self._defers_projection(residual)
-        hidden_states = self._attend(
-            deferred,
-            hidden_states=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-        if deferred:
-            matrix = self.self_attn.o_proj.weight
-            residual, hidden_states = self.norm_at("mlp_in").add_product(hidden_states, matrix, residual, **statistic)
-        else:
-            hidden_states = self._normalize("attn_out", hidden_states)
-            if self.layout.attn_sum:
-                residual = self._add("attn_sum", hidden_states, residual)[1]
-                hidden_states = self._normalize("mlp_in", residual)
-            else:
-                residual, hidden_states = self._add("mlp_in", hidden_states, residual, **statistic)
-        hidden_states = self.mlp(hidden_states)
-        return self._add("mlp_sum", self._normalize("mlp_out", hidden_states), residual)[1]
-
-
 class NormlabPreTrainedModel(LlamaPreTrainedModel):
     config: NormlabConfig
     config_class = NormlabConfig
-    _no_split_modules = ["NormlabDecoderLayer"]
+    _no_split_modules = ["NormlabDecoderLayer", "JoiningDecoderLayer"]
     _can_record_outputs = {"hidden_states": NormlabDecoderLayer, "attentions": LlamaAttention}
     _keys_to_ignore_on_load_missing = [r"(^|\.)c_attn$"]  # computed from the weights, so nothing to warn of
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, Norm):
+        if isinstance(module, Norm | Residual | NormedAttention | NormedMLP | Projection):
             module.reset_parameters()
         elif isinstance(module, NormlabDecoderLayer):
             if module.carried:  # called after the block's matrices have their weights, whether drawn or loaded
@@ -250,6 +62,8 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
                 nn.init.zeros_(module.bias)
         else:
             super()._init_weights(module)
+            if isinstance(module, Head):
+                module.reset_scale()
 
 
 class NormlabModel(NormlabPreTrainedModel, LlamaModel):
@@ -261,14 +75,17 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(NormlabDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm: Any = scheme.norm(NormSite("final", config.num_hidden_layers + 1, config))
+        self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm: Any = scheme.norm_at(NormSite("final", config.num_hidden_layers + 1, config))
+        if scheme.leave is not None:
+            self.norm = FinalNorm(scheme.leave(config), self.norm)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.shared_scale = None
-        if scheme.embedding_scale is not None:
-            self.initial_scale = scheme.embedding_scale(config.hidden_size)
+        if scheme.ends.embedding_scale is not None:
+            self.initial_scale = scheme.ends.embedding_scale(config.hidden_size)
             self.shared_scale = nn.Parameter(torch.full((1,), self.initial_scale))
+        self.embedding_end = EmbeddingEnd(config) if changes_embeddings(config) else None
         self.counts_positions = scheme.carries_statistic and config.carried == "causal"
         self.post_init()
 
@@ -281,12 +98,15 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         inputs_embeds: Tensor | None = None,
         **kwargs,
     ):
-        if self.shared_scale is not None:
-            if inputs_embeds is None:
-                inputs_embeds, input_ids = self.embed_tokens(input_ids), None
-            inputs_embeds = inputs_embeds * self.shared_scale  # given ones too: they stand for embed_tokens' output
+        if (self.shared_scale is not None or self.embedding_end is not None) and (input_ids is None) != (
+            inputs_embeds is None
+        ):
+            # given embeddings too: they stand for embed_tokens' output
+            given: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            input_ids = None
+            inputs_embeds = given * self.shared_scale if self.embedding_end is None else self.embedding_end(given)
         if position_ids is None and self.counts_positions and attention_mask is not None:
-            given: Any = input_ids if inputs_embeds is None else inputs_embeds
+            given = input_ids if inputs_embeds is None else inputs_embeds
             if attention_mask.dim() == 2:  # a padded row's first token is at position 0, wherever it stands
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -given.shape[1] :]
         return LlamaModel.forward(
@@ -321,13 +141,18 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         NormlabPreTrainedModel.__init__(self, config)
         self.model = NormlabModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (
+            Head(config) if changes_head(config) else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         for module in self.modules():
             if isinstance(module, Norm):
                 module.kernels = kernels
         if is_folded(self):
             self.register_forward_pre_hook(refuse_folded_training)
         self.post_init()
+        scheme = get_scheme(config.scheme)
+        if scheme.after_step is not None:
+            scheme.after_step(self)
 
     @classmethod
     def from_released(cls, path: str, scheme: str | None = None, **kwargs) -> NormlabForCausalLM:
@@ -345,20 +170,51 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         """Recompute BHyT's c from the present weights in every block that carries a statistic; elsewhere do nothing."""
         refresh_carried(self)
 
+    def set_schedules(self, step: int, total: int) -> None:
+        """Tell norms and residual rules that change in training that `step` of `total` optimizer steps are done. To be
+        called before the first step; ``after_step`` does it from there on."""
+        for module in self.modules():
+            if isinstance(module, Norm | Residual):
+                module.at_step(step, total)
+
+    def after_step(self, step: int, total: int) -> None:
+        """What the scheme does after each optimizer step, to the weights and to its schedules; mostly nothing."""
+        act = get_scheme(self.config.scheme).after_step
+        if act is not None:
+            act(self)
+        self.set_schedules(step, total)
+
     def decay_parameter_names(self) -> list[str]:
-        """Names of the parameters that weight decay acts on: every matrix, and what the scheme adds in ``decayed``."""
-        decayed = get_scheme(self.config.scheme).decayed
-        exempt = {
-            f"{path}.{name}"
-            for path, module in self.named_modules()
-            if isinstance(module, Norm)
-            for name, _ in module.named_parameters(recurse=False)
-            if name not in decayed
-        }
-        if "shared_scale" not in decayed:
-            exempt.add("model.shared_scale")
-        exempt |= {name for name, _ in self.named_parameters() if name.endswith(".bias")}
-        return [name for name, _ in self.named_parameters() if name not in exempt]
+        """Names of the parameters that weight decay acts on: every matrix, and what the scheme adds in ``decayed``; a
+        zero-centred gain too, which it pulls to 1."""
+        scheme = get_scheme(self.config.scheme)
+        parts = [(path, module) for path, module in self.named_modules() if isinstance(module, Norm | Residual)]
+        inside = {f"{path}.{name}" for path, module in parts for name, _ in module.named_parameters(recurse=False)}
+        centred = {f"{path}.weight" for path, module in parts if getattr(module, "centre", 0.0)}
+
+        def decays(name: str, parameter: Tensor) -> bool:
+            if name in inside or parameter.dim() < 2:
+                return name in centred or name.rsplit(".", 1)[-1] in scheme.decayed
+            return scheme.decays_matrices
+
+        return [name for name, parameter in self.named_parameters() if decays(name, parameter)]
+
+    def apply_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Split the groups of a fresh optimizer of this model by the scheme's factors on learning rate, Adam's eps and
+        weight decay; a scheme without such factors leaves them as they are."""
+        rates = get_scheme(self.config.scheme).rates
+        if rates is None:
+            return
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        groups = []
+        for group in optimizer.param_groups:
+            own: dict[Rate, list[Tensor]] = {}
+            for parameter in group["params"]:
+                own.setdefault(rates(names[parameter], parameter.dim(), self.config), []).append(parameter)
+            for rate, parameters in own.items():
+                changed = {field: group[field] * factor for field, factor in vars(rate).items()}
+                groups.append({**group, **changed, "params": parameters})
+        optimizer.param_groups = groups
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterat
     do not depend on the layer lose exactly what `skip_sensitivity` says. For evaluation without a cache.
 
     Raises:
-        NormlabError: a layer that the model does not have, or all of them.
+        NormlabError: a layer that the model does not have, or all of them; a scheme with residual rules of its own.
     """
     decoder = model.model
     blocks = decoder.layers
@@ -31,15 +31,17 @@ def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterat
     kept = [block for layer, block in enumerate(blocks, start=1) if layer not in layers]
     if not kept:
         raise NormlabError("all blocks would be deleted: keep at least one")
+    scheme = get_scheme(model.config.scheme)
+    if scheme.residual is not None or model.config.bounded_layers is not None:
+        raise NormlabError(f"scheme {scheme.name} here builds each block for its place: a block cannot be moved")
     config = copy.copy(model.config)
     config.num_hidden_layers = len(kept)
-    scheme = get_scheme(config.scheme)
     own: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for layer, block in enumerate(kept, start=1):
             for place, name in block.layout.places():
                 norm = getattr(block, name)
-                moved = scheme.norm(NormSite(place, layer, config)).to(next(norm.parameters()))
+                moved = scheme.norm_at(NormSite(place, layer, config)).to(block.mlp.down_proj.weight)
                 moved.load_state_dict(norm.state_dict())
                 moved.kernels = norm.kernels
                 own.append((block, name, norm))

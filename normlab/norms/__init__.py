@@ -4,6 +4,14 @@ RMSNorm     x / rms(x) * gamma, with an optional starting gain and a constant de
 LayerNorm   centred, with bias
 DyT         gamma * tanh(alpha * x): no statistics
 BHyT        gamma * tanh((lambda/kappa) * x / rms(x)); ``bounded=False`` is the same map without its tanh
+Derf        gamma * erf(alpha * x + s) + beta
+DyISRU      gamma * sqrt(d) * x / sqrt(b + x^2): a LayerNorm without the other channels
+ScaleNorm   g * x / ||x||: one gain for all channels
+SeeDNorm    (tanh(x . b) a + gamma) * x / rms(x)
+GatedNorm   RMSNorm times a low-rank sigmoid gate of itself
+CRMSNorm    LayerNorm of a zero-mean vector, from all its numbers but the last
+TaperNorm   RMSNorm that becomes a fixed gain while it trains
+NoNorm      x
 
 Norm        their base: what models, theory and the TransformerLens bridge ask of any norm
 
@@ -19,8 +27,31 @@ Llama does).
 
 from normlab.norms.base import Norm, StartingMap
 from normlab.norms.bhyt import BHyT
+from normlab.norms.compressed import CRMSNorm
+from normlab.norms.derf import Derf
 from normlab.norms.dyt import DyT
+from normlab.norms.gated import GatedNorm
+from normlab.norms.identity import NoNorm
+from normlab.norms.isru import DyISRU
 from normlab.norms.layer_norm import LayerNorm
 from normlab.norms.rms import RMSNorm
+from normlab.norms.scale_norm import ScaleNorm
+from normlab.norms.seed_norm import SeeDNorm
+from normlab.norms.taper import TaperNorm
 
-__all__ = ["BHyT", "DyT", "LayerNorm", "Norm", "RMSNorm", "StartingMap"]
+__all__ = [
+    "BHyT",
+    "CRMSNorm",
+    "Derf",
+    "DyISRU",
+    "DyT",
+    "GatedNorm",
+    "LayerNorm",
+    "NoNorm",
+    "Norm",
+    "RMSNorm",
+    "ScaleNorm",
+    "SeeDNorm",
+    "StartingMap",
+    "TaperNorm",
+]

@@ -34,11 +34,25 @@ class Norm(nn.Module):
 
     takes_mean_square: whether ``norm(x, mean_square=ms)`` and ``norm(x, return_mean_square=True)`` exist.
     kernels: what computes it (see ``normlab.norms``).
+    centre: 1 for a zero-centred gain, gamma = 1 + weight, so that weight decay pulls gamma to 1; else 0.
+    probe_role: tells probes that this is a norm, whatever it holds.
+    numbers, operations: what a call costs a token, per channel: numbers read and written, and arithmetic operations.
     """
 
     takes_mean_square = False
     kernels = "auto"
+    centre = 0.0
+    probe_role = "norm"
+    numbers = 2.0
+    operations = 4.0
     weight: nn.Parameter
+
+    def gamma(self) -> Tensor:
+        """The gain, shape of ``weight``."""
+        return self.weight if self.centre == 0.0 else self.weight + self.centre
+
+    def at_step(self, step: int, total: int) -> None:
+        """Called with the number of optimizer steps done, of `total`: before the first and after every one."""
 
     def reset_parameters(self) -> None:
         """Give every parameter its starting value."""

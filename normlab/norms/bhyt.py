@@ -68,7 +68,7 @@ class BHyT(Norm):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.lam, self.initial_lam)
-        nn.init.constant_(self.weight, self.gain)
+        nn.init.constant_(self.weight, self.gain - self.centre)
 
     def starting_map(self) -> StartingMap:
         function = torch.tanh if self.bounded else None
@@ -88,23 +88,18 @@ class BHyT(Norm):
         ms = mean_square
         if not self.bounded and not nk.chooses_kernels(x, self.kernels):
             ms = exact_mean_square(x) if ms is None else ms
-            y = self.weight * self.tanh_input(x, ms).to(x.dtype)
+            y = self.gamma() * self.tanh_input(x, ms).to(x.dtype)
         elif ms is None:
-            y, ms = nk.bhyt(x, self.weight, self.lam, **self._options())
+            y, ms = nk.bhyt(x, self.gamma(), self.lam, **self._options())
         else:
-            y = nk.bhyt_carried(x, self.weight, self.lam, ms, **self._options())
+            y = nk.bhyt_carried(x, self.gamma(), self.lam, ms, **self._options())
         return (y, ms) if return_mean_square else y
 
     def add(self, x: Tensor, residual: Tensor, mean_square: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
         if mean_square is None:
-            return nk.add_bhyt(x, residual, self.weight, self.lam, **self._options())[:2]
-        return nk.add_bhyt_carried(x, residual, self.weight, self.lam, mean_square, **self._options())
-
-    def add_product(self, a: Tensor, matrix: Tensor, residual: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
-        """s = residual + a matrix^T and y = norm(s): (s, y), in one kernel where the package's table prefers one."""
-        options: dict[str, Any] = {"kappa": self.kappa, "eps": self.eps, "bounded": self.bounded}
-        return nk.linear_add_bhyt(a, matrix, residual, self.weight, self.lam, mean_square, **options)
+            return nk.add_bhyt(x, residual, self.gamma(), self.lam, **self._options())[:2]
+        return nk.add_bhyt_carried(x, residual, self.gamma(), self.lam, mean_square, **self._options())
 
     def _options(self) -> dict[str, Any]:
         return {"kappa": self.kappa, "eps": self.eps, "bounded": self.bounded, "kernels": self.kernels}

@@ -25,6 +25,8 @@ class DyT(Norm):
     Source: Zhu et al., Transformers without Normalization (2503.10622).
     """
 
+    operations = 3.0
+
     def __init__(self, hidden_size: int, alpha: float = 0.5) -> None:
         super().__init__()
         check_width(hidden_size)
@@ -35,7 +37,7 @@ class DyT(Norm):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.alpha, self.initial_alpha)
-        nn.init.ones_(self.weight)
+        nn.init.constant_(self.weight, 1.0 - self.centre)
 
     def starting_map(self) -> StartingMap:
         return StartingMap(slope=self.initial_alpha, function=torch.tanh)
@@ -45,15 +47,11 @@ class DyT(Norm):
         return self.alpha.float() * x.float()
 
     def forward(self, x: Tensor) -> Tensor:
-        return nk.dyt(x, self.weight, None, self.alpha, kernels=self.kernels)
+        return nk.dyt(x, self.gamma(), None, self.alpha, kernels=self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
-        return nk.add_dyt(x, residual, self.weight, None, self.alpha, kernels=self.kernels)
-
-    def add_product(self, a: Tensor, matrix: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """s = residual + a matrix^T and y = norm(s): (s, y), in one kernel where the package's table prefers one."""
-        return nk.linear_add_dyt(a, matrix, residual, self.weight, None, self.alpha)
+        return nk.add_dyt(x, residual, self.gamma(), None, self.alpha, kernels=self.kernels)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, alpha={self.initial_alpha:g}"

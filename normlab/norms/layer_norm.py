@@ -26,6 +26,8 @@ class LayerNorm(Norm):
     Source: Ba, Kiros & Hinton, Layer Normalization (1607.06450).
     """
 
+    operations = 8.0
+
     def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         check_width(hidden_size)
@@ -35,7 +37,7 @@ class LayerNorm(Norm):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
+        nn.init.constant_(self.weight, 1.0 - self.centre)
         nn.init.zeros_(self.bias)
 
     def starting_map(self) -> StartingMap:
@@ -45,17 +47,17 @@ class LayerNorm(Norm):
     def shares(self, x: Tensor, parts: Tensor) -> Tensor:
         """As for every norm, with each part centred by itself."""
         centred = x - x.mean(-1, keepdim=True)
-        factor = self.weight / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        factor = self.gamma() / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return factor * (parts - parts.mean(-1, keepdim=True))
 
     def forward(self, x: Tensor) -> Tensor:
         if nk.chooses_kernels(x, self.kernels):
-            return nk.layer_norm(x, self.weight, self.bias, self.eps, kernels=self.kernels)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return nk.layer_norm(x, self.gamma(), self.bias, self.eps, kernels=self.kernels)
+        return F.layer_norm(x, self.weight.shape, self.gamma(), self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
-        return nk.add_layer_norm(x, residual, self.weight, self.bias, self.eps, kernels=self.kernels)
+        return nk.add_layer_norm(x, residual, self.gamma(), self.bias, self.eps, kernels=self.kernels)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"

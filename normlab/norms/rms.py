@@ -51,7 +51,7 @@ class RMSNorm(Norm):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, self.gain)
+        nn.init.constant_(self.weight, self.gain - self.centre)
 
     def starting_map(self) -> StartingMap:
         return StartingMap(gain=self.gain * self.scale, eps=self.eps)
@@ -61,7 +61,7 @@ class RMSNorm(Norm):
             return nk.rms_norm(x, self._scaled_weight(), self.eps, kernels=self.kernels)
         x32 = x.float()
         ms = x32.pow(2).mean(-1, keepdim=True) if mean_square is None else mean_square
-        y = self.weight * (x32 * torch.rsqrt(ms + self.eps)).to(x.dtype)
+        y = self.gamma() * (x32 * torch.rsqrt(ms + self.eps)).to(x.dtype)
         if self.scale != 1.0:
             y = y * self.scale
         return (y, ms) if return_mean_square else y
@@ -71,7 +71,7 @@ class RMSNorm(Norm):
         return nk.add_rms_norm(x, residual, self._scaled_weight(), self.eps, kernels=self.kernels)
 
     def _scaled_weight(self) -> Tensor:
-        return self.weight if self.scale == 1.0 else self.weight * self.scale
+        return self.gamma() if self.scale == 1.0 else self.gamma() * self.scale
 
     def extra_repr(self) -> str:
         scale = "" if self.scale == 1.0 else f", scale={self.scale:.4g}"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from normlab.probes.arrays import MERGE
 from normlab.probes.calls import Call, Place
+from normlab.probes.metrics import SITES
 from normlab.probes.reducers import RunningMoments
+from normlab.probes.roles import NormRead
 from normlab.probes.stats import Key, Moments
 
 
@@ -23,37 +26,49 @@ class Accumulator:
         self.kinds: set[str] = set()
         self._moments: dict[tuple[str, torch.device], RunningMoments] = {}
         self._rows: dict[tuple[str, torch.device], dict[Place, int]] = defaultdict(dict)
-        self._widths: dict[Place, int] = {}
+        self._widths: dict[tuple[str, Place], int] = {}
         self._arrays: dict[tuple[str, Place, int], Tensor] = {}
 
-    def add(self, call: Call, values: Iterable[tuple[str, Place, Tensor, int]]) -> None:
-        """Merge (kind, place, per-token values, width) items of one call."""
-        groups: dict[tuple[str, torch.device], dict[Place, Tensor]] = defaultdict(dict)
-        for kind, place, numbers, width in values:
-            self._widths[place] = width
-            self.kinds.add(kind)
-            group = groups[kind, numbers.device]
-            if place in group:  # a block that ran twice in this call, or was differentiated twice
-                self._merge(call, kind, group)
+    def add(self, call: Call, values: Iterable[tuple[str, Any, Tensor, int, tuple[int, ...]]]) -> None:
+        """Merge (kind, place, per-token values, width, shape of the tokens) items of one call. Places that blocks of
+        another length share are merged apart; what was read by a norm that has no site is left out."""
+        groups: dict[tuple[str, torch.device, tuple[int, ...]], dict[Place, Tensor]] = defaultdict(dict)
+        for kind, where, numbers, width, tokens in values:
+            place = where.place if isinstance(where, NormRead) else where
+            if place is None or place[0] not in SITES:
+                continue
+            if self._widths.setdefault((kind, place), width) != width:
+                call.absent[f"{place[0]} {place[1]}"] = "its width differs between calls"
+                continue
+            group = groups[kind, numbers.device, tokens]
+            if place in group:  # differentiated twice
+                self._merge(call, kind, group, tokens)
                 group.clear()
             group[place] = numbers
-        for (kind, _), group in groups.items():
-            self._merge(call, kind, group)
+        for (kind, _, tokens), group in groups.items():
+            self._merge(call, kind, group, tokens)
 
-    def _merge(self, call: Call, kind: str, group: dict[Place, Tensor]) -> None:
+    def _merge(self, call: Call, kind: str, group: dict[Place, Tensor], tokens: tuple[int, ...]) -> None:
         numbers = torch.stack(list(group.values()))
+        masks = call.masks(numbers.device, tokens)
+        if masks is None:
+            return
+        self.kinds.add(kind)
         key = (kind, numbers.device)
         if key not in self._moments:
             self._moments[key] = RunningMoments(len(self.masks), len(self.statistics[kind]), numbers.device)
         rows = self._rows[key]
         index = [rows.setdefault(place, len(rows)) for place in group]
         self._moments[key].reserve(len(rows))
-        self._moments[key].update(index, numbers, call.masks(numbers.device))
+        self._moments[key].update(index, numbers, masks)
 
-    def add_arrays(self, arrays: Iterable[tuple[str, Place, int, Tensor]]) -> None:
+    def add_arrays(self, arrays: Iterable[tuple[str, Any, int, Tensor]]) -> None:
         """Merge (statistic, place, mask index, array) items."""
         with torch.inference_mode(False), torch.no_grad():
-            for statistic, place, mask, array in arrays:
+            for statistic, where, mask, array in arrays:
+                place = where.place if isinstance(where, NormRead) else where
+                if place is None or place[0] not in SITES:
+                    continue
                 self.kinds.add(statistic)
                 old = self._arrays.get((statistic, place, mask))
                 # Cloned, because a tensor made in inference mode could not be merged outside it.
@@ -67,7 +82,7 @@ class Accumulator:
             for (site, layer), row in self._rows[kind, device].items():
                 for i, mask in enumerate(self.masks):
                     for j, statistic in enumerate(self.statistics[kind]):
-                        width = self._widths[site, layer]
+                        width = self._widths[kind, (site, layer)]
                         count, mean, m2, peak = state[:, row, i, j].tolist()
                         moments[site, layer, mask, statistic] = Moments(count, mean, m2, peak, width)
         arrays = {

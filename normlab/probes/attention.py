@@ -25,15 +25,21 @@ class AttentionWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Tensor | None = None
+        self.shape: tuple[int, int] = (0, 0)  # batch, queries
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self.found is None and func is functional.scaled_dot_product_attention:
-            self.found = _without_autocast(_from_query_and_key, *args, **kwargs)
+            query = args[0] if args else kwargs["query"]
+            if query.ndim == 4:
+                self.found = _without_autocast(_from_query_and_key, *args, **kwargs)
+                self.shape = (query.shape[0], query.shape[2])
         elif self.found is None and func in _SOFTMAX:
             scores = args[0] if args else kwargs.get("input")
-            if isinstance(scores, Tensor) and scores.ndim == 4:
+            over = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if isinstance(scores, Tensor) and scores.ndim == 4 and over in (-1, 3):
                 self.found = _without_autocast(_from_scores, scores)
+                self.shape = (scores.shape[0], scores.shape[2])
         return func(*args, **kwargs)
 
 

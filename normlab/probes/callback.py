@@ -20,25 +20,31 @@ and so does a LightningModule, in its hooks around a batch's backward:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes.calls import CallInputs, labels_are_shifted
+from normlab.probes.budget import Budget
+from normlab.probes.calls import CallInputs
 from normlab.probes.metrics import resolve_metrics
-from normlab.probes.recorder import Recorder, record
+from normlab.probes.recorder import Recorder
+from normlab.probes.recording import record
 from normlab.probes.sites import Sites, sites
+from normlab.probes.trackers import Trackers
 
 if TYPE_CHECKING:
     import pandas
 
+_log = logging.getLogger(__name__)
 DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
 
 
@@ -105,8 +111,9 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     All micro-batches of a measured step are merged, over all ranks too; gradients are of the summed token loss, with
     accumulation (`num_items_in_batch`) and fp16 loss scaling undone. Also in the table: `update_ratio` (site =
     parameter name) and, at every logged loss, `loss_spike` (site "model", standard deviations above the recent losses)
-    when it is one. The layer means are sent to TensorBoard and Weights & Biases when the Trainer logs there. The
-    Trainer must pass labels to the model, or give `loss_tokens`.
+    when it is one. Where the Trainer logs to TensorBoard, Weights & Biases or Trackio, each measured step sends one
+    heat map of all layers, metrics and steps so far, and the curves of the first and last layer. The Trainer must pass
+    labels to the model, or give `loss_tokens`.
 
     Args:
         every: optimizer steps between measurements; the first one is measured.
@@ -115,9 +122,11 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         loss_tokens: as for `record`; by default counted, and what the Trainer divides or scales the loss by is undone.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
         path: write the table here (Parquet) when training ends.
+        max_overhead: the share of training time that measuring may take, e.g. 0.02; what is due beyond it is put off
+            to a later step, counted in `put_off`, and said when training ends. Default: no limit.
 
     Raises:
-        NormlabError: `every` below 1, an unknown metric.
+        NormlabError: `every` below 1, an unknown metric, a `max_overhead` that is not positive.
     """
 
     def __init__(
@@ -129,17 +138,21 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         loss_tokens: Any = None,
         update_ratio: bool = True,
         path: str | Path | None = None,
+        max_overhead: float | None = None,
     ):
         if every < 1:
             raise NormlabError(f"every is {every}: measure every 1 step or more")
+        if max_overhead is not None and not max_overhead > 0:
+            raise NormlabError(f"max_overhead is {max_overhead}: give a share of the training time, such as 0.02")
         self._metrics = [metric.name for metric in resolve_metrics(metrics)]
         self._every, self._blocks, self._loss_tokens = every, blocks, loss_tokens
         self._wants_ratio, self._path = update_ratio, path
         self._sites: Sites | None = None
         self._recorder: Recorder | None = None
         self._ratio: UpdateRatio | None = None
-        self._shifted: bool | None = None
-        self._writer: Any = None
+        self._trackers, self._budget = Trackers(), Budget(max_overhead)
+        self._due, self._began = False, perf_counter()
+        self.put_off = 0  # steps at which a measurement was due and the budget did not allow it
         self._spikes = LossSpikes()
         self._tables: list[pandas.DataFrame] = []
 
@@ -159,19 +172,23 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     # -- the Trainer's events; it calls them with keywords -----------------------------------------------------------
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        """Start recording if this step is to be measured."""
+        """Start recording if this step is to be measured, and the budget allows it."""
         self._stop()
-        if state.global_step % self._every == 0 and model is not None:
+        self._began = perf_counter()
+        self._due |= state.global_step % self._every == 0
+        if self._due and not self._budget.allows():
+            self.put_off += 1
+        elif self._due and model is not None:
+            self._due = False
             if self._sites is None or self._sites.model is not model:
                 self._sites = sites(model, self._blocks)
-                self._shifted = labels_are_shifted(self._sites.ancestors)
             tokens = partial(self._summed_loss_factor, args, kwargs.get("optimizer"))
             self._recorder = record(self._sites, self._metrics, loss_tokens=self._loss_tokens or tokens)
             self._recorder.__enter__()
 
     def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
         """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by."""
-        labels = inputs.loss_tokens(self._shifted)
+        labels = inputs.loss_tokens()
         if labels is None:
             return None
         scaler = getattr(optimizer, "scaler", None)
@@ -192,6 +209,7 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Tabulate the step."""
         if self._recorder is None:
+            self._budget.add(perf_counter() - self._began, measured=False)
             return
         recorder, ratio = self._recorder, self._ratio
         self._stop()
@@ -202,7 +220,9 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
             measured = ratio.measure()
             self._rows(step, list(measured), "update_ratio", list(measured.values()))
         if state.is_world_process_zero:
-            self._send(args, table, step)
+            report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
+            self._trackers.send(report_to, Path(args.output_dir) / "layers", self.to_pandas(), step)
+        self._budget.add(perf_counter() - self._began, measured=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Look out for loss spikes."""
@@ -212,8 +232,15 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
                 self._rows(state.global_step, ["model"], "loss_spike", [score])
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Write the table."""
+        """Write the table; say how often the budget put a measurement off."""
         self._stop()
+        self._trackers.close()
+        if self.put_off:
+            _log.warning(
+                "layer statistics were put off at %d steps, to stay within %.3g of the training time",
+                self.put_off,
+                self._budget.share,
+            )
         if self._path is not None and state.is_world_process_zero:
             self.to_pandas().to_parquet(self._path, index=False)
 
@@ -221,21 +248,3 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)
         self._recorder = self._ratio = None
-
-    def _send(self, args: Any, table: pandas.DataFrame, step: int) -> None:
-        rows = table[table["mask"] == "all"]
-        scalars = {f"layers/{r.metric}/{r.site}/{r.layer}": r.value for r in rows.itertuples()}
-        report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-        if "tensorboard" in report_to:
-            from torch.utils.tensorboard import SummaryWriter
-
-            if self._writer is None:
-                self._writer = SummaryWriter(str(Path(args.output_dir) / "layers"))
-            for name, value in scalars.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-        if "wandb" in report_to:
-            import wandb
-
-            if wandb.run is not None:
-                wandb.log(scalars | {"train/global_step": step})

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.calls import IGNORED_LABEL, labels_are_shifted, token_masks
+from normlab.probes.calls import IGNORED_LABEL, token_masks
+from normlab.probes.losses import labels_averaged, loss_and_logits
 from normlab.probes.sites import Sites, sites
 
 Z95 = NormalDist().inv_cdf(0.975)
@@ -72,6 +73,7 @@ class Runner:
         self.device = torch.device("cpu") if parameter is None else parameter.device
         accepted = inspect.signature(self.model.forward).parameters
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
+        self._shifted: bool | str | None = "unknown"
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -99,7 +101,7 @@ class Runner:
     def labels(self, batch: dict[str, Any]) -> Tensor:
         """The label of each position's prediction, -100 = none. Without `labels`, each token's successor."""
         labels = batch.get("labels")
-        shifted = labels_are_shifted(self.sites.ancestors)
+        shifted = None if labels is None else self._labels_are_shifted(batch)
         if labels is None:
             labels = batch.get("input_ids", batch.get("input"))
             if labels is None:
@@ -110,6 +112,26 @@ class Runner:
         if shifted is not False and labels.ndim == 2:
             labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         return labels
+
+    def _labels_are_shifted(self, batch: dict[str, Any]) -> bool | None:
+        """Whether the model's own loss on these labels is of the next token; None when it returns none. Told once, by
+        comparing its loss with its logits."""
+        if self._shifted == "unknown":
+            inputs = {self._renamed.get(k, k): v for k, v in batch.items()}
+            try:
+                loss, logits = loss_and_logits(self.model(**inputs, **self._options))
+            except TypeError:  # it takes no labels
+                loss = logits = None
+            told = None
+            if loss is not None and logits is not None:
+                told = labels_averaged(loss, logits, batch["labels"], batch.get("attention_mask"))
+                if told is None:
+                    raise NormlabError(
+                        "the returned loss is no mean cross-entropy of the returned logits, shifted or not: leave out "
+                        "`labels` to measure on the next token"
+                    )
+            self._shifted = None if told is None else told[1]
+        return self._shifted  # type: ignore[return-value]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -124,7 +146,7 @@ class Runner:
 
     def counted(self, batch: dict[str, Any], tokens: tuple[int, ...], mask: str = "all") -> Tensor:
         """(batch, length) bool: the tokens that count."""
-        return token_masks(batch.get("attention_mask"), tokens, self.device, [mask])[0].reshape(tokens)
+        return token_masks(batch.get("attention_mask"), tokens, self.device, [mask], cached=False)[0].reshape(tokens)
 
 
 def _with_progress(items: Iterable, progress: bool, title: str) -> Iterable:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.estimates import Z95, Hook, RowMeans, Runner, hooked, interval, settled, token_kl
-from normlab.probes.recorder import hidden_state, output_tensor, with_argument
+from normlab.probes.hooks import hidden_state, output_tensor, with_argument
 from normlab.probes.reducers import at_least_float32
 from normlab.probes.sites import Sites
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,18 +15,21 @@ from normlab.probes.branches import (
     bound_statistics,
     branch_statistics,
     carried_ratio,
-    over_chunks,
     tanh_norm,
     tanh_statistics,
 )
 from normlab.probes.calls import Call, Place
-from normlab.probes.metrics import KIND_STATISTICS, SITES, Metric
+from normlab.probes.metrics import KIND_STATISTICS, Metric
 from normlab.probes.reducers import at_least_float32, token_statistics
-from normlab.probes.roles import BlockFlow
+from normlab.probes.roles import BlockFlow, NormRead, Segment, additions, kinds_of
 
 
-def _same_shape(x: Tensor, like: Tensor) -> Tensor:
-    return x if x.shape == like.shape else x.reshape(like.shape)
+def _carried_on(segments: Sequence[Segment]) -> float:
+    """What the block's input is multiplied by on its way to the output; 1 where a norm of the sum stands between."""
+    for one, following in zip(segments, segments[1:], strict=False):
+        if following.before is not one.after:
+            return 1.0
+    return math.prod(segment.made.carry for segment in segments)
 
 
 class Measurer:
@@ -43,14 +47,12 @@ class Measurer:
         """Whether what attention, the MLP and their output norms return matters."""
         return "branch" in self.kinds
 
-    def activation(self, call: Call, place: Place, x: Tensor) -> None:
-        """h itself, at a block's output or a norm's input."""
-        if place[0] not in SITES or SITES[place[0]].takes != "activation":
-            return
+    def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
+        """h itself, at a block's output or a norm's input (whose site may become known later)."""
         if "activation" in self.kinds:
-            self._stage(call, "activation", place, self._token_statistics(call, x), x.shape[-1])
-        if "coordinate" in self.kinds and place[0] == "block_out":
-            self._stage_arrays(call, "coordinate_peak", place, x)
+            self._stage(call, "activation", where, self._token_statistics(call, x), x)
+        if "coordinate" in self.kinds and not isinstance(where, NormRead) and where[0] == "block_out":
+            self._stage_arrays(call, "coordinate_peak", where, x)
 
     def _token_statistics(self, call: Call, x: Tensor) -> Tensor:
         """The statistics of x, read once when it is the very tensor that was read last (a block's output is often a
@@ -64,9 +66,9 @@ class Measurer:
         call.measured = None if version is None else (x, version, values)
         return values
 
-    def norm_input(self, call: Call, place: Place, norm: nn.Module, x: Tensor, mean_square: Tensor | None) -> None:
+    def norm_input(self, call: Call, event: NormRead, norm: nn.Module, x: Tensor, mean_square: Tensor | None) -> None:
         """What a norm reads, and the statistic it is handed if it is handed one."""
-        self.activation(call, place, x)
+        self.activation(call, event, x)
         carries = "carried" in self.kinds and mean_square is not None
         bends = tanh_norm(norm) if {"tanh", "bounded"} & self.kinds else None
         if not carries and bends is None:
@@ -75,66 +77,99 @@ class Measurer:
             x, ms = x.detach(), None if mean_square is None else mean_square.detach().reshape(*x.shape[:-1], 1)
             if carries and ms is not None:
                 ratio = carried_ratio(x, ms)
-                self._stage(call, "carried", place, ratio, 1)
-                positions, length = call.positions(x.device)
-                for index, mask in enumerate(call.masks(x.device)):
-                    table = arrays.by_position(ratio[0], positions, mask, length)
-                    call.arrays.append(("carried_position", place, index, table))
+                self._stage(call, "carried", event, ratio, x)
+                tokens = tuple(x.shape[:-1])
+                masks = call.masks(x.device, tokens)
+                if masks is not None:
+                    positions, length = call.positions(x.device, tokens)
+                    for index, mask in enumerate(masks):
+                        table = arrays.by_position(ratio[0], positions, mask, length)
+                        call.arrays.append(("carried_position", event, index, table))
             if bends is not None and "tanh" in self.kinds:
-                self._stage(call, "tanh", place, tanh_statistics(bends, x, ms), x.shape[-1])
+                self._stage(call, "tanh", event, tanh_statistics(bends, x, ms), x)
             if bends is not None and "bounded" in self.kinds and hasattr(bends, "lam") and hasattr(bends, "kappa"):
-                self._stage(call, "bounded", place, bound_statistics(bends, x, ms), x.shape[-1])
+                self._stage(call, "bounded", event, bound_statistics(bends, x, ms), x)
 
-    def block_end(self, call: Call, flow: BlockFlow, out: Tensor) -> None:
-        """What attention and MLP added to the stream, and how the block changed it."""
+    def block_end(
+        self, call: Call, flow: BlockFlow, out: Tensor, branches: dict[Place, tuple[nn.Module, str]]
+    ) -> dict[str, str]:
+        """What the branches added to the stream, and how the block changed it. Notes in `branches` whose output each
+        branch adds; returns what could not be measured, and why."""
         if not {"branch", "change", "spectrum"} & self.kinds:
-            return
+            return {}
         flow.check_entered()
-        layer = flow.block.index
+        layer = flow.layer
+        absent: dict[str, str] = {}
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
             h, out = flow.entered.detach(), out.detach()
-            adds = [None if t is None else _same_shape(t.detach(), h) for t in (flow.attention_add, flow.mlp_add)]
+            if h.shape != out.shape:
+                return {f"block {layer}": f"the block changes the stream from {tuple(h.shape)} to {tuple(out.shape)}"}
+            update: Tensor | None = None
             if "branch" in self.kinds:
-                self._branches(call, layer, h, adds, flow.mlp_stream)
-            if {"branch", "change"} & self.kinds:
-                update = adds[0] + adds[1] if adds[0] is not None and adds[1] is not None else None
-                values = block_statistics(h, out, update)
-                if "branch" in self.kinds:
-                    self._stage(call, "branch", ("block", layer), values[:2], h.shape[-1])
-                if "change" in self.kinds:
-                    self._stage(call, "change", ("block", layer), values[2:], h.shape[-1])
+                update, absent = self._branches(call, flow, h, out, branches)
+            values = block_statistics(h, out, update)
+            if "branch" in self.kinds and not absent:
+                self._stage(call, "branch", ("block", layer), values[:2], h)
+            if "change" in self.kinds:
+                self._stage(call, "change", ("block", layer), values[2:], h)
             if "spectrum" in self.kinds:
                 self._stage_arrays(call, "gram", ("block", layer), at_least_float32(out) - at_least_float32(h))
+        return absent
 
-    def _branches(self, call: Call, layer: int, h: Tensor, adds: list[Tensor | None], stream: Tensor | None) -> None:
-        attention, mlp = adds
-        if attention is not None:
-            self._stage(call, "branch", ("attn", layer), branch_statistics(h, attention), h.shape[-1])
-        if mlp is None:
-            return
-        if stream is not None or attention is None:
-            base = h if stream is None else _same_shape(stream.detach(), h)
-            values = branch_statistics(base, mlp)
-        else:
-            values = over_chunks(lambda x, a, m: branch_statistics(at_least_float32(x) + a, m), h, attention, mlp)
-        self._stage(call, "branch", ("mlp", layer), values, h.shape[-1])
+    def _branches(
+        self, call: Call, flow: BlockFlow, h: Tensor, out: Tensor, branches: dict[Place, tuple[nn.Module, str]]
+    ) -> tuple[Tensor | None, dict[str, str]]:
+        """Stages every branch of a block that adds up; returns the sum of what they add, and what is absent."""
+        layer = flow.layer
+        if flow.segments is None:
+            kinds = dict.fromkeys(branch.kind for branch in flow.block.branches)
+            return None, {f"{kind} {layer}": flow.why for kind in kinds} if kinds else {}
+        added: dict[str, Tensor] = {}
+        streams: dict[str, Tensor] = {}
+        counts = kinds_of(flow.segments)
+        for segment in flow.segments:
+            found = additions(segment, out, flow.rows)
+            if found is None:
+                return None, {f"block {layer}": "a tensor of the residual stream was written over in place"}
+            for run, stream, adds in found:
+                kind = run.branch.kind
+                branches[kind, layer] = (run.module, segment.made.form)
+                streams.setdefault(kind, stream)
+                adds = adds.reshape(h.shape)
+                added[kind] = adds if kind not in added else at_least_float32(added[kind]) + adds
+        absent = {
+            f"{k} {layer}": f"the block has {n} branches of this kind in turn" for k, n in counts.items() if n > 1
+        }
+        for kind, adds in added.items():
+            if counts[kind] == 1:
+                self._stage(call, "branch", (kind, layer), branch_statistics(streams[kind].reshape(h.shape), adds), h)
+        carry = _carried_on(flow.segments)
+        if carry != 1.0:  # the stream itself is scaled in between: what is added is the rest, beside the scaled stream
+            return at_least_float32(out) / carry - at_least_float32(h), absent
+        total = list(added.values())
+        update = total[0] if len(total) == 1 else total[0] + total[1] if len(total) == 2 else sum(total[1:], total[0])
+        return update, absent
 
     def attention(self, call: Call, layer: int, watch: AttentionWatch) -> None:
         """The scores that a watched block computed."""
-        if watch.found is not None:
-            self._stage(call, "attention", ("attn", layer), watch.found, 1)
+        if watch.found is not None and call.is_plain(watch.shape):
+            call.values.append(("attention", ("attn", layer), watch.found, 1, watch.shape))
 
-    def _stage(self, call: Call, kind: str, place: Place, values: Tensor, width: int) -> None:
-        call.values.append((kind, place, values, width))
+    def _stage(self, call: Call, kind: str, where: Place | NormRead, values: Tensor, x: Tensor) -> None:
+        width = 1 if kind == "carried" else x.shape[-1]
+        call.values.append((kind, where, values, width, tuple(x.shape[:-1])))
 
     def _stage_arrays(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """An array for every mask. Few tokens separate the masks, so the long reduction is made once."""
         reduce = arrays.gram if statistic == "gram" else arrays.coordinate_peak
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            rows, masks = x.detach().reshape(-1, x.shape[-1]), call.masks(x.device)
+            tokens = tuple(x.shape[:-1])
+            rows, masks = x.detach().reshape(-1, x.shape[-1]), call.masks(x.device, tokens)
+            if masks is None:
+                return
             shared = masks.all(0)
             common = reduce(rows, shared)
-            first, kept = call.first_tokens(x.device)
+            first, kept = call.first_tokens(x.device, tokens)
             for index, mask in enumerate(masks):
                 extra = reduce(rows[first], (mask & ~shared)[first] & kept)
                 call.arrays.append((statistic, place, index, arrays.MERGE[statistic](common, extra)))

@@ -1,4 +1,4 @@
-"""`record`: a context manager that measures a model's layers while the caller runs it."""
+"""`Recorder`: the hooks of one recording, and what they do as the model runs. `normlab.probes.record` makes it."""
 
 from __future__ import annotations
 
@@ -13,45 +13,26 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.probes.accumulator import Accumulator
 from normlab.probes.attention import AttentionWatch
-from normlab.probes.calls import Call, LossTokens, Place, labels_are_shifted
+from normlab.probes.calls import Call, LossTokens, Place
+from normlab.probes.gradients import Gradients
+from normlab.probes.hooks import (
+    features_last,
+    find_hidden_state,
+    find_output,
+    hidden_state,
+    in_backward,
+    is_channels_first,
+    is_compiled,
+    other_sequences,
+    output_tensor,
+    with_argument,
+)
 from normlab.probes.measure import Measurer
-from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metrics
-from normlab.probes.reducers import at_least_float32
-from normlab.probes.roles import BlockFlow, same_tensor
-from normlab.probes.sites import Block, Sites, sites
+from normlab.probes.metrics import Metric
+from normlab.probes.roles import BlockFlow, NormRead, read_by, same_tensor
+from normlab.probes.sites import Block, Sites
 from normlab.probes.stats import LayerStats, manifest
-
-
-def in_backward() -> bool:
-    """True while autograd runs a backward pass in this thread: a forward that runs then is a checkpoint's
-    recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def hidden_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int | str]:
-    """The activation among a module's arguments (the first float tensor of two dimensions or more) and where it was."""
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in named:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2:
-            return value, place
-    raise NormlabError("a measured module was called without a float tensor: name its blocks with `blocks=`")
-
-
-def with_argument(args: tuple, kwargs: dict[str, Any], place: int | str, x: Tensor) -> tuple[tuple, dict[str, Any]]:
-    """A call's arguments with the one at `place` (as `hidden_state` gives it) replaced."""
-    if isinstance(place, str):
-        return args, {**kwargs, place: x}
-    return (*args[:place], x, *args[place + 1 :]), kwargs
-
-
-def output_tensor(output: Any) -> Tensor:
-    """The activation a module returns: itself, or the first element of a tuple, or the first field of a ModelOutput."""
-    return output if isinstance(output, Tensor) else output[0]
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a part of it was compiled: PyTorch ignores hooks added after a compiled call."""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+from normlab.probes.structure import Branch
 
 
 class Recorder:
@@ -72,10 +53,16 @@ class Recorder:
         self._lock = threading.Lock()
         self._root: Tensor | None = None
         self._latest: Call | None = None
+        self._channels_first: dict[nn.Module, bool] = {}
         self.norm_sites: dict[nn.Module, Place] = {}  # which norm was found at which site, once the model has run
+        self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
+        self.absent: dict[str, str] = {}  # what could not be measured, and why
+        self._named: dict[int, dict[nn.Module, str]] = {}  # block -> sites of its norms, once told
         self._finished: list[Call] = []
-        self._arrived: list[tuple[Call, list[Place], Tensor, int]] = []
+        self._gradients = Gradients(self._gradient)
         self._calls = 0
+        self._idle_calls = 0
+        self._layers = 0
         self._loss_labels: float | Tensor = 0.0
 
     # -- the context ---------------------------------------------------------------------------------------------
@@ -110,12 +97,12 @@ class Recorder:
         for block in self.sites.blocks:
             self._before(block.module, self._block_in, block)
             self._after(block.module, self._block_out, block, always=self._watches_attention)
-            for norm in block.norms:
+            for norm in (*block.norms, *block.inner_norms):
                 self._before(norm, self._norm_in, block)
-                if self._measurer.needs_branches:
-                    self._after(norm, self._norm_out, norm)
-            for branch in ("attention", "mlp"):
-                if (module := getattr(block, branch)) is not None:
+                self._after(norm, self._norm_out, norm)
+            for branch in block.branches:
+                self._before(branch.module, self._branch_in, branch)
+                for module in dict.fromkeys((branch.module, branch.whole)):
                     self._after(module, self._branch_out, branch)
         for norm in self.sites.outer_norms:
             self._before(norm, self._outer_norm_in)
@@ -145,15 +132,14 @@ class Recorder:
         call.depth += 1
         call.inputs.add(module, args, kwargs)
 
-    def _open_call(self) -> Call:
+    def _open_call(self, implicit: bool = False) -> Call:
         if self._gradient and not torch.is_grad_enabled():
             raise NormlabError(
                 "gradient metrics need a forward pass with gradients: "
                 "leave no_grad/inference_mode, or drop the grad_* metrics"
             )
         self._flush()
-        call = Call(self._accumulator.masks)
-        self._local.call = self._latest = call
+        self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
         return call
 
     def _leave_call(self, output: Any) -> None:
@@ -161,55 +147,63 @@ class Recorder:
         if call is None or in_backward():
             return
         call.depth -= 1
+        if self._gradient and output is not None:
+            call.inputs.compare(output)
         if call.depth == 0:
             self._end_call(call, complete=output is not None)
 
     def _end_call(self, call: Call, complete: bool) -> None:
         self._local.call = None
+        if complete and call.layer:
+            for event in call.final:
+                if event.place is not None and event.place[1] != call.layer:
+                    event.place = None  # it read an earlier block's output: no final norm
+            if self._gradient:
+                call.resolve_loss(self._loss_tokens)
         call.close()
         if complete:
             with self._lock:
-                self._finished.append(call)
-                self._calls += 1
-
-    def _resolve_loss_tokens(self, call: Call) -> None:
-        given = self._loss_tokens
-        found = given(call.inputs) if callable(given) else given
-        if found is None:
-            found = call.inputs.loss_tokens(labels_are_shifted(self.sites.ancestors))
-        if found is None:
-            raise NormlabError(
-                "gradient metrics are of the summed token loss and this call has no countable labels: "
-                "pass loss_tokens=<number of labels the loss is averaged over, 1 if it is summed>"
-            )
-        call.loss_tokens = found
+                if call.layer:
+                    self._finished.append(call)
+                    self._calls += 1
+                    self._layers = max(self._layers, call.layer)
+                else:
+                    self._idle_calls += 1
 
     # -- what the hooks do ---------------------------------------------------------------------------------------
 
     def _block_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block):
         x, place = hidden_state(args, kwargs)
         if in_backward():
-            self._watch_gradient(x, ("block_in", block.index), self._latest)
+            latest = self._latest
+            layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
+            if layer is not None:
+                self._gradients.watch(x, ("block_in", layer), latest, self._channels_first.get(module, False))
             return None
         call = self._call
-        if call is None or (
-            call.implicit and block.index == 1
-        ):  # blocks run one by one: measure, with no padding known
-            call = self._open_call()
-            call.implicit = True
-        replaced = None
-        if block.index == 1:
-            call.tokens = tuple(x.shape[:-1])
-            self._measurer.activation(call, ("block_out", 0), x)
+        # Blocks run one by one: measure, with no padding known.
+        if call is None or (call.implicit and block.index == 1):
+            call = self._open_call(implicit=True)
             if self._gradient:
-                self._resolve_loss_tokens(call)
+                call.resolve_loss(self._loss_tokens)
+        first = not call.ran
+        layer = call.begin_layer(module, block.index, x)
+        if module not in self._channels_first:
+            self._channels_first[module] = is_channels_first(module, x)
+        turned = self._channels_first[module]
+        replaced = None
+        if first:
+            call.crosses = other_sequences(args, kwargs, x)
+            self._measurer.activation(call, ("block_out", layer - 1), features_last(read_by(module, x), turned))
+            if self._gradient:
                 self._root = x
                 if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                     self._root = x.detach().requires_grad_()
                     x = self._root.clone()  # a leaf may not be written to in place, its copy may
                     replaced = with_argument(args, kwargs, place, x)
-        call.flow = BlockFlow(block, x, self._measurer.needs_branches)
-        self._watch_gradient(x, ("block_in", block.index), call)
+        entered = features_last(read_by(module, x), turned)
+        call.flow = BlockFlow(block, layer, entered, self._measurer.needs_branches, self._named.get(block.index))
+        self._gradients.watch(x, ("block_in", layer), call, turned)
         if self._watches_attention:
             call.watch = AttentionWatch()
             call.watch.__enter__()
@@ -224,14 +218,23 @@ class Recorder:
         if output is None or flow is None:
             return
         x = output_tensor(output)
-        self._measurer.activation(call, ("block_out", block.index), x)
-        self._measurer.block_end(call, flow, x)
+        following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # the last one's own, after the last
+        out = features_last(read_by(following.module, x), self._channels_first[block.module])
+        layer = call.layer = flow.layer
+        self._measurer.activation(call, ("block_out", layer), out)
+        flow.finish(out)
+        for norm, site in flow.sites.items():
+            self.norm_sites[norm] = (site, layer)
+        if flow.segments is not None:
+            self._named[block.index] = flow.sites
+        for key, reason in self._measurer.block_end(call, flow, out, self.branches).items():
+            call.absent[key] = reason
         if watch is not None:
-            self._measurer.attention(call, block.index, watch)
-        if block.index == self.sites.depth:
-            call.last_out = x
-            if call.implicit:
-                self._end_call(call, complete=True)
+            self._measurer.attention(call, layer, watch)
+        flow.release()
+        call.last_out = x
+        if call.implicit and block.index == self.sites.depth:
+            self._end_call(call, complete=True)
 
     def _stop_watching(self, call: Call | None) -> AttentionWatch | None:
         if call is None or call.watch is None:
@@ -241,61 +244,62 @@ class Recorder:
         return watch
 
     def _norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block) -> None:
-        x, _ = hidden_state(args, kwargs)
+        found = find_hidden_state(args, kwargs)
+        if found is None:
+            return
+        x, turned = found[0], self._channels_first.get(block.module, False)
         if in_backward():
             if norm in self.norm_sites:
-                self._watch_gradient(x, self.norm_sites[norm], self._latest)
+                site, layer = self.norm_sites[norm]
+                layer = getattr(self._local, "recomputed", None) or layer
+                self._gradients.watch(x, (site, layer), self._latest, turned, norm)
             return
         call = self._call
         if call is None or call.flow is None:
             return
-        place = self.norm_sites[norm] = (call.flow.norm_site(x), block.index)
-        self._measurer.norm_input(call, place, norm, x, kwargs.get("mean_square"))
-        self._watch_gradient(x, place, call)
+        view = features_last(x, turned, norm)
+        event = call.flow.norm_starts(norm, view)
+        if event is not None:
+            self._measurer.norm_input(call, event, norm, view, kwargs.get("mean_square"))
+            self._gradients.watch(x, event, call, turned, norm)
+
+    @property
+    def _flow(self) -> BlockFlow | None:
+        """The block that runs, in a forward pass of the caller's."""
+        return None if self._call is None or in_backward() else self._call.flow
+
+    def _last(self, x: Tensor, flow: BlockFlow, **about: Any) -> Tensor:
+        return features_last(x, self._channels_first.get(flow.block.module, False), **about)
 
     def _norm_out(self, output: Any, norm: nn.Module) -> None:
-        call = self._call
-        if call is not None and call.flow is not None and not in_backward():
-            call.flow.norm_done(self.norm_sites[norm][0], output_tensor(output))
+        flow, x = self._flow, find_output(output)
+        if flow is not None and x is not None:
+            flow.norm_done(norm, self._last(x, flow, norm=norm))
 
-    def _branch_out(self, output: Any, branch: str) -> None:
-        call = self._call
-        if call is not None and call.flow is not None and not in_backward():
-            call.flow.branch_done(branch, output_tensor(output))
+    def _branch_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], branch: Branch) -> None:
+        if (flow := self._flow) is not None:
+            found = find_hidden_state(args, kwargs)
+            flow.branch_starts(branch, None if found is None else self._last(found[0], flow, width=flow.width))
+
+    def _branch_out(self, output: Any, branch: Branch) -> None:
+        flow, x = self._flow, find_output(output)
+        if flow is not None and x is not None:
+            flow.branch_done(branch, self._last(x, flow, width=flow.width))
 
     def _outer_norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        call = self._call
-        if call is None or call.last_out is None or in_backward():
+        call, found = self._call, find_hidden_state(args, kwargs)
+        if call is None or call.last_out is None or found is None or in_backward():
             return
-        x, _ = hidden_state(args, kwargs)
-        if same_tensor(x, call.last_out):
-            place = ("final_norm_in", self.sites.depth)
-            self._measurer.norm_input(call, place, norm, x, kwargs.get("mean_square"))
-            self._watch_gradient(x, place, call)
+        joined = hasattr(self.sites.blocks[-1].module, "enter")  # the norm reads one stream, made of several
+        if same_tensor(found[0], call.last_out) or joined:
+            turned = found[0].ndim > 3 and self._channels_first.get(self.sites.blocks[-1].module, False)
+            view = features_last(found[0], turned, norm)
+            event = NormRead(norm, view, None, place=("final_norm_in", call.layer))
+            call.final.append(event)
+            self._measurer.norm_input(call, event, norm, view, kwargs.get("mean_square"))
+            self._gradients.watch(found[0], event, call, turned, norm)
+            event.x = None
             call.last_out = None
-
-    def _watch_gradient(self, x: Tensor, place: Place, call: Call | None) -> None:
-        if not self._gradient or call is None or place[0] not in GRADIENT_SITES or not x.requires_grad:
-            return
-        place = (GRADIENT_SITES[place[0]], place[1])
-        if (
-            in_backward() and place in call.watched
-        ):  # a checkpoint hands the recomputation a tensor that has its hook already
-            return
-        call.watched.add(place)
-        if call.hooked is not None and call.hooked[0] is x:
-            call.hooked[1].append(place)
-            return
-        places = [place]
-        call.hooked = (x, places)
-
-        def reduce(gradient: Tensor) -> None:
-            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                norms = torch.linalg.vector_norm(at_least_float32(gradient), dim=-1) * call.loss_tokens
-            with self._lock:
-                self._arrived.append((call, places, norms.reshape(1, -1), gradient.shape[-1]))
-
-        x.register_hook(reduce)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -321,9 +325,13 @@ class Recorder:
         self._flush()
         kinds = self._accumulator.kinds
         if self._calls == 0:
-            raise NormlabError(
-                "nothing was recorded: call the model (and backward, for grad_* metrics) inside record()"
-            )
+            why = "call the model (and backward, for grad_* metrics) inside record()"
+            if self._idle_calls:
+                first = self.sites.blocks[0].name
+                why = f"the model ran, but no block like {first!r} did: take another stack from stacks(model)"
+            raise NormlabError(f"nothing was recorded: {why}")
+        if not kinds and self.absent:
+            raise NormlabError(f"nothing could be measured: {next(iter(self.absent.values()))}")
         if self._gradient and "gradient" not in kinds:
             raise NormlabError(
                 "grad_* metrics were asked for but no backward pass ran: call loss.backward() or rec.backward(loss)"
@@ -331,6 +339,7 @@ class Recorder:
         moments, arrays = self._accumulator.results()
         names = tuple(metric.name for metric in self.metrics)
         about = manifest(self.sites, self.metrics, self._accumulator.masks, self._calls)
+        about |= {"layers": self._layers, "absent": dict(self.absent)}
         if self._gradient:
             about["loss_tokens"] = float(self._loss_labels)
         return LayerStats(moments, names, about, step, arrays)
@@ -339,56 +348,13 @@ class Recorder:
         """Merge what finished calls measured, and the gradients that have arrived, into the running statistics."""
         with self._lock:
             calls, self._finished = self._finished, []
-            arrived, self._arrived = self._arrived, []
             for call in calls:
                 self._accumulator.add(call, call.values)
                 self._accumulator.add_arrays(call.arrays)
-                self._loss_labels = self._loss_labels + call.loss_tokens
+                if self._gradient and call.loss_tokens is not None:
+                    self._loss_labels = self._loss_labels + call.loss_tokens
+                self.absent |= call.absent
                 call.values, call.arrays = [], []
-            for call in dict.fromkeys(item[0] for item in arrived):
-                items = [(p, norms, width) for c, places, norms, width in arrived if c is call for p in places]
-                self._accumulator.add(call, [("gradient", place, norms, width) for place, norms, width in items])
-
-
-def record(
-    model: nn.Module | Sites,
-    metrics: Sequence[str] | None = None,
-    *,
-    loss_tokens: LossTokens = None,
-    masks: Sequence[str] = tuple(MASKS),
-) -> Recorder:
-    """Measure a model's layers while it runs.
-
-        with record(model, metrics=["token_l2_mean", "grad_l2_mean"]) as rec:
-            loss = model(**batch).loss
-            rec.backward(loss)              # or loss.backward(), in training
-        table = rec.stats().to_pandas()     # site, layer, metric, mask, value
-
-    Sites (h_l = output of block l): `block_out` layer 0 = the tensor that enters block 1, 1..L = h_l; `attn_norm_in`,
-    `mlp_norm_in` (see `normlab.probes.roles`); `final_norm_in` (layer L); `attn`, `mlp`, `block` for what the branches
-    add. Gradients: `block_in_grad` layer l = dLoss/dh_{l-1}; `attn_norm_in_grad`, `mlp_norm_in_grad`,
-    `final_norm_in_grad` with respect to the tensor that enters the norm (its whole gradient, the residual path
-    included), for the loss *summed* over labels: the gradient that arrives is multiplied by `loss_tokens`.
-
-    Args:
-        model: a module, or `sites(model, ...)` when its parts had to be told. Of a compiled model the original modules
-            are run, uncompiled, inside the context, because compiled code ignores new hooks.
-        metrics: names from `METRICS`; default: the cheap activation metrics.
-        loss_tokens: how many labels the loss averages over: a number, or a function of the call's `CallInputs`.
-            Default: counted from the model's `labels` (or `num_items_in_batch`) argument. 1 for a loss that is a sum
-            already; for a scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
-        masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
-
-    Only whole forward passes count: one that raises leaves no trace. The model's outputs are bit-identical, its own
-    hooks untouched. Metrics that do not apply (saturation without a tanh norm ...) have no rows; the manifest lists
-    them as absent.
-
-    Raises:
-        NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a
-        backward.
-    """
-    unknown = [mask for mask in masks if mask not in MASKS]
-    if unknown or not masks:
-        raise NormlabError(f"unknown masks {list(masks)!r}: choose from {', '.join(MASKS)}")
-    where = model if isinstance(model, Sites) else sites(model)
-    return Recorder(where, resolve_metrics(metrics), loss_tokens, masks)
+        for call, items in self._gradients.take():
+            with self._lock:
+                self._accumulator.add(call, items)

@@ -1,28 +1,41 @@
-"""Where to measure: blocks, their attention and MLP, and norms, found in any model by structure.
+"""Where to measure: blocks, their branches and norms, found in any model by structure.
 
 `sites(model)` looks for the module list that holds the residual stack, and inside each block for its norms (modules
-that hold vectors and scalars but no matrix), its attention and its MLP. Roles that depend on what runs when (does a
-norm feed attention, or does it follow attention's residual sum?) are decided while the model runs, in
-`normlab.probes.roles`.
+that hold vectors and scalars but no matrix) and its branches (attention, cross-attention, mixers, MLP); `stacks(model)`
+gives every stack, an encoder's and a decoder's for instance. What a branch adds and which norm is which is decided and
+checked while the model runs, in `normlab.probes.roles`.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from normlab.errors import NormlabError
+from normlab.probes.structure import (
+    Branch,
+    branches_of,
+    has_matrix,
+    is_norm,
+    norms_below,
+    parts_of,
+    shell_content,
+    stacks_of,
+)
+
+__all__ = ["Block", "Sites", "has_matrix", "is_norm", "shell_content", "sites", "stacks"]
 
 SECOND_STACK_SHARE = 0.1  # a second stack with this share of the first one's parameters makes the choice ambiguous
 
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block. `index` counts from 1; the output of `attention` and of `mlp` is what each adds to the
-    residual stream."""
+    """One residual block. `index` counts from 1; `attention` and `mlp` are the modules whose output is added to the
+    residual stream, as far as structure tells; `norms` those that stand beside them and `inner_norms` those inside
+    them, which count where they read the stream."""
 
     index: int
     name: str
@@ -30,6 +43,8 @@ class Block:
     attention: nn.Module | None = None
     mlp: nn.Module | None = None
     norms: tuple[nn.Module, ...] = ()
+    branches: tuple[Branch, ...] = ()
+    inner_norms: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,8 @@ class Sites:
         lines = [f"{self.depth} blocks"]
         for block in dict.fromkeys((self.blocks[0], self.blocks[-1])):
             parts = [f"attention {self.names.get(block.attention, '-')}", f"mlp {self.names.get(block.mlp, '-')}"]
+            others = [branch for branch in block.branches if branch.kind in ("cross", "mixer")]
+            parts += [f"{branch.kind} {self.names.get(branch.module, branch.name)}" for branch in others]
             parts += [f"norm {self.names[norm]}" for norm in block.norms]
             lines.append(f"  block {block.index} {block.name}: " + ", ".join(parts))
         lines += [f"  outside: norm {self.names[norm]}" for norm in self.outer_norms]
@@ -91,9 +108,9 @@ def sites(
             structure suggests.
 
     Raises:
-        NormlabError: no stack of blocks was found, or several (the message names likely candidates).
+        NormlabError: no stack of blocks was found, or several (the message names likely candidates; `stacks(model)`
+        gives them all).
     """
-    names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
     if blocks is None:
         chosen = _find_stack(model)
     elif isinstance(blocks, str):
@@ -102,29 +119,73 @@ def sites(
             raise NormlabError(f"no module is named like {blocks!r}: {_candidates(model)}")
     else:
         chosen = list(blocks)
-        if not chosen or any(module not in names for module in chosen):
+        if not chosen or any(module not in set(model.modules()) for module in chosen):
             raise NormlabError("`blocks` must be a non-empty list of modules that belong to the model")
+    return _sites(model, chosen, attention, mlp, norms)
+
+
+def stacks(model: nn.Module) -> dict[str, Sites]:
+    """The sites of every stack of residual blocks of `model` by the stack's name, the largest first: an encoder's and a
+    decoder's, a vision tower's and a language model's. Record one with `record(stacks(model)["decoder.block"])`; two
+    recordings may run at once.
+
+    Raises:
+        NormlabError: no stack of blocks was found.
+    """
+    found = {name: [module for _, module in pairs] for name, pairs in stacks_of(model).items()}
+    if not found:
+        raise NormlabError(f"no stack of blocks was found in {type(model).__name__}: {_candidates(model)}")
+    return {name: _sites(model, chosen, None, None, None) for name, chosen in found.items()}
+
+
+def _sites(
+    model: nn.Module,
+    chosen: list[nn.Module],
+    attention: str | None,
+    mlp: str | None,
+    norms: Sequence[str] | None,
+) -> Sites:
+    names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
     found = []
     for index, module in enumerate(chosen, start=1):
-        block = _block(index, names[module], module)
-        told_norms = block.norms if norms is None else tuple(_inside(block, name) for name in norms)
-        told_attention = block.attention if attention is None else _inside(block, attention)
-        found.append(
-            Block(
-                index, block.name, module, told_attention, block.mlp if mlp is None else _inside(block, mlp), told_norms
-            )
-        )
+        told = {kind: _inside(module, names, name) for kind, name in (("attn", attention), ("mlp", mlp)) if name}
+        inner = None if norms is None else [_inside(module, names, n) for n in norms]
+        found.append(_block(index, names[module], module, told, inner))
     inside = {module for block in chosen for module in block.modules()}
-    outer = tuple(module for module in _norms_below(model) if module not in inside)
+    outer = tuple(module for module in norms_below(model) if module not in inside)
     return Sites(tuple(found), outer, _ancestors(model, names[chosen[0]]), names)
 
 
-def _inside(block: Block, name: str) -> nn.Module:
+def _block(
+    index: int, name: str, module: nn.Module, told: dict[str, nn.Module], told_norms: list[nn.Module] | None
+) -> Block:
+    known = set(told.values())
+    branches = [b for b in branches_of(module) if b.kind not in told and not {b.module, b.whole} & known]
+    branches += [Branch(kind, kind, part, part) for kind, part in told.items()]
+    direct = [part for _, part in parts_of(module) if is_norm(part)]
+    split = [norm for b in branches if b.module is not b.whole for norm in norms_below(b.whole)]
+    adding = {norm for b in branches for norm in norms_below(b.module)}
+    norms = [*direct, *(norm for norm in split if norm not in adding)] if told_norms is None else told_norms
+    inner = [norm for norm in norms_below(module) if norm not in norms] if told_norms is None else []
+    first = {kind: [b.module for b in branches if b.kind == kind] for kind in ("attn", "mlp")}
+    return Block(
+        index,
+        name,
+        module,
+        first["attn"][0] if first["attn"] else None,
+        first["mlp"][-1] if first["mlp"] else None,  # a bare MLP ends in its down projection
+        tuple(norms),
+        tuple(branches),
+        tuple(inner),
+    )
+
+
+def _inside(block: nn.Module, names: dict[nn.Module | None, str], name: str) -> nn.Module:
     try:
-        return block.module.get_submodule(name)
+        return block.get_submodule(name)
     except AttributeError as error:
-        known = ", ".join(child for child, _ in block.module.named_children())
-        raise NormlabError(f"block {block.name} has no module {name!r}: it has {known}") from error
+        known = ", ".join(child for child, _ in block.named_children())
+        raise NormlabError(f"block {names[block]} has no module {name!r}: it has {known}") from error
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -132,122 +193,29 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-# -- what a module is, by what it holds ------------------------------------------------------------------------------
-
-
-def has_matrix(module: nn.Module) -> bool:
-    """True when the module or one below it holds a weight of two dimensions or more."""
-    return any(parameter.ndim >= 2 for parameter in module.parameters())
-
-
-def shell_content(module: nn.Module) -> nn.Module | None:
-    """The one child that a wrapper wraps (it has no parameter of its own and a single child that does), or None."""
-    if any(True for _ in module.parameters(recurse=False)):
-        return None
-    bearing = [child for child in module.children() if any(True for _ in child.parameters()) or is_norm(child)]
-    return bearing[0] if len(bearing) == 1 else None
-
-
-def is_norm(module: nn.Module) -> bool:
-    """True for a module that holds vectors or scalars and no matrix (RMSNorm, LayerNorm, DyT ...), a parameter-free
-    LayerNorm, or a wrapper around one of these. Per-channel scales (`LayerScale`) normalise nothing and are left
-    out."""
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return True
-    name = type(module).__name__.lower()
-    if any(True for _ in module.children()):
-        content = shell_content(module)
-        return content is not None and is_norm(content)
-    parameters = list(module.parameters(recurse=False))
-    if not parameters:
-        return "norm" in name
-    return all(parameter.ndim <= 1 for parameter in parameters) and "scale" not in name.replace("scalenorm", "")
-
-
-def _norms_below(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if is_norm(child):
-            yield child
-        else:
-            yield from _norms_below(child)
-
-
-def _is_attention(name: str, module: nn.Module) -> bool:
-    """Attention is told by the word, in the attribute or the class: no shape tells it from a gated MLP."""
-    words = (name + " " + type(module).__name__).lower()
-    return "attn" in words or "attention" in words
-
-
-def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The named parts of a block, looking through wrappers and lists."""
-    content = shell_content(module)
-    if content is not None and not is_norm(module) and any(True for _ in content.children()):
-        return _parts(content)
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in module.named_children():
-        found += _parts(child) if isinstance(child, nn.ModuleList) and not is_norm(child) else [(name, child)]
-    return found
-
-
-def _split_branch(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """A branch that contains the norm of its own residual sum (BERT, T5) as (what it adds, its norms); else itself and
-    no norm.
-
-    Such a norm stands beside exactly one module with a matrix; a query or key norm stands beside several.
-    """
-    for below in module.modules():
-        beside = [child for _, child in _parts(below) if has_matrix(child)]
-        own = [child for _, child in _parts(below) if is_norm(child)]
-        if own and len(beside) == 1 and below is not beside[0] and shell_content(below) is None:
-            return beside[0], own
-    return module, []
-
-
-def _block(index: int, name: str, module: nn.Module) -> Block:
-    parts = _parts(module)
-    norms = [child for _, child in parts if is_norm(child)]
-    working = [(child_name, child) for child_name, child in parts if not is_norm(child) and has_matrix(child)]
-    branches: dict[str, nn.Module | None] = {"attention": None, "mlp": None}
-    for kind in branches:
-        of_kind = [child for child_name, child in working if _is_attention(child_name, child) == (kind == "attention")]
-        if of_kind:
-            chosen = (
-                of_kind[0] if kind == "attention" else of_kind[-1]
-            )  # cross-attention follows; a bare MLP ends in its down projection
-            branches[kind], own = _split_branch(chosen)
-            norms += own
-    return Block(index, name, module, branches["attention"], branches["mlp"], tuple(norms))
-
-
-# -- where the blocks are --------------------------------------------------------------------------------------------
-
-
-def _stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList | nn.Sequential]]:
-    """Module lists whose items all hold a matrix and have parts, outermost only, those with most parameters first."""
-    found: list[tuple[str, nn.ModuleList | nn.Sequential]] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
-            continue
-        if not all(has_matrix(item) and any(True for _ in item.children()) for item in module):
-            continue
-        if not any(name.startswith(f"{outer}.") or not outer for outer, _ in found):
-            found.append((name, module))
-    return sorted(found, key=lambda pair: -_parameters(pair[1]))
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _parameters(modules: list[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _find_stack(model: nn.Module) -> list[nn.Module]:
-    stacks = _stacks(model)
-    if not stacks:
+    found = {name: [module for _, module in pairs] for name, pairs in stacks_of(model).items()}
+    if not found:
         raise NormlabError(f"no stack of blocks was found in {type(model).__name__}: {_candidates(model)}")
-    rivals = [name for name, stack in stacks[1:] if _parameters(stack) > SECOND_STACK_SHARE * _parameters(stacks[0][1])]
+    names = list(found)
+    largest = _parameters(found[names[0]])
+    rivals = [name for name in names[1:] if _parameters(found[name]) > SECOND_STACK_SHARE * largest]
     if rivals:
-        choices = " or ".join(f"blocks='{name}.*'" for name in [stacks[0][0], *rivals])
-        raise NormlabError(f"{type(model).__name__} has several stacks of blocks: choose one with {choices}")
-    return list(stacks[0][1])
+        choices = " or ".join(f"blocks='{_pattern(model, found[name])}'" for name in [names[0], *rivals])
+        raise NormlabError(
+            f"{type(model).__name__} has several stacks of blocks: choose one with {choices}, or from stacks(model)"
+        )
+    return found[names[0]]
+
+
+def _pattern(model: nn.Module, blocks: list[nn.Module]) -> str:
+    """The pattern that names these blocks: their first name with a star for every index."""
+    name = next(name for name, module in model.named_modules() if module is blocks[0])
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _candidates(model: nn.Module) -> str:
@@ -262,6 +230,6 @@ def _ancestors(model: nn.Module, block_name: str) -> tuple[nn.Module, ...]:
     path, module = [model], model
     for part in block_name.split(".")[:-1]:
         module = getattr(module, part)
-        if not isinstance(module, nn.ModuleList):
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
             path.append(module)
     return tuple(path)

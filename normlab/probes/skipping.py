@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.probes.calls import IGNORED_LABEL
 from normlab.probes.estimates import RowMeans, Runner, hooked, interval, settled, token_kl, token_losses
-from normlab.probes.recorder import hidden_state, output_tensor, record
+from normlab.probes.hooks import hidden_state, output_tensor
+from normlab.probes.recording import record
 from normlab.probes.sites import Sites
 
 if TYPE_CHECKING:
     import pandas
 
 PARTS = ("block", "attention", "mlp")
+PART_OF = {"attn": "attention", "mlp": "mlp"}
 
 
 def _with_tensor(output: Any, x: Tensor) -> Any:
@@ -43,30 +45,32 @@ def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
 
 def branch_outputs(runner: Runner, batch: dict[str, Any]) -> dict[tuple[str, int], nn.Module]:
     """The module whose output each branch adds to the stream, by (part, layer): the branch's output norm, else the
-    branch itself."""
-    found: dict[tuple[str, int], nn.Module] = {}
-    for block in runner.sites.blocks:
-        found |= {(part, block.index): module for part in PARTS[1:] if (module := getattr(block, part)) is not None}
+    branch itself. A branch of which that was not found to be so, because its block does not add up or it returns the
+    stream with itself added, is left out."""
     with record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec, torch.no_grad():
         runner.logits(batch)
-    part_of = {"attn_out_norm_in": "attention", "mlp_out_norm_in": "mlp"}
-    for norm, (site, layer) in rec.norm_sites.items():
-        if site in part_of:
-            found[part_of[site], layer] = norm
-    return found
+    return {
+        (part, layer): module
+        for (kind, layer), (module, form) in rec.branches.items()
+        if form != "contained" and (part := PART_OF.get(kind))
+    }
 
 
-def _plans(runner: Runner, batch: dict[str, Any], parts: Sequence[str], span: int) -> dict[tuple[str, int], list]:
+def _plans(
+    runner: Runner, batch: dict[str, Any], parts: Sequence[str], span: int, layers: Sequence[int] | None
+) -> dict[tuple[str, int], list]:
     plans: dict[tuple[str, int], list] = {}
     outputs = branch_outputs(runner, batch) if set(parts) - {"block"} else {}
     blocks = runner.sites.blocks
     for part in parts:
         for first in range(1, runner.sites.depth - span + 2):
-            layers = range(first, first + span)
+            if layers is not None and first not in layers:
+                continue
+            skipped = range(first, first + span)
             if part == "block":
-                plans[part, first] = [(blocks[layer - 1].module, return_input) for layer in layers]
-            elif all((part, layer) in outputs for layer in layers):
-                plans[part, first] = [(outputs[part, layer], return_zero) for layer in layers]
+                plans[part, first] = [(blocks[layer - 1].module, return_input) for layer in skipped]
+            elif all((part, layer) in outputs for layer in skipped):
+                plans[part, first] = [(outputs[part, layer], return_zero) for layer in skipped]
     if not plans:
         raise NormlabError(
             f"there is nothing to skip: {runner.sites.depth} blocks, span {span}, parts {', '.join(parts)}"
@@ -81,6 +85,7 @@ def skip_sensitivity(
     *,
     parts: Sequence[str] = ("block",),
     span: int = 1,
+    layers: Sequence[int] | None = None,
     standard_error: float | None = None,
     progress: bool = True,
 ) -> pandas.DataFrame:
@@ -92,6 +97,7 @@ def skip_sensitivity(
         batches: dicts of the model's arguments; `labels` are used when given (-100 = none), else the next token.
         parts: some of "block", "attention", "mlp".
         span: skip this many consecutive ones; the row's `layer` is the first.
+        layers: skip only at these (first) layers; default: at all.
         standard_error: stop early once every `skip_delta_loss` has at most this standard error.
         progress: show a progress bar.
 
@@ -112,7 +118,7 @@ def skip_sensitivity(
     plans: dict[tuple[str, int], list] = {}
     with runner.evaluating():
         for batch in runner:
-            plans = plans or _plans(runner, batch, parts, span)
+            plans = plans or _plans(runner, batch, parts, span, layers)
             labels = runner.labels(batch)
             whole = runner.logits(batch)
             base, counted = token_losses(whole, labels), labels != IGNORED_LABEL

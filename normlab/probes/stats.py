@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -193,18 +193,24 @@ class LayerStats:
             merged = merged.merge(part)
         return merged
 
-    def plot(self, metric: str, mask: str = "all") -> plotly.graph_objects.Figure:
-        """The metric against layer, one line a site (`normlab.figures.layers.layer_figure`).
+    def plot(
+        self, metric: str | None = None, mask: str = "all", kind: Literal["line", "heatmap"] = "line"
+    ) -> plotly.graph_objects.Figure:
+        """The metric against layer, one line a site (`normlab.figures.layers.layer_figure`); or a heat map of it, or of
+        all metrics, with a row a site (`normlab.figures.heatmap.layer_heatmap`).
 
         Figures stand above probes, so they are found by name, as pandas finds what draws its plots.
         """
-        if metric not in self.metrics:
+        if kind not in ("line", "heatmap"):
+            raise NormlabError(f"unknown kind {kind!r}: choose from line, heatmap")
+        if metric not in self.metrics and not (metric is None and kind == "heatmap"):
             raise NormlabError(f"{metric!r} was not recorded: choose from {', '.join(self.metrics)}")
         try:
-            layers = importlib.import_module("normlab.figures.layers")
+            module = importlib.import_module("normlab.figures." + ("layers" if kind == "line" else "heatmap"))
         except ImportError as error:
             raise NormlabError("plots need plotly: pip install 'normlab[notebooks]'") from error
-        figure: plotly.graph_objects.Figure = layers.layer_figure(self.to_pandas(), metric, mask)
+        draw = module.layer_figure if kind == "line" else module.layer_heatmap
+        figure: plotly.graph_objects.Figure = draw(self.to_pandas(), metric, mask)
         return figure
 
     def save(self, path: str | Path) -> Path:

@@ -1,10 +1,11 @@
 """Training: a corpus, one run, many runs.
 
-config.py     TrainConfig, what decides a run's numbers
-corpus.py     load_corpus: text as packed blocks of token ids; stdlib.py: the default text
-trainer.py    train: one run; callbacks.py: what is measured on the way
-background.py BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
-presets.py    PRESETS: sweeps as data
-sweep.py      sweep: many runs; workers.py: several at once
-bench.py      whole training steps against each other
+fields.py       a field of a configuration, said once: default, range, meaning
+corpus.py       load_corpus: text as packed blocks of token ids; stdlib.py and english.py: texts at hand
+config.py       TrainConfig, what decides a run's numbers
+batches.py      which blocks a run trains on, in which order
+trainer.py      train: one run; callbacks.py: what is measured on the way; experiments.py: what is measured at its end
+background.py   BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
+presets.py      PRESETS: sweeps as data
+sweep.py        sweep: many runs; workers.py: several at once; plan.py: what a sweep will do and how long it takes
 """

@@ -1,31 +1,35 @@
 """A run that trains in a process of its own while this process goes on: watched, paused, continued, stopped.
 
-`BackgroundRun(config, out)`   the run of `normlab.train(config, out)`, as a process that tells what it measures
+`BackgroundRun(config, out)`   the run of `normlab.train(config, out)`, as the command `normlab train --follow`
+`train_followed(config, out)`  what that command does
 
-The process sends every step's measurements and takes commands between two steps, so it is never interrupted inside one.
-Pausing keeps it, asleep; stopping writes a checkpoint and ends it; ended in any other way, it leaves its last whole
-checkpoint. It ends when this process ends, and what interrupts this process (Ctrl-C, a notebook's stop button) does not
-reach it.
+The process writes what every step measured to its standard output, as lines of JSON, and takes the commands `pause`,
+`train` and `stop` from its standard input between two steps, so it is never interrupted inside one. Pausing keeps it,
+asleep; stopping writes a checkpoint and ends it; ended in any other way, it leaves its last whole checkpoint. It ends
+when its standard input does, thus when this process ends, and has a session of its own, so that what interrupts this
+process (Ctrl-C, a notebook's stop button) does not reach it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
+import queue
 import signal
 import sys
+import tempfile
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any, ClassVar
 
 from normlab import runs
-from normlab.errors import NormlabError
+from normlab.errors import in_one_line
 from normlab.training.config import TrainConfig
-from normlab.training.workers import end_with_parent
 
 READY, STARTING, TRAINING, PAUSED, STOPPED, FAILED = "ready", "starting", "training", "paused", "stopped", "failed"
 LIVE = (STARTING, TRAINING, PAUSED)
@@ -52,7 +56,6 @@ class BackgroundRun:
         levels: losses of models that only count, by their metrics' names, once they are known.
     """
 
-    _context: ClassVar[Any] = multiprocessing.get_context("spawn")  # a fork would copy locks that threads hold
     # Weak: a live one is held by its listener's thread, an ended one is its owner's.
     _running: ClassVar[weakref.WeakValueDictionary[Path, BackgroundRun]] = weakref.WeakValueDictionary()
 
@@ -72,8 +75,7 @@ class BackgroundRun:
         self._condition = threading.Condition(threading.RLock())
         self._points: dict[Place, list[Point]] = defaultdict(list)
         self._process: Any = None  # until the listener has seen it end
-        self._stopping = False  # it was told to stop and obeys nothing else any more
-        self._pipe: Any = None
+        self._stopping = False  # it was sent "stop" and obeys nothing else any more
         self._listener: threading.Thread | None = None
 
     # --- commands ---
@@ -159,7 +161,7 @@ class BackgroundRun:
         with self._condition:
             if self.live:
                 with contextlib.suppress(OSError):  # it ended just now; the listener says how
-                    self._pipe.send(command)
+                    print(command, file=self._process.stdin, flush=True)
 
     def _replace_other(self) -> None:
         """A cell that is run again makes a second object for the same run: the first gives way, at a checkpoint."""
@@ -173,161 +175,128 @@ class BackgroundRun:
         self._running[key] = self
 
     def _spawn(self) -> None:
-        pipe, theirs = self._context.Pipe()
-        arguments = (self.config, str(self.out), str(self.cache_dir) if self.cache_dir is not None else None, theirs)
-        process = self._context.Process(target=_work, args=arguments, name=self.config.run_id, daemon=True)
-        with _interrupts_kept():
-            process.start()
-        theirs.close()  # so that reading from ours ends when the process does
-        self._process, self._pipe = process, pipe
-        self._listener = threading.Thread(target=self._listen, args=(process, pipe), daemon=True)
+        command = [sys.executable, "-m", "normlab", "train", "--follow", *self.config.to_arguments()]
+        command += ["--out", str(self.out)] + ([] if self.cache_dir is None else ["--cache-dir", str(self.cache_dir)])
+        # What can be imported here can be imported there.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  (the listener closes it)
+        self._process = Popen(
+            command, stdin=PIPE, stdout=PIPE, stderr=errors, text=True, env=environment, start_new_session=True
+        )
+        self._listener = threading.Thread(target=self._listen, args=(self._process, errors), daemon=True)
         self._listener.start()
 
-    def _listen(self, process: Any, pipe: Any) -> None:
+    def _listen(self, process: Any, errors: Any) -> None:
         try:
-            while (message := _received(pipe)) is not None:
-                self._heard(*message)
+            for line in process.stdout:
+                self._receive(json.loads(line))
                 self._changed()
         except Exception as error:
-            self._heard("failed", _in_one_line(error))
+            self._end(FAILED, in_one_line(error))
             process.terminate()
         finally:
-            with self._condition:
-                pipe.close()  # a process that still wants to tell something ends, rather than wait for a reader
-            process.join()
-            with self._condition:
+            process.stdout.close()  # a process that still wants to write ends, rather than wait for a reader
+            code = process.wait()
+            with self._condition, errors:
                 self._process = None
-                self._heard("failed", _how_it_ended(process.exitcode))
+                self._end(FAILED, _how_it_ended(code, errors))
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
         self._changed()
 
-    def _heard(self, what: str, *rest: Any) -> None:
+    def _receive(self, message: Mapping[str, Any]) -> None:
         """Take in a message, unless the end is known already."""
         with self._condition:
             if self.live:
-                getattr(self, f"_heard_{what}")(*rest)
+                if "levels" in message:
+                    self.levels = message["levels"]
+                if message.get("first"):
+                    self._points.clear()  # a run that goes on sends what it had measured at its checkpoint
+                if "rows" in message:
+                    self.step = message["step"]
+                    self._add(map(runs.Row._make, message["rows"]))
+                self.state = message.get("state", self.state)
+                if "ended" in message:
+                    self._show_finished(runs.read_run(message["ended"]))
             self._condition.notify_all()
 
-    def _heard_corpus(self, levels: dict[str, float]) -> None:
-        self.levels = levels
+    def _end(self, state: str, reason: str) -> None:
+        with self._condition:
+            if self.live:
+                self.state, self.reason = state, reason
+            self._condition.notify_all()
 
-    def _heard_began(self, step: int, rows: list[tuple]) -> None:
-        self._points.clear()  # a run that goes on sends what it had measured at its checkpoint
-        self._heard_step(step, rows)
+    def _add(self, rows: Any) -> None:
+        for row in rows:
+            self._points[row.split, row.site, row.metric, row.mask].append((row.step, row.layer, row.value))
 
-    def _heard_step(self, step: int, rows: list[tuple]) -> None:
-        self.state, self.step = TRAINING, step
-        for at, _, split, site, layer, metric, mask, value in rows:
-            self._points[split, site, metric, mask].append((at, layer, value))
-
-    def _heard_paused(self) -> None:
-        self.state = PAUSED
-
-    def _heard_training(self) -> None:
-        self.state = TRAINING
-
-    def _heard_stopped(self) -> None:
-        self.state = STOPPED
-
-    def _heard_failed(self, reason: str) -> None:
-        self.state, self.reason = FAILED, reason
-
-    def _heard_ended(self, path: str) -> None:
+    def _show_finished(self, run: runs.Run) -> None:
         """What is shown of an ended run is what is on disk."""
-        import pandas as pd
-
-        self.run = runs.read_run(path)
-        frame = self.run.table()
+        self.run, self.state = run, run.status
+        rows = list(runs.rows_of(run.table()))
         self._points.clear()
-        columns = ["split", "site", "metric", "mask", "step", "layer", "value"]
-        for split, site, metric, mask, step, layer, value in frame[columns].itertuples(index=False, name=None):
-            at = int(layer) if pd.notna(layer) else None
-            self._points[split, site, metric, mask].append((int(step), at, float(value)))
-        ends = frame[frame["metric"].isin(["unigram_entropy", *runs.COUNT_LOSSES])]
-        self.levels = dict(zip(ends["metric"], ends["value"].astype(float), strict=True))
-        self.state, self.step = self.run.status, int(frame["step"].max())
+        self._add(rows)
+        self.step = max(row.step for row in rows)
+        self.levels = {row.metric: row.value for row in rows if row.metric in ("unigram_entropy", *runs.COUNT_LOSSES)}
 
 
-def _received(pipe: Any) -> tuple | None:
-    """The next message; None once the process is gone."""
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):
-        return None
-
-
-def _in_one_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, NormlabError) else f"{type(error).__name__}: {line}"
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is not None and code < 0:
+def _how_it_ended(code: int, errors: Any) -> str:
+    if code < 0:
         return f"its process was killed (exit code {code}), perhaps for lack of memory"
-    return f"its process ended with exit code {code}; its error output says why"
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("normlab: error: ") if lines else f"its process ended with exit code {code}"
 
 
-@contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """A process started here never sees SIGINT: a signal mask is inherited, from the first instant on. Jupyter sends
-    the interrupt of a cell to the kernel's children too."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows, where Jupyter interrupts the kernel alone
-        yield
-        return
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # starting it later, before the process, would let SIGINT through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+# --- in the process ---
 
 
-def _work(config: TrainConfig, out: str, cache_dir: str | None, pipe: Any) -> None:
-    """What the process does."""
-    end_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is being written is tidied up
-    if hasattr(os, "nice"):
-        os.nice(5)  # cells of the notebook come first
-    try:
-        pipe.send(_trained(config, out, cache_dir, pipe))
-    except Exception as error:
-        with contextlib.suppress(OSError):  # nobody watches any more
-            pipe.send(("failed", _in_one_line(error)))
-
-
-def _trained(config: TrainConfig, out: str, cache_dir: str | None, pipe: Any) -> tuple:
-    """Train, and return the last message: how it ended."""
+def train_followed(config: TrainConfig, out: str | Path, cache_dir: str | Path | None = None) -> None:
+    """Train as `normlab.train` does, with the commands and messages that the head of this file names."""
     from normlab.training.callbacks import RunStopped
     from normlab.training.corpus import corpus_of
     from normlab.training.trainer import train
 
-    corpus = corpus_of(config, cache_dir)
-    counted = corpus.count_losses(config.eval_blocks, config.held_out)
-    pipe.send(("corpus", {"unigram_entropy": corpus.unigram_entropy, **counted}))
-    try:
-        run = train(config, out, cache_dir=cache_dir, progress=False, watch=_Watcher(pipe))
-    except RunStopped:
-        return ("stopped",)
-    return ("ended", str(run.path))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is being written is tidied up
+    if hasattr(os, "nice"):
+        os.nice(5)  # cells of the notebook come first
+    follower = _Follower(sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):  # what anything else prints is no message
+        corpus = corpus_of(config, cache_dir)
+        counted = corpus.count_losses(config.eval_blocks, config.held_out)
+        follower.send(levels={"unigram_entropy": corpus.unigram_entropy, **counted})
+        try:
+            run = train(config, out, cache_dir=cache_dir, progress=False, watch=follower)
+            follower.send(ended=str(run.path))
+        except RunStopped:
+            follower.send(state=STOPPED)
 
 
-class _Watcher:
+class _Follower:
     """Sends each step's rows and obeys the commands that have come in meanwhile."""
 
-    def __init__(self, pipe: Any) -> None:
-        self.pipe = pipe
-        self.what = "began"
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.first = stream, True
+        self.commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read_commands, daemon=True).start()
 
-    def __call__(self, step: int, rows: list[tuple]) -> bool:
-        self.pipe.send((self.what, step, rows))
-        self.what = "step"
-        paused = False
-        while paused or self.pipe.poll():
-            command = self.pipe.recv()
+    def _read_commands(self) -> None:
+        while data := os.read(0, 4096):  # not sys.stdin, whose lock would be held while the interpreter ends
+            for command in data.decode().split():
+                self.commands.put(command)
+        os._exit(1)  # whoever followed is gone
+
+    def send(self, **message: Any) -> None:
+        print(json.dumps(message), file=self.stream, flush=True)
+
+    def __call__(self, step: int, rows: list[runs.Row]) -> bool:
+        self.send(step=step, rows=rows, state=TRAINING, first=self.first)
+        self.first = paused = False
+        while paused or not self.commands.empty():
+            command = self.commands.get()
             if command == "stop":
                 return False
             if paused != (command == "pause"):
                 paused = not paused
-                self.pipe.send(("paused" if paused else "training",))
+                self.send(state=PAUSED if paused else TRAINING)
         return True

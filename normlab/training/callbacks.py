@@ -2,6 +2,7 @@
 
 `RunLog`            the run's measurements, one row a value; lives in the checkpoint, so that a resumed run is cut back
                     to it
+`SchemeCallback`    what the scheme does in training: schedules, and what it makes of the weights after a step
 `RefreshCallback`   recomputes the carried statistic's constant on schedule and after the last step
 `ProbeCallback`     layer statistics on a fixed held-out batch
 `EvalCallback`      held-out loss
@@ -24,15 +25,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 from transformers import TrainerCallback
 
 from normlab.models import NormlabForCausalLM
-from normlab.runs import stats_frame
+from normlab.runs import Row, rows_of, stats_frame
 
 # Is shown the number of steps done and the rows logged since the last time; returns whether to go on.
-Watch = Callable[[int, list[tuple]], bool]
+Watch = Callable[[int, list[Row]], bool]
 
 
 class RunLog:
@@ -40,7 +42,7 @@ class RunLog:
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
-        self.rows: list[tuple] = []
+        self.rows: list[Row] = []
 
     def add(
         self,
@@ -52,20 +54,19 @@ class RunLog:
         layer: Any = None,
         mask: str = "all",
     ) -> None:
-        self.rows.append((step, step * self.tokens_per_step, split, site, layer, metric, mask, float(value)))
+        at = None if pd.isna(layer) else int(layer)
+        self.rows.append(Row(step, step * self.tokens_per_step, split, site, at, metric, mask, float(value)))
 
     def frame(self) -> Any:
         return stats_frame(self.rows)
 
     def restore(self, path: Path) -> None:
         """Go back to the rows that a checkpoint holds."""
-        import pandas as pd
-
-        frame = pd.read_parquet(path)
-        self.rows = [tuple(None if value is pd.NA else value for value in row) for row in frame.itertuples(index=False)]
+        self.rows = list(rows_of(pd.read_parquet(path)))
 
     def last(self, metric: str, split: str) -> float | None:
-        found = (row[-1] for row in reversed(self.rows) if row[5] == metric and row[2] == split)
+        """The value measured last; None where there is none."""
+        found = (row.value for row in reversed(self.rows) if (row.metric, row.split) == (metric, split))
         return next(found, None)
 
 
@@ -91,6 +92,16 @@ class _Scheduled(TrainerCallback, ABC):
 
     @abstractmethod
     def act(self, model: nn.Module, step: int) -> None: ...
+
+
+class SchemeCallback(TrainerCallback):
+    """Tells the model how far training is, and lets its scheme act after each optimizer step."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        cast(NormlabForCausalLM, model).set_schedules(state.global_step, state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        cast(NormlabForCausalLM, model).after_step(state.global_step, state.max_steps)
 
 
 class RefreshCallback(_Scheduled):

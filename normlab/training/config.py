@@ -5,147 +5,135 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from normlab.errors import NormlabError
+from normlab.models import NormlabConfig
+from normlab.probes import METRICS
 from normlab.schemes import DEFAULT, get_scheme
-from normlab.training.corpus import DEFAULT_CHARACTERS, DEFAULT_CORPUS, HELD_OUT
+from normlab.training.corpus import HELD_OUT, CorpusSpec
+from normlab.training.fields import (
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    at_least,
+    check,
+    described,
+    flag_of,
+    one_of,
+    require,
+    setting,
+    shared,
+)
 
-# Fields that leave the numbers as they are: not part of a run's identity. Threads change sums in the last digits only;
-# they are recorded, and a run continues only under the number of threads that it began with.
-NOT_IDENTITY = ("threads", "keep_weights", "checkpoint_every")
 HEAD_SIZE = 32
-AT_LEAST_ONE = "depth width steps batch_size probe_blocks eval_blocks log_every threads characters".split()
-NOT_NEGATIVE = "probe_every eval_every checkpoint_every weight_decay seed outlier_channels experiment_blocks".split()
-CHOICES = {"dtype": ("float32", "bfloat16"), "held_out": HELD_OUT}
 PROBE_METRICS = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis", "grad_l2_mean", "grad_l2_total")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run.
+    """One training run. NormlabError for values out of range.
 
-    scheme, depth, width: the model. heads: default width/32. kv_heads: default half of that. intermediate: default 8/3
-    width, rounded to a multiple of 32. model: further NormlabConfig fields by name (lam_input, kappa, carried, ...).
-    seed: data order and initial weights. lr: peak learning rate. steps, batch_size (blocks), block_length (tokens).
-    weight_decay, warmup (share of the steps), min_lr_ratio (end of the cosine), clip (gradient norm), beta1, beta2:
-    AdamW's recipe.
-    corpus, tokenizer, vocab_size, text_column, characters: see `normlab.training.corpus.load_corpus`.
-    outlier_channels, outlier_size: so many columns of the embeddings start at that value for every token, as massive
-    activations do in large models.
-    probe_every, probe_blocks, probe_also: layer statistics on a fixed held-out batch at step 0, every so many steps,
-    and after the last (0: never); further metrics of `normlab.probes`, comma-separated.
-    eval_every, eval_blocks: held-out loss, likewise.
-    held_out: which held-out blocks the run is measured on: "all", or "validation" or "test", the two halves of them,
-    so that what is chosen by one is reported on the other.
-    experiment_blocks: held-out blocks on which skipping, angles, Jacobians and the logit lens are measured after the
-    last step (`normlab.training.experiments`; 0: never).
-    log_every: steps that one row of the training loss averages over.
-    dtype: "float32", or "bfloat16": matrix products of training steps in bfloat16 (autocast), weights and everything
-    that is measured in float32. compile: training steps by torch.compile.
-    checkpoint_every: steps between checkpoints, 0: none. keep_weights: keep the trained model. threads: CPU threads.
-    Raises NormlabError for values out of range.
+    Equal runs are equal configurations: what is left open is filled in, what has no effect is set to its default.
     """
 
-    scheme: str = DEFAULT
-    depth: int = 16
-    width: int = 128
-    seed: int = 0
-    lr: float = 3e-3
-    steps: int = 300
-    batch_size: int = 8
-    block_length: int = 128
-    heads: int | None = None
-    kv_heads: int | None = None
-    intermediate: int | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)
-    weight_decay: float = 0.1
-    warmup: float = 0.1
-    min_lr_ratio: float = 0.1
-    clip: float = 1.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    corpus: str = DEFAULT_CORPUS
-    tokenizer: str | None = None
-    vocab_size: int = 4096
-    text_column: str = "text"
-    characters: int = DEFAULT_CHARACTERS
-    outlier_channels: int = 0
-    outlier_size: float = 1.0
-    probe_every: int = 50
-    probe_blocks: int = 8
-    probe_also: str = ""
-    eval_every: int = 100
-    eval_blocks: int = 128
-    held_out: str = "all"
-    experiment_blocks: int = 0
-    log_every: int = 1
-    dtype: str = "float32"
-    compile: bool = False
-    checkpoint_every: int = 100
-    keep_weights: bool = True
-    threads: int = 1
+    scheme: str = setting(DEFAULT, "normalization scheme, a key of normlab.SCHEMES")
+    depth: int = setting(16, "number of blocks", at_least(1))
+    width: int = setting(128, "hidden size", at_least(1))
+    seed: int = setting(0, "data order and initial weights", NOT_NEGATIVE)
+    lr: float = setting(3e-3, "peak learning rate", POSITIVE)
+    steps: int = setting(300, "optimizer steps", at_least(1))
+    batch_size: int = setting(8, "blocks a step", at_least(1))
+    block_length: int = shared(CorpusSpec, "block_length")
+    heads: int | None = setting(None, "attention heads; default width/32", at_least(1))
+    kv_heads: int | None = setting(None, "key-value heads; default half of the heads", at_least(1))
+    intermediate: int | None = setting(None, "MLP width; default 8/3 of the width, rounded to 32", at_least(1))
+    model: Mapping[str, Any] = setting(dict, "a further NormlabConfig field, such as lam_input=3.0; may be repeated")
+    weight_decay: float = setting(0.1, "AdamW's, for what the scheme decays", NOT_NEGATIVE)
+    warmup: float = setting(0.1, "share of the steps in which the learning rate rises", SHARE)
+    min_lr_ratio: float = setting(0.1, "where the cosine ends, as a share of lr", SHARE)
+    clip: float = setting(1.0, "largest gradient norm", POSITIVE)
+    beta1: float = setting(0.9, "AdamW's first moment", SHARE)
+    beta2: float = setting(0.95, "AdamW's second moment", SHARE)
+    corpus: str = shared(CorpusSpec, "corpus")
+    tokenizer: str | None = shared(CorpusSpec, "tokenizer")
+    vocab_size: int = shared(CorpusSpec, "vocab_size")
+    text_column: str = shared(CorpusSpec, "text_column")
+    characters: int = shared(CorpusSpec, "characters")
+    outlier_channels: int = setting(0, "columns of the embeddings that start large, for every token", NOT_NEGATIVE)
+    outlier_size: float = setting(1.0, "what they start at", FINITE)
+    probe_every: int = setting(50, "steps between layer statistics, first before training; 0: none", NOT_NEGATIVE)
+    probe_blocks: int = setting(8, "held-out blocks that layer statistics are taken on", at_least(1))
+    probe_also: str = setting("", "further metrics of normlab.probes to record, comma-separated")
+    eval_every: int = setting(100, "steps between held-out losses; 0: none", NOT_NEGATIVE)
+    eval_blocks: int = setting(128, "held-out blocks for the held-out loss", at_least(1))
+    # What is chosen by one half is reported on the other.
+    held_out: str = setting("all", "held-out blocks to measure on: all, validation or test", one_of(*HELD_OUT))
+    experiment_blocks: int = setting(
+        0, "held-out blocks for normlab.training.experiments, after the last step; 0: none", NOT_NEGATIVE
+    )
+    log_every: int = setting(1, "steps that one logged training loss averages over", at_least(1))
+    dtype: str = setting("float32", "of a training step's matrix products (autocast)", one_of("float32", "bfloat16"))
+    compile: bool = setting(False, "training steps by torch.compile")
+    checkpoint_every: int = setting(100, "steps between checkpoints; 0: none", NOT_NEGATIVE, identity=False)
+    keep_weights: bool = setting(True, "keep the trained model", identity=False)
+    # Threads change sums in the last digits only: a run continues only under the number that it began with.
+    threads: int = setting(1, "CPU threads", at_least(1), identity=False)
+    # These too change no more than the rounding of sums.
+    accumulate: int = setting(1, "parts that a step's blocks are computed in, one by one", at_least(1), identity=False)
+    gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass", identity=False)
+    device: str = setting("auto", "auto: a GPU where there is one", one_of("auto", "cpu", "cuda"), identity=False)
 
     def __post_init__(self) -> None:
         get_scheme(self.scheme)
-        for name in AT_LEAST_ONE:
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in NOT_NEGATIVE:
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must not be negative")
-        for name, values in CHOICES.items():
-            _require(
-                getattr(self, name) in values, f"{name} is {getattr(self, name)!r}; choose one of {', '.join(values)}"
-            )
-        for name in ("lr", "clip"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive")
-        for name in ("warmup", "min_lr_ratio", "beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"{name} is {getattr(self, name)}; it must be in [0, 1)")
-        _require(
+        check(self)
+        require(
+            self.heads is not None or self.width % HEAD_SIZE == 0,
+            f"width {self.width} is no multiple of {HEAD_SIZE}, the default head size; give the heads",
+        )
+        vars(self).update(self._filled_in())
+        heads, kv_heads = self.heads or 0, self.kv_heads or 0
+        # NormlabConfig would say so too, but only when training begins, and of Llama's fields.
+        require(self.width % heads == 0, f"{heads} heads do not divide width {self.width}")
+        require(heads % kv_heads == 0, f"{kv_heads} key-value heads do not divide {heads} heads")
+        size = self.width // heads
+        require(size % 2 == 0, f"head size {size} is odd; rotary positions need an even one")
+        require(
             self.checkpoint_every % self.log_every == 0,
             f"checkpoint_every is {self.checkpoint_every}, no multiple of log_every {self.log_every}: "
             "a resumed run would average its loss over other steps",
         )
-        _require(self.block_length >= 2, f"block_length is {self.block_length}; it must be at least 2")
-        if self.heads is None:
-            _require(
-                self.width % HEAD_SIZE == 0,
-                f"width {self.width} is no multiple of {HEAD_SIZE}, the default head size; give the heads",
-            )
-        heads = self.heads or self.width // HEAD_SIZE
-        _require(heads >= 1 and self.width % heads == 0, f"{heads} heads do not divide width {self.width}")
-        kv_heads = self.kv_heads or max(1, heads // 2)
-        _require(kv_heads >= 1 and heads % kv_heads == 0, f"{kv_heads} key-value heads do not divide {heads} heads")
-        _require(
-            (self.width // heads) % 2 == 0, f"head size {self.width // heads} is odd; rotary positions need an even one"
+        require(
+            self.batch_size % self.accumulate == 0,
+            f"accumulate is {self.accumulate}; it must divide batch_size {self.batch_size}",
         )
-        intermediate = self.intermediate or max(32, round(self.width * 8 / 3 / 32) * 32)
-        for name, value in {
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "intermediate": intermediate,
-            "model": dict(self.model),
-        }.items():
-            object.__setattr__(self, name, value)
-        _require(
+        require(
             self.outlier_channels <= self.width,
             f"outlier_channels is {self.outlier_channels}; width {self.width} has no more than {self.width}",
         )
-        _require(math.isfinite(self.outlier_size), f"outlier_size is {self.outlier_size}; it must be finite")
-        # What measures and trains the same is written the same: it is one run, with one id.
-        if not self.outlier_channels:
-            object.__setattr__(self, "outlier_size", 1.0)
-        object.__setattr__(self, "probe_also", ",".join(self._further_metrics()))
-        unknown = set(self.model) - _model_fields()
-        _require(not unknown, f"unknown model fields {', '.join(sorted(unknown))}")
+        unknown = set(self.model) - {spec.name for spec in dataclasses.fields(NormlabConfig)}
+        require(not unknown, f"unknown model fields {', '.join(sorted(unknown))}")
+
+    def _filled_in(self) -> dict[str, Any]:
+        heads = self.heads or self.width // HEAD_SIZE
+        also = {name.strip() for name in self.probe_also.split(",")} - {"", *PROBE_METRICS}
+        unknown = sorted(also - METRICS.keys())
+        require(not unknown, f"probe_also: unknown metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
+        return {
+            "heads": heads,
+            "kv_heads": self.kv_heads or max(1, heads // 2),
+            "intermediate": self.intermediate or max(32, round(self.width * 8 / 3 / 32) * 32),
+            "model": dict(self.model),
+            "outlier_size": self.outlier_size if self.outlier_channels else 1.0,
+            "probe_also": ",".join(sorted(also)),
+        }
 
     @property
     def run_id(self) -> str:
-        """A name that tells runs apart at a glance, and a hash of every field that the numbers depend on and that
-        differs from its
-        default: a field that a later version adds leaves the names of today's runs as they are."""
+        """A name that tells runs apart at a glance, and a hash of every field that numbers depend on and that differs
+        from its default: a field that a later version adds leaves the names of today's runs as they are."""
         defaults = {spec.name: spec.default for spec in dataclasses.fields(self)}
         chosen = {name: value for name, value in self.identity().items() if value != defaults[name]}
         digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
@@ -153,16 +141,7 @@ class TrainConfig:
 
     def probe_metrics(self) -> list[str]:
         """Metrics that the run records by layer: PROBE_METRICS and those of `probe_also`."""
-        return [*PROBE_METRICS, *self._further_metrics()]
-
-    def _further_metrics(self) -> list[str]:
-        """Those of `probe_also` that are not recorded anyway, each once, by name."""
-        from normlab.probes import METRICS
-
-        also = [name.strip() for name in self.probe_also.split(",") if name.strip()]
-        unknown = [name for name in also if name not in METRICS]
-        _require(not unknown, f"probe_also: unknown metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
-        return sorted(set(also) - set(PROBE_METRICS))
+        return [*PROBE_METRICS, *filter(None, self.probe_also.split(","))]
 
     @property
     def tokens_per_step(self) -> int:
@@ -172,7 +151,9 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     def identity(self) -> dict[str, Any]:
-        return {name: value for name, value in self.to_dict().items() if name not in NOT_IDENTITY}
+        """The fields that numbers depend on."""
+        own = {spec.name for spec in dataclasses.fields(self) if spec.metadata["identity"]}
+        return {name: value for name, value in self.to_dict().items() if name in own}
 
     def to_arguments(self) -> list[str]:
         """Command-line arguments of `normlab train` that give this configuration: every field that differs from its
@@ -181,12 +162,11 @@ class TrainConfig:
         always = ("depth", "width", "seed", "lr", "steps", "heads", "kv_heads", "intermediate")
         arguments = ["--scheme", self.scheme]
         for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
+            value, flag = getattr(self, spec.name), flag_of(spec.name)
             if spec.name == "scheme" or value in (None, {}) or (value == spec.default and spec.name not in always):
                 continue
-            flag = "--" + spec.name.replace("_", "-")
             if isinstance(value, bool):
-                arguments.append(flag if value else "--no-" + spec.name.replace("_", "-"))
+                arguments.append(flag if value else flag_of(f"no_{spec.name}"))
             elif isinstance(value, dict):
                 arguments += [item for key, entry in value.items() for item in (flag, f"{key}={json.dumps(entry)}")]
             else:
@@ -196,14 +176,12 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         """The inverse of `to_dict`; NormlabError for fields that this version does not know."""
-        unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
-        _require(not unknown, f"unknown training fields {', '.join(sorted(unknown))}")
+        unknown = set(values) - {spec.name for spec in dataclasses.fields(cls)}
+        require(not unknown, f"unknown training fields {', '.join(sorted(unknown))}")
         return cls(**values)
 
-    def model_config(self, vocab_size: int, eos_token_id: int) -> Any:
-        """The `NormlabConfig`: tied embeddings, eps 1e-6, context and T equal to the block length."""
-        from normlab.models import NormlabConfig
-
+    def model_config(self, vocab_size: int, eos_token_id: int) -> NormlabConfig:
+        """Tied embeddings, eps 1e-6, context and T equal to the block length; fields of `model` come last."""
         fields = {
             "scheme": self.scheme,
             "vocab_size": vocab_size,
@@ -223,24 +201,16 @@ class TrainConfig:
         return NormlabConfig(**{**fields, **self.model})
 
 
+TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n{described(TrainConfig)}\n"
+
+
 def require_same(manifest: Mapping[str, Any], config: TrainConfig, corpus: Mapping[str, Any]) -> None:
     """NormlabError naming the first difference between a finished run and what is asked for: `config` on a corpus of
     that identity."""
     there = TrainConfig.from_dict(manifest["config"]).identity() | manifest["corpus"]
     for name, value in (config.identity() | dict(corpus)).items():
-        _require(
+        require(
             there[name] == value,
             f"run {manifest['run']} has {name} {there[name]!r}, here it is {value!r}: numbers could not be compared; "
             "use another output directory or delete the run",
         )
-
-
-def _model_fields() -> set[str]:
-    from normlab.models import NormlabConfig
-
-    return {f.name for f in dataclasses.fields(NormlabConfig)}
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise NormlabError(message)

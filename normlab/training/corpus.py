@@ -1,6 +1,7 @@
 """Text in, fixed-length blocks of token ids out: one road for every corpus.
 
-`load_corpus(source)`   builds (or finds in the cache) the packed train and held-out splits
+`CorpusSpec`            which text, cut how
+`load_corpus(corpus)`   builds (or finds in the cache) the packed train and held-out splits
 `Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, and the losses of
                         models that only count
 `SOURCES`               corpora known by name, and what yields their documents
@@ -10,6 +11,10 @@ Every source becomes a streamed `datasets.IterableDataset` of documents with two
 there is one code path. A document belongs to the held-out split when a hash of its key falls into the last 5%: a file's
 path for the standard library, a work's name for `english`, the text itself for every other source, so a duplicate never
 sits in both splits and the order of reading does not matter.
+
+`datasets` reads and maps the files; packing and the cache's key are ours: its cache goes by the code that made an
+entry, ours by the text's own hash, which manifests compare; and it writes a column in pieces, where one piece can be
+mapped as one array.
 """
 
 from __future__ import annotations
@@ -20,15 +25,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 from normlab.runs import full_disk_named
 from normlab.training.english import english_documents
+from normlab.training.fields import at_least, check, described, setting
 from normlab.training.ngrams import ngram_losses
 from normlab.training.stdlib import stdlib_documents
 from normlab.training.tokens import saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
@@ -37,18 +43,44 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import PreTrainedTokenizerFast
 
-    from normlab.training.config import TrainConfig
-
 DEFAULT_CORPUS = "stdlib"
 SOURCES: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     DEFAULT_CORPUS: stdlib_documents,
     "english": english_documents,
 }
-DEFAULT_CHARACTERS = 100_000_000
 HELD_OUT_PERCENT = 5
-HELD_OUT = ("all", "validation", "test")  # which held-out blocks: every one, every second from the first, the others
+HELD_OUT = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}  # which held-out blocks: the first, and the step
 CACHE_VERSION = 2
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class CorpusSpec:
+    """Which text a run reads, and how it is cut; a `TrainConfig` has the same fields. NormlabError for a value out of
+    range.
+    """
+
+    corpus: str = setting(
+        DEFAULT_CORPUS,
+        "stdlib; english; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a folder of "
+        "them; a hub data set (name or name:configuration), read as a stream",
+    )
+    tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE")
+    vocab_size: int = setting(4096, "of the tokenizer to train")
+    block_length: int = setting(128, "tokens a block; also the context length and BHyT's T", at_least(2))
+    text_column: str = setting("text", "column that holds the text")
+    characters: int = setting(100_000_000, "read at most so much of the corpus", at_least(1))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @classmethod
+    def of(cls, config: Any) -> CorpusSpec:
+        """That of anything with the same fields."""
+        return cls(**{spec.name: getattr(config, spec.name) for spec in fields(cls)})
+
+
+CorpusSpec.__doc__ = f"{CorpusSpec.__doc__}\n{described(CorpusSpec)}\n"
 
 
 @dataclass(frozen=True)
@@ -97,7 +129,7 @@ class Corpus:
         return {"bigram_loss": float(bigram), "trigram_loss": float(trigram)}
 
     def _spread_rows(self, count: int, held_out: str) -> np.ndarray:
-        first, step = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}[held_out]
+        first, step = HELD_OUT[held_out]
         rows = np.arange(first, len(self.held_out), step)
         count = min(count, len(rows))
         return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
@@ -124,122 +156,55 @@ def default_cache_dir() -> Path:
 
 
 def load_corpus(
-    source: str = DEFAULT_CORPUS,
-    *,
-    tokenizer: str | None = None,
-    vocab_size: int = 4096,
-    block_length: int = 128,
-    text_column: str = "text",
-    characters: int = DEFAULT_CHARACTERS,
-    cache_dir: str | Path | None = None,
-    progress: bool = False,
+    corpus: str = DEFAULT_CORPUS, *, cache_dir: str | Path | None = None, progress: bool = False, **more: Any
 ) -> Corpus:
     """Read, tokenize, pack and cache a corpus; a second call with the same content maps the cached files.
 
-    source: a name in SOURCES, a local .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, a folder
-    of such files, or the name of a data set on the Hugging Face hub, read as a stream ("name" or "name:configuration").
-    tokenizer: directory or hub name of a saved tokenizer; None trains a byte-level BPE of `vocab_size` on the train
-    split.
-    characters: read at most so much text. Hub data sets are cached by name: they are not read again to see whether they
+    corpus, more: fields of `CorpusSpec`. Hub data sets are cached by name: they are not read again to see whether they
     changed. Raises NormlabError for a missing, empty, binary or too small corpus.
     """
-    source = str(source)
-    if block_length < 2:
-        raise NormlabError(f"block length is {block_length}; a block needs at least 2 tokens")
+    spec = CorpusSpec(str(corpus), **more)
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    key = _digest(
-        str(CACHE_VERSION),
-        _source_key(source),
-        tokenizer or f"bpe-{vocab_size}",
-        str(block_length),
-        text_column,
-        str(characters),
-    )
+    tokenizer = spec.tokenizer or f"bpe-{spec.vocab_size}"
+    cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
+    key = _digest(str(CACHE_VERSION), _source_key(spec.corpus), *cut)
     final = root / "corpus" / key[:20]
     if not (final / "corpus.json").is_file():
         with full_disk_named(root):
-            _build(final, source, tokenizer, vocab_size, block_length, text_column, characters, progress)
-    return _open(final, source)
+            _build(final, spec, progress)
+    return _open(final, spec.corpus)
 
 
-def corpus_of(config: TrainConfig, cache_dir: str | Path | None = None, progress: bool = False) -> Corpus:
+def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool = False) -> Corpus:
     """The corpus that a run's configuration asks for."""
-    return load_corpus(
-        config.corpus,
-        tokenizer=config.tokenizer,
-        vocab_size=config.vocab_size,
-        block_length=config.block_length,
-        text_column=config.text_column,
-        characters=config.characters,
-        cache_dir=cache_dir,
-        progress=progress,
-    )
+    return load_corpus(**asdict(CorpusSpec.of(config)), cache_dir=cache_dir, progress=progress)
 
 
 def _open(path: Path, source: str) -> Corpus:
     from datasets import Dataset
 
     facts = json.loads((path / "corpus.json").read_text())
+    length = facts.pop("block_length")
     blocks = {}
     for split in ("train", "held_out"):
         column = Dataset.from_file(str(path / f"{split}.arrow")).data.column("input_ids")
         flat = column.chunk(0).flatten().to_numpy(zero_copy_only=True)  # one chunk, as `_write_blocks` wrote it
-        blocks[split] = flat.reshape(-1, facts["block_length"])
+        blocks[split] = flat.reshape(-1, length)
     return Corpus(
-        source,
-        blocks["train"],
-        blocks["held_out"],
-        path / "tokenizer",
-        facts["vocab_size"],
-        facts["eos_token_id"],
-        facts["content_hash"],
-        facts["tokenizer_hash"],
-        facts["unigram_entropy"],
-        np.load(path / "ngram_losses.npy"),
+        **facts | {"source": source},
+        **blocks,
+        tokenizer_path=path / "tokenizer",
+        ngram_losses=np.load(path / "ngram_losses.npy"),
     )
 
 
-def _build(
-    final: Path,
-    source: str,
-    tokenizer: str | None,
-    vocab_size: int,
-    block_length: int,
-    text_column: str,
-    characters: int,
-    progress: bool,
-) -> None:
+def _build(final: Path, spec: CorpusSpec, progress: bool) -> None:
     """Build into a temporary directory beside `final` and rename it there, so that a killed build leaves no half
     cache."""
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".building-", dir=final.parent))
     try:
-        train, held_out, content_hash = _read_documents(source, text_column, characters, progress)
-        fast = saved_tokenizer(tokenizer) if tokenizer else train_tokenizer(train, vocab_size)
-        fast.save_pretrained(staging / "tokenizer")
-        tokens = {
-            "train": tokenize(train, fast, "tokenizing", progress),
-            "held_out": tokenize(held_out, fast, "tokenizing held-out text", progress),
-        }
-        for split, ids in tokens.items():
-            if len(ids) < block_length:
-                name = split.replace("_", "-")
-                raise NormlabError(
-                    f"corpus {source!r} is too small: {len(ids)} {name} tokens, one block has {block_length}"
-                )
-            _write_blocks(staging / f"{split}.arrow", ids, block_length)
-        blocks = _blocks(tokens["held_out"], block_length)
-        np.save(staging / "ngram_losses.npy", ngram_losses(tokens["train"], blocks, len(fast)))
-        facts = {
-            "source": source,
-            "block_length": block_length,
-            "vocab_size": len(fast),
-            "eos_token_id": fast.eos_token_id,
-            "content_hash": content_hash,
-            "tokenizer_hash": _digest(json.dumps(json.loads(fast.backend_tokenizer.to_str()), sort_keys=True)),
-            "unigram_entropy": unigram_entropy(tokens["train"], tokens["held_out"], len(fast)),
-        }
-        (staging / "corpus.json").write_text(json.dumps(facts, indent=1))
+        _write(staging, spec, progress)
         try:
             os.rename(staging, final)
         except OSError:  # another process built the same corpus meanwhile: both are equal, keep the first
@@ -247,6 +212,36 @@ def _build(
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
+    """The files of a cached corpus."""
+    train, held_out, content_hash = _read_documents(spec, progress)
+    tokenizer = saved_tokenizer(spec.tokenizer) if spec.tokenizer else train_tokenizer(train, spec.vocab_size)
+    tokenizer.save_pretrained(directory / "tokenizer")
+    tokens = {
+        "train": tokenize(train, tokenizer, "tokenizing", progress),
+        "held_out": tokenize(held_out, tokenizer, "tokenizing held-out text", progress),
+    }
+    for split, ids in tokens.items():
+        if len(ids) < spec.block_length:
+            raise NormlabError(
+                f"corpus {spec.corpus!r} is too small: {len(ids)} {split.replace('_', '-')} tokens, "
+                f"one block has {spec.block_length}"
+            )
+        _write_blocks(directory / f"{split}.arrow", ids, spec.block_length)
+    blocks = _blocks(tokens["held_out"], spec.block_length)
+    np.save(directory / "ngram_losses.npy", ngram_losses(tokens["train"], blocks, len(tokenizer)))
+    facts = {
+        "source": spec.corpus,
+        "block_length": spec.block_length,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "content_hash": content_hash,
+        "tokenizer_hash": _digest(json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()), sort_keys=True)),
+        "unigram_entropy": unigram_entropy(tokens["train"], tokens["held_out"], len(tokenizer)),
+    }
+    (directory / "corpus.json").write_text(json.dumps(facts, indent=1))
 
 
 # --- documents ---
@@ -272,45 +267,51 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
     return stream.map(lambda row: {"key": row[text_column], "text": row[text_column]}).select_columns(["key", "text"])
 
 
-def _read_documents(source: str, text_column: str, characters: int, progress: bool) -> tuple[list[str], list[str], str]:
+def _read_documents(spec: CorpusSpec, progress: bool) -> tuple[list[str], list[str], str]:
     """The train texts, the held-out texts, and the hash of all of them in order."""
     from tqdm import tqdm
 
-    _check_text(source)
+    _check_text(spec.corpus)
     train: list[str] = []
     held_out: list[str] = []
     content = hashlib.sha256()
-    read = 0
+    left = spec.characters
     bar = tqdm(desc="reading corpus", unit="char", unit_scale=True, disable=not progress, leave=False, delay=1)
+    with bar:
+        for key, text in _texts(spec):
+            text = text[:left]
+            content.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
+            (held_out if _is_held_out(key) else train).append(text)
+            left -= len(text)
+            bar.update(len(text))
+            if left <= 0:
+                break
+    if not train and not held_out:
+        raise NormlabError(f"corpus {spec.corpus!r} is empty: it holds no text")
+    if not train or not held_out:
+        raise NormlabError(f"corpus {spec.corpus!r} is too small to hold out {HELD_OUT_PERCENT}% of its documents")
+    return train, held_out, content.hexdigest()
+
+
+def _texts(spec: CorpusSpec) -> Iterator[tuple[str, str]]:
+    """(key, text) of every document that has text; what readers raise, as a NormlabError."""
     try:
-        with bar:
-            for document in open_documents(source, text_column):
-                text = document["text"]
-                if text is None:  # a row without text, as many data sets have
-                    continue
-                if not isinstance(text, str):
-                    raise NormlabError(f"corpus {source!r}: column {text_column!r} does not hold text")
-                if not text.strip():
-                    continue
-                text = text[: characters - read]
-                content.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
-                (held_out if _is_held_out(document["key"]) else train).append(text)
-                read += len(text)
-                bar.update(len(text))
-                if read >= characters:
-                    break
+        for document in open_documents(spec.corpus, spec.text_column):
+            text = document["text"]
+            if text is None:  # a row without text, as many data sets have
+                continue
+            if not isinstance(text, str):
+                raise NormlabError(f"corpus {spec.corpus!r}: column {spec.text_column!r} does not hold text")
+            if text.strip():
+                yield document["key"], text
     except KeyError as error:
-        raise NormlabError(f"corpus {source!r} has no column {text_column!r}; name one with --text-column") from error
+        raise NormlabError(
+            f"corpus {spec.corpus!r} has no column {spec.text_column!r}; name one with --text-column"
+        ) from error
     except NormlabError:
         raise
     except Exception as error:  # readers raise their own kinds: arrow, JSON, unicode, hub, network
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise NormlabError(f"cannot read corpus {source!r}: {reason[0]}") from error
-    if not train and not held_out:
-        raise NormlabError(f"corpus {source!r} is empty: it holds no text")
-    if not train or not held_out:
-        raise NormlabError(f"corpus {source!r} is too small to hold out {HELD_OUT_PERCENT}% of its documents")
-    return train, held_out, content.hexdigest()
+        raise NormlabError(f"cannot read corpus {spec.corpus!r}: {first_line(error)}") from error
 
 
 def _is_held_out(key: str) -> bool:

@@ -39,14 +39,11 @@ def experiments(model: NormlabForCausalLM, blocks: np.ndarray) -> pandas.DataFra
     import pandas
 
     device = next(model.parameters()).device
-    batches = [{"input_ids": torch.from_numpy(part).to(device)} for part in _parts(blocks)]
+    parts = (blocks[start : start + ROWS] for start in range(0, len(blocks), ROWS))
+    batches = [{"input_ids": torch.from_numpy(part).to(device)} for part in parts]
     rows = [row for measure in (_skipping, _deleting, _geometry, _carried) for row in measure(model, batches)]
     types = {"metric": "str", "part": "str", "layer": "Int64", "other": "Int64"}
     return pandas.DataFrame(rows, columns=list(COLUMNS)).astype(types)
-
-
-def _parts(blocks: np.ndarray) -> Iterator[np.ndarray]:
-    yield from (blocks[start : start + ROWS] for start in range(0, len(blocks), ROWS))
 
 
 def _skipping(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:

@@ -23,7 +23,7 @@ def manifest_of(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
         "run": config.run_id,
         "config": config.to_dict(),
         "corpus": corpus.identity(),
-        "environment": environment(),
+        "environment": environment(config.device),
         "commit": commit(),
         "command": f"normlab train {shlex.join(config.to_arguments())}",
     }
@@ -40,7 +40,7 @@ def commit(package: Path = Path(__file__).parents[1]) -> str | None:
     return None
 
 
-def environment() -> dict[str, str]:
+def environment(device: str = "auto") -> dict[str, str]:
     """Versions and machine: what else the last digits of a number depend on."""
     import tokenizers
     import transformers
@@ -53,5 +53,5 @@ def environment() -> dict[str, str]:
         "normlab": __version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() and device != "cpu" else "cpu",
     }

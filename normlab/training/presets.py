@@ -16,9 +16,9 @@ from normlab.schemes import (
     FURTHER,
     GAIN_CONTROL,
     PILOT,
-    SCHEMES,
     SETTINGS,
     SHORT_LIST,
+    STUDIED,
     get_scheme,
 )
 from normlab.training.config import TrainConfig
@@ -28,7 +28,7 @@ MOST_GROWTH = 4
 
 @dataclass(frozen=True)
 class Variant:
-    """A change to every run of a preset. fields: of TrainConfig, laid over the preset's, `model` entry by entry.
+    """A change to every run of a preset. fields: of TrainConfig, in place of the preset's, `model` entry by entry.
     schemes: default the preset's."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Part:
     variants: of every run; without them each is run once, as it is. kept: depths whose seed 0 keeps its weights."""
 
     depths: Mapping[int, int]
-    schemes: tuple[str, ...] = tuple(SCHEMES)
+    schemes: tuple[str, ...] = STUDIED
     variants: tuple[Variant, ...] = (Variant(),)
     kept: tuple[int, ...] = ()
 
@@ -84,8 +84,10 @@ class Search:
 
     def next_rate(self, losses: Mapping[float, float]) -> float | None:
         """The rate to try next, from the loss at each rate tried; None when the best lies inside, or enough was tried,
-        or nothing learned at any rate."""
+        or nothing learned at any rate, or fewer than two were tried."""
         tried = sorted(losses)
+        if len(tried) < 2:
+            return None
         best = min(tried, key=lambda rate: (losses[rate], rate))
         if not math.isfinite(losses[best]) or len(tried) >= len(self.rates) + MOST_GROWTH:
             return None
@@ -100,7 +102,8 @@ class Search:
 class Preset:
     """A sweep: its parts one after another, each after the search for the learning rates that it needs.
 
-    rate: one learning rate for all runs, or how each scheme's is found. fields: of TrainConfig, the same for all runs.
+    rate: one learning rate for all runs, or how each scheme's is found. fields: of TrainConfig, the same for all runs,
+    where they differ from its defaults.
     """
 
     name: str
@@ -125,9 +128,9 @@ class Preset:
         return replace(self, parts=parts)
 
     def config(self, scheme: str, depth: int, seed: int, lr: float, more: Mapping[str, Any]) -> TrainConfig:
-        """A run; fields that the preset or `more` give are laid over the rest."""
+        """A run; fields that the preset gives, then those of `more`, replace the rest."""
         own: dict[str, Any] = {"scheme": scheme, "depth": depth, "seed": seed, "lr": lr}
-        return TrainConfig(**(own | _laid_over(self.fields, more)))
+        return TrainConfig(**(own | _merged(self.fields, more)))
 
     def searched(self, part: Part) -> list[tuple[str, int]]:
         """(scheme, depth) of every choice that a part needs."""
@@ -142,7 +145,7 @@ class Preset:
         variant = next(v for v in part.variants if scheme in (v.schemes or part.schemes))
         fields = {**more, "keep_weights": False}
         for above in (variant.fields, choice.fields, self.rate.fields):
-            fields = _laid_over(fields, above)
+            fields = _merged(fields, above)
         return self.config(scheme, depth, 0, choice.lr, fields)
 
     def grid(self, part: Part, choices: Choices, **more: Any) -> list[TrainConfig]:
@@ -156,7 +159,7 @@ class Preset:
                     choice = self.choice_for(scheme, depth, choices)
                     if scheme in part.schemes and choice is not None:
                         keep = {"keep_weights": seed == 0 and depth in part.kept}
-                        fields = _laid_over(_laid_over({**more, **keep}, choice.fields), variant.fields)
+                        fields = _merged(_merged({**more, **keep}, choice.fields), variant.fields)
                         runs.append(self.config(scheme, depth, seed, choice.lr, fields))
         return runs
 
@@ -166,16 +169,16 @@ class Preset:
         return Choice(self.rate)
 
 
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of TrainConfig, `above` where both have one; of `model`, so for each of its entries."""
     return {**below, **above, "model": {**below.get("model", {}), **above.get("model", {})}}
 
 
-def _bent(strength: float, gamma0: float | None = None, schemes: tuple[str, ...] = (), **more: Any) -> Variant:
-    """lambda `strength` times BHyT's; gamma0 by default its inverse, so that small inputs see the same map and the tanh
+def _scaled_lambda(scale: float, gamma0: float | None = None, schemes: tuple[str, ...] = (), **more: Any) -> Variant:
+    """lambda `scale` times BHyT's; gamma0 by default its inverse, so that small inputs see the same map and the tanh
     alone differs. The statistic is exact: the carried one takes gamma for 1."""
-    start = 1 / strength if gamma0 is None else gamma0
-    model = {"lam_input": 2.0 * strength, "lam_post": 1.0 * strength, "gamma0": start, "carried": "exact"}
+    start = 1 / scale if gamma0 is None else gamma0
+    model = {"lam_input": 2.0 * scale, "lam_post": 1.0 * scale, "gamma0": start, "carried": "exact"}
     return Variant({"model": model, **more}, schemes)
 
 
@@ -185,8 +188,6 @@ _OUTLIERS: dict[str, Any] = {"outlier_channels": 2, "outlier_size": 1.0}
 
 # Runs that learn: 6.1M tokens, two and a half times the text. What is chosen is chosen on other blocks, another seed.
 _TRAINED: dict[str, Any] = {
-    "width": 128,
-    "vocab_size": 4096,
     "steps": 6000,
     "dtype": "bfloat16",
     "compile": True,
@@ -221,7 +222,6 @@ PRESETS = {
             # gain is not small. Schemes that start with a small gain do not in so short a run.
             rate=2e-3,
             fields={
-                "width": 128,
                 "vocab_size": 320,
                 "steps": 700,
                 "dtype": "bfloat16",
@@ -237,39 +237,23 @@ PRESETS = {
                     {8: 3},
                     (*BOUND_AND_CONTROL, GAIN_CONTROL),
                     variants=(
-                        _bent(1.0),
-                        *(_bent(strength, schemes=BOUND_AND_CONTROL) for strength in (5.0, 10.0, 25.0)),
-                        _bent(5.0, 1.0, BOUND_AND_CONTROL),
-                        _bent(1.0, **_OUTLIERS),
-                        _bent(5.0, schemes=BOUND_AND_CONTROL, **_OUTLIERS),
-                        _bent(1.0, schemes=BOUND_AND_CONTROL, width=256),
-                        _bent(5.0, schemes=BOUND_AND_CONTROL, width=256),
+                        _scaled_lambda(1.0),
+                        *(_scaled_lambda(scale, schemes=BOUND_AND_CONTROL) for scale in (5.0, 10.0, 25.0)),
+                        _scaled_lambda(5.0, 1.0, BOUND_AND_CONTROL),
+                        _scaled_lambda(1.0, **_OUTLIERS),
+                        _scaled_lambda(5.0, schemes=BOUND_AND_CONTROL, **_OUTLIERS),
+                        _scaled_lambda(1.0, schemes=BOUND_AND_CONTROL, width=256),
+                        _scaled_lambda(5.0, schemes=BOUND_AND_CONTROL, width=256),
                     ),
                 ),
             ),
             rate=3e-3,
-            fields={
-                "width": 128,
-                "vocab_size": 4096,
-                "steps": 300,
-                "probe_every": 50,
-                "probe_also": "saturation,saturation_95,tanh_input_max",
-                "eval_every": 100,
-                "eval_blocks": 128,
-            },
+            fields={"probe_also": "saturation,saturation_95,tanh_input_max"},
         ),
         Preset(
             "small",
             parts=(Part({4: 3, 8: 3, 16: 3, 32: 1, 64: 1}),),
             rate=Search((1e-3, 3e-3, 1e-2), (16,)),
-            fields={
-                "width": 128,
-                "vocab_size": 4096,
-                "steps": 300,
-                "probe_every": 50,
-                "eval_every": 100,
-                "eval_blocks": 128,
-            },
         ),
         Preset(
             "pilot",

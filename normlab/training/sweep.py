@@ -1,8 +1,7 @@
 """Many runs: a preset or a list, several at once, resumable.
 
 `sweep(what, out)` trains what is not finished yet and returns a `SweepResult`. Killed at any moment and started again,
-it goes on
-where it was: finished runs are skipped, the others continue from their last checkpoint.
+it goes on where it was: finished runs are skipped, the others continue from their last checkpoint.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from normlab import runs
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, in_one_line
 from normlab.training.config import TrainConfig, require_same
-from normlab.training.corpus import corpus_of
+from normlab.training.corpus import CorpusSpec, corpus_of
 from normlab.training.presets import Choice, Choices, Part, Preset, Search, get_preset
-from normlab.training.workers import finish_in_any_order, import_ray
+from normlab.training.workers import exit_if_worker_imports_main, finish_in_any_order, import_ray
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,10 @@ def sweep(
 
     workers: processes at once, default 2; "ray": Ray's. threads: CPU threads a run, default cores/workers. Runs of a
     preset keep no weights but those that it names. A run that fails is in the result's `failures`; the others go on.
-    NormlabError for bad input, before any run starts.
+    NormlabError for bad input, before any run starts. A script calls this under `if __name__ == "__main__":`, because
+    every worker imports the script.
     """
+    exit_if_worker_imports_main()
     root = Path(out)
     runs.check_root(root)
     workers, threads = share_cores(workers, threads)
@@ -74,7 +75,7 @@ def sweep(
     choices: dict[tuple[str, int], Choice] = {}
     configs = []
     for part in preset.parts:
-        choices |= job.search(preset, part, choices, more)
+        choices.update(job.search(preset, part, choices, more))
         grid = preset.grid(part, choices, **more)
         job.run(grid)
         configs += grid
@@ -98,6 +99,18 @@ def planned(preset: Preset, **more: Any) -> list[tuple[str, TrainConfig]]:
     return plan
 
 
+@dataclass
+class _Grid:
+    """Learning rates of a scheme at a depth, under one of its settings: those tried, and the losses of runs that
+    ended."""
+
+    scheme: str
+    depth: int
+    fields: Mapping[str, Any]
+    tried: set[float] = field(default_factory=set)
+    losses: dict[float, float] = field(default_factory=dict)
+
+
 class _Job:
     """The sweep's state: what is done, what failed, and the bar."""
 
@@ -117,46 +130,38 @@ class _Job:
             self.bar = tqdm(desc="sweep", total=0, disable=not self.progress, bar_format=form)
         self.bar.total += total
 
-    def search(
-        self, preset: Preset, part: Part, known: Choices, more: Mapping[str, Any]
-    ) -> dict[tuple[str, int], Choice]:
+    def search(self, preset: Preset, part: Part, known: Choices, more: Mapping[str, Any]) -> Choices:
         """The choices that a part needs beside those known. The grids of all of them grow together, so that the workers
         have something to do. A pair none of whose runs ended is left out."""
-        if not isinstance(preset.rate, Search):
+        search = preset.rate
+        if not isinstance(search, Search):
             return {}
-        # By scheme, depth and setting: the loss at each rate tried.
-        losses: dict[tuple[str, int, int], dict[float, float]] = {
-            (scheme, depth, setting): {}
+        grids = [
+            _Grid(scheme, depth, fields)
             for scheme, depth in preset.searched(part)
             if (scheme, depth) not in known
-            for setting in range(len(preset.rate.settings(scheme)))
-        }
-        wanted = {key: list(preset.rate.rates) for key in losses}
-        first = True
+            for fields in search.settings(scheme)
+        ]
+        wanted = [(grid, rate) for grid in grids for rate in search.rates]
         while wanted:
-            trials = {
-                (key, rate): preset.trial(part, *key[:2], Choice(rate, preset.rate.settings(key[0])[key[2]]), **more)
-                for key, rates in wanted.items()
-                for rate in rates
-            }
-            if not first:  # the grid as it stands was expected with the whole sweep
-                self.expect(("search", config) for config in trials.values())
-            first = False
-            self.run(list(trials.values()), self.root / runs.SEARCH)
-            for (key, rate), config in trials.items():
+            trials = [
+                preset.trial(part, grid.scheme, grid.depth, Choice(rate, grid.fields), **more) for grid, rate in wanted
+            ]
+            if any(grid.tried for grid, _ in wanted):  # the grids as they stood were expected with the whole sweep
+                self.expect(("search", config) for config in trials)
+            self.run(trials, self.root / runs.SEARCH)
+            for (grid, rate), config in zip(wanted, trials, strict=True):
+                grid.tried.add(rate)
                 if (run := self.done.get(config.run_id)) is not None:
-                    losses[key][rate] = run.eval_loss if math.isfinite(run.eval_loss) else math.inf
-            grown = {key: preset.rate.next_rate(losses[key]) for key in wanted if len(losses[key]) > 1}
-            wanted = {key: [rate] for key, rate in grown.items() if rate is not None and rate not in losses[key]}
-        found: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
-        for (scheme, depth, setting), tried in losses.items():
-            found.setdefault((scheme, depth), []).extend((loss, rate, setting) for rate, loss in tried.items())
-        return {
-            pair: Choice(rate, preset.rate.settings(pair[0])[setting])
-            for pair, tried in found.items()
-            if tried
-            for _, rate, setting in [min(tried, key=lambda one: (one[0], one[2], one[1]))]
-        }
+                    grid.losses[rate] = run.eval_loss if math.isfinite(run.eval_loss) else math.inf
+            grown = [(grid, search.next_rate(grid.losses)) for grid in grids]
+            wanted = [(grid, rate) for grid, rate in grown if rate is not None and rate not in grid.tried]
+        ended: dict[tuple[str, int], list[tuple[float, int, float]]] = {}
+        for place, grid in enumerate(grids):
+            for rate, loss in grid.losses.items():
+                ended.setdefault((grid.scheme, grid.depth), []).append((loss, place, rate))
+        best = {pair: min(losses) for pair, losses in ended.items()}  # of equal ones the first setting, the least rate
+        return {pair: Choice(rate, grids[place].fields) for pair, (_, place, rate) in best.items()}
 
     def run(self, configs: Sequence[TrainConfig], root: Path | None = None) -> None:
         """Train those of `configs` that are not finished under `root`, by default the sweep's."""
@@ -170,7 +175,7 @@ class _Job:
                 continue
             try:
                 run = runs.read_run(root / config.run_id)
-                require_same(run.manifest, config, identities[_corpus_fields(config)])
+                require_same(run.manifest, config, identities[CorpusSpec.of(config)])
                 self._finished(config, run, skipped=True)
             except NormlabError as error:
                 self._failed(config, error)
@@ -185,10 +190,10 @@ class _Job:
         names = dict.fromkeys(config.run_id for config in configs)
         return SweepResult(self.root, [self.done[n] for n in names if n in self.done], self.failures, choices)
 
-    def _corpus_identities(self, configs: Sequence[TrainConfig]) -> dict[tuple, dict[str, Any]]:
+    def _corpus_identities(self, configs: Sequence[TrainConfig]) -> dict[CorpusSpec, dict[str, Any]]:
         """Built once, here: workers find the corpora in the cache instead of all building them."""
-        different = {_corpus_fields(config): config for config in configs}
-        return {key: corpus_of(config, self.cache_dir, self.progress).identity() for key, config in different.items()}
+        different = {CorpusSpec.of(config): None for config in configs}
+        return {spec: corpus_of(spec, self.cache_dir, self.progress).identity() for spec in different}
 
     def _finished(self, config: TrainConfig, run: runs.Run, skipped: bool = False) -> None:
         self.done[config.run_id] = run
@@ -197,17 +202,16 @@ class _Job:
         else:
             self.bar.update(_cost(config))
             self.bar.set_postfix_str(f"{len(self.done)} runs done, {len(self.failures)} failed", refresh=False)
-            self._say(
+            self._report(
                 f"{run.name}: {run.status}, eval loss {run.eval_loss:.3f}, {run.manifest['measured']['wall_s']:.0f} s"
             )
 
     def _failed(self, config: TrainConfig, error: Exception) -> None:
-        line = (str(error).strip().splitlines() or [""])[0]
-        self.failures[config.run_id] = line if isinstance(error, NormlabError) else f"{type(error).__name__}: {line}"
+        self.failures[config.run_id] = in_one_line(error)
         self.bar.update(_cost(config))
-        self._say(f"{config.run_id}: failed, {self.failures[config.run_id]}")
+        self._report(f"{config.run_id}: failed, {self.failures[config.run_id]}")
 
-    def _say(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         if self.progress:
             self.bar.write(line)
 
@@ -221,17 +225,6 @@ def share_cores(workers: int | str | None, threads: int | None) -> tuple[int | s
     if workers is None:
         return default_workers(threads)
     return workers, threads or (1 if workers == "ray" else max(1, default_workers(1)[0] // int(workers)))
-
-
-def _corpus_fields(config: TrainConfig) -> tuple:
-    return (
-        config.corpus,
-        config.tokenizer,
-        config.vocab_size,
-        config.block_length,
-        config.text_column,
-        config.characters,
-    )
 
 
 def _cost(config: TrainConfig) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,8 +24,7 @@ def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # hub, network, JSON and missing-dependency errors alike
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise NormlabError(f"cannot load tokenizer {name!r}: {reason[0]}") from error
+        raise NormlabError(f"cannot load tokenizer {name!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:
         raise NormlabError(f"tokenizer {name!r} needs an end-of-text token and a fast (tokenizers) form")
     return cast("PreTrainedTokenizerFast", tokenizer)

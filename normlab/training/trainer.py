@@ -1,6 +1,7 @@
 """One training run: from a `TrainConfig` to a finished run on disk.
 
-`train(config, out)`   train, or resume, or skip what is finished; returns the `Run`
+`train(config, out)`   train, or resume, or skip what is finished; returns the `Run`. Under `torchrun` or `accelerate
+                       launch`, each rank takes its share of every step's blocks (DDP); rank 0 alone writes
 `RunTrainer`           transformers' Trainer with our data order, decay rule, log and atomic checkpoints
 
 A run in progress is a directory of checkpoints, each of them staged, synced and renamed; the log of measurements is
@@ -21,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, Sampler
+from accelerate import PartialState
+from torch import nn
+from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -32,12 +33,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from normlab import runs
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
+from normlab.training.batches import Blocks, SeededOrder
 from normlab.training.callbacks import (
     EvalCallback,
     ProbeCallback,
     ProgressCallback,
     RefreshCallback,
     RunLog,
+    SchemeCallback,
     StopCallback,
     Watch,
     WatchCallback,
@@ -50,42 +53,6 @@ from normlab.training.manifest import manifest_of
 from normlab.training.precision import autocast, require_compiler, use_fast_attention
 
 PARTIAL_MANIFEST = "partial.json"
-
-
-class Blocks(Dataset):
-    """Rows of a memory-mapped array as int64 tensors."""
-
-    def __init__(self, blocks: np.ndarray) -> None:
-        self.blocks = blocks
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.from_numpy(self.blocks[index].astype(np.int64))
-
-
-def collate(rows: list[Tensor]) -> dict[str, Tensor]:
-    ids = torch.stack(rows)
-    return {"input_ids": ids, "labels": ids}
-
-
-class SeededOrder(Sampler[int]):
-    """`length` indices: one permutation of all blocks after another, from `seed` alone, whatever the model."""
-
-    def __init__(self, blocks: int, length: int, seed: int) -> None:
-        self.blocks, self.length, self.seed = blocks, length, seed
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed)
-        left = self.length
-        while left > 0:
-            order = torch.randperm(self.blocks, generator=generator).tolist()[:left]
-            yield from order
-            left -= len(order)
 
 
 class RunTrainer(Trainer):
@@ -112,6 +79,12 @@ class RunTrainer(Trainer):
         decayed."""
         return self.accelerator.unwrap_model(model).decay_parameter_names()
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """With the scheme's factors on learning rate, eps and weight decay."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.accelerator.unwrap_model(self.model).apply_rates(optimizer)
+        return optimizer
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: transformers walks every module of the model at every step for it."""
         return 0
@@ -127,13 +100,16 @@ class RunTrainer(Trainer):
         return str(self._staging or self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's checkpoint and the log, written aside, synced, renamed; then older ones go."""
+        """Trainer's checkpoint and the log, written aside, synced, renamed; then older ones go. Every rank writes its
+        random state: not before an older staging directory is gone, and all before the new one is renamed."""
         root = Path(str(self.args.output_dir))
         self._staging = root / "staging"
         try:
             if self.args.should_save:
                 shutil.rmtree(self._staging, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
                 runs.write_stats(self._staging / name / runs.STATS, self.run_log.frame())
@@ -141,7 +117,8 @@ class RunTrainer(Trainer):
                 for old in checkpoints(root)[:-1]:
                     shutil.rmtree(old)
         finally:
-            shutil.rmtree(self._staging, ignore_errors=True)
+            if self.args.should_save:
+                shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
 
 
@@ -157,10 +134,14 @@ def checkpoint_step(path: Path) -> int:
 
 def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
     """AdamW, linear warm-up, cosine to a minimum, clipping; nothing that costs time beside it."""
+    # By a name that older transformers do not have: not given when it is not asked for.
+    memory: dict[str, Any] = {"activation_checkpointing": True} if config.gradient_checkpointing else {}
     arguments = TrainingArguments(
         output_dir=str(work),
         max_steps=config.steps,
-        per_device_train_batch_size=config.batch_size,
+        per_device_train_batch_size=config.batch_size // (_ranks(config).num_processes * config.accumulate),
+        gradient_accumulation_steps=config.accumulate,
+        use_cpu=_on_cpu(config),
         learning_rate=config.lr,
         weight_decay=config.weight_decay,
         adam_beta1=config.beta1,
@@ -181,10 +162,24 @@ def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
         dataloader_pin_memory=False,
         torch_compile=config.compile,
         log_level="error",
+        **memory,
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # else the Trainer multiplies the batch by the number of GPUs that it sees
     return arguments
+
+
+def _ranks(config: TrainConfig) -> PartialState:
+    """The processes that train this run together; one, unless a launcher started more."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise NormlabError("device is 'cuda', and PyTorch sees no GPU here; leave it at 'auto'")
+    return PartialState(cpu=_on_cpu(config))
+
+
+def _on_cpu(config: TrainConfig) -> bool:
+    """Whether accelerate has to be told: by itself it takes several processes on a CPU for one."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return config.device == "cpu" or (several and not torch.cuda.is_available())
 
 
 def train(
@@ -200,27 +195,36 @@ def train(
     watch(step, rows): called before the first step and after every one with the rows logged since; where it returns
     False the run is checkpointed and RunStopped raised.
     Raises NormlabError for bad input: a corpus that cannot be read, an output directory that holds something else, a
-    run of the same name made from other text. A loss that becomes non-finite is no error: the run ends with status
-    "diverged".
+    run of the same name made from other text, a number of ranks that does not divide the batch. A loss that becomes
+    non-finite is no error: the run ends with status "diverged".
     """
     root = Path(out)
-    runs.check_root(root)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    ranks = _ranks(config)
+    if config.batch_size % (ranks.num_processes * config.accumulate):
+        parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
         raise NormlabError(
-            "a normlab run is one process; start it without torchrun or accelerate launch (a sweep runs several)"
+            f"{ranks.num_processes} ranks{parts} do not divide batch_size {config.batch_size}, the blocks that all of "
+            "them together take a step: change one of the two"
         )
-    corpus = corpus_of(config, cache_dir, progress)
+    with ranks.main_process_first():  # the first reads, prepares and takes the lock; the others find it done
+        runs.check_root(root)
+        corpus = corpus_of(config, cache_dir, progress and ranks.is_main_process)
     final, work = root / config.run_id, root / runs.PARTIAL / config.run_id
-    with runs.full_disk_named(root), runs.exclusive(root / runs.PARTIAL / f"{config.run_id}.lock"):
-        if final.exists():
+    lock = runs.exclusive(root / runs.PARTIAL / f"{config.run_id}.lock")
+    with runs.full_disk_named(root), lock if ranks.is_main_process else contextlib.nullcontext():
+        manifest = manifest_of(config, corpus)
+        with ranks.main_process_first():
+            finished = final.exists()
+            if ranks.is_main_process and not finished:
+                _prepare(work, manifest)
+        if finished:
             run = runs.read_run(final)
             require_same(run.manifest, config, corpus.identity())
             shutil.rmtree(work, ignore_errors=True)
             return run
-        manifest = manifest_of(config, corpus)
-        _prepare(work, manifest)
         with _settings(config.threads):
-            _run(config, corpus, work, final, manifest, progress, watch)
+            _run(config, corpus, work, final, manifest, progress and ranks.is_main_process, watch)
+        ranks.wait_for_everyone()
     return runs.read_run(final)
 
 
@@ -252,19 +256,18 @@ def _run(
     trainer, log, stop, bar = build_trainer(config, corpus, work, progress)
     if watch is not None:
         trainer.add_callback(WatchCallback(log, watch))
-    whole = checkpoints(work)
-    latest = whole[-1] if whole else None
+    latest = next(reversed(checkpoints(work)), None)
     if latest is not None:
         log.restore(latest / runs.STATS)
     trainer.train(resume_from_checkpoint=str(latest) if latest else None)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     counted = corpus.count_losses(config.eval_blocks, config.held_out)
-    manifest |= _verdict(log, stop.diverged, counted["trigram_loss"]) | counted
+    tokens = trainer.state.global_step * config.tokens_per_step
+    manifest |= _outcome(log, stop.diverged, counted["trigram_loss"]) | counted
     found = None
     if config.experiment_blocks and not stop.diverged:
         found = experiments(model, corpus.spread(config.experiment_blocks, config.held_out))
-    tokens = trainer.state.global_step * config.tokens_per_step
     manifest |= {
         "steps": trainer.state.global_step,
         "tokens": tokens,
@@ -277,6 +280,8 @@ def _run(
             "resumed_from_step": checkpoint_step(latest) if latest else 0,
         },
     }
+    if not trainer.args.should_save:
+        return
     staged = work / "final"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir()
@@ -297,13 +302,14 @@ def _model_facts(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config.to_diff_dict().items() if name not in ("architectures", "dtype")}
 
 
-def _verdict(log: RunLog, stopped: bool, trigram_loss: float) -> dict[str, Any]:
-    """status and the last held-out loss (None when it is not finite, or was never measured: then learning is taken for
-    granted). Learned is what a trigram model of the training text does not predict as well on the same blocks."""
+def _outcome(log: RunLog, diverged: bool, trigram_loss: float) -> dict[str, Any]:
+    """`status` and `eval_loss`, the last held-out loss: None where it is not finite, or was never measured (then
+    learning is taken for granted). See `Run.status`."""
     loss = log.last("loss", "eval")
-    if stopped or (loss is not None and not math.isfinite(loss)):
-        return {"status": "diverged", "eval_loss": None}
-    return {"status": "not_learned" if loss is not None and loss >= trigram_loss else "finished", "eval_loss": loss}
+    if diverged or (loss is not None and not math.isfinite(loss)):
+        return {"status": runs.DIVERGED, "eval_loss": None}
+    learned = loss is None or loss < trigram_loss
+    return {"status": runs.FINISHED if learned else runs.NOT_LEARNED, "eval_loss": loss}
 
 
 @contextlib.contextmanager
@@ -337,16 +343,16 @@ def build_trainer(
     bar = ProgressCallback(config.run_id, config.tokens_per_step, progress)
     callbacks = [
         bar,
+        SchemeCallback(),
         RefreshCallback(refresh_interval(config.steps)),
         ProbeCallback(log, measured(config.probe_blocks), config.probe_every, config.probe_metrics()),
-        EvalCallback(log, measured(config.eval_blocks), config.batch_size, config.eval_every),
+        EvalCallback(log, measured(config.eval_blocks), config.batch_size // config.accumulate, config.eval_every),
         stop,
     ]
     trainer = RunTrainer(
         model=model,
         args=training_arguments(config, work),
         train_dataset=Blocks(corpus.train),
-        data_collator=collate,
         callbacks=callbacks,
         log=log,
         dtype=config.dtype,
@@ -362,11 +368,11 @@ def _prepare(work: Path, manifest: dict[str, Any]) -> None:
     """The working directory, emptied when its checkpoints come from other text, versions or threads: they could not be
     continued to the same numbers."""
     file = work / PARTIAL_MANIFEST
-    begun = json.loads(file.read_text()) if file.is_file() else None
-    if begun is not None and all(
-        begun[part] == manifest[part] for part in ("schema", "config", "corpus", "environment")
-    ):
-        return
+    if file.is_file():
+        begun = json.loads(file.read_text())
+        begun["config"] = TrainConfig.from_dict(begun["config"]).to_dict()  # with fields that were added since
+        if all(begun[part] == manifest[part] for part in ("schema", "config", "corpus", "environment")):
+            return
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     runs.write_json(file, manifest)

@@ -22,6 +22,14 @@ from normlab.runs import Run, read_run
 from normlab.training.config import TrainConfig
 
 Outcome = tuple[TrainConfig, "Run | Exception"]
+_UNGUARDED = 78  # exit code of a worker that would have started the sweep again
+
+
+def exit_if_worker_imports_main() -> None:
+    """A worker imports the script that started it. Where the script starts a sweep on import, it ends there, and the
+    sweep says so in one line; multiprocessing would end it with a traceback a worker."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself finds out
+        raise SystemExit(_UNGUARDED)
 
 
 def train_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
@@ -61,6 +69,7 @@ def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Gener
     """Take runs from `left`, as many at a time as there are workers, until none is left or the pool dies; return the
     runs that were in progress then."""
     others = set(multiprocessing.active_children())
+    children: set[Any] = set()
     pool = ProcessPoolExecutor(
         min(workers, len(left)), mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
     )
@@ -70,33 +79,32 @@ def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Gener
             while left and len(running) < workers:
                 running[pool.submit(train_one, left[0], *arguments)] = left[0]
                 left.popleft()
+                children |= set(multiprocessing.active_children()) - others
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    return list(running.values())
+                    raise error
                 yield running.pop(future), error if isinstance(error, Exception) else read_run(future.result())
         pool.shutdown()
-        return []
-    except BrokenProcessPool:  # it died between two runs: `submit` says so
-        return list(running.values())
+    except BrokenProcessPool:  # also raised by `submit`, when it died between two runs
+        pool.shutdown()
+        if any(child.exitcode == _UNGUARDED for child in children):
+            raise NormlabError(
+                "every worker of a sweep imports the script that starts it, which would start another sweep: "
+                'call normlab.sweep under `if __name__ == "__main__":`'
+            ) from None
     finally:  # reached early on Ctrl-C: runs in progress stop now and go on from their checkpoints next time
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()
+    return list(running.values())
 
 
 def _start_worker() -> None:
     """Ctrl-C ends a worker without a traceback, and a worker whose parent was killed ends too rather than wait for work
     for ever."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    end_with_parent()
-
-
-def end_with_parent() -> None:
-    """End this process when the one that started it ends, however it ends."""
-    parent = multiprocessing.parent_process()
-    if parent is None:  # not in a worker
-        return
+    parent: Any = multiprocessing.parent_process()
 
     def follow() -> None:
         parent.join()

@@ -1,10 +1,12 @@
-"""Widgets: figures with controls, for JupyterLab and Voila. Built on `normlab.figures` and tables only.
+"""Widgets: figures with controls, for JupyterLab and Voila. Each is a state, controls that change it, and a function of
+`normlab.figures` that draws it.
 
 NormExplorer(runs)   choose schemes, depth, metric and training step; two views side by side; export
 Intervene(model, text)   sliders on a model's lambda, kappa and gamma, blocks to skip: loss and layers answer live
 SkipMap(model, batches)   which blocks a model needs, and what the others do without one
 LogitAttribution(bridge, tokens, answers)   who writes a logit, while a tanh is made steeper (TransformerLens)
 TrainTheatre(schemes, out, recipe)   schemes train side by side in the background; curves and layers grow
+PlotWidget(draw, controls)   a widget of your own: `draw(theme)` makes the figure of what the controls say
 explorer_page(runs, path)   the explorer as one HTML page that needs no kernel
 """
 
@@ -14,18 +16,19 @@ import importlib
 from typing import Any
 
 try:
-    import anywidget  # noqa: F401  # what plotly's FigureWidget is made of
+    import anywidget  # noqa: F401
     import ipywidgets  # noqa: F401
 except ImportError as error:  # pragma: no cover - needs an environment without them
     raise ImportError("widgets need ipywidgets, anywidget and plotly: pip install 'normlab[notebooks]'") from error
 
-# Resolved at first use: plotly's FigureWidget, which the explorer does without, takes seconds to import.
+# Resolved at first use: one that trains or measures imports torch, which the explorer does without.
 _PUBLIC = {
     "NormExplorer": "normlab.widgets.explorer",
     "Intervene": "normlab.widgets.intervene",
     "SkipMap": "normlab.widgets.skipmap",
     "LogitAttribution": "normlab.widgets.attribution",
     "TrainTheatre": "normlab.widgets.theatre",
+    "PlotWidget": "normlab.widgets.plot",
     "explorer_page": "normlab.widgets.page",
 }
 __all__ = list(_PUBLIC)

@@ -8,14 +8,15 @@ from typing import Any
 
 import ipywidgets as widgets
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 
-from normlab.figures.attribution import METHODS, logit_attribution, redraw
+from normlab.figures.attribution import METHODS, logit_attribution
 from normlab.widgets.intervene import slope_of
-from normlab.widgets.live import Frame
+from normlab.widgets.plot import PlotWidget
 
 
-class LogitAttribution(Frame):
+class LogitAttribution(PlotWidget):
     """Direct logit attribution by both methods, and a slider that multiplies the slope inside the final norm's tanh.
 
     A flat tanh is linear: without a divisor both methods then agree. A steep one is saturated: most features make up
@@ -44,7 +45,6 @@ class LogitAttribution(Frame):
     ) -> None:
         from normlab.models.lens import direct_logit_attribution
 
-        super().__init__(theme)
         self._attribute = direct_logit_attribution
         self.bridge, self.tokens, self.answers, self.against = bridge, tokens, answers, against
         self._norm: Any = bridge.ln_final.original_component
@@ -53,20 +53,21 @@ class LogitAttribution(Frame):
             value=1.0, base=2, min=-4, max=6, step=0.25, description="slope ×", readout_format=".3g"
         )
         self.steepness.disabled = self._slope is None
+        self.tables, self._saturated = self.ask()
+        super().__init__(self._drawing, self.steepness, describe=lambda: self._saturated, theme=theme)
         self.steepness.observe(self._moved, names="value")
-        self.said = widgets.HTML()
-        self.tables = self.ask()
-        self.fill(logit_attribution(self.tables, self.theme), widgets.HBox([self.steepness, self.said]))
 
-    def ask(self) -> dict[str, pd.DataFrame]:
-        """By method, the attribution with the slope that the slider says."""
-        with self._lock, self._steeper(self.steepness.value):
-            self.said.value = self._sentence()
-            return {method: self._shares(method) for method in METHODS}
+    def _drawing(self, theme: str) -> go.Figure:
+        return logit_attribution(self.tables, theme)
+
+    def ask(self) -> tuple[dict[str, pd.DataFrame], str]:
+        """By method, the attribution with the slope that the slider says; and how saturated the final norm is then."""
+        with self._steeper(self.steepness.value):
+            return {method: self._shares(method) for method in METHODS}, self._sentence()
 
     def _moved(self, _: object) -> None:
-        with self._lock:
-            self.tables = self.ask()
+        with self.lock:
+            self.tables, self._saturated = self.ask()
             self.redraw()
 
     def _shares(self, method: str) -> pd.DataFrame:
@@ -91,11 +92,6 @@ class LogitAttribution(Frame):
         finally:
             with torch.no_grad():
                 slope.copy_(before)
-
-    def redraw(self) -> None:
-        """Show the last answer."""
-        with self.figure.changing():
-            redraw(self.figure, self.tables)
 
     def _sentence(self) -> str:
         if self._slope is None:

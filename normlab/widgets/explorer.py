@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from normlab.errors import NormlabError
 from normlab.export import NO_BROWSER, image_bytes
 from normlab.figures.theme import ink, message_figure, style_of
 from normlab.widgets.pane import Pane, css_class
+from normlab.widgets.plot import Plot
 
 _KINDS = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv"}
 
@@ -29,6 +31,7 @@ class NormExplorer(widgets.VBox):
     Args:
         runs: the table of `normlab.load_runs`.
         schemes: those ticked at the start; default all.
+        configs: what the runs were configured with (`normlab.read_configs`): without it theory says nothing of them.
         published: published values to overlay; default those that come with normlab.
         theme: "light" or "dark"; default: as JupyterLab's.
         source: the path the table was loaded from, for the exported code.
@@ -42,6 +45,7 @@ class NormExplorer(widgets.VBox):
         runs: pd.DataFrame,
         *,
         schemes: Sequence[str] | None = None,
+        configs: Mapping[str, Mapping[str, Any]] | None = None,
         published: pd.DataFrame | None = None,
         theme: str | None = None,
         source: str = "data/runs",
@@ -49,17 +53,20 @@ class NormExplorer(widgets.VBox):
     ) -> None:
         super().__init__()
         self.add_class("normlab")
-        self.profiles = Profiles(runs)
+        self.profiles = Profiles(runs, configs)
         self.source, self.folder, self._follow = source, Path(folder), theme is None
         self._theme = theme or "light"
+        self._lock = threading.RLock()  # one for all panes: a message of one may change all
         self.panes: list[Pane] = []
         self._second: Pane | None = None
         view = default_view(self.profiles, schemes)
         if view is None:
-            self.children = [go.FigureWidget(self.figure)]
+            plot = Plot()
+            plot.show(self.figure)
+            self.children = [plot]
             return
         self._published = _published() if published is None else published
-        self.said = widgets.HTML()
+        self.message = widgets.HTML()
         self.compare = _button("compare two views", "columns", self._toggle_compare)
         self.dark = widgets.ToggleButton(value=theme == "dark", description="dark", tooltip="plots for a dark page")
         self.dark.layout.width = "auto"
@@ -73,7 +80,7 @@ class NormExplorer(widgets.VBox):
         self._side_by_side = widgets.HBox(layout=widgets.Layout(width="100%"))
         self._show([self._pane(view)])
         bar = widgets.HBox([self.compare, self.dark, *self.exports], layout=widgets.Layout(flex_flow="row wrap"))
-        self.children = [widgets.HTML(_colors(self.profiles.schemes)), self._side_by_side, bar, self.said]
+        self.children = [widgets.HTML(_colors(self.profiles.schemes)), self._side_by_side, bar, self.message]
 
     @property
     def figure(self) -> go.Figure:
@@ -88,15 +95,15 @@ class NormExplorer(widgets.VBox):
         return self.panes[0].view
 
     def _pane(self, view: View) -> Pane:
-        pane = Pane(self.profiles, view, self._published, self._theme)
-        pane.box.layout.width = "100%"
+        pane = Pane(self.profiles, view, self._published, self._theme, self._lock)
+        pane.layout.width = "100%"
         if self._follow:
             pane.plot.observe(self._page_themed, names="dark_page")
         return pane
 
     def _show(self, panes: list[Pane]) -> None:
         self.panes = panes
-        self._side_by_side.children = tuple(pane.box for pane in panes)
+        self._side_by_side.children = tuple(panes)
         self.compare.description = "compare two views" if len(panes) == 1 else "one view"
 
     def _toggle_compare(self, _: object) -> None:
@@ -117,21 +124,20 @@ class NormExplorer(widgets.VBox):
         self.dark.value = change["new"]
 
     def _say(self, html: str) -> None:
-        self.said.value = html
+        self.message.value = html
 
     def code(self) -> str:
         """The three lines that make the first view again as a static figure."""
-        view, dress = self.view, self.panes[0].dress
+        view, drawn = self.view, self.panes[0].options
         options: dict[str, Any] = {"site": view.site, "mask": view.mask, "depth": view.depth, "step": view.step}
         if list(view.schemes) != self.profiles.schemes:
             options["schemes"] = list(view.schemes)
         options |= {"relative": True} if view.relative else {}
         options |= {"reference": view.reference} if view.reference else {}
-        options |= {"theory": True} if dress.theory else {}
-        options |= {"band": dress.band, "log": dress.log, "theme": dress.theme}
+        options |= {"band": drawn.band, "log": drawn.log, "theme": drawn.theme}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        papers = dress.published is not None
-        given += ", published=normlab.load_published()" if papers else ""
+        given += f", theory=normlab.read_configs({self.source!r})" if drawn.theory else ""
+        given += ", published=normlab.load_published()" if drawn.published is not None else ""
         return (
             "import normlab\n"
             f"runs = normlab.load_runs({self.source!r})\n"
@@ -170,9 +176,10 @@ class NormExplorer(widgets.VBox):
 
     def _file_name(self, kind: str) -> str:
         view = self.view
-        put = "relative" if view.relative else f"against-{view.reference}" if view.reference else ""
+        way = f"against-{view.reference}" if view.reference else ""
+        way = "relative" if view.relative else way
         mask = "" if view.mask == "all" else view.mask
-        parts = [view.metric, view.site, mask, f"depth{view.depth}", f"step{view.step}", put]
+        parts = [view.metric, view.site, mask, f"depth{view.depth}", f"step{view.step}", way]
         return "-".join(re.sub(r"\W", "-", part) for part in parts if part) + f".{kind}"
 
     def _hand_over(self, kind: str) -> None:

@@ -10,25 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ipywidgets as widgets
-import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 import torch
-from plotly.subplots import make_subplots
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.figures import theme as look
+from normlab.figures.intervention import MEASURED, Answer, intervention
 from normlab.probes import record, sites
-from normlab.probes.metrics import metric_row
-from normlab.widgets.live import Frame, finite
+from normlab.widgets.plot import PlotWidget
 
-_HEIGHT = 460
-_TOP = 8  # tokens of the next-token distribution that are shown
-# What the middle panel shows, the first that the model has, and its title; only the first has a bound.
-_SHARES = {"saturation": "share of tanh inputs beyond λ", "saturation_95": "share of tanh inputs with |tanh z| > 0.95"}
-_MEASURED = ("token_l2_mean", "saturation_bound", *_SHARES)
-_BEFORE, _AFTER = "as it is", "intervened"
 _SLOPES = {"lam": "λ", "alpha": "α"}  # what stands before x inside a tanh norm
 
 
@@ -46,21 +36,6 @@ class Change:
     gain: float = 1.0
     exact: bool = False
     skip: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model did: loss in nats a token, next-token probabilities at the last position, and layer statistics."""
-
-    loss: float
-    next_token: np.ndarray
-    stats: pd.DataFrame
-
-    def profile(self, metric: str, site: str) -> pd.Series:
-        rows = self.stats[
-            (self.stats["metric"] == metric) & (self.stats["site"] == site) & (self.stats["mask"] == "all")
-        ]
-        return rows.set_index("layer")["value"].sort_index()
 
 
 @contextmanager
@@ -118,7 +93,7 @@ def ask(model: nn.Module, tokens: torch.Tensor, change: Change) -> Answer:
     was_training = model.training
     model.eval()
     try:
-        with changed(model, change), torch.no_grad(), record(model, metrics=list(_MEASURED)) as recorder:
+        with changed(model, change), torch.no_grad(), record(model, metrics=list(MEASURED)) as recorder:
             output = model(input_ids=tokens, labels=tokens, use_cache=False)
     finally:
         model.train(was_training)
@@ -126,7 +101,7 @@ def ask(model: nn.Module, tokens: torch.Tensor, change: Change) -> Answer:
     return Answer(float(output.loss), chances, recorder.stats().to_pandas())
 
 
-class Intervene(Frame):
+class Intervene(PlotWidget):
     """Sliders on lambda (DyT: alpha), kappa and gamma of all norms, the exact statistic, blocks to skip: live answers.
 
     Left: size of the residual stream by layer. Middle: share of tanh inputs beyond lambda, beside its Chebyshev bound
@@ -146,16 +121,15 @@ class Intervene(Frame):
     def __init__(
         self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None, theme: str | None = None
     ) -> None:
-        super().__init__(theme)
         self.model, self.tokenizer = model, tokenizer
         self.tokens = _encode(text, tokenizer)
         self.before = self.now = ask(model, self.tokens, Change())
-        self._share = next((m for m in _SHARES if len(self.before.profile(m, "attn_norm_in"))), None)
-        depth = len(sites(model).blocks)
-        self._make_controls(depth)
-        self.said = widgets.HTML()
+        self._make_controls(len(sites(model).blocks))
         sliders, others = [self.lam, self.kappa, self.gain], [self.exact, self.skip, self.reset]
-        self.fill(self._blank(depth), widgets.HBox(sliders), widgets.HBox(others), self.said)
+        rows = widgets.HBox(sliders), widgets.HBox(others)
+        super().__init__(self._drawing, *rows, describe=self._sentence, theme=theme)
+        for control in (*sliders, self.exact, self.skip):
+            control.observe(self._changed, names="value")
 
     def _make_controls(self, depth: int) -> None:
         def factor(name: str, on: bool) -> widgets.FloatLogSlider:
@@ -182,8 +156,6 @@ class Intervene(Frame):
         self.reset = widgets.Button(description="as it is", icon="undo")
         self.reset.on_click(lambda _: self.undo())
         self._quiet = False
-        for control in (self.lam, self.kappa, self.gain, self.exact, self.skip):
-            control.observe(self._changed, names="value")
 
     @property
     def change(self) -> Change:
@@ -191,14 +163,14 @@ class Intervene(Frame):
         return Change(self.lam.value, self.kappa.value, self.gain.value, self.exact.value, tuple(self.skip.value))
 
     def _changed(self, _: object) -> None:
-        with self._lock:
+        with self.lock:
             if not self._quiet:
                 self.now = ask(self.model, self.tokens, self.change)
                 self.redraw()
 
     def undo(self) -> None:
         """All controls back to the model as it is."""
-        with self._lock:
+        with self.lock:
             self._quiet = True
             try:
                 for slider in (self.lam, self.kappa, self.gain):
@@ -208,59 +180,10 @@ class Intervene(Frame):
                 self._quiet = False
             self._changed(None)
 
-    def _blank(self, depth: int) -> go.Figure:
-        titles = ["size of the residual stream", _SHARES[self._share or "saturation"], "next token"]
-        figure = make_subplots(
-            rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.08, column_widths=[0.38, 0.34, 0.28]
-        )
-        figure.update_annotations(font=dict(size=13))
-        accent = look.ink("#0072b2", self.theme)
-        for name, color, dash, hatch in ((_BEFORE, look.NEUTRAL, "dash", "/"), (_AFTER, accent, "solid", "")):
-            line = dict(color=color, width=2.2, dash=dash)
-            size, share = _hover(name, "token_l2_mean"), _hover(name, self._share or "saturation")
-            figure.add_scatter(name=f"{name} size", line=line, hovertemplate=size, row=1, col=1)
-            figure.add_scatter(name=f"{name} share", mode="lines+markers", line=line, hovertemplate=share, row=1, col=2)
-            marker = dict(color=color, pattern=dict(shape=hatch))
-            bar = dict(marker=marker, orientation="h", hovertemplate="%{x:.3f}<extra></extra>")
-            figure.add_bar(name=f"{name} token", **bar, row=1, col=3)
-        bound = dict(color=accent, width=1.2, dash="dot")
-        figure.add_scatter(
-            name="bound", line=bound, hovertemplate="Chebyshev bound %{y:.4~g}<extra></extra>", row=1, col=2
-        )
-        figure.update_traces(showlegend=False)
-        shown = [_BEFORE, _AFTER] + ["Chebyshev bound"] * (self._share == "saturation")
-        for name, trace in zip(shown, [*figure.data[0:6:3], figure.data[-1]], strict=False):  # what the legend shows
-            figure.add_scatter(name=name, x=[None], y=[None], mode="lines", line=trace.line, row=1, col=1)
-        figure.update_xaxes(title_text="layer", range=[0, depth], col=1)
-        figure.update_xaxes(title_text="layer", range=[0.5, depth + 0.5], col=2)
-        figure.update_xaxes(title_text="probability", col=3)
-        figure.update_yaxes(type="log", title_text=metric_row("token_l2_mean").axis, col=1)
-        figure.update_yaxes(rangemode="tozero", col=2)
-        figure.update_yaxes(autorange="reversed", type="category", col=3)
-        if self._share is None:
-            unknown = "these norms do not tell<br>what enters their tanh"
-            text = "no λ or α in these norms:<br>no bound to change" if self.lam.disabled else unknown
-            note = dict(text=text, x=0.5, y=0.5, xref="x2 domain", yref="y2 domain", showarrow=False)
-            figure.add_annotation(**note, font=dict(color=look.NEUTRAL))
-        return figure.update_layout(
-            template=look.template(self.theme),
-            height=_HEIGHT,
-            legend=dict(orientation="h", x=0, y=1.1, yanchor="bottom"),
-            autosize=True,
-            margin=dict(t=84, l=66, r=24, b=54),
-        )
-
-    def redraw(self) -> None:
-        """Show the model as it is beside the model as it now answers."""
-        with self.figure.changing() as traces:
-            top = np.argsort(-np.maximum(self.before.next_token, self.now.next_token), kind="stable")[:_TOP]
-            words = [self._word(int(token)) for token in top]
-            for name, answer in ((_BEFORE, self.before), (_AFTER, self.now)):
-                _put(traces[f"{name} size"], answer.profile("token_l2_mean", "block_out"))
-                _put(traces[f"{name} share"], answer.profile(self._share or "saturation", "attn_norm_in"))
-                traces[f"{name} token"].update(x=finite(answer.next_token[top]), y=words)
-            _put(traces["bound"], self.now.profile("saturation_bound", "attn_norm_in"))
-            self.said.value = self._sentence()
+    def _drawing(self, theme: str) -> go.Figure:
+        unknown = "these norms do not tell<br>what enters their tanh"
+        no_share = "no λ or α in these norms:<br>no bound to change" if self.lam.disabled else unknown
+        return intervention(self.before, self.now, self._word, no_share, theme)
 
     def _sentence(self) -> str:
         before, now = self.before.loss, self.now.loss
@@ -277,14 +200,6 @@ class Intervene(Frame):
         if self.tokenizer is None:
             return f"#{token}"
         return html.escape(f"{self.tokenizer.decode([token])!r} #{token}", quote=False)  # plotly takes tags for markup
-
-
-def _hover(name: str, metric: str) -> str:
-    return f"{name}<br>layer %{{x}}: %{{y:.4~g}}<br><i>{metric_row(metric).definition}</i><extra></extra>"
-
-
-def _put(trace: go.Scatter, values: pd.Series) -> None:
-    trace.update(x=[int(layer) for layer in values.index], y=finite(values))
 
 
 def _encode(text: str | torch.Tensor | Sequence[Sequence[int]], tokenizer: Any) -> torch.Tensor:

@@ -1,13 +1,8 @@
-"""One view of a table of runs: its controls and the plot that answers them.
-
-JupyterLab may run a control's callback in another thread than the cells, and several at once: every change of the
-figure happens under one lock and reads only an index that nothing writes to.
-"""
+"""One view of a table of runs: its controls and the plot that answers them."""
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
@@ -15,41 +10,40 @@ from typing import Any
 
 import ipywidgets as widgets
 import pandas as pd
-import plotly.graph_objects as go
 
 from normlab.analysis.profiles import Profiles, View
-from normlab.figures.profile import PlotOptions, drawing, log_remark, published_remark, static, theory_remark
+from normlab.figures.profile import PlotOptions, drawing, log_remark, published_remark, theory_remark
 from normlab.figures.theme import style_of
 from normlab.probes.metrics import MASKS, metric_row, site_label
-from normlab.widgets.plot import Plot
+from normlab.widgets.plot import PlotWidget
 
 _WIDE = {"description_width": "84px"}
 ABSOLUTE = "absolute values"
 RELATIVE = "relative to layer 1"
 
 
-class Pane:
-    """Controls and plot of one view; `box` is the widget to show.
+class Pane(PlotWidget):
+    """Controls and plot of one view.
 
     Args:
         profiles: index of the table.
         view: what to show first.
         published: table of `normlab.load_published`, or None for no such switch.
+        theme: "light" or "dark".
+        lock: held while anything changes.
     """
 
-    def __init__(self, profiles: Profiles, view: View, published: pd.DataFrame | None, theme: str) -> None:
+    def __init__(
+        self, profiles: Profiles, view: View, published: pd.DataFrame | None, theme: str, lock: Any = None
+    ) -> None:
         self.profiles, self.published = profiles, published
-        self._lock = threading.RLock()
         self._quiet = 0
-        self._theme = theme
-        self._drawn: dict[str, Any] = {}
-        self.plot = Plot()
-        self.status = widgets.HTML()
         self._make_controls(view)
-        self._listen()
         self._refresh_choices()
-        self.redraw()
-        self.box = widgets.VBox([*self._rows(), self.plot, self.status])
+        rows = self._rows()
+        super().__init__(self._drawing, *rows, describe=self._remarks, theme=theme, lock=lock)
+        self.children = [*rows, self.plot, self.message]  # remarks come and go, and the plot stays where it is
+        self._listen()
 
     def _make_controls(self, view: View) -> None:
         profiles = self.profiles
@@ -72,13 +66,13 @@ class Pane:
         self.metric.layout.width = self.step.layout.width = "380px"
         self.play = widgets.Play(value=0, min=0, max=0, interval=350, show_repeat=False, tooltip="play training")
         self.play.layout.width = "90px"
-        self.put = widgets.Dropdown(options=self._ways(), value=_way(view), description="shown as", style=_WIDE)
+        self.shown_as = widgets.Dropdown(options=self._ways(), value=_way(view), description="shown as", style=_WIDE)
         self.band = widgets.Checkbox(value=True, description="seeds / interval", indent=False)
-        self.log = widgets.Checkbox(value=metric_row(view.metric).log, description="log axis", indent=False)
+        self.log_axis = widgets.Checkbox(value=False, description="log axis", indent=False)
         self.papers = widgets.Checkbox(value=False, description="published values", indent=False)
         self.papers.disabled = self.published is None
         self.theory = widgets.Checkbox(value=False, description="theory", indent=False)
-        self._switches = (self.band, self.log, self.papers, self.theory)
+        self._switches = (self.band, self.log_axis, self.papers, self.theory)
         self.schemes = {name: _scheme_box(name, name in view.schemes) for name in profiles.schemes}
 
     def _ways(self) -> list[tuple[str, str]]:
@@ -91,7 +85,7 @@ class Pane:
         for box in self._switches:
             box.layout = short
         return [
-            widgets.HBox([self.metric, self.site, self.mask, self.put], layout=flow),
+            widgets.HBox([self.metric, self.site, self.mask, self.shown_as], layout=flow),
             widgets.HBox([self.depth, self.step, self.play, *self._switches], layout=flow),
             widgets.HBox(list(self.schemes.values()), layout=flow),
         ]
@@ -100,14 +94,14 @@ class Pane:
         for control in (self.metric, self.site):
             control.observe(self._changed_choice, names="value")
         self.depth.observe(self._changed_choice, names="value")
-        for control in (self.mask, self.step, self.put, *self._switches, *self.schemes.values()):
+        for control in (self.mask, self.step, self.shown_as, *self._switches, *self.schemes.values()):
             control.observe(self._changed, names="value")
         self.play.observe(self._played, names="value")
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
         """Several controls change, one redraw follows."""
-        with self._lock:
+        with self.lock:
             self._quiet += 1
             try:
                 yield
@@ -117,41 +111,34 @@ class Pane:
                 self.redraw()
 
     def _changed(self, _: object) -> None:
-        with self._lock:
+        with self.lock:
             if self.play.value != self.step.index:  # moved by the reader: play stops, and will go on from there
                 self.play.playing = False
                 self.play.value = self.step.index
             if not self._quiet:
                 self.redraw()
 
-    def _changed_choice(self, change: dict[str, Any]) -> None:
+    def _changed_choice(self, _: object) -> None:
         with self.quietly():
-            if change["owner"] is self.metric:
-                self.log.value = metric_row(self.metric.value).log
             self._refresh_choices()
 
     def _played(self, change: dict[str, Any]) -> None:
-        with self._lock:
+        with self.lock:
             self.step.index = min(change["new"], len(self.step.options) - 1)
 
     def _refresh_choices(self) -> None:
         """Offer what the table has for the metric, site and depth, and keep each choice that still exists."""
-        with self._lock:
-            self._quiet += 1
-            try:
-                _offer(self.site, _sites(self.profiles, self.metric.value))
-                _offer(self.mask, _masks(self.profiles, self.metric.value, self.site.value))
-                steps = self.profiles.steps(self.metric.value, self.site.value, self.mask.value, self.depth.value)
-                _offer(self.step, steps or [self.step.value], last=True)
-                self.play.max = len(self.step.options) - 1
-                self.play.value = self.step.index
-            finally:
-                self._quiet -= 1
+        _offer(self.site, _sites(self.profiles, self.metric.value))
+        _offer(self.mask, _masks(self.profiles, self.metric.value, self.site.value))
+        steps = self.profiles.steps(self.metric.value, self.site.value, self.mask.value, self.depth.value)
+        _offer(self.step, steps or [self.step.value], last=True)
+        self.play.max = len(self.step.options) - 1
+        self.play.value = self.step.index
 
     @property
     def view(self) -> View:
         """What the controls say."""
-        put = self.put.value
+        way = self.shown_as.value
         return View(
             metric=self.metric.value,
             site=self.site.value,
@@ -159,37 +146,26 @@ class Pane:
             depth=self.depth.value,
             step=self.step.value,
             schemes=tuple(name for name, box in self.schemes.items() if box.value),
-            relative=put == RELATIVE,
-            reference=None if put in (ABSOLUTE, RELATIVE) else put,
+            relative=way == RELATIVE,
+            reference=None if way in (ABSOLUTE, RELATIVE) else way,
         )
 
     @property
-    def dress(self) -> PlotOptions:
+    def options(self) -> PlotOptions:
+        """How the controls say to draw it."""
         published = self.published if self.papers.value else None
-        return PlotOptions(self.band.value, self.log.value, self._theme, published, self.theory.value)
+        return PlotOptions(self.band.value, self.log_axis.value, self.theme, published, self.theory.value)
 
-    @property
-    def figure(self) -> go.Figure:
-        """The plot as a plain figure."""
-        return static(self._drawn)
+    def _drawing(self, _: str) -> dict[str, Any]:
+        return drawing(self.profiles, self.view, self.options)
 
-    def set_theme(self, theme: str) -> None:
-        """Redraw for a light or a dark page."""
-        with self._lock:
-            self._theme = theme
-            self.redraw()
-
-    def redraw(self) -> None:
-        """Put the present view into the plot, in one message."""
-        with self._lock:
-            view, dress = self.view, self.dress
-            self._drawn = drawing(self.profiles, view, dress)
-            self.plot.show(self._drawn)
-            remarks = self.profiles.remarks(view)
-            remarks += [said] if dress.log and (said := log_remark(self.profiles, view)) else []
-            remarks += [published_remark(dress.published, view)] if self.papers.value else []
-            remarks += [theory_remark(self.profiles, view)] if dress.theory else []
-            self.status.value = f"<small>{escape(' · '.join(remarks))}</small>" if remarks else ""
+    def _remarks(self) -> str:
+        view, options = self.view, self.options
+        remarks = self.profiles.remarks(view)
+        remarks += [remark] if options.log and (remark := log_remark(self.profiles, view)) else []
+        remarks += [published_remark(options.published, view)] if self.papers.value else []
+        remarks += [theory_remark(self.profiles, view)] if options.theory else []
+        return f"<small>{escape(' · '.join(remarks))}</small>" if remarks else ""
 
 
 def _way(view: View) -> str:

@@ -1,4 +1,7 @@
-"""Plot: a plotly figure that follows a slider: one message a move, no answer, and no layout where only numbers change.
+"""A plotly figure in a notebook that follows its controls, and the widget around it.
+
+Plot         the figure: one message a change, no answer, and no layout where only numbers change
+PlotWidget   controls, state, and a function that draws the state: each widget of normlab is one
 
 plotly's own FigureWidget validates every property in Python, sends each on its own and has the browser report all
 traces' defaults back after every change; with the two dozen traces of a profile that is most of the time of a move.
@@ -6,18 +9,26 @@ traces' defaults back after every change; with the two dozen traces of a profile
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeAlias
 
 import anywidget
+import ipywidgets as widgets
 import numpy as np
+import plotly.graph_objects as go
 import traitlets
 from plotly.offline import get_plotlyjs
 
+from normlab.figures.profile import plain
+
+Drawing: TypeAlias = go.Figure | dict[str, Any]  # a dict: data and layout, with numbers that may be arrays
+
 
 def script(name: str) -> str:
-    """The text of a script that lies beside this file."""
-    return files("normlab.widgets").joinpath(name).read_text(encoding="utf-8")
+    """The text of a file in `static`."""
+    return files("normlab.widgets").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def _module() -> str:
@@ -32,16 +43,32 @@ def _module() -> str:
 class Plot(anywidget.AnyWidget):
     """A plotly figure in a notebook: `show` draws another in its place.
 
-    `figure` is what the browser has: data and layout, with arrays as bytes. `dark_page`: the browser says so.
+    `figure` is what the browser has: data and layout, with arrays as bytes. `dark_page`: the browser says so. `lock` is
+    held while a message of the page is handled: traitlets holds all notifications back meanwhile, so that an update
+    sent then, from another thread, could be lost.
     """
 
     _esm = _module()
     figure = traitlets.Dict().tag(sync=True)
     dark_page = traitlets.Bool(False).tag(sync=True)
 
-    def show(self, drawn: dict[str, Any]) -> None:
-        """Draw plain data and layout; the numbers of traces may be arrays, of one or two dimensions."""
-        self.figure = packed(drawn)
+    def __init__(self, lock: Any = None) -> None:
+        self.lock = lock or threading.RLock()
+        super().__init__()
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """A message of the page."""
+        with self.lock:
+            super().set_state(sync_data)
+
+    def show(self, drawn: Drawing) -> None:
+        """Draw this."""
+        with self.lock:
+            self.figure = packed(drawn.to_plotly_json() if isinstance(drawn, go.Figure) else drawn)
+
+    def on_click(self, act: Callable[[str, Any], object]) -> None:
+        """Call `act` with the trace's name and x when the reader clicks on a point."""
+        self.on_msg(lambda _, content, __: act(content["trace"], content["x"]))
 
 
 def packed(value: Any) -> Any:
@@ -52,3 +79,61 @@ def packed(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: packed(part) for key, part in value.items()}
     return [packed(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+class PlotWidget(widgets.VBox):
+    """Rows of controls, a line in words and a plot. Controls call `redraw`, which shows what the present state is.
+
+    JupyterLab may run a control's callback in another thread than the cells, and several at once: state changes under
+    `lock`, and so does the plot. Keys pressed on the controls are no commands of JupyterLab, and controls and plot have
+    names for who does not see them.
+
+    Args:
+        draw: the figure of the state, for a page of that theme, "light" or "dark".
+        rows: of controls.
+        describe: the line of the state, HTML.
+        theme: "light" or "dark"; None: as JupyterLab's.
+        lock: to be shared with others.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[str], Drawing],
+        *rows: widgets.Widget,
+        describe: Callable[[], str] = str,
+        theme: str | None = None,
+        lock: Any = None,
+    ) -> None:
+        super().__init__()
+        self.add_class("normlab")
+        self.theme = theme or "light"
+        self.plot, self.message = Plot(lock), widgets.HTML()
+        self.lock = self.plot.lock
+        self._draw, self._describe = draw, describe
+        self.redraw()
+        self.children = [*rows, self.message, self.plot]
+        if theme is None:
+            self.plot.observe(lambda change: self.set_theme("dark" if change["new"] else "light"), names="dark_page")
+
+    def redraw(self, _: object = None) -> None:
+        """Show the present state, in one message."""
+        with self.lock:
+            self._shown = self._draw(self.theme)
+            self.plot.show(self._shown)
+            self.message.value = self._describe()
+
+    def set_theme(self, theme: str) -> None:
+        """The same for a "light" or a "dark" page."""
+        with self.lock:
+            self.theme = theme
+            self.redraw()
+
+    @property
+    def figure(self) -> go.Figure:
+        """What is shown now as a plain figure."""
+        shown = self._shown
+        return shown if isinstance(shown, go.Figure) else plain(shown)
+
+    def static(self) -> go.Figure:
+        """The same, for pages without a kernel."""
+        return self.figure

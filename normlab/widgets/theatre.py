@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import ipywidgets as widgets
+import plotly.graph_objects as go
 
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
-from normlab.figures.stage import Scene, blank, redraw
+from normlab.figures.progress import Progress, training_progress
 from normlab.probes.metrics import metric_row
 from normlab.training.background import LIVE, PAUSED, READY, STARTING, TRAINING, BackgroundRun, Point
 from normlab.training.config import PROBE_METRICS, TrainConfig
-from normlab.widgets.live import Frame
+from normlab.widgets.plot import PlotWidget
 
 _REST = 0.3  # seconds between two drawings: a page keeps up, and training is not slowed
 _CHECKPOINTS = 50  # steps that a killed kernel costs at most
 
 
-class TrainTheatre(Frame):
+class TrainTheatre(PlotWidget):
     """Schemes train side by side in the background, each in a process of its own; the kernel stays free.
 
     Left: training and held-out loss by step. Right: the layer profiles at the latest step that all have measured,
@@ -53,7 +54,6 @@ class TrainTheatre(Frame):
         cache_dir: str | Path | None = None,
         theme: str | None = None,
     ) -> None:
-        super().__init__(theme)
         if not schemes or len(set(schemes)) != len(schemes):
             raise NormlabError(f"schemes are {list(schemes)}: name one or more, each once")
         if metric not in PROBE_METRICS:
@@ -65,8 +65,9 @@ class TrainTheatre(Frame):
             name: BackgroundRun(_config(name, fields), out, cache_dir=cache_dir, changed=self._news.set)
             for name in schemes
         }
-        first = next(iter(self.runs.values())).config
-        self.fill(blank(list(schemes), first.depth, self.theme), *self._make_controls(metric))
+        self._depth = next(iter(self.runs.values())).config.depth
+        super().__init__(self._drawing, *self._make_controls(metric), theme=theme)
+        self.metric.observe(self.redraw, names="value")
 
     def _make_controls(self, metric: str) -> list[widgets.Widget]:
         def button(text: str, icon: str, act: Any) -> widgets.Button:
@@ -79,7 +80,6 @@ class TrainTheatre(Frame):
         self.end = button("stop", "stop", self.stop)
         options = [(f"{metric_row(name).label} ({name})", name) for name in PROBE_METRICS]
         self.metric = widgets.Dropdown(options=options, value=metric, description="layers:")
-        self.metric.observe(lambda _: self.redraw(), names="value")
         titles = {name: look.style_of(name).title for name in self.runs}
         room = max(map(len, titles.values()))
         self.bars = {
@@ -91,9 +91,9 @@ class TrainTheatre(Frame):
             )
             for name, run in self.runs.items()
         }
-        self.said = {name: widgets.HTML() for name in self.runs}
+        self.status = {name: widgets.HTML() for name in self.runs}
         flow = widgets.Layout(flex_flow="row wrap")
-        rows = [widgets.HBox([self.bars[name], self.said[name]], layout=flow) for name in self.runs]
+        rows = [widgets.HBox([self.bars[name], self.status[name]], layout=flow) for name in self.runs]
         return [widgets.HBox([self.go, self.rest, self.end, self.metric], layout=flow), *rows]
 
     # --- commands ---
@@ -126,7 +126,7 @@ class TrainTheatre(Frame):
             run.close()
         if self._painter is not None and self._painter is not threading.current_thread():
             self._painter.join(timeout=5)
-        self.figure.close()
+        self.plot.close()
         super().close()
 
     def wait(self, timeout: float | None = None, *, step: int | None = None) -> bool:
@@ -151,19 +151,26 @@ class TrainTheatre(Frame):
                 self.redraw()
                 self._closed.wait(_REST)
 
-    def redraw(self) -> None:
+    def _progress(self) -> dict[str, Progress]:
+        metric = self.metric.value
+        profiles = {
+            name: run.points("probe", metric_row(metric).default_site, metric) for name, run in self.runs.items()
+        }
+        step = _last_in_common(profiles.values())
+        return {name: _progress_of(run, profiles[name], step) for name, run in self.runs.items()}
+
+    def _drawing(self, theme: str) -> go.Figure:
+        metric = self.metric.value
+        return training_progress(self._progress(), metric, metric_row(metric).default_site, self._depth, theme)
+
+    def redraw(self, _: object = None) -> None:
         """Show the runs as they are now."""
-        with self.figure.changing():
-            metric = self.metric.value
-            site = metric_row(metric).default_site
-            profiles = {name: run.points("probe", site, metric) for name, run in self.runs.items()}
-            step = _last_in_common(profiles.values())
-            scenes = {name: _scene(run, profiles[name], step) for name, run in self.runs.items()}
-            redraw(self.figure, scenes, metric, site, self.theme)
+        with self.lock:
+            super().redraw()
             for name, run in self.runs.items():
                 self.bars[name].value = run.step
                 self.bars[name].style.bar_color = look.ink(look.style_of(name).color, self.theme)
-                self.said[name].value = _sentence(run, scenes[name])
+                self.status[name].value = _sentence(run)
             states = {run.state for run in self.runs.values()}
             self.go.disabled = not any(_can_start(run) for run in self.runs.values())
             self.go.description = "start" if states == {READY} else "continue"
@@ -189,20 +196,19 @@ def _last_in_common(profiles: Iterable[Sequence[Point]]) -> int:
     return max(set.intersection(*measured), default=0) if measured else 0
 
 
-def _scene(run: BackgroundRun, profile: Sequence[Point], step: int) -> Scene:
-    train, held_out = (
-        [(at, value) for at, _, value in run.points(split, "model", "loss")] for split in ("train", "eval")
-    )
+def _progress_of(run: BackgroundRun, profile: Sequence[Point], step: int) -> Progress:
     start = min((at for at, _, _ in profile), default=0)
     first, last = ([(layer or 0, value) for at, layer, value in profile if at == when] for when in (start, step))
-    return Scene(train, held_out, first, last, step, run.levels)
+    return Progress(_losses(run, "train"), _losses(run, "eval"), first, last, step, run.levels)
 
 
-def _sentence(run: BackgroundRun, scene: Scene) -> str:
+def _losses(run: BackgroundRun, split: str) -> list[tuple[int, float]]:
+    return [(step, loss) for step, _, loss in run.points(split, "model", "loss")]
+
+
+def _sentence(run: BackgroundRun) -> str:
     parts = [run.state.replace("_", " ") + (f": {run.reason}" if run.reason else "")]
     parts.append(f"step {run.step:,} of {run.config.steps:,}")
-    if scene.train:
-        parts.append(f"training loss {scene.train[-1][1]:.3f}")
-    if scene.held_out:
-        parts.append(f"held out {scene.held_out[-1][1]:.3f}")
+    for name, split in (("training loss", "train"), ("held out", "eval")):
+        parts += [f"{name} {loss:.3f}" for _, loss in _losses(run, split)[-1:]]
     return html.escape(", ".join(parts))

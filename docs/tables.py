@@ -1,0 +1,143 @@
+"""Tables and numbers that pages show, as Markdown, made from the registries and the shipped files at
+every build.
+
+substitutions   all of them by the name under which pages ask for them: {{ schemes }}
+badges          where a notebook can be opened; nothing until pyproject.toml has the repository's address
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import nbformat
+
+import normlab
+from normlab.export.notebooks import claim_of
+from normlab.figures import FIGURES
+from normlab.models import NormlabConfig
+from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric
+from normlab.schemes import NormSite, Scheme
+from normlab.training.presets import PRESETS, Choice, Preset, Search
+
+ROOT = Path(__file__).resolve().parents[1]
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+URLS: dict[str, str] = _PROJECT.get("urls", {})
+
+
+def substitutions() -> dict[str, str]:
+    return {
+        "schemes": schemes(),
+        "metrics": metrics(),
+        "sites": table(("site", "what it is"), ((f"`{site.name}`", site.label) for site in SITES.values())),
+        "masks": table(("mask", "tokens"), ((f"`{name}`", what) for name, what in MASKS.items())),
+        "figures": figures(),
+        "presets": presets(),
+        "shipped": shipped(),
+        "notebooks": notebooks(),
+    }
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; a cell's bars and line ends do not end it."""
+    lines = [tuple(head)]
+    lines += [tuple(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    lines.insert(1, ("---",) * len(lines[0]))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def arxiv_links(text: str) -> str:
+    return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", text)
+
+
+def schemes() -> str:
+    head = ("name", "in figures", "norm", "norms in a block", "source")
+    return table(head, (_scheme(scheme) for scheme in normlab.SCHEMES.values()))
+
+
+def _scheme(scheme: Scheme) -> tuple[str, ...]:
+    config = NormlabConfig(scheme=scheme.name, hidden_size=64, num_attention_heads=2, num_hidden_layers=4)
+    layouts = [scheme.layout] if scheme.first_layout is None else [scheme.first_layout, scheme.layout]
+    places = "; then ".join(", ".join(place.replace("_", " ") for place, _ in layout.places()) for layout in layouts)
+    norm = scheme.norm(NormSite(scheme.layout.places()[0][0], 2, config))
+    return f"`{scheme.name}`", scheme.title, f"`{type(norm).__name__}`", places, arxiv_links(scheme.paper)
+
+
+def metrics() -> str:
+    head = ("name", "definition", "compared by", "looked at")
+    return table(head, (_metric(row) for row in ALL_METRICS.values()))
+
+
+def _metric(row: Metric) -> tuple[str, ...]:
+    unit = f" ({row.unit})" if row.unit else ""
+    return f"`{row.name}`", row.definition + unit, row.compared, f"`{row.default_site}`"
+
+
+def figures() -> str:
+    head = ("name", "shows", "drawn by", "paper's figure")
+    return table(
+        head,
+        ((f"`{row.name}`", row.shows, f"`{row.draw.__name__}`", row.paper_figure) for row in FIGURES.values()),
+    )
+
+
+def presets() -> str:
+    head = ("preset", "schemes", "depths x seeds", "steps", "width", "learning rate", "runs")
+    return table(head, (_preset(preset) for preset in PRESETS.values()))
+
+
+def _preset(preset: Preset) -> tuple[object, ...]:
+    names = {scheme for part in preset.parts for scheme in part.schemes}
+    depths = "; ".join(", ".join(f"{depth} x {seeds}" for depth, seeds in part.depths.items()) for part in preset.parts)
+    if isinstance(preset.rate, Search):
+        rates = ", ".join(f"{lr:g}" for lr in preset.rate.rates)
+        rate = f"searched from {rates} at depth {' and '.join(map(str, preset.rate.depths))}"
+        choices = {key: Choice(preset.rate.rates[0]) for part in preset.parts for key in preset.searched(part)}
+    else:
+        rate, choices = f"{preset.rate:g}", {}
+    count = sum(len(preset.grid(part, choices)) for part in preset.parts)
+    runs = f"{count} and the search" if choices else count
+    fields = {"steps": normlab.TrainConfig.steps, "width": normlab.TrainConfig.width, **preset.fields}
+    return f"`{preset.name}`", len(names), depths, fields["steps"], fields["width"], rate, runs
+
+
+def shipped() -> str:
+    """What lies in data/, counted from the manifests."""
+    rows = []
+    for folder in ("runs", "gain_or_bound", "pilot"):
+        runs = normlab.load_configs(ROOT / "data" / folder)
+        rows.append(
+            (
+                f"`data/{folder}/`",
+                len(runs),
+                runs["scheme"].nunique(),
+                ", ".join(str(depth) for depth in sorted(runs["depth"].unique())),
+                runs["seed"].nunique(),
+                ", ".join(f"{steps:,}" for steps in sorted(runs["steps"].unique())),
+            )
+        )
+    return table(("folder", "runs", "schemes", "depths", "seeds", "steps"), rows)
+
+
+def notebooks() -> str:
+    """Every notebook: its page, where else it opens, its claim."""
+    found = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        title, claim = claim_of(nbformat.read(path, as_version=4))
+        links = f'<a href="{path.stem}.html">the page</a>{badges(URLS, path.stem)}'
+        found.append(f"## {title}\n\n{claim}\n\n{links} · `notebooks/{path.name}`")
+    return "\n\n".join(found)
+
+
+def badges(urls: Mapping[str, str], notebook: str) -> str:
+    """Links that open a notebook at Colab and Binder, from the repository's address on GitHub; empty without one."""
+    found = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", urls.get("Repository", ""))
+    if found is None:
+        return ""
+    places = {
+        "Colab": f"https://colab.research.google.com/github/{found[1]}/blob/main/notebooks/{notebook}.ipynb",
+        "Binder": f"https://mybinder.org/v2/gh/{found[1]}/main?urlpath=lab/tree/notebooks/{notebook}.ipynb",
+    }
+    return "".join(f' <a class="badge" href="{url}">open in {name}</a>' for name, url in places.items())

@@ -1,0 +1,170 @@
+"""Does the residual stream add up? What a branch's output is to the change of the stream that it should explain.
+
+A few tokens of every tensor are kept while a block runs (`Rows`); `explain` finds on them how `after` is made of
+`before` and of what the branches returned, or says that it is not:
+
+    added       after = before + c o                 (c = 1 as a rule; Granite and others scale a branch afterwards)
+    scaled      after = a before + c o               (DeepNorm)
+    contained   after = o                            (the branch returns the stream with itself added: Bloom, MPT)
+    by feature  after = before + g * o               (a learned scale a feature: BEiT, DINOv2)
+    dropped     after = before + m * o               (dropout or stochastic depth between: m is 0 or one constant)
+
+The sums are exact up to the rounding of the stream's and the branch's dtype; what is further off is no explanation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+CHECKED = 32  # tokens a call on which sums are checked
+SLACK = 4.0  # roundings that a sum may be off by
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a change of the stream is made of branch outputs: `parts` are indices of the outputs, `factor` what each is
+    multiplied by (a number, or one a feature), `carry` what the stream is multiplied by."""
+
+    form: str
+    parts: tuple[int, ...]
+    factors: tuple[float | Tensor, ...] = ()
+    carry: float = 1.0
+
+
+class Rows:
+    """The same few tokens of every tensor of a block, as float64."""
+
+    def __init__(self, like: Tensor):
+        self.width = like.shape[-1]
+        self.tokens = like.numel() // max(1, self.width)
+        step = max(1, self.tokens // CHECKED)
+        self.index = torch.arange(0, self.tokens, step, device=like.device)[-CHECKED:]
+
+    def of(self, x: Tensor | None) -> Tensor | None:
+        """The rows of a tensor that holds the same tokens and features; None of another."""
+        if x is None or x.shape[-1] != self.width or x.numel() != self.tokens * self.width:
+            return None
+        return x.detach().reshape(self.tokens, self.width)[self.index].double()
+
+
+def rounding(*dtypes: torch.dtype) -> float:
+    """The coarsest relative spacing of these float types."""
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def same(a: Tensor | None, b: Tensor | None, eps: float) -> bool:
+    """Whether two sets of rows hold the same numbers, up to rounding."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    kept = a.isfinite().all(1) & b.isfinite().all(1)
+    return bool(kept.any()) and bool((a[kept] - b[kept]).norm() <= eps * a[kept].norm())
+
+
+def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps: float) -> Explanation | None:
+    """How `after` comes from `before` and `outputs` (rows x width each; None = of another shape), or None.
+
+    The latest output alone is tried first, then sums of several, then the others alone.
+    """
+    usable = [i for i, o in enumerate(outputs) if o is not None and o.shape == before.shape]
+    last = usable[-1:]
+    sets = [tuple(last)] if last else []
+    sets += [s for size in range(len(usable), 1, -1) for s in combinations(usable, size)] if len(usable) <= 4 else []
+    sets += [(i,) for i in reversed(usable[:-1])]
+    kept = before.isfinite().all(1) & after.isfinite().all(1)
+    for i in usable:
+        kept &= outputs[i].isfinite().all(1)  # type: ignore[union-attr]
+    if not bool(kept.any()):
+        return None
+    before, after = before[kept], after[kept]
+    rows = {i: outputs[i][kept] for i in usable}  # type: ignore[index]
+    for forms in (_linear, _contained, _one_by_one):
+        for chosen in sets:
+            found = forms(before, after, [rows[i] for i in chosen], eps)
+            if found is not None:
+                return Explanation(found.form, chosen, found.factors, found.carry)
+    return None
+
+
+def _fits(left: Tensor, sizes: Sequence[Tensor], eps: float) -> bool:
+    allowed = SLACK * eps * sum(float(size.norm()) for size in sizes)
+    return float(left.norm()) <= allowed
+
+
+def _coefficients(target: Tensor, outputs: Sequence[Tensor]) -> list[float] | None:
+    matrix = torch.stack([o.flatten() for o in outputs])
+    gram = matrix @ matrix.T
+    if bool((gram.diagonal() == 0).any()):
+        return None
+    scale = gram.diagonal().rsqrt()
+    normal = gram * scale[:, None] * scale
+    if float(torch.linalg.cond(normal)) > 1e6:
+        return None
+    return (torch.linalg.solve(normal, scale * (matrix @ target.flatten())) * scale).tolist()
+
+
+def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
+    change, total = after - before, sum(outputs)
+    sizes = [before, after, *outputs]
+    ones = (1.0,) * len(outputs)
+    if _fits(change - total, sizes, eps) and _is_better(change, outputs, eps, before):
+        return Explanation("added", (), ones)
+    found = _coefficients(change, outputs)
+    if found is not None and min(map(abs, found)) > 0:
+        left = change - sum(c * o for c, o in zip(found, outputs, strict=True))
+        if _fits(left, sizes, eps) and _significant(left, outputs, found):
+            return Explanation("added", (), tuple(found))
+    found = _coefficients(after, [before, *outputs]) if before.numel() > 2 * len(sizes) else None
+    if found is not None and abs(found[0]) * float(before.norm()) > 1e-3 * float(after.norm()):
+        left = after - sum(c * o for c, o in zip(found, [before, *outputs], strict=True))
+        if _fits(left, sizes, eps) and _significant(left, outputs, found[1:]):
+            return Explanation("scaled", (), tuple(found[1:]), found[0])
+    return None
+
+
+def _significant(left: Tensor, outputs: Sequence[Tensor], found: Sequence[float]) -> bool:
+    """Whether every output matters: what it adds is well above what is left unexplained."""
+    return all(abs(c) * float(o.norm()) > 4 * float(left.norm()) for c, o in zip(found, outputs, strict=True))
+
+
+def _is_better(change: Tensor, outputs: list[Tensor], eps: float, before: Tensor) -> bool:
+    """Whether factors of 1 do as well as fitted ones, where rounding leaves that open."""
+    left = float((change - sum(outputs)).norm())
+    if left <= 1e-4 * float(change.norm()) or not outputs:
+        return True
+    found = _coefficients(change, outputs)
+    if found is None:
+        return all(float(o.norm()) <= SLACK * eps * float(before.norm()) for o in outputs)
+    fitted = float((change - sum(c * o for c, o in zip(found, outputs, strict=True))).norm())
+    return left <= 1.02 * fitted
+
+
+def _contained(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
+    if len(outputs) != 1 or not _fits(after - outputs[0], [after], eps):
+        return None
+    # Trivially so where the branch's output itself is looked at: it must hold the stream as well.
+    held = float((after * before).sum() / before.square().sum().clamp(min=1e-300))
+    return Explanation("contained", ()) if 0.5 < held < 2 else None
+
+
+def _one_by_one(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
+    if len(outputs) != 1 or len(before) < 6:
+        return None
+    change, o = after - before, outputs[0]
+    square = o.square().sum(0)
+    factor = torch.where(square > 0, (change * o).sum(0) / square.clamp(min=1e-300), torch.zeros_like(square))
+    if _fits(change - factor * o, [before, after, o], eps) and float((factor * o).norm()) > 4 * float(
+        (change - factor * o).norm()
+    ):
+        return Explanation("by feature", (), (factor,))
+    held = change.abs() > SLACK * eps * (before.abs() + after.abs() + o.abs())
+    if not bool(held.any()) or not bool((o[held] != 0).all()):
+        return None
+    ratio = float((change[held] / o[held]).median())
+    if ratio > 0 and _fits(torch.where(held, change - ratio * o, change), [before, after, o], eps):
+        return Explanation("dropped", (), (ratio,))
+    return None

@@ -1,0 +1,68 @@
+"""A scheme is data: which norm, where in the block, how branches join the stream, what it starts at.
+
+scheme     Layout, NormSite, Sublayer, Branches, Ends, Rate, Scheme: the kinds of data
+parts      builders that rows name: norms, residual rules, initialisation, rates
+studied    the rows of the shipped runs
+field      the rows of the rest of the field
+registry   all rows, `SCHEMES`, and the lists of them that other files need
+costs      `table()`: every scheme with formula, paper, parameters and cost
+"""
+
+from normlab.schemes.costs import table
+from normlab.schemes.parts import KAPPA_POWERS, is_bounded
+from normlab.schemes.registry import (
+    BASELINE,
+    BOUND_AND_CONTROL,
+    CORE,
+    DEEP,
+    DEEPEST,
+    DEFAULT,
+    FURTHER,
+    GAIN_CONTROL,
+    PILOT,
+    SCHEMES,
+    SETTINGS,
+    SHORT_LIST,
+    STUDIED,
+    TIMED,
+    get_scheme,
+)
+from normlab.schemes.scheme import (
+    QK_NORMS,
+    Branches,
+    Ends,
+    Layout,
+    NormSite,
+    Rate,
+    Scheme,
+    Sublayer,
+)
+
+__all__ = [
+    "BASELINE",
+    "BOUND_AND_CONTROL",
+    "CORE",
+    "DEEP",
+    "DEEPEST",
+    "DEFAULT",
+    "FURTHER",
+    "GAIN_CONTROL",
+    "KAPPA_POWERS",
+    "PILOT",
+    "QK_NORMS",
+    "SCHEMES",
+    "SETTINGS",
+    "SHORT_LIST",
+    "STUDIED",
+    "TIMED",
+    "Branches",
+    "Ends",
+    "Layout",
+    "NormSite",
+    "Rate",
+    "Scheme",
+    "Sublayer",
+    "get_scheme",
+    "is_bounded",
+    "table",
+]

@@ -1,0 +1,318 @@
+"""Builders that rows of the registry name: norms by site, residual rules by sublayer, initialisation, rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from normlab.norms import (
+    BHyT,
+    CRMSNorm,
+    Derf,
+    DyISRU,
+    DyT,
+    GatedNorm,
+    LayerNorm,
+    NoNorm,
+    RMSNorm,
+    ScaleNorm,
+    SeeDNorm,
+    TaperNorm,
+)
+from normlab.residuals import (
+    BlockInput,
+    DepthAttention,
+    Dual,
+    DualEnd,
+    GradientPreserving,
+    HyperConnected,
+    LearnedScale,
+    Progressive,
+    Residual,
+    Scaled,
+    Siamese,
+    SiameseEnd,
+    Spherical,
+    SumOfStreams,
+)
+from normlab.schemes.scheme import NormSite, Rate, Sublayer
+
+# -- norms -----------------------------------------------------------------------------------------------------------
+
+
+def rms(site: NormSite) -> nn.Module:
+    return RMSNorm(site.width, site.config.rms_norm_eps)
+
+
+def rms_gain(site: NormSite) -> nn.Module:
+    """Starts as BHyT does for small inputs: gain gamma0 lambda/kappa where BHyT has a tanh, 1 where it has none."""
+    config = site.config
+    return RMSNorm(site.width, config.rms_norm_eps, gain=config.gamma0 * site.lam / config.kappa if site.lam else 1.0)
+
+
+def rms_depth_scaled(site: NormSite) -> nn.Module:
+    scale = 1.0 if site.place == "final" else 1.0 / math.sqrt(site.layer)
+    return RMSNorm(site.width, site.config.rms_norm_eps, scale=scale)
+
+
+def rms_depth_gain(site: NormSite) -> nn.Module:
+    gain = 1.0 if site.place == "final" else 1.0 / math.sqrt(site.layer)
+    return RMSNorm(site.width, site.config.rms_norm_eps, gain=gain)
+
+
+def rms_output_gain(site: NormSite) -> nn.Module:
+    """Output norms start at 1/sqrt(L): the depth scale of Pangu Ultra (2504.07866; at second hand), whose
+    factors, tuned for a model, are 1 here."""
+    outer = site.place.endswith("_out")
+    return RMSNorm(site.width, site.config.rms_norm_eps, gain=site.config.num_hidden_layers**-0.5 if outer else 1.0)
+
+
+def rms_inside(site: NormSite) -> nn.Module:
+    """In the blocks only."""
+    return NoNorm() if site.place == "final" else rms(site)
+
+
+def layer_norm(site: NormSite) -> nn.Module:
+    return LayerNorm(site.width, eps=1e-5)
+
+
+# From this width on: alpha at the attention site, alpha elsewhere (2503.10622; the last row from memory of its table).
+DYT_ALPHA = {8192: (0.2, 0.05), 5120: (0.6, 0.15), 4096: (0.8, 0.2), 2048: (1.0, 0.5), 1: (1.0, 1.0)}
+
+
+def dyt(site: NormSite) -> nn.Module:
+    attention, other = next(alphas for width, alphas in DYT_ALPHA.items() if site.width >= width)
+    by_width = attention if site.place.startswith("attn") else other
+    return DyT(site.width, alpha=by_width if site.config.alpha0 is None else site.config.alpha0)
+
+
+def derf(site: NormSite) -> nn.Module:
+    return Derf(site.width, alpha=1.0 if site.config.alpha0 is None else site.config.alpha0)
+
+
+# kappa in block l is kappa l^power.
+KAPPA_POWERS = {"constant": 0.0, "inverse_sqrt": -0.5, "sqrt": 0.5, "fourth_root": 0.25}
+
+
+def is_bounded(config: Any, layer: int) -> bool:
+    """Whether a block, from 1, is within ``bounded_layers``."""
+    first, last = config.bounded_layers or (1, config.num_hidden_layers)
+    return first <= layer <= last
+
+
+def bhyt(bounded: bool) -> Callable[[NormSite], nn.Module]:
+    def build(site: NormSite) -> nn.Module:
+        config, final = site.config, site.place == "final"
+        # The final norm unless lam_last asks for a tanh there; blocks outside the range.
+        if site.lam == 0.0 or not (final or is_bounded(config, site.layer)):
+            return rms(site)
+        kappa = config.kappa * (1.0 if final else site.layer ** KAPPA_POWERS[config.kappa_schedule])
+        fixed = {"learnable_lam": config.learnable_lam, "gain": config.gamma0, "bounded": bounded}
+        return BHyT(site.width, site.lam, kappa, **fixed)
+
+    return build
+
+
+def isru(site: NormSite) -> nn.Module:
+    return DyISRU(site.width)
+
+
+def scale_norm(site: NormSite) -> nn.Module:
+    return ScaleNorm(site.width, site.config.rms_norm_eps)
+
+
+def single_scale(site: NormSite) -> nn.Module:
+    return ScaleNorm(site.width, site.config.rms_norm_eps, rms=True)
+
+
+def seed_norm(site: NormSite) -> nn.Module:
+    return SeeDNorm(site.width, site.config.rms_norm_eps)
+
+
+def gated(site: NormSite) -> nn.Module:
+    return GatedNorm(site.width, site.config.rms_norm_eps)
+
+
+def compressed(site: NormSite) -> nn.Module:
+    return CRMSNorm(site.width, site.config.rms_norm_eps)
+
+
+def taper(site: NormSite) -> nn.Module:
+    """The final norm stays: it anchors the scale of the stream (2602.10408)."""
+    return rms(site) if site.place == "final" else TaperNorm(site.width, site.config.rms_norm_eps)
+
+
+def nothing(site: NormSite) -> nn.Module:
+    return NoNorm()
+
+
+# -- residual rules --------------------------------------------------------------------------------------------------
+
+
+def deepnorm(sublayer: Sublayer) -> Residual:
+    """The decoder's constants (2203.00555): alpha = (2L)^(1/4) here, beta = (8L)^(-1/4) as Xavier's gain."""
+    return Scaled(keep=(2 * sublayer.config.num_hidden_layers) ** 0.25)
+
+
+def keel(sublayer: Sublayer) -> Residual:
+    """alpha = 2L, the number of sublayers (2601.19895, the formula at second hand). The first sublayer has no norm
+    after it that would take the factor out again: it is plain addition."""
+    return Scaled(keep=2.0 * sublayer.config.num_hidden_layers if sublayer.index else 1.0)
+
+
+def over_depth(sublayer: Sublayer) -> Residual:
+    return Scaled(add=1.0 / sublayer.config.num_hidden_layers)
+
+
+def layer_scale(sublayer: Sublayer) -> Residual:
+    """A channel's factor from 0.1, 1e-5 or 1e-6, up to 18, up to 24 and beyond 24 layers (2103.17239)."""
+    depth = sublayer.config.num_hidden_layers
+    return LearnedScale(sublayer.width, 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6)
+
+
+def skip_init(sublayer: Sublayer) -> Residual:
+    return LearnedScale(1, 0.0)
+
+
+def fixup(sublayer: Sublayer) -> Residual:
+    return LearnedScale(1, 1.0, biased=True)
+
+
+def gradient_preserving(sublayer: Sublayer) -> Residual:
+    return GradientPreserving()
+
+
+def progressive(sublayer: Sublayer) -> Residual:
+    return Progressive(sublayer.layer, sublayer.config.residual_warmup)
+
+
+def block_input(sublayer: Sublayer) -> Residual:
+    return BlockInput(sublayer.width, last=sublayer.part == "mlp")
+
+
+def spherical(sublayer: Sublayer) -> Residual:
+    return Spherical(sublayer.width)
+
+
+def dual(sublayer: Sublayer) -> Residual:
+    return Dual(sublayer.width)
+
+
+def dual_end(config: Any) -> Residual:
+    return DualEnd(config.hidden_size, config.rms_norm_eps)
+
+
+def siamese(sublayer: Sublayer) -> Residual:
+    return Siamese(sublayer.width, sublayer.config.rms_norm_eps)
+
+
+def siamese_end(config: Any) -> Residual:
+    return SiameseEnd(config.hidden_size, config.rms_norm_eps)
+
+
+def hyper(sublayer: Sublayer) -> Residual:
+    return HyperConnected(sublayer.width, sublayer.config.streams, sublayer.index, sublayer.config.rms_norm_eps)
+
+
+def hyper_end(config: Any) -> Residual:
+    return SumOfStreams(config.hidden_size)
+
+
+def over_sublayers(sublayer: Sublayer) -> Residual:
+    return DepthAttention(sublayer.width, sublayer.config.rms_norm_eps, sublayer.index)
+
+
+def over_sublayers_end(config: Any) -> Residual:
+    return DepthAttention(config.hidden_size, config.rms_norm_eps, 2 * config.num_hidden_layers)
+
+
+# -- initialisation, by a matrix's name ------------------------------------------------------------------------------
+
+WRITING = ("o_proj", "down_proj")
+
+
+def fan(name: str, config: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a block's matrix."""
+    head = config.head_dim or config.hidden_size // config.num_attention_heads
+    heads, kv_heads = (
+        config.num_attention_heads * head,
+        (config.num_key_value_heads or config.num_attention_heads) * head,
+    )
+    d, f = config.hidden_size, config.intermediate_size
+    shapes = {"q_proj": (d, heads), "k_proj": (d, kv_heads), "v_proj": (d, kv_heads), "o_proj": (heads, d)}
+    return {**shapes, "gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}[name]
+
+
+def writing_over_depth(name: str, config: Any) -> float:
+    """What writes into the stream starts smaller by sqrt(2L)."""
+    factor = 1.0 / math.sqrt(2 * config.num_hidden_layers) if name in WRITING else 1.0
+    return config.initializer_range * factor
+
+
+def xavier(gain: Callable[[int], float]) -> Callable[[str, Any], float]:
+    """gain(L) sqrt(2 / (inputs + outputs)) for v, o and the MLP; gain 1 for q and k."""
+
+    def std(name: str, config: Any) -> float:
+        factor = 1.0 if name in ("q_proj", "k_proj") else gain(config.num_hidden_layers)
+        return factor * math.sqrt(2 / sum(fan(name, config)))
+
+    return std
+
+
+def fixup_init(name: str, config: Any) -> float:
+    """Branches of m matrices, 2L of them: the last is 0, those before it (1/inputs)^(1/2) (2L)^(-1/(2m-2)); q and k,
+    which only weigh, as anywhere.
+
+    Attention has m = 2 (v, o). A gated MLP has m = 3: gate and up multiply, so both are matrices before the last, and
+    the product of their factors is (2L)^(-1/2), as the rule wants (derived; 1901.09321 has no gated MLP).
+    """
+    if name in WRITING:
+        return 0.0
+    if name in ("q_proj", "k_proj"):
+        return config.initializer_range
+    m = 2 if name == "v_proj" else 3
+    return fan(name, config)[0] ** -0.5 * (2 * config.num_hidden_layers) ** (-1 / (2 * m - 2))
+
+
+BASE_WIDTH = 256  # of CompleteP: where its rules are those of any scheme
+
+
+def over_width(config: Any) -> float:
+    """Base width over width."""
+    return BASE_WIDTH / config.hidden_size
+
+
+def complete_p_init(name: str, config: Any) -> float:
+    return config.initializer_range * math.sqrt(over_width(config))
+
+
+def complete_p_rates(name: str, dimensions: int, config: Any) -> Rate:
+    """CompleteP's alpha = 1 (2505.01618): with m = d/256 and depth L, a block's matrices learn at 1/m of the rate,
+    decay m times as much and have eps/(m L); vectors of a block eps/(m L); all else eps/m.
+
+    The rates of depth are L^(alpha-1) = 1. eps follows the size of the gradient (derived): a branch that is divided
+    by L passes 1/L of it, a logit that is divided by m 1/m.
+    """
+    factor = over_width(config)
+    if ".layers." not in name:
+        return Rate(eps=factor)
+    eps = factor / config.num_hidden_layers
+    return Rate(lr=factor, eps=eps, weight_decay=1 / factor) if dimensions >= 2 else Rate(eps=eps)
+
+
+# -- after each step -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def unit_matrices(model: nn.Module) -> None:
+    """Every matrix to unit length along the residual stream's axis: rows that read it, columns that write it (nGPT,
+    2410.01131)."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            axis = 0 if name.split(".")[-2] in WRITING else 1
+            length = torch.linalg.vector_norm(parameter.float(), dim=axis, keepdim=True)
+            parameter.div_(length.clamp_min(1e-12).to(parameter.dtype))  # the padding token's row is 0

@@ -1,0 +1,38 @@
+"""The registry of schemes, and the lists of them that other files need by name: names stay in this folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from normlab.errors import NormlabError
+from normlab.schemes import field, studied
+from normlab.schemes.scheme import Scheme
+
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (*studied.ROWS, *field.ROWS)}
+
+
+def get_scheme(name: str) -> Scheme:
+    """The scheme of that name; NormlabError names the known ones otherwise."""
+    if name not in SCHEMES:
+        raise NormlabError(f"unknown scheme {name!r}: choose one of {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+# What other files need by name, so that names stay here.
+BASELINE = "pre_rmsnorm"  # what the others are compared with; stock Llama
+DEFAULT = "bhyt"  # of `normlab train`
+SHORT_LIST = (BASELINE, "lns", "rmsnorm_gain", "bhyt")  # of a sweep of minutes
+CORE = (BASELINE, "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain")  # of the sweep of hours: with seeds
+FURTHER = ("peri_ln", "dyt", "pre_rmsnorm_scaled_init", "mix_ln", "post_rmsnorm", "bhyt_linear")
+DEEP = (BASELINE, "lns", "bhyt_exact", "rmsnorm_gain")  # at depth 32
+DEEPEST = (BASELINE, "rmsnorm_gain")  # at depth 64
+# What a search tries beside the learning rate, where a scheme is known to hang on it: fields of TrainConfig.
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "dyt": ({}, {"model": {"alpha0": 0.5}}, {"model": {"alpha0": 0.25}}),
+    "post_rmsnorm": ({}, {"warmup": 0.3}),
+}
+STUDIED = tuple(row.name for row in studied.ROWS)  # of the shipped runs
+PILOT = ("lns",)  # which text is learned furthest
+BOUND_AND_CONTROL = ("bhyt", "bhyt_linear")  # the same parameters, with the tanh and without
+GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it
+TIMED = ("bhyt", "bhyt_exact", "lns", "peri_ln", "dyt")  # whose training step is timed against the baseline's

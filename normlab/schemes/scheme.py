@@ -1,0 +1,230 @@
+"""What a scheme is: norm x layout x residual rule, and what else it changes.
+
+Layout     which of a block's six places hold a norm, and the attribute that holds it (the name in released checkpoints)
+NormSite   one such place in one model: what a scheme needs to know to build the norm there
+Sublayer   one attention or MLP in one model: what a scheme needs to know to build its residual rule
+Branches   what changes inside attention and MLP
+Ends       what changes at the embeddings and the logits
+Rate       factors on a parameter's learning rate, Adam eps and weight decay
+Scheme     the row of data
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from normlab.residuals import Residual
+
+# Families: what a scheme changes.
+NORM, PLACE, DEPTH = "norm", "placement", "depth"
+JOIN, STREAMS, WITHOUT_NORM = "residual", "streams", "without norm"
+QK_NORMS = ("none", "l2", "rms_head", "rms_width")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """x + out(f(in(x))), then sum(.), for f = attention and f = MLP: the attribute holding each norm, or None.
+
+    ``*_in`` normalizes the branch's input, ``*_out`` its output, ``*_sum`` the residual sum.
+    """
+
+    attn_in: str | None = None
+    attn_out: str | None = None
+    attn_sum: str | None = None
+    mlp_in: str | None = None
+    mlp_out: str | None = None
+    mlp_sum: str | None = None
+
+    def places(self) -> list[tuple[str, str]]:
+        """(place, attribute) of every norm in the block, in order of use."""
+        return [(place, name) for place, name in vars(self).items() if name is not None]
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """Where a norm is built: ``place`` is a field of Layout, or "final"; ``layer`` counts from 1 (L+1 for the final
+    norm)."""
+
+    place: str
+    layer: int
+    config: Any  # NormlabConfig; this floor does not import the one above
+
+    @property
+    def width(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def lam(self) -> float:
+        """lambda at this site: ``lam_input``, ``lam_post`` or ``lam_last`` (0: not a tanh site)."""
+        if self.place == "final":
+            return self.config.lam_last
+        return self.config.lam_input if self.place.startswith("attn") else self.config.lam_post
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """``part`` is "attn" or "mlp"; ``layer`` counts from 1."""
+
+    part: str
+    layer: int
+    config: Any
+
+    @property
+    def width(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def index(self) -> int:
+        """Sublayers before this one."""
+        return 2 * (self.layer - 1) + (self.part == "mlp")
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Inside attention and MLP.
+
+    Args:
+        qk_norm: default of ``NormlabConfig.qk_norm``: "none"; "l2", unit queries and keys of each head with one learned
+            scale a head for the softmax (2010.04245); "rms_head", RMSNorm of each head (Qwen 3); "rms_width", RMSNorm
+            over all heads (OLMo 2).
+        value_norm: RMSNorm of each head's values.
+        output_norm: RMSNorm before the output projection of attention and MLP.
+        spherical: nGPT's learned scales s_qk and s_uv on unit queries, unit keys, gate and up.
+    """
+
+    qk_norm: str = "none"
+    value_norm: bool = False
+    output_norm: bool = False
+    spherical: bool = False
+
+
+@dataclass(frozen=True)
+class Ends:
+    """At the embeddings and the logits.
+
+    Args:
+        embedding_scale: start of a learnable factor on the token embeddings, from the width; None: no factor.
+        unit_embeddings: embeddings sqrt(d) e/||e||, and logits from the same rows at unit length.
+        projection: a square matrix after the embeddings and one before the head, orthogonal at the start.
+        logit_factor: constant factor on the logits, from the configuration.
+        logit_scale: a learned factor a token of the vocabulary on the logits, 1 at the start.
+    """
+
+    embedding_scale: Callable[[int], float] | None = None
+    unit_embeddings: bool = False
+    projection: bool = False
+    logit_factor: Callable[[Any], float] | None = None
+    logit_scale: bool = False
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Factors on what the optimizer was told."""
+
+    lr: float = 1.0
+    eps: float = 1.0
+    weight_decay: float = 1.0
+
+
+PRE = Layout(attn_in="input_layernorm", mlp_in="post_attention_layernorm")
+POST = Layout(attn_sum="post_attention_layernorm", mlp_sum="post_feedforward_layernorm")
+PERI = Layout(
+    attn_in="input_layernorm",
+    attn_out="post_attention_layernorm",
+    mlp_in="pre_feedforward_layernorm",
+    mlp_out="post_feedforward_layernorm",
+)
+# Around the sum and before the branch: Keel.
+PRE_AND_POST = Layout(
+    attn_in="input_layernorm",
+    attn_sum="post_attention_layernorm",
+    mlp_in="pre_feedforward_layernorm",
+    mlp_sum="post_feedforward_layernorm",
+)
+WITHOUT = Layout()
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to normalize a transformer.
+
+    Args:
+        name: key in SCHEMES and value of ``NormlabConfig.scheme``.
+        title: label in figures.
+        formula: of a sublayer f, in words of the stream x and the norm N.
+        paper: source.
+        norm: builds the norm for a site.
+        family: what it changes; figures group by it.
+        layout: places of the norms in a block.
+        first_layout: places in the first ``first_blocks(config)`` of the blocks, if they differ (Mix-LN).
+        residual: builds a sublayer's residual rule; None: plain addition.
+        leave: builds what makes one stream of several in front of the final norm; None: there is one.
+        branches, ends: what changes inside the branches, and before and after the blocks.
+        carried: statistics the MLP site may use in place of its own, the default first; empty: none exists.
+        init: standard deviation of a block's matrix by its name ("v_proj" ...); None: ``initializer_range`` for all.
+        decayed: names of norm, residual and scale parameters that weight decay acts on.
+        decays_matrices: whether it acts on matrices.
+        after_step: what is done to a model at the start and after each optimizer step.
+        rates: factors on the optimizer's settings, by parameter name and number of its dimensions.
+        released_as: values of ``norm_type`` in the configurations of released checkpoints.
+        is_control: exists to be shown beside BHyT: its gain, or its map without the bound.
+        unpredicted: why `normlab.analysis.theory` has no recursion for it; empty: it has.
+        color, dash: the same in every figure; without a color, the next free pair of `normlab.figures.theme`.
+    """
+
+    name: str
+    title: str
+    formula: str
+    paper: str
+    norm: Callable[[NormSite], nn.Module]
+    family: str
+    color: str = ""
+    dash: str = "solid"
+    layout: Layout = PRE
+    first_layout: Layout | None = None
+    first_blocks: Callable[[Any], int] = lambda config: 1
+    residual: Callable[[Sublayer], Residual] | None = None
+    leave: Callable[[Any], Residual] | None = None
+    branches: Branches = Branches()
+    ends: Ends = Ends()
+    carried: tuple[str, ...] = ()
+    init: Callable[[str, Any], float] | None = None
+    decayed: frozenset[str] = frozenset()
+    decays_matrices: bool = True
+    after_step: Callable[[nn.Module], None] | None = None
+    rates: Callable[[str, int, Any], Rate] | None = None
+    released_as: tuple[str, ...] = ()
+    is_control: bool = False
+    unpredicted: str = ""
+
+    @property
+    def carries_statistic(self) -> bool:
+        """Whether the MLP site can reuse the attention site's mean square."""
+        return any(kind != "exact" for kind in self.carried)
+
+    @property
+    def keeps_to_the_blocks(self) -> bool:
+        """Whether only the blocks' norms and sums differ from Llama, so that an existing model can be given it."""
+        return self.ends == Ends() and self.branches == Branches() and self.leave is None and self.after_step is None
+
+    def layout_at(self, layer: int, config: Any) -> Layout:
+        """Layout of block ``layer`` (1..L)."""
+        if self.first_layout is not None and layer <= self.first_blocks(config):
+            return self.first_layout
+        return self.layout
+
+    def norm_at(self, site: NormSite) -> Any:
+        """The norm for a site, its gain centred as the configuration says."""
+        norm: Any = self.norm(site)
+        if getattr(site.config, "zero_centred", False):
+            norm.centre = 1.0
+            norm.reset_parameters()
+        return norm
+
+    def matrix_std(self, name: str, config: Any) -> float:
+        """Standard deviation that a block's matrix is drawn with."""
+        return config.initializer_range if self.init is None else self.init(name, config)

@@ -1,0 +1,71 @@
+"""Fields of a configuration, each said once: its default, what it means, which values it takes.
+
+`setting(default, help, rule)`   a dataclass field
+`shared(cls, name)`              the same field in another dataclass
+`check(configuration)`           NormlabError for a value that its rule refuses
+`described(cls)`                 the fields as text, for a docstring
+`flag_of(name)`                  the command-line flag of a field
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from normlab.errors import NormlabError
+
+Rule = tuple[Callable[[Any], bool], str]  # whether a value is taken, and what to say where it is not
+
+POSITIVE: Rule = (lambda value: value > 0, "it must be positive")
+SHARE: Rule = (lambda value: 0 <= value < 1, "it must be in [0, 1)")
+NOT_NEGATIVE: Rule = (lambda value: value >= 0, "it must not be negative")
+FINITE: Rule = (math.isfinite, "it must be finite")
+
+
+def at_least(least: int) -> Rule:
+    return lambda value: value >= least, f"it must be at least {least}"
+
+
+def one_of(*values: str) -> Rule:
+    return lambda value: value in values, f"choose one of {', '.join(values)}"
+
+
+def setting(default: Any, help: str, rule: Rule | None = None, *, identity: bool = True) -> Any:
+    """A dataclass field. default: a value, or the type of an empty one. identity: whether numbers depend on it."""
+    metadata = {"help": help, "rule": rule, "identity": identity}
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def shared(cls: Any, name: str) -> Any:
+    """Field `name` of dataclass `cls`, for another one that has it too."""
+    original = cls.__dataclass_fields__[name]
+    return dataclasses.field(default=original.default, metadata=original.metadata)
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise NormlabError(message)
+
+
+def check(configuration: Any) -> None:
+    """NormlabError naming the first field whose value its rule refuses; None, a default yet to be filled in, passes."""
+    for spec in dataclasses.fields(configuration):
+        value, rule = getattr(configuration, spec.name), spec.metadata["rule"]
+        if rule is not None and value is not None:
+            accepts, remedy = rule
+            require(accepts(value), f"{spec.name} is {value!r}; {remedy}")
+
+
+def described(cls: Any) -> str:
+    """A line for each field, as the docstring of `cls` has them."""
+    lines = (f"{spec.name}: {spec.metadata['help']}." for spec in dataclasses.fields(cls))
+    return "\n".join(textwrap.fill(line, 116, initial_indent="    ", subsequent_indent="        ") for line in lines)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")

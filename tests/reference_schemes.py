@@ -1,0 +1,358 @@
+"""Every scheme in float64 from its formula alone: a Llama whose parts a scheme replaces, by name, in tables.
+
+It shares no code with normlab. ``logits(config, state, ids)`` reads a state dict (names as saved) and the published
+constants; autograd runs through it. Attention, rotary embedding and MLP come from `reference_model`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from reference_model import State, mean_square, rms_norm, rotate
+from torch import Tensor
+
+Norm = Callable[[Tensor, State, str], Tensor]
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x * x).sum(-1, keepdim=True).sqrt()
+
+
+class Model:
+    """One forward pass; methods are the parts that tables below replace."""
+
+    def __init__(self, config, state: State, ids: Tensor) -> None:
+        self.config, self.state, self.ids = config, state, ids
+        self.eps, self.d, self.depth = config.rms_norm_eps, config.hidden_size, config.num_hidden_layers
+        self.heads = config.num_attention_heads
+        self.head = self.d // self.heads
+        self.scheme = config.scheme
+
+    def get(self, name: str) -> Tensor:
+        return self.state[name]
+
+    def rms(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, self.get(f"{name}.weight"), self.eps)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return NORMS.get(self.scheme, Model.rms)(self, x, name)
+
+    # -- branches ---------------------------------------------------------------------------------------------------
+
+    def attention(self, x: Tensor, name: str) -> Tensor:
+        batch, length, _ = x.shape
+        kind = QK.get(self.scheme, "none") if self.config.qk_norm is None else self.config.qk_norm
+
+        def project(which: str) -> Tensor:
+            return x @ self.get(f"{name}.{which}_proj.weight").T
+
+        query, key, value = project("q"), project("k"), project("v")
+        if kind == "rms_width":
+            query, key = self.rms(query, f"{name}.q_norm"), self.rms(key, f"{name}.k_norm")
+        query, key, value = (t.view(batch, length, -1, self.head).transpose(1, 2) for t in (query, key, value))
+        if kind == "rms_head":
+            query, key = self.rms(query, f"{name}.q_norm"), self.rms(key, f"{name}.k_norm")
+        if self.scheme.startswith("hybridnorm"):
+            value = self.rms(value, f"{name}.v_norm")
+        positions = torch.arange(length).expand(batch, length)
+        query, key = rotate(query, positions), rotate(key, positions)
+        factor = torch.full((self.heads, 1), self.head**-0.5, dtype=torch.float64)
+        if kind == "l2":
+            query, key, factor = unit(query), unit(key), self.get(f"{name}.qk_scale").view(self.heads, 1)
+        if self.scheme == "ngpt":  # s_qk on queries and on the keys that a group of heads reads
+            s = (self.get(f"{name}.qk_scale") * self.d**0.5).view(self.heads, 1, self.head)
+            query, factor = s * unit(query), torch.full((self.heads, 1), self.head**0.5, dtype=torch.float64)
+            key = unit(key)
+        group = self.heads // self.config.num_key_value_heads
+        allowed = torch.ones(length, length, dtype=torch.bool).tril()
+        mixed = []
+        for head in range(self.heads):
+            keys = key[:, head // group]
+            if self.scheme == "ngpt":
+                keys = s[head] * keys
+            score = query[:, head] @ keys.transpose(1, 2) * factor[head]
+            mixed.append(score.masked_fill(~allowed, -math.inf).softmax(-1) @ value[:, head // group])
+        heads = torch.cat(mixed, dim=-1)
+        if self.scheme == "sub_ln":
+            heads = self.rms(heads, f"{name}.o_norm")
+        return heads @ self.get(f"{name}.o_proj.weight").T
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        gate, up = x @ self.get(f"{name}.gate_proj.weight").T, x @ self.get(f"{name}.up_proj.weight").T
+        if self.scheme == "ngpt":
+            s_gate, s_up = (self.get(f"{name}.scale") * self.d**0.5).chunk(2)
+            gate, up = s_gate * gate, s_up * up
+        inner = gate * torch.sigmoid(gate) * up
+        if self.scheme == "sub_ln":
+            inner = self.rms(inner, f"{name}.norm")
+        return inner @ self.get(f"{name}.down_proj.weight").T
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def embedded(self) -> Tensor:
+        rows = self.get("model.embed_tokens.weight")[self.ids]
+        if self.scheme in ("derf", "dyisru"):
+            return rows * self.get("model.shared_scale")
+        if self.scheme == "fixnorm":
+            return self.d**0.5 * unit(rows)
+        if self.scheme == "osp_rmsnorm":
+            return rows @ self.get("model.embedding_end.projection.weight").T
+        return rows
+
+    def headed(self, x: Tensor) -> Tensor:
+        rows = self.get("lm_head.weight")
+        if self.scheme == "fixnorm":
+            rows = unit(rows)
+        if self.scheme == "osp_rmsnorm":
+            x = x @ self.get("lm_head.projection.weight").T
+        logits = x @ rows.T
+        if self.scheme == "ngpt":
+            return logits * self.get("lm_head.scale") * self.d**0.5
+        return logits * (256 / self.d) if self.scheme == "complete_p" else logits
+
+    # -- the way through --------------------------------------------------------------------------------------------
+
+    def logits(self) -> Tensor:
+        x = WHOLE.get(self.scheme, one_stream)(self, self.embedded())
+        final = FINAL.get(self.scheme, "model.norm")
+        return self.headed(self.norm(x, final) if final else x)
+
+    def sublayers(self):
+        """(layer from 1, part, f without norms, the two norms' names in Pre-LN) in order."""
+        for layer in range(1, self.depth + 1):
+            name = f"model.layers.{layer - 1}"
+            yield layer, "attn", lambda x, n=name: self.attention(x, f"{n}.self_attn"), name
+            yield layer, "mlp", lambda x, n=name: self.mlp(x, f"{n}.mlp"), name
+
+
+# -- norms -----------------------------------------------------------------------------------------------------------
+
+
+def derf(m: Model, x: Tensor, name: str) -> Tensor:
+    z = m.get(f"{name}.alpha") * x + m.get(f"{name}.shift")
+    return m.get(f"{name}.weight") * torch.erf(z) + m.get(f"{name}.bias")
+
+
+def dyisru(m: Model, x: Tensor, name: str) -> Tensor:
+    return m.get(f"{name}.weight") * m.d**0.5 * x / torch.sqrt(m.get(f"{name}.square").abs() + x**2)
+
+
+def scaled(m: Model, x: Tensor, name: str) -> Tensor:
+    return m.get(f"{name}.weight") * x / torch.sqrt((x * x).sum(-1, keepdim=True) + m.d * m.eps)
+
+
+def single_scale(m: Model, x: Tensor, name: str) -> Tensor:
+    return m.get(f"{name}.weight") * x / torch.sqrt(mean_square(x) + m.eps)
+
+
+def seeded(m: Model, x: Tensor, name: str) -> Tensor:
+    gate = torch.tanh((x * m.get(f"{name}.beta")).sum(-1, keepdim=True))
+    return (gate * m.get(f"{name}.alpha") + m.get(f"{name}.weight")) * x / torch.sqrt(mean_square(x) + m.eps)
+
+
+def gated(m: Model, x: Tensor, name: str) -> Tensor:
+    n = m.rms(x, name)
+    low = n @ m.get(f"{name}.down").T
+    return n * torch.sigmoid((low * torch.sigmoid(low)) @ m.get(f"{name}.up").T)
+
+
+def compressed(m: Model, x: Tensor, name: str) -> Tensor:
+    """The first d numbers of the RMSNorm of the zero-mean vector that x completes to."""
+    whole = torch.cat([x, -x.sum(-1, keepdim=True)], -1)
+    return m.get(f"{name}.weight") * (whole / torch.sqrt(mean_square(whole) + m.eps))[..., :-1]
+
+
+def tapered(m: Model, x: Tensor, name: str) -> Tensor:
+    if f"{name}.gate" not in m.state:
+        return m.rms(x, name)
+    g, c = m.get(f"{name}.gate"), m.get(f"{name}.inverse_rms")
+    return g * m.rms(x, name) + (1 - g) * c * m.get(f"{name}.weight") * x
+
+
+NORMS: dict[str, Norm] = {
+    "derf": derf,
+    "dyisru": dyisru,
+    "scalenorm": scaled,
+    "fixnorm": scaled,
+    "osp_rmsnorm": single_scale,
+    "seednorm": seeded,
+    "gatednorm": gated,
+    "pre_crmsnorm": compressed,
+    "tapernorm": tapered,
+}
+QK = {"reordered_norm": "rms_width", "hybridnorm": "rms_head", "hybridnorm_star": "rms_head"}
+FINAL = dict.fromkeys(("residual_dual", "ngpt", "skip_init", "fixup"), "") | dict.fromkeys(
+    ("siamese_norm", "mhc", "attn_residuals"), "model.norm.norm"
+)
+
+# -- one stream ------------------------------------------------------------------------------------------------------
+
+PRE = {"attn": "input_layernorm", "mlp": "post_attention_layernorm"}
+PERI_IN = {"attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"}
+OUT = {"attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+
+
+def one_stream(m: Model, x: Tensor) -> Tensor:
+    for layer, part, f, name in m.sublayers():
+        x = JOINS.get(m.scheme, pre)(m, x, f, name, part, layer)
+    return x
+
+
+def pre(m, x, f, name, part, layer):
+    return x + f(m.norm(x, f"{name}.{PRE[part]}"))
+
+
+def peri(m, x, f, name, part, layer):
+    return x + m.norm(f(m.norm(x, f"{name}.{PERI_IN[part]}")), f"{name}.{OUT[part]}")
+
+
+def reordered(m, x, f, name, part, layer):
+    return x + m.norm(f(x), f"{name}.{OUT[part]}")
+
+
+def hybrid(m, x, f, name, part, layer):
+    return m.norm(x + f(x), f"{name}.{OUT['attn']}") if part == "attn" else x + f(x)
+
+
+def hybrid_star(m, x, f, name, part, layer):
+    return pre(m, x, f, name, part, layer) if layer == 1 else hybrid(m, x, f, name, part, layer)
+
+
+def deepnorm(m, x, f, name, part, layer):
+    return m.norm((2 * m.depth) ** 0.25 * x + f(x), f"{name}.{OUT[part]}")
+
+
+def keel(m, x, f, name, part, layer):
+    update = f(m.norm(x, f"{name}.{PERI_IN[part]}"))
+    if (layer, part) == (1, "attn"):
+        return x + update
+    return m.norm(2 * m.depth * x + update, f"{name}.{OUT[part]}")
+
+
+def complete_p(m, x, f, name, part, layer):
+    return x + f(m.norm(x, f"{name}.{PRE[part]}")) / m.depth
+
+
+def layer_scale(m, x, f, name, part, layer):
+    return x + m.get(f"{name}.{part}_residual.scale") * f(m.norm(x, f"{name}.{PRE[part]}"))
+
+
+def skip_init(m, x, f, name, part, layer):
+    return x + m.get(f"{name}.{part}_residual.scale") * f(x)
+
+
+def fixup(m, x, f, name, part, layer):
+    rule = f"{name}.{part}_residual"
+    return x + m.get(f"{rule}.scale") * f(x + m.get(f"{rule}.bias_in")) + m.get(f"{rule}.bias_out")
+
+
+def gpas(m, x, f, name, part, layer):
+    total = pre(m, x, f, name, part, layer)
+    a = m.get(f"{name}.{part}_residual.gate")
+    return total - a * torch.sigmoid(a) * total.detach()
+
+
+def prores(m, x, f, name, part, layer):
+    return x + m.get(f"{name}.{part}_residual.alpha") * f(m.norm(x, f"{name}.{PRE[part]}"))
+
+
+def ngpt(m, x, f, name, part, layer):
+    rate = (m.get(f"{name}.{part}_residual.rate") * 0.05 * m.d**0.5).abs()
+    return unit(x + rate * (unit(f(x)) - x))
+
+
+JOINS = {
+    "dssn": peri,
+    "reordered_norm": reordered,
+    "hybridnorm": hybrid,
+    "hybridnorm_star": hybrid_star,
+    "deepnorm": deepnorm,
+    "keel": keel,
+    "complete_p": complete_p,
+    "layer_scale": layer_scale,
+    "skip_init": skip_init,
+    "fixup": fixup,
+    "gpas": gpas,
+    "prores": prores,
+    "ngpt": ngpt,
+}
+
+# -- several streams, and blocks that look back ----------------------------------------------------------------------
+
+
+def b2t(m: Model, x: Tensor) -> Tensor:
+    entered = x
+    for _, part, f, name in m.sublayers():
+        if part == "attn":
+            entered, x = x, m.norm(x + f(x), f"{name}.{OUT[part]}")
+        else:
+            x = m.norm(x + f(x) + entered, f"{name}.{OUT[part]}")
+    return x
+
+
+def residual_dual(m: Model, x: Tensor) -> Tensor:
+    total = x
+    for _, part, f, name in m.sublayers():
+        update = f(x)
+        x, total = m.norm(x + update, f"{name}.{OUT[part]}"), total + update
+    return x + rms_norm(total, m.get("model.norm.leave.gain"), m.eps)
+
+
+def siamese(m: Model, x: Tensor) -> Tensor:
+    y = x
+    for _, part, f, name in m.sublayers():
+        rule = f"{name}.{part}_residual"
+        x = rms_norm(x, m.get(f"{rule}.gain_x"), m.eps)
+        z = f(m.norm(x + rms_norm(y, m.get(f"{rule}.gain_y"), m.eps), f"{name}.{PRE[part]}"))
+        x, y = x + z, y + z
+    end = "model.norm.leave"
+    return rms_norm(x, m.get(f"{end}.gain_x"), m.eps) + rms_norm(y, m.get(f"{end}.gain_y"), m.eps)
+
+
+def mhc(m: Model, x: Tensor) -> Tensor:
+    n = m.config.streams
+    streams = [x for _ in range(n)]
+    for _, part, f, name in m.sublayers():
+        rule = f"{name}.{part}_residual"
+        v = torch.cat(streams, -1)
+        v = v / torch.sqrt(mean_square(v) + m.eps)
+        matrix, bias, factor = (m.get(f"{rule}.{which}") for which in ("matrix", "bias", "factor"))
+        product = v @ matrix.T
+        read = torch.sigmoid(factor[0] * product[..., :n] + bias[:n])
+        write = 2 * torch.sigmoid(factor[1] * product[..., n : 2 * n] + bias[n : 2 * n])
+        mix = torch.exp(factor[2] * product[..., 2 * n :] + bias[2 * n :]).unflatten(-1, (n, n))
+        for _ in range(20):
+            mix = mix / mix.sum(-1, keepdim=True)
+            mix = mix / mix.sum(-2, keepdim=True)
+        z = f(m.norm(sum(read[..., i, None] * streams[i] for i in range(n)), f"{name}.{PRE[part]}"))
+        streams = [sum(mix[..., i, j, None] * streams[j] for j in range(n)) + write[..., i, None] * z for i in range(n)]
+    return sum(streams)
+
+
+def attn_residuals(m: Model, x: Tensor) -> Tensor:
+    written = [x]
+
+    def mean(query: Tensor | None) -> Tensor:
+        if query is None:  # a softmax over one
+            return written[0]
+        scores = torch.stack([(query * v).sum(-1) / torch.sqrt(mean_square(v) + m.eps)[..., 0] for v in written])
+        return (scores.softmax(0)[..., None] * torch.stack(written)).sum(0)
+
+    for _, part, f, name in m.sublayers():
+        written.append(f(m.norm(mean(m.state.get(f"{name}.{part}_residual.query")), f"{name}.{PRE[part]}")))
+    return mean(m.get("model.norm.leave.query"))
+
+
+WHOLE = {
+    "b2t": b2t,
+    "residual_dual": residual_dual,
+    "siamese_norm": siamese,
+    "mhc": mhc,
+    "attn_residuals": attn_residuals,
+}
+
+
+def logits(config, state: State, ids: Tensor) -> Tensor:
+    return Model(config, state, ids).logits()

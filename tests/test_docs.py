@@ -1,0 +1,182 @@
+"""The documentation can be followed: its examples run, its commands exist, its links lead somewhere, it builds."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+
+import normlab
+from normlab import cli
+from normlab.figures import FIGURES
+from normlab.probes.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(DOCS))
+
+
+@pytest.fixture
+def site_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The modules that Sphinx's configuration is made of."""
+    monkeypatch.syspath_prepend(DOCS)
+    names = ("tables", "reference", "docstrings", "links")
+    yield {name: importlib.import_module(name) for name in names}
+    for name in names:
+        sys.modules.pop(name)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of one's own with some shipped runs; what an example adds to a registry goes again."""
+    for scheme in ("pre_rmsnorm", "bhyt", "rmsnorm_gain"):
+        for run in (ROOT / "data" / "runs").glob(f"{scheme}-d16-w128-lr0.003-*"):
+            shutil.copytree(run, tmp_path / "data" / "runs" / run.name)
+    monkeypatch.chdir(tmp_path)
+    registries: tuple[dict, ...] = (normlab.SCHEMES, METRICS, FIGURES)
+    before = [dict(registry) for registry in registries]
+    yield
+    for registry, known in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(known)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name_of)
+def test_the_examples_of_a_page_run_one_after_the_other(path: Path, elsewhere: None):
+    names: dict[str, object] = {}
+    for example in blocks(path, "python"):
+        exec(compile(example, path.name, "exec"), names)
+
+
+def test_the_example_of_the_kernels_runs():
+    (example,) = blocks(ROOT / "kernels" / "README.md", "python")
+    width, lam = 8, torch.tensor([2.0])
+    x, residual, a = (torch.randn(3, width, requires_grad=True) for _ in range(3))
+    weight, bias, alpha, shift = torch.ones(width), torch.zeros(width), torch.ones(1), torch.zeros(1)
+    names: dict[str, object] = dict(
+        x=x, residual=residual, a=a, weight=weight, bias=bias, alpha=alpha, shift=shift, lam=lam
+    )
+    names |= dict(proj_weight=torch.eye(width), mean_square=x.detach().square().mean(-1, keepdim=True))
+    exec(compile(example, "README.md", "exec"), names)
+    assert torch.equal(names["l2"], torch.linalg.vector_norm(x.detach(), dim=-1))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_every_command_of_a_page_exists(path: Path):
+    lines = [line.split("#")[0].strip() for block in blocks(path, "bash") for line in block.splitlines()]
+    for line in lines:
+        if line.startswith("normlab "):
+            cli.build_parser().parse_args(line.split()[1:])
+    made = re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8"))
+    made += [line.split()[1] for line in lines if line.startswith("make ")]
+    assert set(made) <= TARGETS
+
+
+def test_badges_are_absent_until_the_repository_has_an_address(site_code: dict[str, ModuleType]):
+    badges = site_code["tables"].badges
+    assert badges({}, "00_start_here") == badges({"Repository": "https://example.org/a/b"}, "00_start_here") == ""
+    links = re.findall(r'href="([^"]+)"', badges({"Repository": "https://github.com/some/where.git"}, "00_start_here"))
+    assert links == [
+        "https://colab.research.google.com/github/some/where/blob/main/notebooks/00_start_here.ipynb",
+        "https://mybinder.org/v2/gh/some/where/main?urlpath=lab/tree/notebooks/00_start_here.ipynb",
+    ]
+
+
+def test_a_table_keeps_bars_inside_its_cells(site_code: dict[str, ModuleType]):
+    assert site_code["tables"].table(("a", "b"), [("|h|", 2)]).splitlines() == [
+        "| a | b |",
+        "| --- | --- |",
+        "| \\|h\\| | 2 |",
+    ]
+
+
+def test_a_docstring_is_text_with_code_in_it(site_code: dict[str, ModuleType]):
+    lines = ["|x| of `h_l`, **not** x_; see `normlab.record`.", "", "    with code: |x|", "", "Args:", "    a_: `b`."]
+    site_code["docstrings"].to_rst(None, "function", "f", None, None, lines)
+    text = "\n".join(lines)
+    assert text.startswith("\\|x\\| of ``h_l``, \\*\\*not\\*\\* x\\_; see :py:obj:`normlab.record`.")
+    assert "::\n\n    with code: |x|\n" in text and text.endswith("Args:\n    a\\_: ``b``.")
+
+
+def test_parameters_described_in_one_line_come_apart(site_code: dict[str, ModuleType]):
+    lines = ["y. x: no.", "", "Args:", "    x: (..., d). weight: (d,). bias, eps: constants; see: this."]
+    site_code["docstrings"].to_rst(None, "function", "f", lambda x, weight, bias, eps: None, None, lines)
+    assert lines == [
+        "y. x: no.",
+        "",
+        "Args:",
+        "    x: (..., d).",
+        "    weight: (d,).",
+        "    bias, eps: constants; see: this.",
+    ]
+
+
+def test_a_modules_list_of_names_is_left_to_the_table(site_code: dict[str, ModuleType]):
+    lines = ["What it is.", "", "record   measures", "sites    finds", "", "More words.", ""]
+    site_code["docstrings"].to_rst(None, "module", "m", None, None, lines)
+    assert "\n".join(lines) == "What it is.\n\nMore words.\n"
+
+
+def test_a_broken_link_is_found(tmp_path: Path, site_code: dict[str, ModuleType]):
+    (tmp_path / "a.html").write_text(
+        '<p id="here"><a href="#here"><a href="b.html#there"><a href="https://example.org">'
+    )
+    (tmp_path / "b.html").write_text(
+        '<iframe src="a.html#way=relative"></iframe><img src="gone.png"><a href="a.html#gone">'
+    )
+    found = site_code["links"].broken_links(tmp_path)
+    assert found == [("a.html", "b.html#there"), ("b.html", "gone.png"), ("b.html", "a.html#gone")]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(
+    tmp_path: Path, site_code: dict[str, ModuleType]
+):
+    """All but the notebooks' pages, which `make site` executes: here their places are empty."""
+    site = tmp_path / "site"
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--fail-on-warning",
+        "--keep-going",
+        "-q",
+        "-d",
+        tmp_path / "doctrees",
+        DOCS,
+        site,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in [*(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")), "explorer"]:
+        (site / "notebooks" / f"{name}.html").write_text("")
+    assert site_code["links"].broken_links(site) == []
+    reference = (site / "reference" / "api" / "normlab.html").read_text(encoding="utf-8")
+    assert all(f'id="normlab.{name}"' in reference for name in normlab._PUBLIC)
+
+
+def test_the_site_is_published_from_main_and_tags_only_and_built_by_its_target():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "docs.yml").read_text(encoding="utf-8"))
+    assert workflow[True]["push"] == {"branches": ["main"], "tags": ["v*"]}  # YAML reads `on` as true
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert publish["if"] == "github.event_name == 'push'" and publish["needs"] == "build"
+    assert [step["run"] for step in build["steps"] if "run" in step] == ["make site"]
+    assert "build/site" in [step.get("with", {}).get("path") for step in build["steps"]]

@@ -1,0 +1,112 @@
+"""Exported pages: one plotly.js for all, an explorer that works without a kernel, an index that leads to each."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+
+import nbformat
+import pytest
+from figures_helpers import table
+from nbformat import NotebookNode
+from notebook_helpers import NOTEBOOKS, PLOTLY, WIDGET
+from plotly.offline import get_plotlyjs
+
+from normlab.errors import NormlabError
+from normlab.export.notebooks import NotebookPage, claim_of, share_plotly, write_index
+from normlab.figures import loss_curves
+from normlab.widgets import NormExplorer, explorer_page
+
+
+def frames_in(page: str) -> list[str]:
+    """Where the page's frames lead."""
+    return [unescape(source) for source in re.findall(r'<iframe[^>]* src="([^"]*)"', page)]
+
+
+def shows(text: str) -> NotebookNode:
+    """The output of a cell that ends in a widget."""
+    return nbformat.v4.new_output("display_data", {WIDGET: {"model_id": "0"}, "text/plain": text})
+
+
+def executed(*outputs: NotebookNode, tags: tuple[str, ...] = ()) -> NotebookNode:
+    """A notebook as it comes from papermill: parameters injected, the state of widgets with a plotly.js inside."""
+    cells = [
+        nbformat.v4.new_markdown_cell("# Growth\n\n**Claim.** It grows\nwith depth.\n\nMore words."),
+        nbformat.v4.new_code_cell("RUNS = '/elsewhere'", metadata={"tags": ["injected-parameters"]}),
+        nbformat.v4.new_code_cell("figure", outputs=list(outputs), metadata={"tags": list(tags)}),
+    ]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {"0": get_plotlyjs()}}}
+    return notebook
+
+
+def page_of(notebook: NotebookNode) -> str:
+    return NotebookPage().from_notebook_node(notebook)[0]
+
+
+def test_a_page_holds_its_figures_and_shares_plotly():
+    figure = nbformat.v4.new_output("display_data", {PLOTLY: json.loads(loss_curves(table()).to_json())})
+    page = page_of(executed(figure))
+    assert page.count("Plotly.newPlot(") == 1 and '<script src="plotly.min.js"></script>' in page
+    assert len(page) < 1_000_000 and "plotly.js v" not in page and "/elsewhere" not in page
+    assert "<title>Growth</title>" in page
+    assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=.https?:", page)
+
+
+def test_an_explorer_stands_where_its_widget_stood_and_opens_as_the_cell_says():
+    text = NormExplorer(table())._repr_mimebundle_()["text/plain"]
+    assert frames_in(page_of(executed(shows(text)))) == ["explorer.html#dark=0"]
+    page = page_of(executed(shows(text), tags=("explorer:way=relative",)))
+    assert frames_in(page) == ["explorer.html#dark=0&way=relative"]
+
+
+def test_other_controls_leave_a_line_that_says_what_they_need():
+    page = page_of(executed(shows("Intervene(children=())")))
+    assert not frames_in(page) and 'class="needs-kernel"' in page and "Intervene(" not in page
+
+
+def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path: Path, chromium: str):
+    from playwright.sync_api import sync_playwright
+
+    share_plotly(explorer_page(table(), tmp_path / "explorer.html"))
+    assert (tmp_path / "explorer.html").stat().st_size < 500_000
+    (tmp_path / "page.html").write_text(page_of(executed(shows("NormExplorer()"), tags=("explorer:way=relative",))))
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto((tmp_path / "page.html").as_uri())
+        frame = page.frame_locator("iframe.explorer")
+        frame.locator(".js-plotly-plot .scatterlayer .trace").first.wait_for()
+        assert frame.locator("#way").input_value() == "relative"
+        browser.close()
+
+
+def test_a_page_without_plotly_inside_is_refused(tmp_path: Path):
+    (tmp_path / "page.html").write_text("<script>1</script>")
+    with pytest.raises(NormlabError, match=r"page\.html does not have plotly\.js"):
+        share_plotly(tmp_path / "page.html")
+
+
+def test_the_index_leads_to_every_page_and_to_the_explorer(tmp_path: Path):
+    for name in ("01_one", "02_two", "03_not_exported"):
+        (tmp_path / "notebooks").mkdir(exist_ok=True)
+        nbformat.write(executed(), tmp_path / "notebooks" / f"{name}.ipynb")
+    for name in ("01_one", "02_two", "explorer"):
+        (tmp_path / f"{name}.html").write_text("")
+    index = write_index(tmp_path, tmp_path / "notebooks").read_text(encoding="utf-8")
+    links = [link for link in re.findall(r'href="([^"#]+)"', index) if not link.startswith("http")]
+    assert links == ["01_one.html", "02_two.html", "explorer.html"]
+    assert index.count("It grows with depth.") == 2 and "More words" not in index
+
+
+def test_an_index_of_nothing_is_refused(tmp_path: Path):
+    with pytest.raises(NormlabError, match="no page of a notebook"):
+        write_index(tmp_path, NOTEBOOKS)
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_notebook_has_a_title_and_a_claim_for_the_index(path: Path):
+    title, claim = claim_of(nbformat.read(path, as_version=4))
+    assert title and claim.startswith("**Claim") and "\n" not in claim

@@ -1,0 +1,114 @@
+"""Schemes at the constants where they are another scheme, or a formula that is known."""
+
+from __future__ import annotations
+
+import torch
+from model_helpers import assert_bits, assert_near, fresh_model, tokens
+
+
+def same_function(scheme: str, other: str, change, relative: float = 1e-5, **fields) -> None:
+    """`scheme`, after change(name, tensor) to its tensors, has the logits of `other` with the same shared tensors."""
+    model, plain, ids = fresh_model(scheme, **fields), fresh_model(other, **fields), tokens()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            change(name, tensor)
+        own = plain.state_dict()
+        shared = {n: t for n, t in model.state_dict().items() if n in own and t.shape == own[n].shape}
+        plain.load_state_dict(shared, strict=False)
+        assert_near(model(ids).logits, plain(ids).logits, relative)
+
+
+def keep(name, tensor):
+    """Everything as it starts."""
+
+
+def setting(ending: str, value: float):
+    return lambda name, tensor: tensor.fill_(value) if name.endswith(ending) else None
+
+
+def test_branches_that_are_wholly_on_are_pre_ln():
+    same_function("prores", "pre_rmsnorm", setting("residual.alpha", 1.0))
+
+
+def test_branches_that_are_off_leave_the_embeddings():
+    model, ids = fresh_model("prores"), tokens()
+    hidden = model(ids, output_hidden_states=True).hidden_states
+    assert_bits(hidden[2], hidden[0])
+
+
+def test_a_gate_of_zero_is_pre_ln():
+    same_function("gpas", "pre_rmsnorm", keep)
+
+
+def test_one_stream_is_pre_ln():
+    """The read weight 1/2 is a factor that the norm takes out, but for its eps."""
+    same_function("mhc", "pre_rmsnorm", setting("residual.factor", 0.0), 1e-3, streams=1, rms_norm_eps=1e-12)
+
+
+def test_streams_start_as_pre_ln_whose_sublayers_read_and_write_one_stream_each():
+    model = fresh_model("mhc")
+    x = torch.randn(1, 2, 32 * 4, generator=torch.Generator().manual_seed(0))
+    for index, rule in enumerate(m for m in model.modules() if type(m).__name__ == "HyperConnected"):
+        read, write, mix = rule.weights(x)
+        own = torch.eye(4)[index % 4]
+        assert (read - own).abs().max() < 2e-2 and (write - own).abs().max() < 5e-2
+        assert (mix - torch.eye(4)).abs().max() < 2e-2
+        assert_near(mix.sum(-1), torch.ones(1, 2, 4), 1e-4)
+
+
+def test_one_layer_at_the_base_width_is_pre_ln():
+    fields = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    same_function("complete_p", "pre_rmsnorm", keep, 1e-6, num_hidden_layers=1, **fields)
+
+
+def test_siamese_with_the_branch_kept_in_y_alone_is_pre_ln():
+    same_function("siamese_norm", "pre_rmsnorm", setting("gain_x", 0.0), 1e-3, rms_norm_eps=1e-12)
+
+
+def test_hybridnorms_first_block_with_a_star_is_pre_ln_with_normalized_values():
+    star, plain = fresh_model("hybridnorm_star"), fresh_model("pre_rmsnorm", qk_norm="rms_head")
+    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    block, other = star.model.layers[0], plain.model.layers[0]
+    positions = star.model.rotary_emb(x, torch.arange(5)[None])
+    with torch.no_grad():
+        block.self_attn.v_norm = None
+        assert_bits(block(x, position_embeddings=positions), other(x, position_embeddings=positions))
+
+
+def test_seednorm_gatednorm_and_tapernorm_start_as_rmsnorm():
+    same_function("seednorm", "pre_rmsnorm", keep)
+    same_function("tapernorm", "pre_rmsnorm", keep)
+    # the gate of 1/2 in every norm, the final one too
+    model, plain, ids = fresh_model("gatednorm"), fresh_model("pre_rmsnorm"), tokens()
+    with torch.no_grad():
+        for name, tensor in plain.state_dict().items():
+            if name.endswith("norm.weight"):
+                tensor.fill_(0.5)
+        assert_near(model(ids).logits, plain(ids).logits, 1e-5)
+
+
+def test_scalenorm_and_the_single_scale_rmsnorm_are_one_function():
+    same_function("scalenorm", "pre_rmsnorm", keep)
+
+
+def test_a_zero_scale_or_zero_last_matrix_leaves_the_embeddings():
+    for scheme in ("skip_init", "fixup"):
+        model, ids = fresh_model(scheme), tokens()
+        hidden = model(ids, output_hidden_states=True).hidden_states
+        assert_bits(hidden[-1], hidden[0])
+
+
+def test_depth_attention_starts_as_the_mean_of_all_that_was_written():
+    model, ids, read = fresh_model("attn_residuals"), tokens(), []
+    model.model.layers[0].post_attention_layernorm.register_forward_pre_hook(lambda norm, args: read.append(args[0]))
+    state = model(ids, output_hidden_states=True).hidden_states[1]
+    assert_near(read[0], state.unflatten(-1, (3, 32))[..., :2, :].mean(-2), 1e-6)
+
+
+def test_crmsnorm_is_layernorm_of_the_completed_vector():
+    from normlab.norms import CRMSNorm
+
+    x = torch.randn(5, 31, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = torch.cat([x, -x.sum(-1, keepdim=True)], -1)
+    expected = torch.nn.functional.layer_norm(whole, (32,), eps=1e-6)[..., :-1]
+    assert_near(CRMSNorm(31)(x), expected, 1e-5)

@@ -1,0 +1,156 @@
+"""Several ranks train one run together: the same curve and tables as one process, resumed on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from training_helpers import FORKS, tiny
+
+from normlab import runs
+from normlab.errors import NormlabError
+from normlab.training import trainer as trainer_module
+from normlab.training.callbacks import RunStopped
+from normlab.training.config import TrainConfig
+
+pytest_plugins = ["training_fixtures"]
+KEYS = ["step", "split", "site", "layer", "metric", "mask"]
+
+
+@pytest.fixture(scope="module")
+def config(text: Path) -> TrainConfig:
+    return tiny(text, steps=50, lr=1e-3, batch_size=4, probe_every=25, eval_every=25, checkpoint_every=5)
+
+
+@pytest.fixture(scope="module")
+def alone(config: TrainConfig, go: Callable, tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
+    """The same run of one process."""
+    return go(config, tmp_path_factory.mktemp("alone"))
+
+
+def _train_rank(environment: dict[str, str], config: TrainConfig, out: Path, cache: Path, stop_at: int) -> None:
+    os.environ.update(environment)
+    from normlab.training.trainer import train
+
+    with contextlib.suppress(RunStopped):
+        train(config, out, cache_dir=cache, progress=False, watch=lambda step, _: step != stop_at)
+
+
+def start(config: TrainConfig, out: Path, cache: Path, ranks: int = 2, stop_at: int = -1) -> list[Any]:
+    """Processes that see what a launcher tells them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = []
+    for rank in range(ranks):
+        environment = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        processes.append(FORKS.Process(target=_train_rank, args=(environment, config, out, cache, stop_at)))
+        processes[-1].start()
+    return processes
+
+
+def finish(*arguments: Any, **options: Any) -> None:
+    processes = start(*arguments, **options)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+
+
+def assert_same(run: runs.Run, alone: runs.Run) -> None:
+    tables = [pd.read_parquet(each.path / runs.STATS) for each in (run, alone)]
+    assert tables[0][KEYS].equals(tables[1][KEYS])
+    losses = [table.query("metric == 'loss'")["value"].to_numpy() for table in tables]
+    assert abs(losses[0] - losses[1]).max() <= 1e-5
+    assert tables[0]["value"].to_numpy() == pytest.approx(tables[1]["value"].to_numpy(), rel=2e-3, abs=1e-5)
+    first = [table.query("step == 0")["value"].tolist() for table in tables]
+    assert first[0] == first[1]
+    left_out = {"measured", "eval_loss"}
+    assert {k: v for k, v in run.manifest.items() if k not in left_out} == {
+        k: v for k, v in alone.manifest.items() if k not in left_out
+    }
+
+
+def test_two_ranks_train_and_measure_as_one_process(
+    config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path
+) -> None:
+    finish(config, tmp_path, cache)
+    run = runs.read_run(tmp_path / config.run_id)
+    assert_same(run, alone)
+    assert list(tmp_path.iterdir()) == [run.path]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(
+    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    finish(config, tmp_path, cache, stop_at=12)
+    with pytest.raises(RunStopped):
+        go(config, tmp_path, watch=lambda step, rows: step != 31)
+    finish(config, tmp_path, cache)
+    run = runs.read_run(tmp_path / config.run_id)
+    assert run.manifest["measured"]["resumed_from_step"] == 31
+    assert_same(run, alone)
+
+
+def kill_a_rank(config: TrainConfig, out: Path, cache: Path, step: int) -> None:
+    """Kill the second rank after checkpoint `step`, and the first as a launcher does."""
+    processes = start(config, out, cache)
+    work = out / runs.PARTIAL / config.run_id
+    while not list(work.glob(f"checkpoint-{step}")):
+        assert all(process.exitcode is None for process in processes)
+        time.sleep(0.002)
+    for process in reversed(processes):
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
+    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    kill_a_rank(config, tmp_path, cache, 10)
+    run = go(config, tmp_path)
+    assert run.manifest["measured"]["resumed_from_step"] >= 10
+    assert_same(run, alone)
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused_in_one_line(
+    config: TrainConfig, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "PartialState", lambda **_: types.SimpleNamespace(num_processes=3))
+    with pytest.raises(NormlabError, match="^3 ranks do not divide batch_size 4, .*: change one of the two$"):
+        go(config, tmp_path)
+
+
+@pytest.mark.slow
+def test_twenty_killed_ranks_leave_the_curve_as_it_was(
+    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    for attempt in range(20):
+        out = tmp_path / str(attempt)
+        kill_a_rank(config, out, cache, 5 * (1 + attempt % 9))
+        assert_same(go(config, out), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [["torch.distributed.run"], ["accelerate.commands.launch", "--cpu"]])
+def test_launchers_start_the_command(
+    launcher: list[str], config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path
+) -> None:
+    processes = ["--num_processes", "2"] if "--cpu" in launcher else ["--nproc-per-node", "2"]
+    train = ["train", *config.to_arguments(), "--out", str(tmp_path / "out"), "--cache-dir", str(cache), "--quiet"]
+    command = [sys.executable, "-m", *launcher, *processes, "-m", "normlab", *train]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("eval loss") == 1
+    assert_same(runs.read_run(tmp_path / "out" / config.run_id), alone)
