@@ -47,13 +47,9 @@ FUNCTIONS = {
 
 def _ours(name: str) -> Call:
     """The package's function, without the statistic that the plain formula does not return."""
-    call = functions.by_name(name)
-
-    def run(a: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
-        outs = tuple(value for key, value in call(a).items() if key != "ms")
-        return outs if len(outs) > 1 else outs[0]
-
-    return run
+    call, function = functions.by_name(name), spec.FUNCTIONS[name]
+    kept = slice(2) if function.residual else 0
+    return (lambda a: call(a)[kept]) if "ms" in function.outputs else call
 
 
 OURS: dict[str, Call] = {name: _ours(name) for name in spec.FUNCTIONS} | {

@@ -17,8 +17,9 @@ import hashlib
 import re
 import subprocess
 import tempfile
+from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from normlab_kernels import device_math, ladder
+from normlab_kernels import ladder
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
 from normlab_kernels.linear_kernel import linear_add_norm_kernel
 from normlab_kernels.moments_kernel import row_moments_kernel
@@ -37,7 +38,6 @@ from normlab_kernels.split_kernels import row_pull_kernel, row_statistics_kernel
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 FLOAT32_POINTERS = {"p_out", "p_mean", "p_ms", "p_correction", "p_grad_ms", "p_along", "p_mean_q", "p_dms", "p_parts"}
@@ -58,48 +58,32 @@ class Build:
     launch: str = ""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the compiler made of a build. Counts are of the whole kernel's code; -1 where the target's tools do not
-    say."""
-
-    target: str
-    function: str
-    direction: str
-    width: int
-    dtype: str
-    block: int
-    rows: int
-    warps: int
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    instructions: int
-    special_function: int
-    loads_16_bytes: int
-    async_depth: int = -1
-    launch: str = ""
-    code: str = ""
+# What the compiler made of a build: a row of the table. Counts are of the whole kernel's code; -1 where the target's
+# tools do not say.
+Report = namedtuple(
+    "Report",
+    "target function direction width dtype block rows warps registers spilled_bytes shared_bytes instructions "
+    "special_function loads_16_bytes async_depth launch code",
+)
 
 
-# Pointers that not every function has, and the tensor that has to be there for them.
-OPTIONAL = {
-    f"p_{name}": name for name in ("residual", "bias", "scale", "shift", "correction", "grad_sum", "grad_ms", "dms")
-} | {"p_sum": "residual", "p_dbias": "bias", "p_dscale": "scale", "p_dshift": "shift"}
+# What a pointer is for, that not every function has.
+OPTIONAL = ("residual", "bias", "scale", "shift", "correction", "grad_sum", "grad_ms", "dms", "ms", "mean", "along",
+            "mean_q", "sum", "dbias", "dscale", "dshift")  # fmt: skip
 
 
 def _absent(kernel: Any, name: str, whole: bool) -> dict[str, Any]:
     """The pointers that are None, and the gradients wanted, when nothing is frozen; a correction is for decoding
     only."""
-    function = FUNCTIONS[name]
-    present = {"weight", *function.inputs, *(("grad_sum",) if function.residual else ())}
-    present |= {"dms"} if "given" in function.inputs else {"grad_ms"} if "ms" in function.outputs else set()
-    stat = function.spec.stat
-    absent = {pointer for pointer, tensor in OPTIONAL.items() if tensor not in present}
-    absent |= {"p_ms"} if stat == Stat.NONE else set()
-    absent |= {"p_mean"} if stat != Stat.LAYER else set()
-    absent |= {"p_along", "p_mean_q"} if whole or stat == Stat.NONE else set()
+    inputs, outputs, stat = FUNCTIONS[name].inputs, FUNCTIONS[name].outputs, FUNCTIONS[name].spec.stat
+    present = {"weight", *inputs, *(f"d{name}" for name in inputs)}
+    present |= {"sum", "grad_sum"} if "residual" in inputs else set()
+    present |= {"dms"} if "given" in inputs else {"grad_ms"} if "ms" in outputs else set()
+    present |= {"ms"} if stat != Stat.NONE else set()
+    present |= {"mean"} if stat == Stat.LAYER else set()
+    present |= {"along", "mean_q"} if not whole and stat != Stat.NONE else set()
     wanted = {argument: argument[5:].lower() in present for argument in kernel.arg_names if argument[:5] == "WANT_"}
+    absent = {f"p_{name}" for name in OPTIONAL if name not in present}
     return {argument: None for argument in kernel.arg_names if argument in absent} | wanted
 
 
@@ -108,8 +92,8 @@ def row_builds(
 ) -> Iterator[Build]:
     """The builds that a call of the function at a width launches, forward and backward; `changed` are fields of the
     launch of a direction that are not the ladder's."""
-    stat, act = FUNCTIONS[name].spec.stat, FUNCTIONS[name].spec.act
-    reduces = stat in (Stat.RMS, Stat.LAYER)
+    spec = FUNCTIONS[name].spec
+    stat, reduces = spec.stat, spec.reduces
     for direction, kernel, launch in (
         ("forward", norm_forward_kernel, ladder.forward(width, reduces)),
         ("backward", norm_backward_kernel, ladder.backward(width, stat != Stat.NONE)),
@@ -118,19 +102,17 @@ def row_builds(
         launch = replace(launch, **(changed or {}).get(direction, {}))
         whole = launch.whole and (reduces or not forward)
         form = LIBRARY if dtype == "fp32" or (dtype == "fp16" and not forward) else APPROX
-        constants = {"STAT": int(stat), "ACT": int(act), "FORM": form, "BLOCK": launch.block}
-        extra = {"ROWS": launch.rows, "WHOLE": whole, "EVEN": width % launch.block == 0}
-        if not forward:
-            extra["STAGES"] = launch.stages
-        yield Build(
-            name, direction, width, dtype, kernel, constants | extra | _absent(kernel, name, whole), launch.warps
-        )
+        constants = {"STAT": stat, "ACT": spec.act, "FORM": form, "BLOCK": launch.block}
+        extra = {"ROWS": launch.rows, "WHOLE": whole, "EVEN": width % launch.block == 0, "STAGES": launch.stages}
+        extra |= _absent(kernel, name, whole)
+        own = {key: value for key, value in (constants | extra).items() if key in kernel.arg_names}
+        yield Build(name, direction, width, dtype, kernel, own, launch.warps)
         if stat != Stat.NONE and not whole and (reduces or not forward):
             first = row_statistics_kernel if forward else row_pull_kernel
             reduction = ladder.reduction(width)
             own = {k: v for k, v in constants.items() if k in first.arg_names}
-            constants = own | _absent(first, name, False) | {"BLOCK": reduction.block}
-            yield Build(name, f"{direction} reduction", width, dtype, first, constants, reduction.warps)
+            own |= _absent(first, name, False) | {"BLOCK": reduction.block}
+            yield Build(name, f"{direction} reduction", width, dtype, first, own, reduction.warps)
     finish = ladder.finish(width)
     kernel, tile = parameter_gradients_kernel, {"BLOCK": finish.block, "ROWS": finish.rows}
     yield Build(name, "finish", width, dtype, kernel, tile | _absent(kernel, name, True), finish.warps)
@@ -145,21 +127,9 @@ def linear_builds(width: int, dtype: str = "bf16", launch: ladder.LinearLaunch |
         ("linear_add_bhyt unbounded", Stat.GIVEN, Act.IDENTITY),
         ("linear_add_dyt", Stat.NONE, Act.TANH),
     ):
-        constants = {
-            "HAS_MS": stat == Stat.GIVEN,
-            "HAS_BIAS": stat == Stat.NONE,
-            "ACT": int(act),
-            "FORM": APPROX,
-            "UPCAST": False,
-            "BLOCK_M": launch.block_m,
-            "BLOCK_N": launch.block_n,
-            "BLOCK_K": launch.block_k,
-            "SLICES": launch.slices,
-            "GROUP": launch.group,
-            "PROGRAMS": 132 * launch.programs,
-            "FLATTEN": launch.flatten,
-            "FROM_RESIDUAL": launch.from_residual,
-        }
+        constants = {name.upper(): value for name, value in asdict(launch).items() if name not in ("warps", "stages")}
+        constants |= {"HAS_MS": stat == Stat.GIVEN, "HAS_BIAS": stat == Stat.NONE, "ACT": act, "FORM": APPROX}
+        constants |= {"UPCAST": False, "PROGRAMS": 132 * launch.programs}
         kernel = linear_add_norm_kernel
         yield Build(function, "forward", width, dtype, kernel, constants, launch.warps, launch.stages)
 
@@ -173,14 +143,11 @@ def moments_build(width: int, dtype: str = "bf16") -> Build:
 
 def _descriptor(name: str, build: Build) -> str:
     """The type of a tensor descriptor: the block it moves."""
-    block = build.constants
-    shape = {
-        "d_a": (block["BLOCK_M"], block["BLOCK_K"]),
-        "d_proj": (block["BLOCK_N"], block["BLOCK_K"]),
-    }.get(name, (block["BLOCK_M"], block["BLOCK_N"] // block["SLICES"]))
-    if name == "d_residual" and block["FROM_RESIDUAL"]:
-        shape = (block["BLOCK_M"], block["BLOCK_N"])
-    return f"tensordesc<{build.dtype}[{shape[0]},{shape[1]}]>"
+    c = build.constants
+    columns = c["BLOCK_N"] // (1 if name == "d_residual" and c["FROM_RESIDUAL"] else c["SLICES"])
+    operands = {"d_a": (c["BLOCK_M"], c["BLOCK_K"]), "d_proj": (c["BLOCK_N"], c["BLOCK_K"])}
+    rows, columns = operands.get(name, (c["BLOCK_M"], columns))
+    return f"tensordesc<{build.dtype}[{rows},{columns}]>"
 
 
 def _signature(build: Build) -> tuple[dict[str, str], dict[tuple[int, ...], list[list[Any]]]]:
@@ -261,45 +228,39 @@ def report(build: Build, target: str) -> Report:
     shape = (block, build.constants.get("ROWS") or build.constants.get("BLOCK_M", 1), build.warps)
     where = (target, build.function, build.direction, build.width, build.dtype)
     counts = (registers, spilled, compiled.metadata.shared, instructions, special, wide, _async_depth(compiled))
-    return Report(*where, *shape, *counts, build.launch)
+    return Report(*where, *shape, *counts, build.launch, _code())
 
 
 # What the ladder chose before: backward launches at 4,096.
 FORMER = {"stages=2": ("bhyt", "add_bhyt", "rms_norm", "layer_norm"), "stages=2 block=1024": ("dyt", "derf")}
+# Beside every function at 4,096 in bf16: column tiles at their least, the widest whole rows, split rows, fp32.
+OTHERS = (
+    ("derf", 1024, "bf16"), ("dyt", 1024, "bf16"), ("bhyt", 2048, "bf16"), ("add_bhyt", 8192, "bf16"),
+    ("add_layer_norm", 8192, "bf16"), ("add_layer_norm", 32_768, "bf16"), ("bhyt", 65_536, "bf16"),
+    ("add_bhyt", 2048, "fp32"),
+)  # fmt: skip
 
 
 def all_builds(target: str) -> Iterator[Build]:
-    """Every function at 4,096, the ladder's former choices there, every kind of launch for some, 2,048 in fp32; what is
-    asked for first, first."""
-    for name in ("derf", "dyt"):
-        yield from row_builds(name, 1024)
-    for name in ("bhyt", "derf", "dyt", "layer_norm", "rms_norm", "bhyt_carried"):
-        yield from row_builds(name, 4096)
-    yield from row_builds("add_layer_norm", 32_768)
+    """What a target's rows are: fewer for AMD, and on sm_90 also the fused product and the ladder's former choices."""
+    amd = TARGETS[target].backend == "hip"
+    functions = [name for name in FUNCTIONS if not (amd and "unbounded" in name)]
+    for where in (*OTHERS[:2], *((name, 4096, "bf16") for name in functions), *OTHERS[2 : 2 if amd else None]):
+        yield from row_builds(*where)
     yield moments_build(4096)
-    for launch, names in FORMER.items():
-        changed = {"backward": {name: int(value) for name, value in (part.split("=") for part in launch.split())}}
-        for name in names:
-            yield replace([*row_builds(name, 4096, changed=changed)][1], launch=launch)
-    for name in FUNCTIONS:
-        yield from row_builds(name, 4096)
-    for name in ("add_layer_norm", "add_bhyt"):
-        yield from row_builds(name, 8192)
-    if TARGETS[target].backend == "cuda" and int(TARGETS[target].arch) >= 90:
-        for width in (512, 2048):
-            yield from linear_builds(width)
-    for width in (128, 1024, 2048, 65_536):
-        yield moments_build(width)
-        for name in ("bhyt", "add_layer_norm", "derf"):
-            yield from row_builds(name, width)
-    for name in ("add_bhyt", "layer_norm", "derf"):
-        yield from row_builds(name, 2048, "fp32")
+    if target == "sm_90":
+        yield from linear_builds(2048)
+        for launch, names in FORMER.items():
+            changed = {"backward": {name: int(value) for name, value in (part.split("=") for part in launch.split())}}
+            for name in names:
+                yield replace([*row_builds(name, 4096, changed=changed)][1], launch=launch)
 
 
 def _code() -> str:
     """The sources that decide what is compiled."""
-    sources = sorted(Path(__file__).parent.glob("*_kernel*.py"))
-    return hashlib.sha256(b"".join(p.read_bytes() for p in [*sources, Path(device_math.__file__)])).hexdigest()[:12]
+    here = Path(__file__).parent
+    sources = [*sorted(here.glob("*_kernel*.py")), here / "device_math.py", here / "ladder.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -307,26 +268,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS), default=["sm_90", "sm_80", "gfx942"])
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     chosen = parser.parse_args(arguments)
-    code, columns = _code(), [field.name for field in fields(Report)]
-    rows: list[dict[str, Any]] = []
+    code, made, seen = _code(), set(), set()
     if chosen.out.exists():
         with chosen.out.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    keys = ("target", "function", "direction", "width", "dtype", "launch")
-    made = {tuple(str(row[key]) for key in keys) for row in rows if row.get("code") == code}
-    seen = set()
+            made = {(*row[:5], *row[-2:]) for row in csv.reader(file)}
+    else:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.out.write_text(",".join(Report._fields) + "\n")
     for target in chosen.targets:
         for build in all_builds(target):
-            where = (target, build.function, build.direction, str(build.width), build.dtype, build.launch)
+            where = (target, build.function, build.direction, str(build.width), build.dtype, build.launch, code)
             key = (target, build.kernel.fn.__name__, build.dtype, build.warps, str(sorted(build.constants.items())))
             if key not in seen and where not in made:  # tiles are the same at many widths: one row, at the first
-                rows.append(asdict(replace(report(build, target), code=code)))
-                print(*rows[-1].values(), flush=True)
-                chosen.out.parent.mkdir(parents=True, exist_ok=True)
-                with chosen.out.open("w", newline="") as file:
-                    writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
-                    writer.writeheader()
-                    writer.writerows(rows)
+                row = report(build, target)
+                print(*row, flush=True)
+                with chosen.out.open("a", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerow(row)
             seen.add(key)
 
 

@@ -15,6 +15,7 @@ followed by the norm.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,20 +25,15 @@ from normlab_kernels.spec import FUNCTIONS, Act, RowSpec, Stat
 Tensor = torch.Tensor
 
 
-def by_name(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """A function of `spec.FUNCTIONS`, at the default constants: tensors by their names there to outputs by theirs."""
-    function = FUNCTIONS[name]
+def by_name(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    """A function of `spec.FUNCTIONS`, at the default constants, of tensors by their names there."""
     public, *unbounded = name.split()
-    target, options = globals()[public], {"bounded": False} if unbounded else {}
-
-    def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        out = target(*[tensors[key] for key in function.inputs], **options)
-        return dict(zip(function.outputs, out if isinstance(out, tuple) else (out,), strict=True))
-
-    return call
+    target, inputs = globals()[public], FUNCTIONS[name].inputs
+    options = {"bounded": False} if unbounded else {}
+    return lambda tensors: target(*[tensors[key] for key in inputs], **options)
 
 
-def _bhyt(stat: Stat, eps: float, kappa: float, bounded: bool) -> RowSpec:
+def _bhyt(stat: int, eps: float, kappa: float, bounded: bool) -> RowSpec:
     return RowSpec(stat, Act.TANH if bounded else Act.IDENTITY, eps, kappa)
 
 
@@ -56,7 +52,6 @@ def bhyt(
         y (..., d) and ms (..., 1) in fp32; both carry gradients.
     """
     y, ms, _ = row_norm(x, weight, scale=lam, spec=_bhyt(Stat.RMS, eps, kappa, bounded), kernels=kernels)
-    assert ms is not None
     return y, ms
 
 
@@ -81,7 +76,6 @@ def add_bhyt(
     """s = residual + x and `bhyt` of s in one pass: (s, y, ms)."""
     spec = _bhyt(Stat.RMS, eps, kappa, bounded)
     y, ms, s = row_norm(x, weight, scale=lam, residual=residual, spec=spec, kernels=kernels)
-    assert ms is not None and s is not None
     return s, y, ms
 
 
@@ -93,7 +87,6 @@ def add_bhyt_carried(
     spec = _bhyt(Stat.GIVEN, eps, kappa, bounded)
     carried = {"given": mean_square, "correction": correction}
     y, _, s = row_norm(x, weight, scale=lam, **carried, residual=residual, spec=spec, kernels=kernels)
-    assert s is not None
     return s, y
 
 
@@ -107,7 +100,6 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """s = residual + x and RMSNorm of s in one pass: (s, y)."""
     y, _, s = row_norm(x, weight, residual=residual, spec=RowSpec(Stat.RMS, Act.IDENTITY, eps), kernels=kernels)
-    assert s is not None
     return s, y
 
 
@@ -124,7 +116,6 @@ def add_layer_norm(
     """s = residual + x and LayerNorm of s in one pass: (s, y)."""
     spec = RowSpec(Stat.LAYER, Act.IDENTITY, eps)
     y, _, s = row_norm(x, weight, bias=bias, residual=residual, spec=spec, kernels=kernels)
-    assert s is not None
     return s, y
 
 
@@ -139,7 +130,6 @@ def add_dyt(
     """s = residual + x and DyT of s in one pass: (s, y)."""
     spec = RowSpec(Stat.NONE, Act.TANH)
     y, _, s = row_norm(x, weight, bias=bias, scale=alpha, residual=residual, spec=spec, kernels=kernels)
-    assert s is not None
     return s, y
 
 

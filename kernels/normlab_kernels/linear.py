@@ -55,7 +55,7 @@ def _linear_add_norm(
             f"a (..., k), proj_weight (d, k) and residual (..., d) do not fit: "
             f"{tuple(a.shape)}, {tuple(proj.shape)}, {tuple(residual.shape)}"
         )
-    dispatch.check(residual, weight, bias, {"scale": scale}, given)
+    dispatch.check(residual, weight, bias, scale, None, given)
     dispatch.refuse_forward_mode(a, proj, residual, weight, bias, scale, given)
     if fused and (reason := cannot_fuse(a, proj, residual, weight)):
         raise ValueError(f"linear_add: the fused kernel cannot run here, {reason}; use fused=None")
@@ -67,8 +67,7 @@ def _linear_add_norm(
     shape = residual.shape
     h, y = linear_ops.linear_add_norm(
         a.reshape(-1, a.shape[-1]), proj, residual.reshape(-1, shape[-1]), weight, bias, scale,
-        None if given is None else given.reshape(-1, 1).float(), int(spec.stat), int(spec.act), spec.eps,
-        spec.kappa,
+        None if given is None else given.reshape(-1, 1).float(), *spec,
     )  # fmt: skip
     return h.view(shape), y.view(shape)
 

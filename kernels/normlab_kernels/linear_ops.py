@@ -12,8 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from normlab_kernels import ladder
 from normlab_kernels.launch import launch as launch_kernel
 from normlab_kernels.linear_kernel import linear_add_norm_kernel
-from normlab_kernels.ops import backward_op, tanh_form
-from normlab_kernels.spec import Act, RowSpec, Stat
+from normlab_kernels.ops import backward_op, multiprocessors, tanh_form
+from normlab_kernels.spec import RowSpec, Stat
 
 Tensor = torch.Tensor
 
@@ -26,8 +26,7 @@ def linear_add_norm(
     """(h, y) of 2-D operands of one dtype whose rows are multiples of 16 bytes."""
     launch = ladder.INTERPRETER_LINEAR
     if a.device.type == "cuda":
-        name = torch.cuda.get_device_properties(a.device).name
-        win = ladder.fusion_win(name, a.shape[0], *proj.shape)
+        win = ladder.fusion_win(torch.cuda.get_device_properties(a.device).name, a.shape[0], *proj.shape)
         launch = ladder.linear(residual.shape[1]) if win is None else win.launch
     return launch_linear(a, proj, residual, weight, bias, scale, given, stat, act, eps, kappa, launch)
 
@@ -41,8 +40,7 @@ def launch_linear(
     rows, width = residual.shape
     interpreting = a.device.type != "cuda"
     tiles = triton.cdiv(rows, launch.block_m) * triton.cdiv(width, launch.block_n)
-    processors = 2 if interpreting else torch.cuda.get_device_properties(a.device).multi_processor_count
-    programs = min(tiles, processors * launch.programs)
+    programs = min(tiles, (multiprocessors(a.device) or 2) * launch.programs)
     weight = weight.contiguous()
     pairs = ((a, launch.block_m), (proj, launch.block_n))
     operands = [TensorDescriptor.from_tensor(_aligned(t), [block, launch.block_k]) for t, block in pairs]
@@ -81,26 +79,22 @@ def _(a, proj, residual, weight, bias, scale, given, stat, act, eps, kappa):
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a, proj, _, weight, bias, scale, given, stat, act, eps, kappa = inputs
+    a, proj, _, *norm = inputs[:7]
     ctx.set_materialize_grads(False)
-    ctx.spec = RowSpec(Stat(stat), Act(act), eps, kappa)
-    ctx.save_for_backward(a, proj, weight, bias, scale, given, output[0])
+    ctx.spec = RowSpec(*inputs[7:])
+    ctx.save_for_backward(a, proj, *norm, output[0])
 
 
 def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Any, ...]:
     a, proj, weight, bias, scale, given, h = ctx.saved_tensors
-    norm: tuple[Tensor | None, ...] = (None,) * 4
-    dh = grad_h
+    dh, dweight, dbias, dscale, dms = grad_h, None, None, None, None
+    need_a, need_proj, _, *wants, want_ms = ctx.needs_input_grad[:7]
     if grad_y is not None:
-        wants = [*ctx.needs_input_grad[3:6], False, ctx.needs_input_grad[6]]
-        arguments = (grad_y, grad_h, None, h, weight, bias, scale, None, None, given, ctx.spec, wants)
-        dh, dweight, dbias, dscale, _, dms = backward_op(*arguments)
-        norm = (dweight, dbias, dscale, dms)
-    if dh is None:
-        return (None,) * 11
-    da = dh @ proj if ctx.needs_input_grad[0] else None
-    dproj = dh.t() @ a if ctx.needs_input_grad[1] else None
-    return da, dproj, dh, *norm, None, None, None, None
+        saved, wants = (h, weight, bias, scale, None, None, given), [*wants, False, want_ms]
+        dh, dweight, dbias, dscale, _, dms = backward_op(grad_y, grad_h, None, *saved, ctx.spec, wants)
+    da = dh @ proj if need_a and dh is not None else None
+    dproj = dh.t() @ a if need_proj and dh is not None else None
+    return da, dproj, dh, dweight, dbias, dscale, dms, None, None, None, None
 
 
 linear_add_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -28,12 +28,12 @@ def row_norm_reference(
     """
     z = _wide(x)
     ms = None
-    if spec.stat is Stat.RMS:
+    if spec.stat == Stat.RMS:
         ms = z.pow(2).mean(-1, keepdim=True)
-    elif spec.stat is Stat.LAYER:
+    elif spec.stat == Stat.LAYER:
         z = z - z.mean(-1, keepdim=True)
         ms = z.pow(2).mean(-1, keepdim=True)
-    elif spec.stat is Stat.GIVEN:
+    elif spec.stat == Stat.GIVEN:
         assert given is not None
         ms = _wide(given)
     if ms is not None:
@@ -43,9 +43,9 @@ def row_norm_reference(
         z = z * (_wide(scale) / spec.kappa)
     if shift is not None:
         z = z + _wide(shift)
-    if spec.act is Act.TANH:
+    if spec.act == Act.TANH:
         z = torch.tanh(z)
-    elif spec.act is Act.ERF:
+    elif spec.act == Act.ERF:
         z = torch.erf(z)
     y = z.to(x.dtype) * weight
     return (y if bias is None else y + bias), ms

@@ -4,7 +4,7 @@ marker."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before Triton is imported: what it compiles stays with the checkout, not in the user's home.
@@ -24,15 +24,15 @@ with torch.device("cpu"):
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
-    empty = torch.empty
+    for empty in (torch.empty, torch.empty_like):
 
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
-        if tensor.is_floating_point() and not torch.compiler.is_compiling():
-            tensor.fill_(float("nan"))
-        return tensor
+        def poisoned(*args: object, made: Callable[..., torch.Tensor] = empty, **kwargs: object) -> torch.Tensor:
+            tensor = made(*args, **kwargs)
+            if tensor.is_floating_point() and not torch.compiler.is_compiling():
+                tensor.fill_(float("nan"))
+            return tensor
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        monkeypatch.setattr(torch, empty.__name__, poisoned)
     yield
 
 

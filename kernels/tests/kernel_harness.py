@@ -35,7 +35,18 @@ class Case:
     outputs: tuple[str, ...]
 
 
-CASES = {name: Case(functions.by_name(name), f.inputs, f.spec, f.residual, f.outputs) for name, f in FUNCTIONS.items()}
+def _named(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """The function, with its outputs by their names."""
+    call, outputs = functions.by_name(name), FUNCTIONS[name].outputs
+
+    def run(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+        out = call(arguments)
+        return dict(zip(outputs, out if isinstance(out, tuple) else (out,), strict=True))
+
+    return run
+
+
+CASES = {name: Case(_named(name), f.inputs, f.spec, f.residual, f.outputs) for name, f in FUNCTIONS.items()}
 
 
 def make_inputs(case: Case, rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import normlab_kernels as nk
 import pytest
 import torch
 from kernel_harness import CASES, DEVICE, KERNELS, formula, make_inputs, results
-from normlab_kernels import launch
 from normlab_kernels.reference import row_norm_reference
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,7 @@ NAMES = ("x", "residual", "weight", "bias", "scale", "shift", "given")
 def op_arguments(name: str, requires_grad: bool) -> tuple[object, ...]:
     case = CASES[name]
     a = {k: v.requires_grad_(requires_grad) for k, v in make_inputs(case, 5, 9, torch.float32).items()}
-    return (*(a.get(k) for k in NAMES), int(case.spec.stat), int(case.spec.act), case.spec.eps, case.spec.kappa)
+    return (*(a.get(k) for k in NAMES), *case.spec)
 
 
 @pytest.mark.kernels
@@ -201,7 +201,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_none(name: str, frozen: tup
 def test_two_launches_make_a_backward_pass_and_one_where_the_parameters_are_frozen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from normlab_kernels import ops
+    from normlab_kernels import launch, ops
 
     kernels: list[str] = []
 
@@ -280,20 +280,25 @@ def test_the_choice_of_kernels_is_checked() -> None:
 
 
 def test_a_launch_goes_to_the_device_of_its_tensors_with_fused_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[torch.device] = []
+    launch = pytest.importorskip("normlab_kernels.launch")
+    entered = [torch.device("cuda", 0)]
 
     @contextlib.contextmanager
     def device(chosen: torch.device) -> Iterator[None]:
         entered.append(chosen)
         yield
 
-    def run(value: int, **options: bool) -> None:
-        launched.append((value, options))
-
     launched: list[tuple[int, dict[str, bool]]] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    class Kernel:
+        fn = None
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda value, **options: launched.append((value, options))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: entered[-1].index)
     monkeypatch.setattr(torch.cuda, "device", device)
     for index in (0, 1):
-        launch.launch({(1,): run}, (1,), torch.device("cuda", index), 4)
+        launch.launch(Kernel(), (1,), torch.device("cuda", index), 4)
     assert launched == [(4, {"enable_fp_fusion": True})] * 2  # whatever TRITON_DEFAULT_FP_FUSION and the version say
-    assert entered == [torch.device("cuda", 1)]
+    assert entered == [torch.device("cuda", index) for index in (0, 1)]
