@@ -242,8 +242,7 @@ OTHERS = (
 
 
 def all_builds(target: str) -> Iterator[Build]:
-    """What a target's rows are: for AMD the plain functions, and on sm_90 also the fused product and the ladder's former
-    choices."""
+    """What a target's rows are: for AMD fewer, on sm_90 also the fused product and the ladder's former choices."""
     amd = TARGETS[target].backend == "hip"
     functions = [name for name in FUNCTIONS if not (amd and (name.endswith("unbounded") or FUNCTIONS[name].residual))]
     for where in (*OTHERS[:2], *((name, 4096, "bf16") for name in functions), *OTHERS[2 : 2 if amd else None]):
