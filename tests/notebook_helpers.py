@@ -7,18 +7,41 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import papermill
-from figures_helpers import UNIGRAM, table
+from bs4 import BeautifulSoup
+from figures_helpers import GROWTH, UNIGRAM, table
 
-from normlab.runs import MANIFEST, SCHEMA_VERSION, STATS, STATS_COLUMNS
+from normlab.runs import EXPERIMENT_COLUMNS, EXPERIMENTS, MANIFEST, SCHEMA_VERSION, STATS, STATS_COLUMNS
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
+def skip_cost(scheme: str, layer: int, seed: int = 0, part: str = "block") -> float:
+    """Loss added by leaving out a block: a scheme that grows less uses its deep blocks more."""
+    share = {"block": 1.0, "deleted": 1.5, "attention": 0.4, "mlp": 0.6}[part]
+    return share * (1 + 0.01 * seed) / layer ** GROWTH.get(scheme, 0.7)
+
+
+def write_experiments(folder: Path, scheme: str, depth: int, seed: int) -> None:
+    """What a run measures after its last step, from formulas."""
+    blocks, layers = range(1, depth + 1), range(depth + 1)
+    rows = [
+        ("skip_delta_loss", part, layer, None, skip_cost(scheme, layer, seed, part))
+        for part in ("block", "deleted", "attention", "mlp")
+        for layer in blocks
+    ]
+    rows += [("jacobian_identity", "block", layer, None, 1.0 / layer) for layer in blocks]
+    rows += [("logit_lens_kl", "block", layer, None, float(depth - layer)) for layer in layers]
+    rows += [("angular_distance", "block", a, b, 0.1 * (b - a)) for a in layers for b in layers if b > a]
+    table = pd.DataFrame([(*row, 0.01) for row in rows], columns=list(EXPERIMENT_COLUMNS))
+    table.astype({"layer": "Int64", "other": "Int64"}).to_parquet(folder / EXPERIMENTS, index=False)
+
+
 def write_runs(root: Path, **options: Any) -> Path:
-    """The runs of `figures_helpers.table`, in the format of `normlab.runs`."""
+    """The runs of `figures_helpers.table`, in the format of `normlab.runs`, with their experiments."""
     for name, rows in table(**options).groupby("run"):
         folder = root / str(name)
         folder.mkdir(parents=True)
@@ -31,6 +54,7 @@ def write_runs(root: Path, **options: Any) -> Path:
         (folder / MANIFEST).write_text(json.dumps(manifest))
         stats = rows[rows["metric"] != "unigram_entropy"][STATS_COLUMNS]
         stats.to_parquet(folder / STATS, index=False)
+        write_experiments(folder, str(first["scheme"]), int(first["depth"]), int(first["seed"]))
     return root
 
 
@@ -62,3 +86,17 @@ def widgets_in(notebook: nbformat.NotebookNode) -> list[str]:
 def printed(notebook: nbformat.NotebookNode) -> str:
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+
+
+def tables_in(notebook: nbformat.NotebookNode) -> list[pd.DataFrame]:
+    """Every table that the notebook shows, in order: cells as text, the index as its first columns."""
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    pages = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    found = []
+    for page in pages:
+        table = BeautifulSoup(page, "html.parser")
+        rows = [[cell.text for cell in row.find_all(["th", "td"])] for row in table.find_all("tr")]
+        heads = len(table.thead.find_all("tr"))  # the second of two names the index
+        names = [max(column, key=len) if not column[-1] else column[-1] for column in zip(*rows[:heads], strict=True)]
+        found.append(pd.DataFrame(rows[heads:], columns=names))
+    return found

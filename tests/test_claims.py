@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from figures_helpers import table
+from figures_helpers import MEAN_OF_SEEDS, activation, table
 from scipy import stats
 
 from normlab.analysis import claims
+from normlab.analysis.compare import compare
 from normlab.errors import NormlabError
 
 SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
@@ -115,6 +116,41 @@ def test_one_seed_gives_an_estimate_and_no_interval():
 
 def test_questions_that_the_runs_cannot_answer_say_so():
     with pytest.raises(NormlabError, match="no scheme was run at depths 2 and 2"):
-        claims.depth_gain(table(SCHEMES, depths=(2,)))
+        claims.depth_gain(table(SCHEMES, depths=(2,)), 2, 2)
+    assert claims.depth_gain(table(SCHEMES, depths=(2,))).empty
+    assert "nothing to compare" in claims.shown(claims.depth_gain(table(SCHEMES, depths=(2,))))["verdict"][0]
     with pytest.raises(NormlabError, match="not a positive size"):
         claims.growth(table(SCHEMES), "loss")
+
+
+def test_the_extremes_are_the_geometric_means_of_the_last_layer():
+    found = claims.extremes(table(SCHEMES, depths=(2, 4)))
+    assert found[["depth", "when"]].to_numpy().tolist() == [
+        [2, "before training"], [2, "after training"], [4, "before training"], [4, "after training"]
+    ]  # fmt: skip
+    last = {name: activation(name, 4, 20) * MEAN_OF_SEEDS for name in SCHEMES}
+    row = found.iloc[3]
+    assert row["largest"] == f"Pre-LN {last['pre_rmsnorm']:.3g}" and row["smallest"] == f"BHyT {last['bhyt']:.3g}"
+    assert row["factor"] == pytest.approx(last["pre_rmsnorm"] / last["bhyt"], abs=0.01)
+    assert claims.extremes(table(("lns",))).empty, "one scheme is neither"
+
+
+def test_a_scheme_beside_others_is_compared_before_and_after_and_judged_as_one_family():
+    runs = table(SCHEMES, depths=(4,))
+    found = claims.beside(runs, "bhyt", ["pre_rmsnorm", "dyt", "lns"])
+    assert found[["b", "when"]].to_numpy().tolist() == [
+        ["pre_rmsnorm", "before training"], ["pre_rmsnorm", "after training"],
+        ["lns", "before training"], ["lns", "after training"],
+    ]  # fmt: skip
+    single = compare(runs, "bhyt", "lns", "token_l2_mean", depth=4)
+    assert found["estimate"].iloc[3] == pytest.approx(single["estimate"].iloc[0])
+    assert found["p_holm"].iloc[3] >= single["p_holm"].iloc[0] and (found["p_holm"] >= found["p"]).all()
+    assert list(claims.beside(runs, "bhyt", ["lns"], "loss")["when"]) == ["after training"]
+    assert claims.beside(runs, "dyt", ["lns"]).empty
+
+
+def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():
+    runs = table(SCHEMES, depths=(2, 4), statuses={("lns", 4): "not_learned"})
+    shown = claims.losses(runs)
+    assert list(shown.columns) == [2, 4] and list(shown.index) == ["Pre-LN", "LNS", "BHyT"]
+    assert shown.loc["BHyT", 4] == "4.500" and shown.loc["LNS", 4] == "7.000 (not learned)"

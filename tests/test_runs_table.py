@@ -247,14 +247,15 @@ def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path: Path) 
     assert [path.name for path in lock.parent.iterdir()] == ["other"]
 
 
-def test_shipped_runs_can_be_read_where_there_are_some() -> None:
-    shipped = Path(__file__).resolve().parents[1] / "data" / "runs"
-    if not shipped.is_dir() or not list(shipped.rglob(runs.MANIFEST)):
-        pytest.skip("no shipped runs in this checkout")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        table = load_runs(shipped)
-    assert set(table.status) <= set(runs.STATUSES)
+def test_shipped_runs_of_every_schema_can_be_read() -> None:
+    data = Path(__file__).resolve().parents[1] / "data"
+    for name, schema in (("trained", 2), ("gain_or_bound", 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            table = load_runs(data / name)
+        assert set(table.status) <= set(runs.STATUSES)
+        written = json.loads((runs.find_runs(data / name)[0] / runs.MANIFEST).read_text())
+        assert written["schema"] == schema
 
 
 def test_a_copied_run_is_still_the_run(tmp_path: Path) -> None:

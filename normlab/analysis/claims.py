@@ -1,10 +1,13 @@
 """What the papers claim of depth, asked of runs: one function a question, one table an answer, a verdict in every row.
 
 learned       which runs came below the models that only count
+losses        held-out losses, a row a scheme and a column a depth, to look at
+extremes      the scheme with the largest and the one with the smallest value after the last block
+beside        one scheme and others beside it, before training and after it
 growth        how many times larger the stream is after the last block than after the first
 depth_gain    what more blocks buy in loss, scheme by scheme
 depth_use     what it costs to skip a deep block, scheme by scheme
-shown         any of these, or of `normlab.compare`, as a table to look at
+shown         any of the last four, or of `normlab.compare`, as a table to look at
 
 A scheme's own mean over its seeds has the interval mean +- t(level, df) * sd / sqrt(seeds); sd is pooled over the
 schemes of a depth, each around its own mean, so a seed that moves all schemes alike counts as noise here.
@@ -19,13 +22,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.compare import last_values
-from normlab.analysis.selection import choose, in_order, title_of
+from normlab.analysis.compare import compare, last_values
+from normlab.analysis.selection import choose, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, in_words, judged, t_quantile
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
 DEEP = 0.5  # the deep blocks are the last half of them
+MOMENTS = (("before training", 0), ("after training", None))
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
@@ -51,6 +55,85 @@ def learned(runs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def losses(runs: pd.DataFrame) -> pd.DataFrame:
+    """Held-out loss after training, nats a token: a row a scheme, a column a depth, means over seeds, as text.
+
+    In brackets, what else must be known of the runs behind a number (`Selection.remark`: not learned, diverged ...).
+    The last row is what a trigram model of the training text achieves, where runs know it.
+    """
+    chosen = choose(runs, depth=None)
+    about = chosen.runs[~chosen.runs["eval_loss"].isin([math.inf])]
+    mean = about.groupby(["scheme", "depth"])["eval_loss"].mean()
+    table = pd.DataFrame("", index=[title_of(name) for name in chosen.schemes], columns=chosen.depths)
+    for scheme in chosen.schemes:
+        for depth in chosen.depths:
+            parts = [f"{mean[scheme, depth]:.3f}"] if (scheme, depth) in mean.index else []
+            remark = chosen.remark(scheme, depth)
+            table.loc[title_of(scheme), depth] = " ".join(parts + ([f"({remark})"] if remark else []))
+    counted = about.groupby("depth")["trigram_loss"].mean().dropna()
+    if len(counted):
+        table.loc["trigram model"] = [f"{counted[d]:.3f}" if d in counted.index else "" for d in chosen.depths]
+    return table.rename_axis(index="scheme", columns="depth")
+
+
+def extremes(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
+    """The largest and the smallest scheme after the last block, a row a depth and moment: geometric means over seeds,
+    at the learning rate that the schemes of the depth share.
+
+    Returns:
+        Columns `depth learning_rate when largest smallest factor`; factor is largest over smallest. Depths with fewer
+        than two schemes are left out.
+
+    Raises:
+        NormlabError: a metric that is not compared as a ratio.
+    """
+    _require_ratio(metric)
+    chosen = choose(runs, depth=None, same_rate=True)
+    found = []
+    for when, step in MOMENTS:
+        values = last_values(chosen, metric, step=step)
+        sizes = np.log(values["value"].where(values["value"] > 0)).groupby([values["depth"], values["scheme"]]).mean()
+        for depth, own in np.exp(sizes.dropna()).groupby(level="depth"):
+            if len(own) < 2:
+                continue
+            high, low = own.idxmax()[1], own.idxmin()[1]
+            found.append(
+                {"depth": int(depth), "learning_rate": chosen.rate(int(depth)), "when": when}
+                | {"largest": f"{title_of(high)} {own.max():.3g}", "smallest": f"{title_of(low)} {own.min():.3g}"}
+                | {"factor": round(own.max() / own.min(), 2)}
+            )
+    table = pd.DataFrame(found, columns=["depth", "learning_rate", "when", "largest", "smallest", "factor"])
+    return table.sort_values(["depth", "when"], ascending=[True, False], ignore_index=True)
+
+
+def beside(
+    runs: pd.DataFrame,
+    scheme: str,
+    others: Sequence[str],
+    metric: str = "token_l2_mean",
+    *,
+    depth: int | None = None,
+    level: float = 0.95,
+) -> pd.DataFrame:
+    """`scheme` against each of the others by `normlab.compare`, judged together; what has no run beside it is left
+    out.
+
+    Returns:
+        The rows of `normlab.compare` with a column `when`: layers' values before and after training, losses after it.
+    """
+    there = set(summarize(runs)["scheme"])
+    moments = MOMENTS[1:] if metric_row(metric).default_site == "model" else MOMENTS
+    found = [
+        compare(runs, scheme, other, metric, depth=depth, step=step, level=level).assign(when=when)
+        for other in others
+        for when, step in moments
+        if {scheme, other} <= there
+    ]
+    rows = pd.concat(found, ignore_index=True) if found else pd.DataFrame({"seeds": []})
+    rows = rows[rows["seeds"] > 0].reset_index(drop=True)
+    return judged(rows, level) if len(rows) else pd.DataFrame()
+
+
 def growth(
     runs: pd.DataFrame, metric: str = "token_l2_mean", step: int | None = None, level: float = 0.95
 ) -> pd.DataFrame:
@@ -63,8 +146,7 @@ def growth(
     Raises:
         NormlabError: a metric that is not compared as a ratio.
     """
-    if not metric_row(metric).is_ratio:
-        raise NormlabError(f"{metric} is not a positive size: growth is a ratio")
+    _require_ratio(metric)
     chosen = choose(runs, depth=None, same_rate=True)
     values = []
     for depth in chosen.depths:
@@ -89,15 +171,18 @@ def depth_gain(
     scheme has more than one seed.
 
     Returns:
-        The columns of `growth`, without `first_half`; a row a scheme that was run at both depths.
+        The columns of `growth`, without `first_half`; a row a scheme that was run at both depths. Runs of a single
+        depth give no row.
 
     Raises:
-        NormlabError: no scheme was run at both.
+        NormlabError: no scheme was run at both of the depths that were asked for.
     """
     chosen = choose(runs, depth=None)
     values = last_values(chosen, "loss")
     seeds = values.groupby(["scheme", "depth"])["seed"].nunique()
     several = sorted({depth for (_, depth), count in seeds.items() if count > 1}) or chosen.depths
+    if shallow is None and deep is None and len(several) < 2:
+        return pd.DataFrame()
     shallow, deep = several[0] if shallow is None else shallow, several[-1] if deep is None else deep
     wide = values.pivot_table(index=["scheme", "seed"], columns="depth", values="value")
     if shallow == deep or not {shallow, deep} <= set(wide.columns):
@@ -106,11 +191,14 @@ def depth_gain(
     return judged(means(gain, "loss", level), level).assign(shallow=shallow)
 
 
-def depth_use(experiments: pd.DataFrame, depth: int, part: str = "block", level: float = 0.95) -> pd.DataFrame:
+def depth_use(
+    experiments: pd.DataFrame, depth: int | None = None, part: str = "block", level: float = 0.95
+) -> pd.DataFrame:
     """Loss that skipping one block of the deeper half adds, in the mean over these blocks, a row a scheme.
 
     Args:
         experiments: the table of `normlab.load_experiments`.
+        depth: default the deepest.
         part: "block", "attention", "mlp", "deleted" (deleted and renumbered, as the papers prune).
 
     Returns:
@@ -119,9 +207,9 @@ def depth_use(experiments: pd.DataFrame, depth: int, part: str = "block", level:
     Raises:
         NormlabError: no run of that depth was measured so.
     """
-    rows = experiments[
-        (experiments["metric"] == "skip_delta_loss") & (experiments["part"] == part) & (experiments["depth"] == depth)
-    ]
+    rows = experiments[(experiments["metric"] == "skip_delta_loss") & (experiments["part"] == part)]
+    depth = int(rows["depth"].max()) if depth is None and len(rows) else depth
+    rows = rows[rows["depth"] == depth]
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")
     rows = rows.assign(deep=rows["layer"].astype(int) > (1 - DEEP) * depth)
@@ -176,6 +264,8 @@ def shown(rows: pd.DataFrame, digits: int = 3, more: Sequence[str] = ()) -> pd.D
         rows: what `judged` returned, of this module or of `normlab.compare`.
         more: further columns to show, as they are.
     """
+    if rows.empty:
+        return pd.DataFrame({"verdict": ["these runs have nothing to compare"]})
     sign = "" if rows["kind"].eq("ratio").all() else "+"
 
     def number(value: float) -> str:
@@ -184,6 +274,8 @@ def shown(rows: pd.DataFrame, digits: int = 3, more: Sequence[str] = ()) -> pd.D
     table = pd.DataFrame({"depth": rows["depth"], "scheme": [title_of(name) for name in rows["a"]]})
     if "b" in rows:
         table["against"] = [title_of(name) for name in rows["b"]]
+    if "when" in rows:
+        table["when"] = rows["when"]
     table["ratio" if not sign else "difference"] = [number(value) for value in rows["estimate"]]
     table["95% interval"] = [
         "none" if math.isnan(row.low) else f"[{number(row.low)}, {number(row.high)}]" for row in rows.itertuples()
@@ -193,6 +285,11 @@ def shown(rows: pd.DataFrame, digits: int = 3, more: Sequence[str] = ()) -> pd.D
         table[name] = rows[name].round(digits)
     table["verdict"] = [in_words(row) if "b" in rows else _against_none(row) for row in rows.itertuples()]
     return table.reset_index(drop=True)
+
+
+def _require_ratio(metric: str) -> None:
+    if not metric_row(metric).is_ratio:
+        raise NormlabError(f"{metric} is not a positive size: it is not compared as a ratio")
 
 
 def _against_none(row: Any) -> str:

@@ -42,6 +42,8 @@ def residual_variance(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         Two arrays (...): variance (NaN without a degree of freedom), degrees of freedom.
     """
     schemes, seeds, *rest = values.shape
+    if not values.size:
+        return np.full(rest, np.nan), np.zeros(rest, dtype=int)
     flat = values.reshape(schemes * seeds, -1)
     whole = np.concatenate([np.repeat(np.eye(schemes), seeds, axis=0), np.tile(np.eye(seeds), (schemes, 1))], axis=1)
     variance, freedom = np.full(flat.shape[1], np.nan), np.zeros(flat.shape[1], dtype=int)

@@ -14,6 +14,9 @@ future_effect         what later blocks do then (D2)
 logit_attribution     who writes a logit, from the TransformerLens bridge's tables
 variant_differences   two schemes under each variant of a sweep, paired by seed (N1)
 by_setting            quantities against a setting, each seed a dot (B7)
+saturation            the share of BHyT's tanh inputs beyond lambda, below Chebyshev's bound (N2)
+carried_ratio         the exact statistic over the carried one by layer, before and after training (N2)
+loss_over_gain        BHyT's loss over its gain and the gamma it starts with (B7)
 METRICS               label, unit and definition of every metric
 themed                a figure for a light or a dark page
 
@@ -28,6 +31,7 @@ except ImportError as error:  # pragma: no cover - needs an environment without 
     raise ImportError("figures need plotly: pip install 'normlab[notebooks]'") from error
 
 from normlab.figures.attribution import logit_attribution
+from normlab.figures.bound import carried_ratio, loss_over_gain, saturation
 from normlab.figures.curves import depth_scaling, loss_curves
 from normlab.figures.depth_use import by_layer, by_pair
 from normlab.figures.endpoints import growth_before_after
@@ -47,6 +51,7 @@ __all__ = [
     "by_layer",
     "by_pair",
     "by_setting",
+    "carried_ratio",
     "depth_scaling",
     "future_effect",
     "gradient_growth",
@@ -54,9 +59,11 @@ __all__ = [
     "layer_growth",
     "logit_attribution",
     "loss_curves",
+    "loss_over_gain",
     "message_figure",
     "profile",
     "published_ratios",
+    "saturation",
     "skip_cost",
     "themed",
     "variant_differences",

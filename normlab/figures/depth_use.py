@@ -58,7 +58,7 @@ def by_layer(
         experiments: table of `normlab.load_experiments`.
         metric: a name of `BY_LAYER`.
         part: for skip_delta_loss, what is left out: a name of `PARTS`.
-        depth: default the deepest that has most runs.
+        depth: default the deepest at which most schemes were run.
         log: logarithmic axis, on which values at or below zero are not shown.
 
     Raises:
@@ -71,13 +71,15 @@ def by_layer(
     if rows.empty:
         return theme.message_figure(f"No run measured {metric} ({PARTS[part]}).", title)
     table = means(rows.assign(depth=rows["layer"].astype(int)), metric)
+    if log:  # a line to what a logarithm does not have would fall out of the figure
+        rows, table = rows[rows["value"] > 0], table.assign(estimate=table["estimate"].where(table["estimate"] > 0))
     figure, ends = go.Figure(), []
-    for scheme in in_order(rows["scheme"]):
+    for scheme in in_order(table.dropna(subset="estimate")["a"]):
         own, dots = table[table["a"] == scheme].sort_values("depth"), rows[rows["scheme"] == scheme]
         style = theme.style_of(scheme)
         figure.add_trace(_seeds(dots, style))
         figure.add_trace(_mean_line(own, style, metric))
-        ends.append(EndLabel(float(own["estimate"].iloc[-1]), style.title, style.color))
+        ends.append(EndLabel(float(own["estimate"].dropna().iloc[-1]), style.title, style.color))
     reach = [*rows["value"], *table["low"].dropna(), *table["high"].dropna()]
     bounds = theme.axis_bounds(reach if log else [0.0, *reach], log) or (-1.0, 1.0)
     figure.update_yaxes(title_text=axis, **theme.value_axis(bounds, log))
@@ -87,7 +89,8 @@ def by_layer(
     label_ends(figure, ends, bounds, 500 - margin["t"] - margin["b"], log)
     figure.update_layout(showlegend=False, margin=margin)
     what = f"{PARTS[part]} · " if metric == "skip_delta_loss" else ""
-    return theme.titled(figure, title, f"{what}{about} · dots are seeds, bars 95% intervals with a pooled spread", 500)
+    spread = " · dots are seeds, bars 95% intervals with a pooled spread" if rows["seed"].nunique() > 1 else ""
+    return theme.titled(figure, title, f"{what}{about}{spread}", 500)
 
 
 def by_pair(
@@ -102,7 +105,7 @@ def by_pair(
     Args:
         experiments: table of `normlab.load_experiments`.
         metric: a name of `BY_PAIR`.
-        depth: default the deepest that has most runs.
+        depth: default the deepest at which most schemes were run.
 
     Raises:
         NormlabError: an unknown metric.
@@ -140,7 +143,7 @@ def _chosen(
     rows = experiments[(experiments["metric"] == metric) & (experiments["part"] == part)]
     rows = rows if schemes is None else rows[rows["scheme"].isin(schemes)]
     if depth is None and len(rows):
-        counts = rows.groupby("depth")["run"].nunique()
+        counts = rows.groupby("depth")["scheme"].nunique()
         depth = int(max(counts.index[counts == counts.max()]))
     rows = rows[rows["depth"] == depth]
     if rows.empty:
@@ -169,7 +172,7 @@ def _mean_line(own: pd.DataFrame, style: theme.Style, metric: str) -> go.Scatter
     half = np.nan_to_num((own["high"] - own["estimate"]).to_numpy(float))
     return go.Scatter(
         x=own["depth"].tolist(),
-        y=own["estimate"].tolist(),
+        y=[None if math.isnan(value) else value for value in own["estimate"]],
         error_y=dict(type="data", array=half.tolist(), thickness=1, width=3),
         mode="lines",
         name=style.name,

@@ -52,9 +52,11 @@ def published_ratios(
     )
     for column, quantity in enumerate(QUANTITIES, 1):
         rows = table[table["quantity"] == quantity]
-        figure.add_vline(1.0, line=dict(color=theme.style_of(base).color, width=1), row=1, col=column)
         for place, scheme in enumerate(schemes):
             _add_scheme(figure, rows[rows["scheme"] == scheme], place, scheme, shapes, column)
+        figure.add_vline(
+            1.0, line=dict(color=theme.style_of(base).color, width=1), row=1, col=column, exclude_empty_subplots=False
+        )
         bounds = theme.axis_bounds(_within(rows, quantity), True, 0.1)
         figure.update_xaxes(theme.value_axis(bounds, True), title_text="ratio", row=1, col=column)
     for (source, model), shape in shapes.items():

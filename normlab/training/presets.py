@@ -251,11 +251,6 @@ PRESETS = {
             fields={"probe_also": "saturation,saturation_95,tanh_input_max"},
         ),
         Preset(
-            "small",
-            parts=(Part({4: 3, 8: 3, 16: 3, 32: 1, 64: 1}),),
-            rate=Search((1e-3, 3e-3, 1e-2), (16,)),
-        ),
-        Preset(
             "pilot",
             parts=(
                 Part({4: 1, 16: 1}, PILOT, variants=tuple(Variant({"corpus": name}) for name in ("stdlib", "english"))),
