@@ -90,7 +90,7 @@ bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on 
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
 	$(BIN)/python -m normlab.bench.probes --out $(OUT)/bench
-	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows --out $(OUT)/bench
+	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows host --out $(OUT)/bench
 	$(BIN)/python -m normlab.bench.latency data/trained --out $(OUT)/bench/latency.csv
 
 # With the packages that are there, PYTHON's if it is given: a GPU machine has its own torch and often no network.

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import normlab_kernels as nk
 import torch
-from normlab_kernels import dispatch
+from normlab_kernels import dispatch, functions, spec
 from normlab_kernels.moments import row_moments_reference
 from normlab_kernels.reference import row_norm_reference
-from normlab_kernels.spec import Act, RowSpec, Stat
+from normlab_kernels.spec import RowSpec
 
 Tensor = torch.Tensor
 Call = Callable[[dict[str, Tensor]], Tensor | tuple[Tensor, ...]]
@@ -35,48 +35,38 @@ class Function:
     spec: RowSpec | None  # row_moments is no norm
 
 
-BHYT = RowSpec(Stat.RMS, Act.TANH, 1e-6, 10.0)
-CARRIED = RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0)
-CARRIED_UNBOUNDED = RowSpec(Stat.GIVEN, Act.IDENTITY, 1e-6, 10.0)
-FUNCTIONS = {
-    "rms_norm": Function(("x", "weight"), 2, 3, RowSpec(Stat.RMS, Act.IDENTITY, 1e-6)),
-    "bhyt": Function(("x", "weight", "scale"), 2, 3, BHYT),
-    "bhyt_carried": Function(("x", "weight", "scale", "given"), 2, 3, CARRIED),
-    "bhyt_carried unbounded": Function(("x", "weight", "scale", "given"), 2, 3, CARRIED_UNBOUNDED),
-    "layer_norm": Function(("x", "weight", "bias"), 2, 3, RowSpec(Stat.LAYER, Act.IDENTITY, 1e-5)),
-    "dyt": Function(("x", "weight", "bias", "scale"), 2, 3, RowSpec(Stat.NONE, Act.TANH)),
-    "add_rms_norm": Function(("x", "residual", "weight"), 4, 4, RowSpec(Stat.RMS, Act.IDENTITY, 1e-6)),
-    "add_bhyt": Function(("x", "residual", "weight", "scale"), 4, 4, BHYT),
-    "add_bhyt_carried": Function(("x", "residual", "weight", "scale", "given"), 4, 4, CARRIED),
-    "derf": Function(("x", "weight", "bias", "scale", "shift"), 2, 3, RowSpec(Stat.NONE, Act.ERF)),
-    "row_moments": Function(("x",), 1, 0, None),
-}
+def _rows(function: spec.Function, direction: str) -> int:
+    """What must move: x (and the residual) in, y (and the sum) out; back, x or the sum, and each gradient."""
+    return 4 if function.residual else 2 if direction == "forward" else 3
 
-OURS: dict[str, Call] = {
-    "rms_norm": lambda a: nk.rms_norm(a["x"], a["weight"]),
-    "bhyt": lambda a: nk.bhyt(a["x"], a["weight"], a["scale"])[0],
-    "bhyt_carried": lambda a: nk.bhyt_carried(a["x"], a["weight"], a["scale"], a["given"]),
-    "bhyt_carried unbounded": lambda a: nk.bhyt_carried(a["x"], a["weight"], a["scale"], a["given"], bounded=False),
-    "layer_norm": lambda a: nk.layer_norm(a["x"], a["weight"], a["bias"]),
-    "dyt": lambda a: nk.dyt(a["x"], a["weight"], a["bias"], a["scale"]),
-    "add_rms_norm": lambda a: nk.add_rms_norm(a["x"], a["residual"], a["weight"]),
-    "add_bhyt": lambda a: nk.add_bhyt(a["x"], a["residual"], a["weight"], a["scale"])[:2],
-    "add_bhyt_carried": lambda a: nk.add_bhyt_carried(a["x"], a["residual"], a["weight"], a["scale"], a["given"]),
-    "derf": lambda a: nk.derf(a["x"], a["weight"], a["bias"], a["scale"], a["shift"]),
-    "row_moments": lambda a: tuple(nk.row_moments(a["x"])),
+
+FUNCTIONS = {
+    name: Function(f.inputs, _rows(f, "forward"), _rows(f, "backward"), f.spec) for name, f in spec.FUNCTIONS.items()
+} | {"row_moments": Function(("x",), 1, 0, None)}
+
+
+def _ours(name: str) -> Call:
+    """The package's function, without the statistic that the plain formula does not return."""
+    call, function = functions.by_name(name), spec.FUNCTIONS[name]
+    kept = slice(2) if function.residual else 0
+    return (lambda a: call(a)[kept]) if "ms" in function.outputs else call
+
+
+OURS: dict[str, Call] = {name: _ours(name) for name in spec.FUNCTIONS} | {
+    "row_moments": lambda a: nk.row_moments(a["x"])
 }
 
 
 def formula(name: str) -> Call:
     """The plain formula of a function, as eager PyTorch runs it and as the compiler is given it."""
-    spec = FUNCTIONS[name].spec
-    if spec is None:
+    formulas = FUNCTIONS[name].spec
+    if formulas is None:
         return lambda a: tuple(row_moments_reference(a["x"].detach()))
 
     def call(a: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         x = a["residual"] + a["x"] if "residual" in a else a["x"]
         one = (a.get("scale"), a.get("shift"), a.get("given"))
-        y = row_norm_reference(x, a["weight"], a.get("bias"), *one, spec)[0]
+        y = row_norm_reference(x, a["weight"], a.get("bias"), *one, formulas)[0]
         return (x, y) if "residual" in a else y
 
     return call

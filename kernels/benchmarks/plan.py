@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SECTIONS = ("rows", "launch", "linear", "decode", "step", "generate")
+SECTIONS = ("rows", "launch", "linear", "decode", "host", "step", "generate")
 FUNCTIONS = (
     "rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "layer_norm", "dyt", "derf", "row_moments",
-    "add_bhyt_carried", "bhyt_carried unbounded",
+    "add_bhyt_carried", "bhyt_carried unbounded", "add_layer_norm", "add_dyt", "bhyt unbounded",
+    "add_bhyt_carried unbounded",
 )  # fmt: skip
 ONE_PASS = ("row_moments",)  # no gradients
 # Who has which function, besides this package and the plain formula, which have all.
@@ -156,6 +157,14 @@ def _decode(width: int, peers: tuple[str, ...]) -> Iterator[Planned]:
                     yield Planned("decode", function, peer, "forward", batch, width, 1)
 
 
+def _host() -> Iterator[Planned]:
+    for function in ("rms_norm", "add_rms_norm", "layer_norm", "dyt", "bhyt", "add_bhyt", "bhyt_carried"):
+        for direction in ("forward", "forward with gradient", "backward"):
+            for peer in ("normlab", "liger"):
+                if function in PEERS.get(peer, FUNCTIONS):
+                    yield Planned("host", function, peer, direction, 16, 2048, 1)
+
+
 def _models() -> Iterator[Planned]:
     """Each takes turns with the baseline; the baseline with itself shows what difference can be told."""
     against = f"{BASELINE} normlab"
@@ -181,7 +190,8 @@ def _other_schemes() -> tuple[str, ...]:
 def plan(kind: str, sections: tuple[str, ...] = SECTIONS) -> list[Planned]:
     """The rows for a device of that kind, "cuda" or "cpu", in the order they are measured."""
     if kind == "cpu":
-        found = [*_norms_on_cpu(), *_linear(((256, 256),), 0), *_decode(128, ("normlab", "eager", "torch")), *_models()]
+        found = [*_norms_on_cpu(), *_linear(((256, 256),), 0), *_decode(128, ("normlab", "eager", "torch"))]
+        found += [*_host(), *_models()]
     else:
         shapes = tuple((rows, width) for rows in (16_384, 8192) for width in (2048, 4096, 1024, 8192))
         peers = ("normlab", "released", "torch", "liger", "quack", "eager")

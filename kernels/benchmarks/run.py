@@ -5,8 +5,9 @@
     python kernels/benchmarks/run.py --device fake --out build/dry-run                   # no device, times made up
 
 Sections: rows (each norm, forward, backward and both), launch (its kernels with other launches than the ladder's),
-linear (projection + add + norm, fused or not), decode (each norm for 1 to 64 rows), step (a whole training step by
-scheme) and generate (a token of generation by scheme); the last two need normlab. plan.py says which rows, and in
+linear (projection + add + norm, fused or not), decode (each norm for 1 to 64 rows), host (what a call keeps the host,
+launches left out; needs no GPU, and on one the other sections say it), step (a whole training step by scheme) and
+generate (a token of generation by scheme); the last two need normlab. plan.py says which rows, and in
 which order. Each section has a table, <section>_<device>.csv, which keeps what earlier runs measured: the same command
 goes on where it was stopped. plot.py draws them.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import host
 import normlab_kernels as nk
 import peers
 import plan
@@ -62,7 +63,11 @@ def _both(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object
     return lambda: torch.autograd.grad(outputs(call(arguments)), leaves, upstream, allow_unused=True)
 
 
-PASSES = {"forward": _forward, "backward": _backward, "both": _both}
+def _with_gradient(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
+    return lambda: call(arguments)
+
+
+PASSES = {"forward": _forward, "forward with gradient": _with_gradient, "backward": _backward, "both": _both}
 
 
 def _floor(planned: plan.Planned, device: Device) -> int:
@@ -104,6 +109,15 @@ def decode_row(planned: plan.Planned, device: Device) -> Row:
     return columns | device.time(lambda: PASSES[planned.direction](call, arguments()), _floor(planned, device))
 
 
+def host_row(planned: plan.Planned, device: Device) -> Row:
+    """What a call keeps the host, the kernels' launches left out: see `host.py`."""
+    with host.no_launches():
+        call = peers.build(planned.peer, planned.function)
+        rows, width = device.sizes(planned.rows, planned.width)
+        arguments = peers.arguments(planned.function, rows, width, torch.bfloat16, torch.device("cpu"))
+        return {"microseconds": host.median_microseconds(PASSES[planned.direction](call, arguments))}
+
+
 def launch_row(planned: plan.Planned, device: Device) -> Row:
     """The kernel of a norm, launched as the ladder does or with fields of it changed; no autograd around it."""
     if not takes_kernels(device):
@@ -115,7 +129,6 @@ def launch_row(planned: plan.Planned, device: Device) -> Row:
     rows, width = device.sizes(planned.rows, planned.width)
     changed: dict[str, Any] = plan.launch_fields(planned.launch)
     changed |= {"whole": bool(changed["whole"])} if "whole" in changed else {}
-    constants = (int(spec.stat), int(spec.act), spec.eps, spec.kappa)
     ladders_forward = ladder.forward(width, spec.stat in (Stat.RMS, Stat.LAYER))
     ladders_backward = ladder.backward(width, spec.stat != Stat.NONE)
 
@@ -123,39 +136,41 @@ def launch_row(planned: plan.Planned, device: Device) -> Row:
         made = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
         a = {name: tensor.detach() for name, tensor in made.items()}
         x, residual, weight = a["x"], a.get("residual"), a["weight"]
-        scale, shift, given = a.get("scale"), a.get("shift"), a.get("given")
-        forward_arguments = (x, residual, weight, a.get("bias"), scale, shift, given, *constants)
+        bias, scale, shift, given = a.get("bias"), a.get("scale"), a.get("shift"), a.get("given")
+        forward_arguments = (x, residual, weight, bias, scale, shift, given, spec)
         if planned.direction == "forward":
             launch = replace(ladders_forward, **changed)
-            return lambda: ops.launch_forward(*forward_arguments, launch)
-        _, total, mean, ms = ops.launch_forward(*forward_arguments, ladders_forward)
-        if residual is not None:
-            x = total
-        kept_mean = mean if spec.stat is Stat.LAYER else None
-        kept_ms = None if spec.stat is Stat.NONE else given if spec.stat is Stat.GIVEN else ms
+            return lambda: ops.launch_forward(*forward_arguments, chosen=launch)
+        _, total, mean, ms = ops.launch_forward(*forward_arguments)
+        kept = x if total is None else total
         grad = torch.randn_like(x)
         grad_sum = None if residual is None else torch.randn_like(x)
+        wants = [tensor is not None for tensor in (weight, bias, scale, shift, given)]
+        saved = (kept, weight, bias, scale, shift, mean, given if ms is None else ms)
         launch = replace(ladders_backward, **changed)
-        return lambda: ops.launch_backward(
-            grad, grad_sum, None, x, weight, "bias" in a, scale, shift, kept_mean, kept_ms, *constants, launch
-        )
+        return lambda: ops.launch_backward(grad, grad_sum, None, *saved, spec, wants, chosen=launch)
 
     columns: Row = {}
     if planned.launch:  # the ladder's own launch is what tests check, and what another is checked against
         results = []
         for fields in (changed, {}):
             torch.manual_seed(0)
-            results.append(tuple(tensor for tensor in make(fields)() if tensor.numel()))  # type: ignore[attr-defined]
+            results.append(tuple(tensor for tensor in make(fields)() if tensor is not None))  # type: ignore[attr-defined]
         columns["error"] = largest_error(*results)
     floor = _floor(planned, device)
     return _rates(columns | device.time(lambda: make(changed), floor), floor, device)
 
 
+def linear_fields(launch: str) -> dict[str, Any]:
+    """The fields of `ladder.LinearLaunch` that a launch changes."""
+    fields = plan.launch_fields(launch)
+    return {name: bool(value) if name in ("flatten", "from_residual") else value for name, value in fields.items()}
+
+
 def linear_row(planned: plan.Planned, device: Device) -> Row:
     """h = residual + a W^T and a norm of h, in one kernel, or in two, or without the norm."""
     rows, width = device.sizes(planned.rows, planned.width)
-    changed: dict[str, Any] = plan.launch_fields(planned.launch)
-    changed |= {name: bool(changed[name]) for name in ("flatten", "from_residual") if name in changed}
+    changed = linear_fields(planned.launch)
 
     def operands() -> tuple[Tensor, ...]:
         def normal(*shape: int) -> Tensor:
@@ -214,6 +229,7 @@ MEASURE: dict[str, Callable[[plan.Planned, Device], Row]] = {
     "launch": launch_row,
     "linear": linear_row,
     "decode": decode_row,
+    "host": host_row,
     "step": step_row,
     "generate": generate_row,
 }

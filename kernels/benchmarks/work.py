@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 STARTED = time.monotonic()  # before the imports, which take seconds of the time there is
@@ -21,9 +22,10 @@ import measure  # noqa: E402
 import normlab_kernels  # noqa: E402
 import torch  # noqa: E402
 from measure import Device, first_line  # noqa: E402
+from normlab_kernels import ladder  # noqa: E402
 from peers import Missing  # noqa: E402
 from plan import FUSED, UNFUSED, Planned, plan  # noqa: E402
-from sections import MEASURE  # noqa: E402
+from sections import MEASURE, linear_fields  # noqa: E402
 from tables import Row, Table, is_good, latest, read  # noqa: E402
 
 DONE, FAILED, NO_DEVICE, LOST = 0, 1, 2, 75  # exit statuses; LOST: the device answers nothing any more
@@ -129,17 +131,27 @@ def lost(device: Device) -> bool:
 
 
 def fusion_line(device: Device, rows: list[Row]) -> str:
-    """The entry of `ladder.FUSION_WINS` that the table of the fused product asks for: widths at which it won always."""
-    times: dict[tuple[str, int, int], float] = {}
+    """The entries of `ladder.FUSION_WINS` that the table of the fused product asks for: for each width, whose K is the
+    same, the launch that gains most on average, from the fewest rows on from which it always gained enough."""
+    times: dict[tuple[str, str, int, int], float] = {}
     for row in latest(rows).values():
-        if is_good(row) and not row["launch"]:
-            times[row["function"], int(row["width"]), int(row["rows"])] = float(row["microseconds"])
-    gains: dict[int, list[float]] = {}
-    for (function, width, tokens), fused in times.items():
-        if function == FUSED and (unfused := times.get((UNFUSED, width, tokens))):
-            gains.setdefault(width, []).append(unfused / fused)
-    wins = tuple(sorted(width for width, gain in gains.items() if min(gain) > 1.0))
-    return f"for ladder.FUSION_WINS: {device.name!r}: {wins}"
+        if is_good(row):
+            where = (row["function"], row["launch"], int(row["width"]), int(row["rows"]))
+            times[where] = float(row["microseconds"])
+    best: dict[int, tuple[float, ladder.FusionWin]] = {}
+    for width, launch in sorted({(where[2], where[1]) for where in times if where[0] == FUSED}):
+        found = {tokens: time for (*who, w, tokens), time in times.items() if (*who, w) == (FUSED, launch, width)}
+        gains: dict[int, float] = {}
+        for tokens in sorted(found, reverse=True):
+            unfused = times.get((UNFUSED, "", width, tokens), 0.0)
+            if unfused / found[tokens] <= ladder.LEAST_GAIN:
+                break
+            gains[tokens] = unfused / found[tokens]
+        mean = sum(gains.values()) / max(1, len(gains))
+        if gains and mean > best.get(width, (0.0,))[0]:
+            chosen = replace(ladder.linear(width), **linear_fields(launch))
+            best[width] = mean, ladder.FusionWin(device.name, width, width, min(gains), chosen)
+    return f"for ladder.FUSION_WINS: {tuple(win for _, win in best.values())}"
 
 
 def worth_compiling(rows: list[Planned]) -> list[Planned]:

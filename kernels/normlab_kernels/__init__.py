@@ -13,26 +13,12 @@ from normlab_kernels.functions import (
     dyt,
     layer_norm,
     rms_norm,
-)
+)  # fmt: skip
 from normlab_kernels.linear import linear_add_bhyt, linear_add_dyt, prefers_fused
 from normlab_kernels.moments import RowMoments, row_moments
 
 __all__ = [
-    "RowMoments",
-    "add_bhyt",
-    "add_bhyt_carried",
-    "add_dyt",
-    "add_layer_norm",
-    "add_rms_norm",
-    "bhyt",
-    "bhyt_carried",
-    "chooses_kernels",
-    "derf",
-    "dyt",
-    "layer_norm",
-    "linear_add_bhyt",
-    "linear_add_dyt",
-    "prefers_fused",
-    "rms_norm",
-    "row_moments",
-]
+    "RowMoments", "add_bhyt", "add_bhyt_carried", "add_dyt", "add_layer_norm", "add_rms_norm", "bhyt",
+    "bhyt_carried", "chooses_kernels", "derf", "dyt", "layer_norm", "linear_add_bhyt", "linear_add_dyt",
+    "prefers_fused", "rms_norm", "row_moments",
+]  # fmt: skip

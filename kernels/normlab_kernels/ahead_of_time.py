@@ -2,20 +2,24 @@
 
     python -m normlab_kernels.ahead_of_time --targets sm_80 sm_90 gfx942 --out data/bench/aot.csv
 
-A row of the table is one kernel as the ladder would launch it: registers a thread, bytes spilled to local memory,
-shared memory, machine instructions, how many of them are special-function ones, and whether the loads are 16 bytes
-wide. It needs Triton but neither a GPU nor a driver, and a process without Triton's interpreter.
+A row of the table is one kernel as the ladder would launch it, or with the fields changed that `launch` names:
+registers a thread, bytes spilled to local memory, shared memory, machine instructions, how many of them are
+special-function ones, how many loads are 16 bytes wide, and how many groups of asynchronous copies may be on their way
+while a loop works (-1: it has none). `code` tells the sources: rows of other sources stay, as what was before; those of
+these sources are not made twice. It needs Triton but neither a GPU nor a driver, and a process without its interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import re
 import subprocess
 import tempfile
+from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +31,16 @@ from normlab_kernels import ladder
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
 from normlab_kernels.linear_kernel import linear_add_norm_kernel
 from normlab_kernels.moments_kernel import row_moments_kernel
-from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel
-from normlab_kernels.spec import Act, Stat
+from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel, parameter_gradients_kernel
+from normlab_kernels.spec import FUNCTIONS, Act, Stat
 from normlab_kernels.split_kernels import row_pull_kernel, row_statistics_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-WIDTHS = (128, 512, 1024, 2048, 4096, 8192, 16_384)
-FLOAT32_POINTERS = {"p_out", "p_mean", "p_ms", "p_grad_ms", "p_along", "p_mean_q"} | {
-    f"p_d{name}" for name in ("ms", "weight", "bias", "scale", "shift")
-}
-# statistic, activation, and the flags of each function
-FUNCTIONS: dict[str, tuple[Stat, Act, set[str]]] = {
-    "bhyt": (Stat.RMS, Act.TANH, {"SCALE", "GRAD_MS"}),
-    "bhyt_carried": (Stat.GIVEN, Act.TANH, {"SCALE"}),
-    "add_bhyt": (Stat.RMS, Act.TANH, {"SCALE", "RESIDUAL", "GRAD_SUM", "GRAD_MS"}),
-    "rms_norm": (Stat.RMS, Act.IDENTITY, set()),
-    "add_rms_norm": (Stat.RMS, Act.IDENTITY, {"RESIDUAL", "GRAD_SUM"}),
-    "layer_norm": (Stat.LAYER, Act.IDENTITY, {"BIAS"}),
-    "dyt": (Stat.NONE, Act.TANH, {"SCALE", "BIAS"}),
-    "derf": (Stat.NONE, Act.ERF, {"SCALE", "SHIFT", "BIAS"}),
-    "add_bhyt_carried": (Stat.GIVEN, Act.TANH, {"SCALE", "RESIDUAL", "GRAD_SUM"}),
-    "add_layer_norm": (Stat.LAYER, Act.IDENTITY, {"BIAS", "RESIDUAL", "GRAD_SUM"}),
-    "add_dyt": (Stat.NONE, Act.TANH, {"SCALE", "RESIDUAL", "GRAD_SUM"}),
-    "bhyt unbounded": (Stat.RMS, Act.IDENTITY, {"SCALE", "GRAD_MS"}),
-    "bhyt_carried unbounded": (Stat.GIVEN, Act.IDENTITY, {"SCALE"}),
-    "add_bhyt_carried unbounded": (Stat.GIVEN, Act.IDENTITY, {"SCALE", "RESIDUAL", "GRAD_SUM"}),
-}
+FLOAT32_POINTERS = {"p_out", "p_mean", "p_ms", "p_correction", "p_grad_ms", "p_along", "p_mean_q", "p_dms", "p_parts"}
 
 
 @dataclass(frozen=True)
@@ -72,55 +55,67 @@ class Build:
     constants: dict[str, Any] = field(hash=False)
     warps: int
     stages: int = 3
+    launch: str = ""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the compiler made of a build. Counts are of the whole kernel's code; -1 where the target's tools do not
-    say."""
-
-    target: str
-    function: str
-    direction: str
-    width: int
-    dtype: str
-    block: int
-    rows: int
-    warps: int
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    instructions: int
-    special_function: int
-    loads_16_bytes: int
+# What the compiler made of a build: a row of the table. Counts are of the whole kernel's code; -1 where the target's
+# tools do not say.
+Report = namedtuple(
+    "Report",
+    "target function direction width dtype block rows warps registers spilled_bytes shared_bytes instructions "
+    "special_function loads_16_bytes async_depth launch code",
+)
 
 
-def _flags(kernel: Any, flags: set[str]) -> dict[str, bool]:
-    return {name: name[4:] in flags for name in kernel.arg_names if name.startswith("HAS_")}
+# What a pointer is for, that not every function has.
+OPTIONAL = ("residual", "bias", "scale", "shift", "correction", "grad_sum", "grad_ms", "dms", "ms", "mean", "along",
+            "mean_q", "sum", "dbias", "dscale", "dshift")  # fmt: skip
 
 
-def row_builds(function: str, width: int, dtype: str = "bf16") -> Iterator[Build]:
-    """The builds a call of `function` at `width` launches, forward and backward."""
-    stat, act, flags = FUNCTIONS[function]
-    reduces = stat in (Stat.RMS, Stat.LAYER)
+def _absent(kernel: Any, name: str, whole: bool) -> dict[str, Any]:
+    """The pointers that are None, and the gradients wanted, when nothing is frozen; a correction is for decoding
+    only."""
+    inputs, outputs, stat = FUNCTIONS[name].inputs, FUNCTIONS[name].outputs, FUNCTIONS[name].spec.stat
+    present = {"weight", *inputs, *(f"d{name}" for name in inputs)}
+    present |= {"sum", "grad_sum"} if "residual" in inputs else set()
+    present |= {"dms"} if "given" in inputs else {"grad_ms"} if "ms" in outputs else set()
+    present |= {"ms"} if stat != Stat.NONE else set()
+    present |= {"mean"} if stat == Stat.LAYER else set()
+    present |= {"along", "mean_q"} if not whole and stat != Stat.NONE else set()
+    wanted = {argument: argument[5:].lower() in present for argument in kernel.arg_names if argument[:5] == "WANT_"}
+    absent = {f"p_{name}" for name in OPTIONAL if name not in present}
+    return {argument: None for argument in kernel.arg_names if argument in absent} | wanted
+
+
+def row_builds(
+    name: str, width: int, dtype: str = "bf16", changed: dict[str, dict[str, Any]] | None = None
+) -> Iterator[Build]:
+    """The builds that a call of the function at a width launches, forward and backward; `changed` are fields of the
+    launch of a direction that are not the ladder's."""
+    spec = FUNCTIONS[name].spec
+    stat, reduces = spec.stat, spec.reduces
     for direction, kernel, launch in (
         ("forward", norm_forward_kernel, ladder.forward(width, reduces)),
         ("backward", norm_backward_kernel, ladder.backward(width, stat != Stat.NONE)),
     ):
-        forward, whole = direction == "forward", launch.whole
+        forward = direction == "forward"
+        launch = replace(launch, **(changed or {}).get(direction, {}))
+        whole = launch.whole and (reduces or not forward)
         form = LIBRARY if dtype == "fp32" or (dtype == "fp16" and not forward) else APPROX
-        constants = {"STAT": int(stat), "ACT": int(act), "FORM": form, "BLOCK": launch.block}
-        extra = {"ROWS": launch.rows, "WHOLE": whole, "EVEN": width % launch.block == 0}
-        if not forward:
-            extra["STAGES"] = launch.stages
-        yield Build(function, direction, width, dtype, kernel, constants | extra | _flags(kernel, flags), launch.warps)
-        split = stat != Stat.NONE and not whole and (reduces or not forward)
-        if split:
+        constants = {"STAT": stat, "ACT": spec.act, "FORM": form, "BLOCK": launch.block}
+        extra = {"ROWS": launch.rows, "WHOLE": whole, "EVEN": width % launch.block == 0, "STAGES": launch.stages}
+        extra |= _absent(kernel, name, whole)
+        own = {key: value for key, value in (constants | extra).items() if key in kernel.arg_names}
+        yield Build(name, direction, width, dtype, kernel, own, launch.warps)
+        if stat != Stat.NONE and not whole and (reduces or not forward):
             first = row_statistics_kernel if forward else row_pull_kernel
             reduction = ladder.reduction(width)
             own = {k: v for k, v in constants.items() if k in first.arg_names}
-            constants = own | _flags(first, flags) | {"BLOCK": reduction.block}
-            yield Build(function, f"{direction} reduction", width, dtype, first, constants, reduction.warps)
+            own |= _absent(first, name, False) | {"BLOCK": reduction.block}
+            yield Build(name, f"{direction} reduction", width, dtype, first, own, reduction.warps)
+    finish = ladder.finish(width)
+    kernel, tile = parameter_gradients_kernel, {"BLOCK": finish.block, "ROWS": finish.rows}
+    yield Build(name, "finish", width, dtype, kernel, tile | _absent(kernel, name, True), finish.warps)
 
 
 def linear_builds(width: int, dtype: str = "bf16", launch: ladder.LinearLaunch | None = None) -> Iterator[Build]:
@@ -132,21 +127,9 @@ def linear_builds(width: int, dtype: str = "bf16", launch: ladder.LinearLaunch |
         ("linear_add_bhyt unbounded", Stat.GIVEN, Act.IDENTITY),
         ("linear_add_dyt", Stat.NONE, Act.TANH),
     ):
-        constants = {
-            "HAS_MS": stat == Stat.GIVEN,
-            "HAS_BIAS": stat == Stat.NONE,
-            "ACT": int(act),
-            "FORM": APPROX,
-            "UPCAST": False,
-            "BLOCK_M": launch.block_m,
-            "BLOCK_N": launch.block_n,
-            "BLOCK_K": launch.block_k,
-            "SLICES": launch.slices,
-            "GROUP": launch.group,
-            "PROGRAMS": 132 * launch.programs,
-            "FLATTEN": launch.flatten,
-            "FROM_RESIDUAL": launch.from_residual,
-        }
+        constants = {name.upper(): value for name, value in asdict(launch).items() if name not in ("warps", "stages")}
+        constants |= {"HAS_MS": stat == Stat.GIVEN, "HAS_BIAS": stat == Stat.NONE, "ACT": act, "FORM": APPROX}
+        constants |= {"UPCAST": False, "PROGRAMS": 132 * launch.programs}
         kernel = linear_add_norm_kernel
         yield Build(function, "forward", width, dtype, kernel, constants, launch.warps, launch.stages)
 
@@ -154,20 +137,17 @@ def linear_builds(width: int, dtype: str = "bf16", launch: ladder.LinearLaunch |
 def moments_build(width: int, dtype: str = "bf16") -> Build:
     """row_moments at a width."""
     launch = ladder.moments(width)
-    constants = {"BLOCK": launch.block, "ROWS": launch.rows}
+    constants = {"BLOCK": launch.block, "ROWS": launch.rows, "WHOLE": launch.block >= width}
     return Build("row_moments", "forward", width, dtype, row_moments_kernel, constants, launch.warps)
 
 
 def _descriptor(name: str, build: Build) -> str:
     """The type of a tensor descriptor: the block it moves."""
-    block = build.constants
-    shape = {
-        "d_a": (block["BLOCK_M"], block["BLOCK_K"]),
-        "d_proj": (block["BLOCK_N"], block["BLOCK_K"]),
-    }.get(name, (block["BLOCK_M"], block["BLOCK_N"] // block["SLICES"]))
-    if name == "d_residual" and block["FROM_RESIDUAL"]:
-        shape = (block["BLOCK_M"], block["BLOCK_N"])
-    return f"tensordesc<{build.dtype}[{shape[0]},{shape[1]}]>"
+    c = build.constants
+    columns = c["BLOCK_N"] // (1 if name == "d_residual" and c["FROM_RESIDUAL"] else c["SLICES"])
+    operands = {"d_a": (c["BLOCK_M"], c["BLOCK_K"]), "d_proj": (c["BLOCK_N"], c["BLOCK_K"])}
+    rows, columns = operands.get(name, (c["BLOCK_M"], columns))
+    return f"tensordesc<{build.dtype}[{rows},{columns}]>"
 
 
 def _signature(build: Build) -> tuple[dict[str, str], dict[tuple[int, ...], list[list[Any]]]]:
@@ -233,6 +213,12 @@ def _amd_counts(compiled: Any) -> tuple[int, int, int, int, int]:
     return metadata("vgpr_count"), metadata("private_segment_fixed_size"), len(lines), special, wide
 
 
+def _async_depth(compiled: Any) -> int:
+    """The least number of groups that a wait in a loop leaves on their way."""
+    depths = re.findall(r"async_wait[^\n]*num = (\d+)", compiled.asm["ttgir"].rpartition("scf.for")[2])
+    return min((int(depth) for depth in depths[:1]), default=-1)
+
+
 def report(build: Build, target: str) -> Report:
     """Compile and count."""
     compiled = compile_build(build, target)
@@ -241,41 +227,64 @@ def report(build: Build, target: str) -> Report:
     block = build.constants.get("BLOCK") or build.constants["BLOCK_N"]
     shape = (block, build.constants.get("ROWS") or build.constants.get("BLOCK_M", 1), build.warps)
     where = (target, build.function, build.direction, build.width, build.dtype)
-    return Report(*where, *shape, registers, spilled, compiled.metadata.shared, instructions, special, wide)
+    counts = (registers, spilled, compiled.metadata.shared, instructions, special, wide, _async_depth(compiled))
+    return Report(*where, *shape, *counts, build.launch, _code())
+
+
+# What the ladder chose before: backward launches at 4,096.
+FORMER = {"stages=2": ("bhyt", "add_bhyt", "rms_norm", "layer_norm"), "stages=2 block=1024": ("dyt", "derf")}
+# Beside every function at 4,096 in bf16: column tiles at their least, the widest whole rows, split rows, fp32.
+OTHERS = (
+    ("derf", 1024, "bf16"), ("dyt", 1024, "bf16"), ("bhyt", 2048, "bf16"), ("add_bhyt", 8192, "bf16"),
+    ("add_layer_norm", 8192, "bf16"), ("add_layer_norm", 32_768, "bf16"), ("bhyt", 65_536, "bf16"),
+    ("add_bhyt", 2048, "fp32"),
+)  # fmt: skip
 
 
 def all_builds(target: str) -> Iterator[Build]:
-    """Every function at every width of the ladder in bf16, the split widths once, and 2,048 in fp32 and fp16."""
-    if TARGETS[target].backend == "cuda" and int(TARGETS[target].arch) >= 90:
-        for width in (512, 2048):
-            yield from linear_builds(width)
-    for width in WIDTHS:
-        yield moments_build(width)
-    for function in FUNCTIONS:
-        for width in (*WIDTHS, 65_536):
-            yield from row_builds(function, width)
-        for dtype in ("fp32", "fp16"):
-            yield from row_builds(function, 2048, dtype)
+    """What a target's rows are: for AMD fewer, on sm_90 also the fused product and the ladder's former choices."""
+    amd = TARGETS[target].backend == "hip"
+    functions = [name for name in FUNCTIONS if not (amd and (name.endswith("unbounded") or FUNCTIONS[name].residual))]
+    for where in (*OTHERS[:2], *((name, 4096, "bf16") for name in functions), *OTHERS[2 : 2 if amd else None]):
+        yield from row_builds(*where)
+    yield moments_build(4096)
+    if target == "sm_90":
+        yield from linear_builds(2048)
+        for launch, names in FORMER.items():
+            changed = {"backward": {name: int(value) for name, value in (part.split("=") for part in launch.split())}}
+            for name in names:
+                yield replace([*row_builds(name, 4096, changed=changed)][1], launch=launch)
+
+
+def _code() -> str:
+    """The sources that decide what is compiled."""
+    here = Path(__file__).parent
+    sources = [*sorted(here.glob("*_kernel*.py")), here / "device_math.py", here / "ladder.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m normlab_kernels.ahead_of_time", description=__doc__)
-    parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS), default=["sm_80", "sm_90", "gfx942"])
+    parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS), default=["sm_90", "sm_80", "gfx942"])
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     chosen = parser.parse_args(arguments)
-    seen, reports = set(), []
+    code, made, seen = _code(), set(), set()
+    if chosen.out.exists():
+        with chosen.out.open(newline="") as file:
+            made = {(*row[:5], *row[-2:]) for row in csv.reader(file)}
+    else:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.out.write_text(",".join(Report._fields) + "\n")
     for target in chosen.targets:
         for build in all_builds(target):
-            key = (target, build.kernel.fn.__name__, build.dtype, build.warps, tuple(build.constants.items()))
-            if key not in seen:  # tiles are the same at every width: one row, at the least width
-                seen.add(key)
-                reports.append(report(build, target))
-                print(*asdict(reports[-1]).values(), flush=True)
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    with chosen.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(reports[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in reports)
+            where = (target, build.function, build.direction, str(build.width), build.dtype, build.launch, code)
+            key = (target, build.kernel.fn.__name__, build.dtype, build.warps, str(sorted(build.constants.items())))
+            if key not in seen and where not in made:  # tiles are the same at many widths: one row, at the first
+                row = report(build, target)
+                print(*row, flush=True)
+                with chosen.out.open("a", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerow(row)
+            seen.add(key)
 
 
 if __name__ == "__main__":

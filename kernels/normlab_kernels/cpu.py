@@ -33,6 +33,12 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def mean_square_gradient(x: torch.Tensor, grad_ms: torch.Tensor, grad_x: torch.Tensor | None) -> torch.Tensor:
+    """dx = (2/d) x grad_ms + grad_x: all that reaches x when only its mean square (and x itself) is used."""
+    dx = x.float() * (grad_ms * (2.0 / x.shape[-1]))
+    return (dx if grad_x is None else dx.add_(grad_x)).to(x.dtype)
+
+
 def tanh_(z: torch.Tensor) -> torch.Tensor:
     """tanh of a contiguous fp32 tensor in place, by NumPy when it can."""
     if np is None or type(z) is not torch.Tensor or z.dtype != torch.float32:
@@ -47,10 +53,10 @@ def _mean_square(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
 
 
-def _activate_(z: torch.Tensor, act: Act) -> torch.Tensor:
-    if act is Act.TANH:
+def _activate_(z: torch.Tensor, act: int) -> torch.Tensor:
+    if act == Act.TANH:
         return tanh_(z)
-    return z.erf_() if act is Act.ERF else z
+    return z.erf_() if act == Act.ERF else z
 
 
 def _scales(
@@ -77,14 +83,9 @@ def _chunks(rows: int, width: int) -> list[slice]:
 
 
 def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    given: torch.Tensor | None,
-    spec: RowSpec,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
+    shift: torch.Tensor | None, given: torch.Tensor | None, spec: RowSpec,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(y, ms) of 2-D x; `given` is the carried (rows, 1) mean square, used in place of a reduction (ms is then
     None)."""
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
@@ -93,7 +94,7 @@ def forward(
     for rows in _chunks(*x.shape):
         values, target = x[rows].float(), out[rows]
         ms = None if given is None else given[rows]
-        if spec.stat is Stat.RMS:
+        if spec.stat == Stat.RMS:
             ms = _mean_square(values)
             squares.append(ms)
         factor = _scales(spec, ms, scale)[1]
@@ -112,100 +113,69 @@ def forward(
     return out, squares[0] if squares else None
 
 
-class _Gradients:
-    """What one chunk of rows adds to the gradients that all rows share."""
-
-    def __init__(self) -> None:
-        self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
-        self.scale: torch.Tensor | None = None
-        self.shift: torch.Tensor | None = None
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        present = getattr(self, name)
-        setattr(self, name, value if present is None else present.add_(value))
-
-
 def backward(
-    grad: torch.Tensor,
-    grad_ms: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    ms: torch.Tensor | None,
-    spec: RowSpec,
+    grad: torch.Tensor, grad_ms: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor,
+    scale: torch.Tensor | None, shift: torch.Tensor | None, ms: torch.Tensor | None, spec: RowSpec,
     needs: tuple[bool, ...],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, _Gradients]:
-    """(dx, dms, sums) for 2-D x; `needs` = which of x, weight, bias, scale, shift, given want a gradient."""
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Gradients of 2-D x, weight, bias, scale, shift and given, the parameters' in fp32; `needs` = which are wanted."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dms = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if needs[5] else None
-    sums = _Gradients()
+    sums: dict[str, torch.Tensor] = {}  # over rows
     for rows in _chunks(*x.shape):
         _backward_chunk(
-            grad[rows].float(),
-            None if grad_ms is None else grad_ms[rows],
-            x[rows].float(),
-            weight,
-            scale,
-            shift,
-            None if ms is None else ms[rows],
-            spec,
-            needs,
-            None if dx is None else dx[rows],
-            None if dms is None else dms[rows],
-            sums,
-        )
-    return dx, dms, sums
+            grad[rows].float(), None if grad_ms is None else grad_ms[rows], x[rows].float(), weight, scale, shift,
+            None if ms is None else ms[rows], spec, needs, None if dx is None else dx[rows],
+            None if dms is None else dms[rows], sums,
+        )  # fmt: skip
+    for name, parameter in (("scale", scale), ("shift", shift)):
+        if name in sums and parameter is not None:
+            sums[name] = sums[name].view(parameter.shape)
+    return dx, *(sums.get(name) for name in ("weight", "bias", "scale", "shift")), dms
 
 
 def _backward_chunk(
-    g: torch.Tensor,
-    grad_ms: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    ms: torch.Tensor | None,
-    spec: RowSpec,
-    needs: tuple[bool, ...],
-    dx: torch.Tensor | None,
-    dms: torch.Tensor | None,
-    sums: _Gradients,
-) -> None:
+    g: torch.Tensor, grad_ms: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor,
+    scale: torch.Tensor | None, shift: torch.Tensor | None, ms: torch.Tensor | None, spec: RowSpec,
+    needs: tuple[bool, ...], dx: torch.Tensor | None, dms: torch.Tensor | None, sums: dict[str, torch.Tensor],
+) -> None:  # fmt: skip
     """dx and dms of some rows, written into the given tensors, and these rows' share of the sums.
 
     Two buffers serve: t = act(z), later q x; and q = d loss / d z, which is worked out where dx will be.
     """
+
+    def add(name: str, value: torch.Tensor) -> None:
+        sums[name] = sums[name].add_(value) if name in sums else value
+
     rstd, factor = _scales(spec, ms, scale)
     q = torch.empty_like(x) if dx is None or dx.dtype != torch.float32 else dx
     t = x * factor
     if shift is not None:
         t.add_(shift)
-    slope = (t * t).neg_().exp_().mul_(_ERF_SLOPE) if spec.act is Act.ERF else None
+    slope = (t * t).neg_().exp_().mul_(_ERF_SLOPE) if spec.act == Act.ERF else None
     _activate_(t, spec.act)
     if needs[2]:
-        sums.add("bias", g.sum(0))
+        add("bias", g.sum(0))
     if needs[1]:
-        sums.add("weight", torch.mul(g, t, out=q).sum(0))
+        add("weight", torch.mul(g, t, out=q).sum(0))
     torch.mul(g, weight.float(), out=q)
-    if spec.act is Act.TANH:
+    if spec.act == Act.TANH:
         torch.ops.aten.tanh_backward.grad_input(q, t, grad_input=q)
     elif slope is not None:
         q.mul_(slope)
     if needs[4]:
-        sums.add("shift", q.sum())
+        add("shift", q.sum())
     if rstd is not None or needs[3]:
         along = torch.mul(q, x, out=t).sum(-1, keepdim=True)  # what d scale and d ms share
     if needs[3]:
         total = along.sum() if rstd is None else torch.dot(along.view(-1), rstd.view(-1))
-        sums.add("scale", total.mul_(1.0 / spec.kappa))
+        add("scale", total.mul_(1.0 / spec.kappa))
     q.mul_(factor)
     if rstd is not None:
         pull = along.mul_(factor).mul_(rstd).mul_(rstd).mul_(-0.5)  # d loss / d ms
         if dms is not None:
             dms.copy_(pull)
-        if spec.stat is Stat.RMS:
+        if spec.stat == Stat.RMS:
             if grad_ms is not None:
                 pull.add_(grad_ms)
             q.addcmul_(x, pull.mul_(2.0 / x.shape[-1]))

@@ -5,39 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from normlab_kernels import cpu
 from normlab_kernels.reference import row_norm_reference
 from normlab_kernels.spec import RowSpec, Stat
 
-try:
+TRITON_VERSIONS = (3, 4), (3, 10)  # from the first on, before the second; the range in pyproject.toml
+
+try:  # the PyTorch path needs no Triton
     import triton
 
+    TRITON = TRITON_VERSIONS[0] <= tuple(int(n) for n in triton.__version__.split(".")[:2]) < TRITON_VERSIONS[1]
+except ImportError:
+    TRITON = False
+INTERPRETING = TRITON and bool(triton.knobs.runtime.interpret)  # fixed when the kernels are decorated, at import
+if TRITON:
     from normlab_kernels import ops
 
-    TRITON = True
-    INTERPRETING = bool(triton.knobs.runtime.interpret)  # fixed when the kernels are decorated, at import
-except ImportError:  # the PyTorch path needs no Triton
-    TRITON = INTERPRETING = False
-
 Tensor = torch.Tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, one: dict[str, Tensor | None], given: Tensor | None) -> None:
-    """ValueError with a sentence if the arguments do not fit; `one` are those with a single element."""
+def check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None, given: Tensor | None
+) -> None:
+    """ValueError with a sentence if the arguments do not fit."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
         raise ValueError("the norms take any leading shape: call them on the whole tensor instead of under torch.vmap")
-    if not x.is_floating_point() or x.dim() == 0:
-        raise ValueError(f"a norm needs a floating-point tensor of shape (..., d), got {x.dtype} {tuple(x.shape)}")
-    width = x.shape[-1]
+    shape = x.shape
+    if not x.is_floating_point() or not shape or shape[-1] == 0:
+        raise ValueError(
+            f"a norm needs a floating-point tensor of shape (..., d) with d >= 1, got {x.dtype} {tuple(shape)}"
+        )
     for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None and vector.shape != (width,):
-            raise ValueError(f"{name} must have shape ({width},), the last dimension of x, got {tuple(vector.shape)}")
-    for name, scalar in one.items():
+        if vector is not None and vector.shape != shape[-1:]:
+            raise ValueError(
+                f"{name} must have shape ({shape[-1]},), the last dimension of x, got {tuple(vector.shape)}"
+            )
+    for name, scalar in (("scale", scale), ("shift", shift)):
         if scalar is not None and scalar.numel() != 1:
             raise ValueError(f"{name} must have one element, got shape {tuple(scalar.shape)}")
-    if given is not None and given.shape != (*x.shape[:-1], 1):
-        raise ValueError(f"mean_square must have shape {(*x.shape[:-1], 1)}, got {tuple(given.shape)}")
+    if given is not None and given.shape != (*shape[:-1], 1):
+        raise ValueError(f"mean_square must have shape {(*shape[:-1], 1)}, got {tuple(given.shape)}")
+
+
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """ValueError for a tensor with a tangent: the kernels have no forward-mode derivative, and would drop it."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise ValueError('the norms have no forward-mode derivative: use torch.func.vjp, or kernels="torch" in fp64')
 
 
 class _CpuRowNorm(torch.autograd.Function):
@@ -49,15 +67,9 @@ class _CpuRowNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        given: Tensor | None,
-        spec: RowSpec,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+        given: Tensor | None, spec: RowSpec,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         y, ms = cpu.forward(x, weight, bias, scale, shift, given, spec)
         ctx.set_materialize_grads(False)
         ctx.spec = spec
@@ -69,116 +81,105 @@ class _CpuRowNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_ms: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, scale, shift, ms = ctx.saved_tensors
         if grad is None:
-            if grad_ms is None:
-                return (None,) * 7
-            grad = torch.zeros((), dtype=x.dtype).expand(x.shape)
-        grad = cpu.unit_stride(grad)
-        dx, dms, sums = cpu.backward(grad, grad_ms, x, weight, scale, shift, ms, ctx.spec, ctx.needs_input_grad)
-
-        def like(value: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-            return None if value is None or parameter is None else value.to(parameter.dtype).reshape(parameter.shape)
-
-        return (
-            dx,
-            like(sums.weight, weight),
-            like(sums.bias, weight),
-            like(sums.scale, scale),
-            like(sums.shift, shift),
-            dms,
-            None,
-        )
+            dx = None if grad_ms is None else cpu.mean_square_gradient(x, grad_ms, None)
+            return dx, *(None,) * 6
+        grad, needs = cpu.unit_stride(grad), ctx.needs_input_grad
+        return *cpu.backward(grad, grad_ms, x, weight, scale, shift, ms, ctx.spec, needs), None
 
 
 def row_norm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    spec: RowSpec,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    given: Tensor | None = None,
-    residual: Tensor | None = None,
-    kernels: str = "auto",
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, ms, s) of any row norm; s = residual + x when there is a residual, and then y is the norm of s."""
-    check(x, weight, bias, {"scale": scale, "shift": shift}, given)
+    x: Tensor, weight: Tensor, *, spec: RowSpec, bias: Tensor | None = None, scale: Tensor | None = None,
+    shift: Tensor | None = None, given: Tensor | None = None, correction: Tensor | None = None,
+    residual: Tensor | None = None, kernels: str = "auto",
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
+    """(y, ms, s) of any row norm; s = residual + x when there is a residual, and then y is the norm of s; a
+    `correction` is a constant that is added to the given mean square. None for what a norm does not have."""
+    check(x, weight, bias, scale, shift, given)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
-    if chooses_kernels(x, kernels):
-        return _triton_path(x, residual, weight, bias, scale, shift, given, spec)
+    if correction is not None:
+        assert given is not None
+        if correction.numel() != 1 and correction.shape != given.shape:
+            raise ValueError(f"correction must have one element or mean_square's shape, got {tuple(correction.shape)}")
+    if chooses_kernels(x, kernels, weight, residual):
+        return _triton_path(x, residual, weight, bias, scale, shift, given, correction, spec)
+    if given is not None and correction is not None:
+        given = given + correction.detach()
     s = None
     if residual is not None:
         s = x = residual + x
-    y, ms = _torch_path(x, weight, bias, scale, shift, given, spec)
-    return y, ms, s
+    return *_torch_path(x, weight, bias, scale, shift, given, spec), s
 
 
-def takes_kernels(x: Tensor) -> bool:
+def takes_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether x goes to the Triton kernels: on CUDA with Triton there, or anywhere in its interpreter; never in
-    fp64."""
-    return TRITON and (x.device.type == "cuda" or INTERPRETING) and x.dtype != torch.float64
+    fp64, nor beside another operand in it."""
+    able = TRITON and (x.device.type == "cuda" or INTERPRETING) and x.dtype != torch.float64
+    return able and not any(t is not None and t.dtype == torch.float64 for t in others)
 
 
-def chooses_kernels(x: Tensor, kernels: str) -> bool:
-    """Whether the caller's choice, "auto", "triton" or "torch", means the Triton kernels for x."""
+def chooses_kernels(x: Tensor, kernels: str, *others: Tensor | None) -> bool:
+    """Whether the caller's choice, "auto", "triton" or "torch", means the Triton kernels for x and its operands."""
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f'kernels is {kernels!r}: choose "auto", "triton" or "torch"')
-    able = takes_kernels(x)
+    able = takes_kernels(x, *others)
     if kernels == "triton" and not able:
-        why = "Triton is not installed" if not TRITON else f"they take no {x.dtype} tensor on {x.device}"
+        dtypes = ", ".join(sorted({str(t.dtype) for t in (x, *others) if t is not None}))
+        here = "Triton is not installed in a version they know"
+        why = here if not TRITON else f"they take no {dtypes} tensor on {x.device}"
         raise ValueError(f'kernels="triton": the kernels cannot run, {why}; use "auto" or "torch"')
     return able and kernels != "torch"
 
 
 def _triton_path(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    given: Tensor | None,
-    spec: RowSpec,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    shape, width = x.shape, x.shape[-1]
-    y, total, _, ms = ops.row_norm(
-        x.reshape(-1, width),
-        None if residual is None else residual.reshape(-1, width),
-        weight,
-        bias,
-        scale,
-        shift,
-        None if given is None else given.reshape(-1, 1).float(),
-        int(spec.stat),
-        int(spec.act),
-        spec.eps,
-        spec.kappa,
-    )
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
+    shift: Tensor | None, given: Tensor | None, correction: Tensor | None, spec: RowSpec,
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
+    """By the custom op where something looks on (a compiler, functorch), by the same launches without it otherwise."""
+    refuse_forward_mode(x, residual, weight, bias, scale, shift, given)
+    shape = x.shape
+    if len(shape) != 2:
+        x = x.reshape(-1, shape[-1])
+        residual = None if residual is None else residual.reshape(-1, shape[-1])
+    tensors = (x, residual, weight, bias, scale, shift, given)
+    watched = torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active()
+    graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if given is not None:
+        if correction is not None and (watched or graph):
+            given, correction = given + correction.detach(), None
+        tensors = *tensors[:6], given.reshape(-1, 1).float()
+    total: Tensor | None
+    ms: Tensor | None
+    if watched:
+        y, total, _, ms = ops.row_norm(*tensors, *spec)
+    elif graph:
+        y, total, ms = ops.RowNorm.apply(*tensors, spec)  # type: ignore[attr-defined]
+    else:
+        y, total, _, ms = ops.launch_forward(*tensors, spec, correction=correction)
+    ms = ms if spec.stat == Stat.RMS else None
+    total = None if residual is None else total
+    if len(shape) == 2:
+        return y, ms, total
     return (
         y.view(shape),
-        ms.view(*shape[:-1], 1) if spec.stat is Stat.RMS else None,
-        None if residual is None else total.view(shape),
+        None if ms is None else ms.view(*shape[:-1], 1),
+        None if total is None else total.view(shape),
     )
 
 
 def _torch_path(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    given: Tensor | None,
-    spec: RowSpec,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    given: Tensor | None, spec: RowSpec,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(y, ms) without Triton; ms only where the row was reduced for it."""
     width = x.shape[-1]
-    if spec.stat is Stat.LAYER:
+    if spec.stat == Stat.LAYER:
         return _layer_norm(x, weight, bias, spec.eps), None
     if x.device.type != "cpu" or x.dtype == torch.float64 or x.numel() == 0 or torch.compiler.is_compiling():
         y, ms = row_norm_reference(x, weight, bias, scale, shift, given, spec)
-        return y, (ms if spec.stat is Stat.RMS else None)
+        return y, (ms if spec.stat == Stat.RMS else None)
     rows = None if given is None else given.reshape(-1, 1).float()
+    refuse_forward_mode(x, weight, bias, scale, shift, rows)
     run = _CpuRowNorm.apply if torch.is_grad_enabled() else cpu.forward  # no gradients, no autograd
     out, ms = run(cpu.unit_stride(x.reshape(-1, width)), weight, bias, scale, shift, rows, spec)
     return out.view(x.shape), (None if ms is None else ms.view(*x.shape[:-1], 1))

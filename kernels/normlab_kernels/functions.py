@@ -14,28 +14,33 @@ followed by the norm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from normlab_kernels.dispatch import row_norm
-from normlab_kernels.spec import Act, RowSpec, Stat
+from normlab_kernels.spec import FUNCTIONS, Act, RowSpec, Stat
 
 Tensor = torch.Tensor
 
 
-def _bhyt(stat: Stat, eps: float, kappa: float, bounded: bool) -> RowSpec:
+def by_name(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    """A function of `spec.FUNCTIONS`, at the default constants, of tensors by their names there."""
+    public, *unbounded = name.split()
+    target, inputs = globals()[public], FUNCTIONS[name].inputs
+    options = {"bounded": False} if unbounded else {}
+    return lambda tensors: target(*[tensors[key] for key in inputs], **options)
+
+
+def _bhyt(stat: int, eps: float, kappa: float, bounded: bool) -> RowSpec:
     return RowSpec(stat, Act.TANH if bounded else Act.IDENTITY, eps, kappa)
 
 
 def bhyt(
-    x: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    *,
-    bounded: bool = True,
+    x: Tensor, weight: Tensor, lam: Tensor, kappa: float = 10.0, eps: float = 1e-6, *, bounded: bool = True,
     kernels: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """BHyT with its exact statistic: y = weight * tanh((lam/kappa) x rsqrt(ms + eps)), ms = mean(x^2) (arXiv
     2601.09719).
 
@@ -47,63 +52,41 @@ def bhyt(
         y (..., d) and ms (..., 1) in fp32; both carry gradients.
     """
     y, ms, _ = row_norm(x, weight, scale=lam, spec=_bhyt(Stat.RMS, eps, kappa, bounded), kernels=kernels)
-    assert ms is not None
     return y, ms
 
 
 def bhyt_carried(
-    x: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    mean_square: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    *,
-    bounded: bool = True,
-    kernels: str = "auto",
-) -> Tensor:
+    x: Tensor, weight: Tensor, lam: Tensor, mean_square: Tensor, kappa: float = 10.0, eps: float = 1e-6, *,
+    correction: Tensor | None = None, bounded: bool = True, kernels: str = "auto",
+) -> Tensor:  # fmt: skip
     """BHyT with a statistic from elsewhere: y = weight * tanh((lam/kappa) x rsqrt(mean_square + eps)); no reduction.
 
-    `mean_square` is (..., 1), the statistic with the caller's correction already added; it gets a gradient.
+    `mean_square` is (..., 1) and gets a gradient. `correction`, one number or one for each row, is a constant that is
+    added to it, by the kernel where no gradient is wanted.
     """
     spec = _bhyt(Stat.GIVEN, eps, kappa, bounded)
-    return row_norm(x, weight, scale=lam, given=mean_square, spec=spec, kernels=kernels)[0]
+    carried = {"given": mean_square, "correction": correction}
+    return row_norm(x, weight, scale=lam, **carried, spec=spec, kernels=kernels)[0]
 
 
 def add_bhyt(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    *,
-    bounded: bool = True,
-    kernels: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, lam: Tensor, kappa: float = 10.0, eps: float = 1e-6, *,
+    bounded: bool = True, kernels: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """s = residual + x and `bhyt` of s in one pass: (s, y, ms)."""
     spec = _bhyt(Stat.RMS, eps, kappa, bounded)
     y, ms, s = row_norm(x, weight, scale=lam, residual=residual, spec=spec, kernels=kernels)
-    assert ms is not None and s is not None
     return s, y, ms
 
 
 def add_bhyt_carried(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    mean_square: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    *,
-    bounded: bool = True,
-    kernels: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, lam: Tensor, mean_square: Tensor, kappa: float = 10.0,
+    eps: float = 1e-6, *, correction: Tensor | None = None, bounded: bool = True, kernels: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """s = residual + x and `bhyt_carried` of s in one pass: (s, y)."""
     spec = _bhyt(Stat.GIVEN, eps, kappa, bounded)
-    y, _, s = row_norm(x, weight, scale=lam, given=mean_square, residual=residual, spec=spec, kernels=kernels)
-    assert s is not None
+    carried = {"given": mean_square, "correction": correction}
+    y, _, s = row_norm(x, weight, scale=lam, **carried, residual=residual, spec=spec, kernels=kernels)
     return s, y
 
 
@@ -117,7 +100,6 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """s = residual + x and RMSNorm of s in one pass: (s, y)."""
     y, _, s = row_norm(x, weight, residual=residual, spec=RowSpec(Stat.RMS, Act.IDENTITY, eps), kernels=kernels)
-    assert s is not None
     return s, y
 
 
@@ -134,7 +116,6 @@ def add_layer_norm(
     """s = residual + x and LayerNorm of s in one pass: (s, y)."""
     spec = RowSpec(Stat.LAYER, Act.IDENTITY, eps)
     y, _, s = row_norm(x, weight, bias=bias, residual=residual, spec=spec, kernels=kernels)
-    assert s is not None
     return s, y
 
 
@@ -149,7 +130,6 @@ def add_dyt(
     """s = residual + x and DyT of s in one pass: (s, y)."""
     spec = RowSpec(Stat.NONE, Act.TANH)
     y, _, s = row_norm(x, weight, bias=bias, scale=alpha, residual=residual, spec=spec, kernels=kernels)
-    assert s is not None
     return s, y
 
 

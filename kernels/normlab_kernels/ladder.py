@@ -7,17 +7,20 @@ The thresholds rest on counting, not on timing (nothing here has been timed on a
   flight;
 * narrow rows share a program, so that a program has at least 2,048 elements forward (1,024 backward) to hide its
   latency;
-* forward, a row up to 16,384 wide stays in registers. Backward keeps x, the gradient, the weight and the
-  weight-gradient sum at once, and 8,192 is the last width whose ahead-of-time build for sm_80 and sm_90 does not
-  spill;
+* forward, a row up to 32,768 wide stays in registers, 32 elements a thread at most. Backward keeps x, the gradient,
+  the weight and the weight-gradient sum at once, and 8,192 is the last width whose ahead-of-time build for sm_80 and
+  sm_90 does not spill;
+* backward, a loop's next rows are fetched to shared memory: two tiles ahead (3 stages) up to 4,096 columns, where
+  three operands in fp32 take 98 KB of it, and one beyond;
 * wider rows are split over programs: reductions first, then column tiles, at the price of reading the row twice.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
-MAX_FORWARD_WIDTH = 16_384
+MAX_FORWARD_WIDTH = 32_768
 MAX_BACKWARD_WIDTH = 8_192
 TILE_WIDTH = 1_024  # columns a program takes where no reduction ties a row together
 
@@ -60,39 +63,52 @@ def whole_backward(width: int) -> Launch:
     """Whole rows in one program that walks over many: 16 elements a thread of four operands, 4 to 16 warps."""
     block = power_of_two(width)
     rows = max(1, min(8, 1024 // block))
-    return Launch(block, rows, _warps(block * rows, 16, 16))
+    return Launch(block, rows, _warps(block * rows, 16, 16), stages=3 if block <= 4096 else 2)
 
 
 def tile_forward(width: int) -> Launch:
-    """At most 1,024 columns of some rows, where nothing ties a row together."""
+    """At most TILE_WIDTH columns of some rows, where nothing ties a row together."""
     return replace(whole_forward(min(TILE_WIDTH, width)), whole=False)
 
 
-def tile_backward(width: int) -> Launch:
-    """As `tile_forward`, with the operands of a backward pass."""
-    return replace(whole_backward(min(TILE_WIDTH, width)), whole=False)
+def tile_backward(width: int, has_statistic: bool) -> Launch:
+    """As `tile_forward`, and twice as wide without a statistic, so that more bytes are on their way (with one,
+    LayerNorm with the addition spills)."""
+    most = TILE_WIDTH if has_statistic else 2 * TILE_WIDTH
+    return replace(whole_backward(min(most, width)), whole=False)
 
 
+@functools.cache
 def forward(width: int, reduces: bool) -> Launch:
     """The forward kernel: whole rows where it reduces them itself and a program can hold them, tiles otherwise."""
     return whole_forward(width) if reduces and width <= MAX_FORWARD_WIDTH else tile_forward(width)
 
 
+@functools.cache
 def backward(width: int, has_statistic: bool) -> Launch:
     """The backward kernel: whole rows where a statistic ties them together and a program can hold them."""
-    return whole_backward(width) if has_statistic and width <= MAX_BACKWARD_WIDTH else tile_backward(width)
+    return (
+        whole_backward(width) if has_statistic and width <= MAX_BACKWARD_WIDTH else tile_backward(width, has_statistic)
+    )
 
 
+@functools.cache
 def reduction(width: int) -> Launch:
     """One program a row, walking over it: 4,096 columns at a time."""
     return Launch(min(4096, power_of_two(width)), 1, 8)
 
 
+@functools.cache
+def finish(width: int) -> Launch:
+    """The sum of partial rows: some columns a program, so that 128 programs share the width; 16 KB of sums each."""
+    block = min(512, max(32, power_of_two(width) // 128))
+    return Launch(block, max(1, 2048 // block), 4)
+
+
+@functools.cache
 def moments(width: int) -> Launch:
-    """Some rows a program, walking over them at most 4,096 columns at a time."""
-    block = min(4096, power_of_two(width))
-    rows = max(1, min(16, 2048 // block))
-    return Launch(block, rows, _warps(block * rows, 16, 8))
+    """Whole rows as `whole_forward` takes them, and wider ones in blocks of 4,096 columns."""
+    return whole_forward(width if width <= MAX_FORWARD_WIDTH else 4096)
 
 
 def backward_programs(tiles: int, multiprocessors: int, launch: Launch) -> int:
@@ -128,17 +144,33 @@ HOPPER_LINEAR = LinearLaunch(128, 256, 64, slices=4, warps=8, stages=4)
 HOPPER_LINEAR_NARROW = LinearLaunch(128, 128, 64, slices=2, warps=8, stages=4)
 INTERPRETER_LINEAR = LinearLaunch(32, 64, 32, slices=4, warps=4, stages=1, group=2)
 
-# Where the fused product was timed and won against addmm + norm: device name -> output widths. Nothing has been timed
-# yet,
-# so no call is fused unless it asks to be; `kernels/benchmarks/run.py` prints the line that belongs here.
-FUSION_WINS: dict[str, tuple[int, ...]] = {}
+LEAST_GAIN = 1.02  # over addmm + norm, for the fused product to be taken
+
+
+@dataclass(frozen=True)
+class FusionWin:
+    """Where the fused product was measured to win: from so many rows on (it won at all of them that were timed), and
+    by which launch."""
+
+    device: str
+    width: int
+    inner: int
+    rows: int
+    launch: LinearLaunch
+
+
+# Nothing has been timed yet, so no call is fused unless it asks to be; `kernels/benchmarks/run.py` prints what belongs
+# here.
+FUSION_WINS: tuple[FusionWin, ...] = ()
+
+
+def fusion_win(device: str, rows: int, width: int, inner: int) -> FusionWin | None:
+    """The measured win that covers a product of that shape."""
+    shape = (device, width, inner)
+    wins = [win for win in FUSION_WINS if (win.device, win.width, win.inner) == shape and rows >= win.rows]
+    return max(wins, key=lambda win: win.rows, default=None)
 
 
 def linear(width: int) -> LinearLaunch:
-    """The product's tile on Hopper and later: 256 columns where the output has them."""
+    """The product's tile on Hopper and later where nothing was timed: 256 columns where the output has them."""
     return HOPPER_LINEAR if width >= 1024 else HOPPER_LINEAR_NARROW
-
-
-def fusion_wins(device_name: str, width: int) -> bool:
-    """Whether the fused product was measured to be the faster one, by the table."""
-    return width in FUSION_WINS.get(device_name, ())

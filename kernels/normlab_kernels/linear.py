@@ -17,18 +17,9 @@ Tensor = torch.Tensor
 
 
 def linear_add_bhyt(
-    a: Tensor,
-    proj_weight: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    lam: Tensor,
-    mean_square: Tensor,
-    kappa: float = 10.0,
-    eps: float = 1e-6,
-    fused: bool | None = None,
-    *,
-    bounded: bool = True,
-) -> tuple[Tensor, Tensor]:
+    a: Tensor, proj_weight: Tensor, residual: Tensor, weight: Tensor, lam: Tensor, mean_square: Tensor,
+    kappa: float = 10.0, eps: float = 1e-6, fused: bool | None = None, *, bounded: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h = residual + a proj_weight^T and y = weight * tanh((lam/kappa) h rsqrt(mean_square + eps)): (h, y).
 
     Args:
@@ -48,35 +39,24 @@ def linear_add_bhyt(
 
 
 def linear_add_dyt(
-    a: Tensor,
-    proj_weight: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    alpha: Tensor,
+    a: Tensor, proj_weight: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor,
     fused: bool | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h = residual + a proj_weight^T and y = weight * tanh(alpha h) + bias: (h, y). As `linear_add_bhyt` otherwise."""
     return _linear_add_norm(a, proj_weight, residual, weight, bias, alpha, None, RowSpec(Stat.NONE, Act.TANH), fused)
 
 
 def _linear_add_norm(
-    a: Tensor,
-    proj: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    given: Tensor | None,
-    spec: RowSpec,
-    fused: bool | None,
-) -> tuple[Tensor, Tensor]:
+    a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor,
+    given: Tensor | None, spec: RowSpec, fused: bool | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if proj.dim() != 2 or a.shape[-1] != proj.shape[1] or residual.shape != (*a.shape[:-1], proj.shape[0]):
         raise ValueError(
             f"a (..., k), proj_weight (d, k) and residual (..., d) do not fit: "
             f"{tuple(a.shape)}, {tuple(proj.shape)}, {tuple(residual.shape)}"
         )
-    dispatch.check(residual, weight, bias, {"scale": scale}, given)
+    dispatch.check(residual, weight, bias, scale, None, given)
+    dispatch.refuse_forward_mode(a, proj, residual, weight, bias, scale, given)
     if fused and (reason := cannot_fuse(a, proj, residual, weight)):
         raise ValueError(f"linear_add: the fused kernel cannot run here, {reason}; use fused=None")
     if not (prefers_fused(a, proj, residual, weight) if fused is None else fused):
@@ -86,30 +66,19 @@ def _linear_add_norm(
 
     shape = residual.shape
     h, y = linear_ops.linear_add_norm(
-        a.reshape(-1, a.shape[-1]),
-        proj,
-        residual.reshape(-1, shape[-1]),
-        weight,
-        bias,
-        scale,
-        None if given is None else given.reshape(-1, 1).float(),
-        int(spec.stat),
-        int(spec.act),
-        spec.eps,
-        spec.kappa,
-    )
+        a.reshape(-1, a.shape[-1]), proj, residual.reshape(-1, shape[-1]), weight, bias, scale,
+        None if given is None else given.reshape(-1, 1).float(), *spec,
+    )  # fmt: skip
     return h.view(shape), y.view(shape)
 
 
 def prefers_fused(a: Tensor, proj_weight: Tensor, residual: Tensor, weight: Tensor) -> bool:
     """Whether `fused=None` means one kernel for operands like these: it can run, and the table in `ladder.py` says it
-    was measured to win. Of `a` only the number of elements, the dtype and the device matter."""
-    width = proj_weight.shape[0]
-    return ladder.fusion_wins(_device_name(a.device), width) and not cannot_fuse(a, proj_weight, residual, weight)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
+    was measured to win for so many rows, that width and that K on this device."""
+    width, inner = proj_weight.shape
+    name = torch.cuda.get_device_properties(a.device).name if a.is_cuda else a.device.type
+    win = ladder.fusion_win(name, a.numel() // max(1, inner), width, inner)
+    return win is not None and not cannot_fuse(a, proj_weight, residual, weight)
 
 
 def cannot_fuse(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor) -> str:
@@ -125,6 +94,10 @@ def cannot_fuse(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor) -> st
         return "its tensor descriptors need compute capability 9.0"
     if any((size * a.element_size()) % 16 for size in proj.shape):
         return f"rows of {tuple(proj.shape)} are not multiples of 16 bytes"
+    if not torch.compiler.is_compiling() and any(
+        t.is_contiguous() and t.storage_offset() * t.element_size() % 16 for t in (a, proj, residual)
+    ):  # what a compiler does not see, the launch copies
+        return "its operands must start at a multiple of 16 bytes"
     if a.numel() == 0:
         return "there are no rows"
     return ""

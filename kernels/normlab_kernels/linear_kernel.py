@@ -78,7 +78,7 @@ def linear_add_norm_kernel(
     """
     tiles_m = tl.cdiv(n_rows, BLOCK_M)
     tiles_n = tl.cdiv(n_columns, BLOCK_N)
-    b_gain = gain(p_scale, inv_kappa, True)
+    b_gain = gain(p_scale, inv_kappa)
     width: tl.constexpr = BLOCK_N // SLICES
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         group = tile // (GROUP * tiles_n)

@@ -1,282 +1,273 @@
-"""The row norm as PyTorch custom ops: launches, shapes for the compiler, gradients.
+"""Launches of the row norms, and what PyTorch is told about them.
 
-`normlab_kernels::row_norm` and its backward take 2-D rows and every function's arguments; what a function lacks is
-None going in and an empty tensor coming out. They are custom ops (not `triton_op`s) so that `opcheck`,
-`torch.compile(fullgraph=True)` and plain autograd see the same thing, in Triton's interpreter too.
+`launch_forward` and `launch_backward` are the bodies, on 2-D rows with None for what a function lacks. Eager calls
+reach them through `RowNorm`, an autograd function; the compiler and functorch see the custom ops
+`normlab_kernels::row_norm` and its backward, over the same bodies (a custom op costs the host twice as much a call, and
+`triton_op`s fail `opcheck` in the interpreter).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
+from torch.autograd.function import _SingleLevelFunction, once_differentiable
 
 from normlab_kernels import ladder
-from normlab_kernels.cpu import unit_stride
+from normlab_kernels.cpu import mean_square_gradient, unit_stride
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
-from normlab_kernels.launch import on_device
-from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel
-from normlab_kernels.spec import Stat
+from normlab_kernels.launch import launch
+from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel, parameter_gradients_kernel
+from normlab_kernels.spec import RowSpec, Stat
 from normlab_kernels.split_kernels import row_pull_kernel, row_statistics_kernel
 
 Tensor = torch.Tensor
 INTERPRETER_PROGRAMS = 3  # programs of a backward pass without a device: more than one, so that tests meet partial sums
 
 
-def tanh_form(device: torch.device, *dtypes: torch.dtype) -> int:
-    """Which form of tanh: the approximate one only where every result is stored in 16 bits."""
+def tanh_form(device: torch.device, dtype: torch.dtype, backward: bool = False) -> int:
+    """Which form of tanh and erf: the approximate one where the result is stored in 16 bits; backward 1 - tanh^2
+    doubles its error, which bf16 hides and fp16 does not."""
     if device.type != "cuda" or torch.version.hip is not None:
         return PORTABLE
-    return APPROX if all(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes) else LIBRARY
+    return APPROX if dtype == torch.bfloat16 or (dtype == torch.float16 and not backward) else LIBRARY
 
 
-def backward_tanh_form(device: torch.device, dtype: torch.dtype) -> int:
-    """1 - tanh^2 doubles the approximation's error, which bf16 hides and fp16 does not."""
-    return tanh_form(device, torch.float32 if dtype == torch.float16 else dtype)
-
-
-def _multiprocessors(device: torch.device) -> int:
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
-def _programs(tiles: int, launch: ladder.Launch, device: torch.device, columns: int) -> int:
-    processors = _multiprocessors(device)
-    if processors == 0:
-        return max(1, min(tiles, INTERPRETER_PROGRAMS))
-    return ladder.backward_programs(tiles, max(1, processors // columns), launch)
+def _programs(tiles: int, chosen: ladder.Launch, device: torch.device, columns: int) -> int:
+    if (processors := multiprocessors(device)) == 0:
+        return min(tiles, INTERPRETER_PROGRAMS)
+    return ladder.backward_programs(tiles, max(1, processors // columns), chosen)
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.float32, device=x.device)
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _rows(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    """A matrix with last stride 1, and its row stride."""
+    if tensor is None:
+        return None, 0
+    tensor = unit_stride(tensor)
+    return tensor, tensor.stride(0)
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a dense tensor; `empty_like` takes half the time of `empty`."""
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        return torch.empty_like(tensor)
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+
+
+def launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
+    shift: Tensor | None, given: Tensor | None, spec: RowSpec, *, correction: Tensor | None = None,
+    chosen: ladder.Launch | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(y, residual + x, mean, ms) of 2-D x; no gradients. `correction` is added to `given`."""
+    device, stat = x.device, spec.stat
+    rows, width = x.shape
+    y, total, mean, ms = made = _outputs(x, residual, weight, stat)
+    if rows == 0:
+        return made
+    chosen = chosen or ladder.forward(width, ms is not None)
+    p_x, stride_x = _rows(x)
+    p_residual, stride_residual = _rows(residual)
+    p_total = total
+    if ms is not None and not chosen.whole:
+        reduction = ladder.reduction(width)
+        launch(
+            row_statistics_kernel, (rows,), device, p_x, p_residual, total, mean, ms,
+            rows, width, stride_x, stride_residual,
+            STAT=stat, BLOCK=reduction.block, num_warps=reduction.warps,
+        )  # fmt: skip
+        if total is not None:
+            p_x, stride_x, p_residual, p_total = total, width, None, None
+    launch(
+        norm_forward_kernel, (-(-rows // chosen.rows), -(-width // chosen.block)), device,
+        p_x, p_residual, weight.contiguous(), _dense(bias), scale, shift, mean, _dense(given) if ms is None else ms,
+        _dense(correction), y, p_total,
+        rows, width, stride_x, stride_residual, int(correction is not None and correction.numel() > 1),
+        spec.eps, 1.0 / spec.kappa,
+        STAT=stat, ACT=spec.act, FORM=tanh_form(device, y.dtype),
+        WHOLE=chosen.whole and ms is not None, EVEN=width % chosen.block == 0,
+        BLOCK=chosen.block, ROWS=chosen.rows, num_warps=chosen.warps,
+    )  # fmt: skip
+    return made
+
+
+def _outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor, stat: int
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    dtype, total, mean, ms = x.dtype, None, None, None
+    if residual is not None:
+        dtype = torch.promote_types(dtype, residual.dtype)
+        total = _like(x, dtype)
+    if stat == Stat.RMS or stat == Stat.LAYER:
+        ms = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(ms) if stat == Stat.LAYER else None
+    return _like(x, torch.promote_types(dtype, weight.dtype)), total, mean, ms
+
+
+def launch_backward(
+    grad: Tensor, grad_sum: Tensor | None, grad_ms: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+    scale: Tensor | None, shift: Tensor | None, mean: Tensor | None, ms: Tensor | None, spec: RowSpec,
+    wants: Sequence[bool], *, chosen: ladder.Launch | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(dx, dweight, dbias, dscale, dshift, dms), each of its tensor's shape and dtype. `wants` says which of the last
+    five; what is not wanted is not computed, and None."""
+    device, stat = x.device, spec.stat
+    rows, width = x.shape
+    want_weight, want_bias, want_scale, want_shift, _ = wants
+    dx, *gradients, dms = made = _gradients(x, weight, bias, scale, shift, wants)
+    if rows == 0:
+        return dx, *(None if g is None else g.zero_() for g in gradients), dms
+    chosen = chosen or ladder.backward(width, stat != Stat.NONE)
+    (x_, stride_x), (grad_, stride_grad), (grad_sum, stride_sum) = _rows(x), _rows(grad), _rows(grad_sum)
+    weight, ms, eps, inv_kappa = weight.contiguous(), _dense(ms), spec.eps, 1.0 / spec.kappa
+    columns = -(-width // chosen.block)
+    programs = _programs(-(-rows // chosen.rows), chosen, device, columns)
+    functions = {"STAT": stat, "ACT": spec.act, "FORM": tanh_form(device, x.dtype, backward=True)}
+    along = mean_q = None
+    if stat != Stat.NONE and not chosen.whole and (stat != Stat.GIVEN or dms is not None):
+        along, mean_q = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
+        reduction = ladder.reduction(width)
+        launch(
+            row_pull_kernel, (rows,), device, grad_, x_, weight, scale, shift, mean, ms, along, mean_q,
+            width, stride_grad, stride_x, eps, inv_kappa,
+            **functions, BLOCK=reduction.block, num_warps=reduction.warps,
+        )  # fmt: skip
+    size = programs * ((want_weight + want_bias) * width + (want_scale + want_shift) * columns)
+    parts = torch.empty(size, dtype=torch.float32, device=device) if size else None
+    launch(
+        norm_backward_kernel, (programs, columns), device,
+        grad_, grad_sum, _dense(grad_ms), x_, weight, scale, shift, mean, ms, along, mean_q, dx, dms, parts,
+        rows, width, stride_grad, stride_sum, stride_x, eps, inv_kappa,
+        **functions, WANT_WEIGHT=want_weight, WANT_BIAS=want_bias, WANT_SCALE=want_scale, WANT_SHIFT=want_shift,
+        WHOLE=chosen.whole, EVEN=width % chosen.block == 0, BLOCK=chosen.block, ROWS=chosen.rows,
+        STAGES=chosen.stages, num_warps=chosen.warps,
+    )  # fmt: skip
+    if size:
+        finish = ladder.finish(width)
+        launch(
+            parameter_gradients_kernel, (-(-width // finish.block) if want_weight or want_bias else 1,), device,
+            parts, *gradients, programs, width, columns,
+            BLOCK=finish.block, ROWS=finish.rows, num_warps=finish.warps,
+        )  # fmt: skip
+    return made
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None, wants: Sequence[bool]
+) -> tuple[Any, ...]:
+    """Room for dx, dweight, dbias, dscale, dshift and dms; None for what is not wanted."""
+    parameters = (weight, bias, scale, shift)
+    made = [None if p is None or not want else _like(p, p.dtype) for p, want in zip(parameters, wants, strict=False)]
+    dms = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device) if wants[4] else None
+    return _like(x, x.dtype), *made, dms
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], total: Tensor | None, mean: Tensor | None, ms: Tensor | None) -> None:
+    x, residual, weight, bias, scale, shift, given, ctx.spec = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        x if residual is None else total, weight, bias, scale, shift, mean, ms if given is None else given
+    )
+
+
+def _backward(
+    ctx: Any, run: Any, grad: Tensor | None, grad_sum: Tensor | None, grad_ms: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the seven tensors; `run` is `launch_backward` or the custom op over it. dx goes to x and to the
+    residual; autograd gives each its dtype."""
+    x, weight, bias, scale, shift, mean, ms = ctx.saved_tensors
+    _, added, *wants = ctx.needs_input_grad[:7]
+    if grad is None:  # no parameter has a part in s or in ms, whatever a row holds
+        dx, parameters, dms = grad_sum, (None,) * 4, None
+        if grad_ms is not None:
+            dx = mean_square_gradient(x, grad_ms, grad_sum)
+    else:
+        dx, *parameters, dms = run(grad, grad_sum, grad_ms, x, weight, bias, scale, shift, mean, ms, ctx.spec, wants)
+    return dx, dx if added else None, *parameters, dms
+
+
+class RowNorm(_SingleLevelFunction):
+    """(y, residual + x, ms) of 2-D rows, eagerly. The context is filled in `forward`: see `dispatch._CpuRowNorm`. Not
+    an `autograd.Function`, whose Python costs 5 us a call and serves functorch, which sees the custom op."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+        y, total, mean, ms = launch_forward(*inputs)
+        _save(ctx, inputs, total, mean, ms)
+        return y, total, ms if inputs[7].stat == Stat.RMS else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        run = _backward_once if torch.is_grad_enabled() else _backward
+        return *run(ctx, launch_backward, *grads), None
+
+
+_backward_once = once_differentiable(_backward)  # 3 us of Python, for a graph of the gradient alone
+
+
+def _full(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[Any, ...]:
+    """A custom op returns tensors: an empty one for None."""
+    return tuple(torch.empty(0, dtype=torch.float32, device=device) if t is None else t for t in tensors)
 
 
 @torch.library.custom_op("normlab_kernels::row_norm", mutates_args=())
 def row_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    given: Tensor | None,
-    stat: int,
-    act: int,
-    eps: float,
-    kappa: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, residual + x, mean, ms) of 2-D x; empty where the function has none."""
-    launch = ladder.forward(x.shape[1], stat in (Stat.RMS, Stat.LAYER))
-    return launch_forward(x, residual, weight, bias, scale, shift, given, stat, act, eps, kappa, launch)
-
-
-def launch_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    given: Tensor | None,
-    stat: int,
-    act: int,
-    eps: float,
-    kappa: float,
-    launch: ladder.Launch,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`row_norm`, launched as asked; no gradients."""
-    y, total, mean, ms = _outputs(x, residual, weight, stat)
-    rows, width = x.shape
-    if x.numel() == 0:
-        return y, total, mean, ms.zero_()
-    x = unit_stride(x)
-    residual_rows = x if residual is None else unit_stride(residual)
-    reduces = stat in (Stat.RMS, Stat.LAYER)
-    has_residual = residual is not None
-    if reduces and not launch.whole:
-        reduction = ladder.reduction(width)
-        on_device(row_statistics_kernel, (rows,), x.device)(
-            x, residual_rows, total, mean, ms, rows, width, x.stride(0), residual_rows.stride(0),
-            STAT=stat, HAS_RESIDUAL=has_residual, BLOCK=reduction.block, num_warps=reduction.warps,
-        )  # fmt: skip
-        if has_residual:
-            x, has_residual = total, False
-    grid = (triton.cdiv(rows, launch.rows), triton.cdiv(width, launch.block))
-    on_device(norm_forward_kernel, grid, x.device)(
-        x, residual_rows, weight.contiguous(), _or(bias, weight), _or(scale, weight), _or(shift, weight),
-        mean, _or(given, ms), y, total,
-        rows, width, x.stride(0), residual_rows.stride(0), eps, 1.0 / kappa,
-        STAT=stat, ACT=act, FORM=tanh_form(x.device, y.dtype), HAS_RESIDUAL=has_residual, HAS_BIAS=bias is not None,
-        HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None,
-        WHOLE=launch.whole and reduces, EVEN=width % launch.block == 0,
-        BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
-    )  # fmt: skip
-    return y, total, mean, ms
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A dense tensor for the kernel: the argument, or a stand-in that it will not read."""
-    return other if tensor is None else tensor.contiguous()
-
-
-def _outputs(x: Tensor, residual: Tensor | None, weight: Tensor, stat: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = x.shape[0]
-    total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    y = torch.empty(x.shape, dtype=torch.promote_types(total_dtype, weight.dtype), device=x.device)
-    total = _empty(x) if residual is None else torch.empty(x.shape, dtype=total_dtype, device=x.device)
-    mean = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if stat == Stat.LAYER else _empty(x)
-    reduces = stat in (Stat.RMS, Stat.LAYER)
-    ms = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if reduces else _empty(x)
-    return y, total, mean, ms
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
+    shift: Tensor | None, given: Tensor | None, stat: int, act: int, eps: float, kappa: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`launch_forward` for the compiler; empty where the function has no such output."""
+    spec = RowSpec(stat, act, eps, kappa)
+    return _full(launch_forward(x, residual, weight, bias, scale, shift, given, spec), x.device)
 
 
 @row_norm.register_fake
 def _(x, residual, weight, bias, scale, shift, given, stat, act, eps, kappa):
-    return _outputs(x, residual, weight, stat)
+    return _full(_outputs(x, residual, weight, stat), x.device)
 
 
 @torch.library.custom_op("normlab_kernels::row_norm_backward", mutates_args=())
 def row_norm_backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    grad_ms: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    has_bias: bool,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    mean: Tensor | None,
-    ms: Tensor | None,
-    stat: int,
-    act: int,
-    eps: float,
-    kappa: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dscale, dshift, dms), the parameters' in fp32; empty where the function has none."""
-    launch = ladder.backward(x.shape[1], stat != Stat.NONE)
-    return launch_backward(
-        grad, grad_sum, grad_ms, x, weight, has_bias, scale, shift, mean, ms, stat, act, eps, kappa, launch
-    )
-
-
-def launch_backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    grad_ms: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    has_bias: bool,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    mean: Tensor | None,
-    ms: Tensor | None,
-    stat: int,
-    act: int,
-    eps: float,
-    kappa: float,
-    launch: ladder.Launch,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`row_norm_backward`, launched as asked."""
-    rows, width = x.shape
-    dx, dms = _backward_rows(x, stat)
-    if x.numel() == 0:
-        zero = torch.zeros(width, device=x.device)
-        return dx, zero, zero.clone(), zero.new_zeros(1), zero.new_zeros(1), dms
-    x, grad = unit_stride(x), unit_stride(grad)
-    grad_sum_rows = grad if grad_sum is None else unit_stride(grad_sum)
-    whole = launch.whole and stat != Stat.NONE
-    columns = triton.cdiv(width, launch.block)
-    programs = _programs(triton.cdiv(rows, launch.rows), launch, x.device, columns)
-    form = backward_tanh_form(x.device, x.dtype)
-    unused = _or(ms, dms)
-    along = mean_q = dms
-    if stat != Stat.NONE and not whole:
-        along, mean_q = torch.empty(2, rows, dtype=torch.float32, device=x.device).unbind(0)
-        reduction = ladder.reduction(width)
-        on_device(row_pull_kernel, (rows,), x.device)(
-            grad, x, weight.contiguous(), _or(scale, weight), _or(shift, weight), _or(mean, unused), unused,
-            along, mean_q, width, grad.stride(0), x.stride(0), eps, 1.0 / kappa,
-            STAT=stat, ACT=act, FORM=form, HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None,
-            BLOCK=reduction.block, num_warps=reduction.warps,
-        )  # fmt: skip
-    dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    dbias = torch.empty_like(dweight) if has_bias else dweight
-    dscale, dshift = torch.empty(2, programs * columns, dtype=torch.float32, device=x.device).unbind(0)
-    on_device(norm_backward_kernel, (programs, columns), x.device)(
-        grad, grad_sum_rows, _or(grad_ms, unused), x, weight.contiguous(), _or(scale, weight), _or(shift, weight),
-        _or(mean, unused), unused, along, mean_q, dx, dms, dweight, dbias, dscale, dshift,
-        rows, width, grad.stride(0), grad_sum_rows.stride(0), x.stride(0), eps, 1.0 / kappa,
-        STAT=stat, ACT=act, FORM=form, HAS_GRAD_SUM=grad_sum is not None, HAS_GRAD_MS=grad_ms is not None,
-        HAS_BIAS=has_bias, HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None,
-        WHOLE=whole, EVEN=width % launch.block == 0, BLOCK=launch.block, ROWS=launch.rows,
-        STAGES=launch.stages, num_warps=launch.warps,
-    )  # fmt: skip
-    one = _empty(x)
-    return (
-        dx,
-        dweight.sum(0),
-        dbias.sum(0) if has_bias else one,
-        dscale.sum(0, keepdim=True) if scale is not None else one.clone(),
-        dshift.sum(0, keepdim=True) if shift is not None else one.clone(),
-        dms,
-    )
-
-
-def _backward_rows(x: Tensor, stat: int) -> tuple[Tensor, Tensor]:
-    dms = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if stat == Stat.GIVEN else _empty(x)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), dms
+    grad: Tensor, grad_sum: Tensor | None, grad_ms: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+    scale: Tensor | None, shift: Tensor | None, mean: Tensor | None, ms: Tensor | None, stat: int, act: int,
+    eps: float, kappa: float, wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`launch_backward` for the compiler; empty where nothing is wanted."""
+    spec = RowSpec(stat, act, eps, kappa)
+    arguments = (grad, grad_sum, grad_ms, x, weight, bias, scale, shift, mean, ms, spec, wants)
+    return _full(launch_backward(*arguments), x.device)
 
 
 @row_norm_backward.register_fake
-def _(grad, grad_sum, grad_ms, x, weight, has_bias, scale, shift, mean, ms, stat, act, eps, kappa):
-    dx, dms = _backward_rows(x, stat)
+def _(grad, grad_sum, grad_ms, x, weight, bias, scale, shift, mean, ms, stat, act, eps, kappa, wants):
+    return _full(_gradients(x, weight, bias, scale, shift, wants), x.device)
 
-    def vector(present: bool, size: Any) -> Tensor:
-        return torch.empty(size if present else 0, dtype=torch.float32, device=x.device)
 
-    width = x.shape[1]
-    dscale, dshift = vector(scale is not None, 1), vector(shift is not None, 1)
-    return dx, vector(True, width), vector(has_bias, width), dscale, dshift, dms
+def backward_op(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """`launch_backward` through the custom op."""
+    *tensors, spec, wants = arguments
+    made = row_norm_backward(*tensors, *spec, wants)
+    return made[0], *(value if want else None for value, want in zip(made[1:], wants, strict=True))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, scale, shift, given, *ctx.constants = inputs
-    _, total, mean, ms = output
-    ctx.set_materialize_grads(False)
-    ctx.has_bias = bias is not None
-    ctx.residual_dtype = None if residual is None else residual.dtype
-    ctx.x_dtype = x.dtype
-    stat = ctx.constants[0]
-    kept_ms = given if stat == Stat.GIVEN else (None if stat == Stat.NONE else ms)
-    rows = x if residual is None else total
-    ctx.save_for_backward(rows, weight, scale, shift, mean if stat == Stat.LAYER else None, kept_ms)
+    spec, (_, total, mean, ms) = RowSpec(*inputs[7:]), output
+    ctx.added = inputs[1] is not None
+    _save(ctx, (*inputs[:7], spec), total, mean if spec.stat == Stat.LAYER else None, ms if spec.reduces else None)
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: Tensor | None, grad_ms: Tensor | None) -> Any:
-    x, weight, scale, shift, mean, ms = ctx.saved_tensors
-    none = (None,) * 4
-    if grad is None and grad_sum is None and grad_ms is None:
-        return (None,) * 7 + none
-    if grad is None:
-        grad = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    if ctx.residual_dtype is None:
-        grad_sum = None
-    if ctx.constants[0] != Stat.RMS:
-        grad_ms = None
-    dx, dweight, dbias, dscale, dshift, dms = row_norm_backward(
-        grad, grad_sum, grad_ms, x, weight, ctx.has_bias, scale, shift, mean, ms, *ctx.constants
-    )
-    dresidual = None if ctx.residual_dtype is None else dx.to(ctx.residual_dtype)
-    return (
-        dx.to(ctx.x_dtype),
-        dresidual,
-        dweight.to(weight.dtype),
-        dbias.to(weight.dtype) if ctx.has_bias else None,
-        None if scale is None else dscale.to(scale.dtype).reshape(scale.shape),
-        None if shift is None else dshift.to(shift.dtype).reshape(shift.shape),
-        dms if ctx.constants[0] == Stat.GIVEN else None,
-        *none,
-    )
+def _op_backward(ctx: Any, grad: Any, grad_sum: Any, _: Any, grad_ms: Any) -> tuple[Any, ...]:
+    return *_backward(ctx, backward_op, grad, grad_sum if ctx.added else None, grad_ms), None, None, None, None
 
 
-row_norm.register_autograd(_backward, setup_context=_setup_context)
+row_norm.register_autograd(_op_backward, setup_context=_setup_context)

@@ -16,14 +16,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    given: torch.Tensor | None,
-    spec: RowSpec,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
+    shift: torch.Tensor | None, given: torch.Tensor | None, spec: RowSpec,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(y, ms) of x (..., d); ms (..., 1) is the statistic used, None where there is none.
 
     >>> y, ms = row_norm_reference(torch.ones(2, 4), torch.ones(4), None, None, None, None, RowSpec(Stat.RMS,
@@ -33,12 +28,12 @@ def row_norm_reference(
     """
     z = _wide(x)
     ms = None
-    if spec.stat is Stat.RMS:
+    if spec.stat == Stat.RMS:
         ms = z.pow(2).mean(-1, keepdim=True)
-    elif spec.stat is Stat.LAYER:
+    elif spec.stat == Stat.LAYER:
         z = z - z.mean(-1, keepdim=True)
         ms = z.pow(2).mean(-1, keepdim=True)
-    elif spec.stat is Stat.GIVEN:
+    elif spec.stat == Stat.GIVEN:
         assert given is not None
         ms = _wide(given)
     if ms is not None:
@@ -48,9 +43,9 @@ def row_norm_reference(
         z = z * (_wide(scale) / spec.kappa)
     if shift is not None:
         z = z + _wide(shift)
-    if spec.act is Act.TANH:
+    if spec.act == Act.TANH:
         z = torch.tanh(z)
-    elif spec.act is Act.ERF:
+    elif spec.act == Act.ERF:
         z = torch.erf(z)
     y = z.to(x.dtype) * weight
     return (y if bias is None else y + bias), ms

@@ -5,8 +5,8 @@ some columns of some rows and whatever belongs to the whole row comes from outsi
 needed at all: DyT, Derf, and forward BHyT with a carried statistic.
 
 Prefixes: p_ pointer, o_ offset, m_ mask, b_ block of values. Tensors are row-major with last stride 1; row offsets are
-int64. Everything is upcast to fp32 right after its load and rounded once, at its store. STAT and ACT are the integers
-of `spec.py`.
+int64; a pointer is None for what a function lacks or nobody wants. All is upcast to fp32 right after its load and
+rounded once, at its store. STAT and ACT are the integers of `spec.py`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ def statistics(b_x, m_x, width, STAT: tl.constexpr):
 
 @triton.jit
 def norm_forward_kernel(
-    p_x, p_residual, p_weight, p_bias, p_scale, p_shift, p_mean, p_ms, p_y, p_sum,
-    rows, width, stride_x, stride_residual, eps, inv_kappa,
+    p_x, p_residual, p_weight, p_bias, p_scale, p_shift, p_mean, p_ms, p_correction, p_y, p_sum,
+    rows, width, stride_x, stride_residual, stride_correction, eps, inv_kappa,
     STAT: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """y = weight act(gain (x - mean) rstd + shift) + bias of a tile; x is first replaced by residual + x if there is
-    one. p_mean and p_ms are written if the kernel reduces the rows, read if it does not."""
+    one. p_mean and p_ms are written if the kernel reduces the rows, read if it does not; a correction is added to what
+    is read."""
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_row = o_row < rows
     m_col = (o_col < width) | EVEN
     m_x = m_row[:, None] & m_col[None, :]
     b_x = tl.load(p_x + o_row[:, None] * stride_x + o_col[None, :], mask=m_x, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if p_residual is not None:
         o_residual = o_row[:, None] * stride_residual + o_col[None, :]
         b_x += tl.load(p_residual + o_residual, mask=m_x, other=0.0).to(tl.float32)
         b_sum = b_x.to(p_sum.dtype.element_ty)
         tl.store(p_sum + o_row[:, None] * width + o_col[None, :], b_sum, mask=m_x)
         b_x = b_sum.to(tl.float32)  # the norm sees what the next layer will read
-    b_factor = tl.full([ROWS], 1.0, tl.float32) * gain(p_scale, inv_kappa, HAS_SCALE)
+    b_factor = tl.full([ROWS], 1.0, tl.float32) * gain(p_scale, inv_kappa)
     if STAT != 0:
         if WHOLE and STAT != 3:
             b_mean, b_ms = statistics(b_x, m_x, width, STAT)
@@ -60,6 +60,8 @@ def norm_forward_kernel(
                 tl.store(p_mean + o_row, b_mean, mask=m_row)
         else:
             b_ms = tl.load(p_ms + o_row, mask=m_row, other=1.0)
+            if p_correction is not None:
+                b_ms += tl.load(p_correction + o_row * stride_correction, mask=m_row, other=0.0).to(tl.float32)
             b_mean = tl.zeros([ROWS], tl.float32)
             if STAT == 2:
                 b_mean = tl.load(p_mean + o_row, mask=m_row, other=0.0)
@@ -67,11 +69,11 @@ def norm_forward_kernel(
             b_x = b_x - b_mean[:, None]
         b_factor *= tl.rsqrt(b_ms + tl.cast(eps, tl.float32))
     b_z = b_x * b_factor[:, None]
-    if HAS_SHIFT:
+    if p_shift is not None:
         b_z += tl.load(p_shift).to(tl.float32)
     b_w = tl.load(p_weight + o_col, mask=m_col, other=0.0).to(tl.float32)
     b_y = activate(b_z, ACT, FORM) * b_w[None, :]
-    if HAS_BIAS:
+    if p_bias is not None:
         b_y += tl.load(p_bias + o_col, mask=m_col, other=0.0).to(tl.float32)[None, :]
     tl.store(p_y + o_row[:, None] * width + o_col[None, :], b_y.to(p_y.dtype.element_ty), mask=m_x)
 
@@ -79,14 +81,14 @@ def norm_forward_kernel(
 @triton.jit
 def norm_backward_kernel(
     p_grad, p_grad_sum, p_grad_ms, p_x, p_weight, p_scale, p_shift, p_mean, p_ms, p_along, p_mean_q,
-    p_dx, p_dms, p_dweight, p_dbias, p_dscale, p_dshift,
+    p_dx, p_dms, p_parts,
     rows, width, stride_grad, stride_grad_sum, stride_x, eps, inv_kappa,
     STAT: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr,
-    HAS_GRAD_SUM: tl.constexpr, HAS_GRAD_MS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    WANT_WEIGHT: tl.constexpr, WANT_BIAS: tl.constexpr, WANT_SCALE: tl.constexpr, WANT_SHIFT: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of every row, d(ms) of a given statistic, and one fp32 partial row of each parameter's gradient a program.
+    """dx of every row, d(ms) of a given statistic, and one fp32 partial row of each wanted parameter's gradient a
+    program, laid out in p_parts as `parameter_gradients_kernel` reads them.
 
     With q = d loss / d z = grad weight act'(z), factor = gain rstd and pull = d loss / d ms,
 
@@ -104,7 +106,7 @@ def norm_backward_kernel(
     o_col = column * BLOCK + tl.arange(0, BLOCK)
     m_col = (o_col < width) | EVEN
     b_w = tl.load(p_weight + o_col, mask=m_col, other=0.0).to(tl.float32)
-    b_gain = gain(p_scale, inv_kappa, HAS_SCALE)
+    b_gain = gain(p_scale, inv_kappa)
     count = tl.cast(width, tl.float32)
     b_dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     b_dbias = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -123,20 +125,21 @@ def norm_backward_kernel(
             b_x = tl.where(m_x, b_x - tl.load(p_mean + o_row, mask=m_row, other=0.0)[:, None], 0.0)
         b_factor = b_rstd * b_gain
         b_z = b_x * b_factor[:, None]
-        if HAS_SHIFT:
+        if p_shift is not None:
             b_z += tl.load(p_shift).to(tl.float32)
         b_t = activate(b_z, ACT, FORM)
-        b_dweight += b_g * b_t
-        if HAS_BIAS:
+        if WANT_WEIGHT:
+            b_dweight += b_g * b_t
+        if WANT_BIAS:
             b_dbias += b_g
         b_q = b_g * b_w[None, :] * slope(b_z, b_t, ACT)
         b_along = tl.sum(b_q * b_x, 1)  # of this tile: of the row, if the tile holds it
-        if HAS_SCALE:
+        if WANT_SCALE:
             b_dscale += b_along * b_rstd
-        if HAS_SHIFT:
+        if WANT_SHIFT:
             b_dshift += tl.sum(b_q, 1)
         b_dx = b_q * b_factor[:, None]
-        if STAT != 0:
+        if STAT == 1 or STAT == 2 or p_dms is not None:
             if not WHOLE:
                 b_along = tl.load(p_along + o_row, mask=m_row, other=0.0)
             b_pull = -0.5 * b_along * b_factor * b_rstd * b_rstd
@@ -144,7 +147,7 @@ def norm_backward_kernel(
                 if column == 0:
                     tl.store(p_dms + o_row, b_pull, mask=m_row)
             else:
-                if HAS_GRAD_MS:
+                if p_grad_ms is not None:
                     b_pull += tl.load(p_grad_ms + o_row, mask=m_row, other=0.0).to(tl.float32)
                 b_dx += b_x * (b_pull * (2.0 / count))[:, None]
         if STAT == 2:
@@ -153,16 +156,67 @@ def norm_backward_kernel(
             else:
                 b_mean_q = tl.load(p_mean_q + o_row, mask=m_row, other=0.0)
             b_dx -= (b_factor * b_mean_q)[:, None]
-        if HAS_GRAD_SUM:
+        if p_grad_sum is not None:
             o_gs = o_row[:, None] * stride_grad_sum + o_col[None, :]
             b_dx += tl.load(p_grad_sum + o_gs, mask=m_x, other=0.0).to(tl.float32)
         tl.store(p_dx + o_row[:, None] * width + o_col[None, :], b_dx.to(p_dx.dtype.element_ty), mask=m_x)
-    o_part = program.to(tl.int64) * width + o_col
-    tl.store(p_dweight + o_part, tl.sum(b_dweight, 0), mask=m_col)
-    if HAS_BIAS:
-        tl.store(p_dbias + o_part, tl.sum(b_dbias, 0), mask=m_col)
+    programs_width = programs * width  # numbers of one vector's partial rows
+    if WANT_WEIGHT:
+        tl.store(p_parts + program * width + o_col, tl.sum(b_dweight, 0), mask=m_col)
+        p_parts += programs_width
+    if WANT_BIAS:
+        tl.store(p_parts + program * width + o_col, tl.sum(b_dbias, 0), mask=m_col)
+        p_parts += programs_width
     o_one = program * tl.num_programs(1) + column
-    if HAS_SCALE:
-        tl.store(p_dscale + o_one, tl.sum(b_dscale, 0) * tl.cast(inv_kappa, tl.float32))
-    if HAS_SHIFT:
-        tl.store(p_dshift + o_one, tl.sum(b_dshift, 0))
+    if WANT_SCALE:
+        tl.store(p_parts + o_one, tl.sum(b_dscale, 0) * tl.cast(inv_kappa, tl.float32))
+        p_parts += programs * tl.num_programs(1)
+    if WANT_SHIFT:
+        tl.store(p_parts + o_one, tl.sum(b_dshift, 0))
+
+
+@triton.jit
+def _column_sums(p_part, o_col, m_col, count, width, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Sums over `count` rows of a matrix, of some columns."""
+    b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, count, ROWS):
+        o_row = start + tl.arange(0, ROWS)
+        m_part = (o_row < count)[:, None] & m_col[None, :]
+        b_sum += tl.load(p_part + o_row[:, None] * width + o_col[None, :], mask=m_part, other=0.0)
+    return tl.sum(b_sum, 0)
+
+
+@triton.jit
+def _sum_of_all(p_part, count, BLOCK: tl.constexpr):
+    """The sum of `count` numbers."""
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, BLOCK):
+        o_part = start + tl.arange(0, BLOCK)
+        b_sum += tl.load(p_part + o_part, mask=o_part < count, other=0.0)
+    return tl.sum(b_sum, 0)
+
+
+@triton.jit
+def parameter_gradients_kernel(
+    p_parts, p_dweight, p_dbias, p_dscale, p_dshift, count, width, columns,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The wanted parameters' gradients from `count` partial rows of each vector, width wide, and `columns` partial
+    sums a row of each scalar, one after another in p_parts; rounded once, summed in a fixed order."""
+    o_col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_col = o_col < width
+    if p_dweight is not None:
+        b_sum = _column_sums(p_parts, o_col, m_col, count, width, BLOCK, ROWS)
+        tl.store(p_dweight + o_col, b_sum.to(p_dweight.dtype.element_ty), mask=m_col)
+        p_parts += count * width
+    if p_dbias is not None:
+        b_sum = _column_sums(p_parts, o_col, m_col, count, width, BLOCK, ROWS)
+        tl.store(p_dbias + o_col, b_sum.to(p_dbias.dtype.element_ty), mask=m_col)
+        p_parts += count * width
+    if tl.program_id(0) == 0:
+        ones = count * columns
+        if p_dscale is not None:
+            tl.store(p_dscale, _sum_of_all(p_parts, ones, BLOCK).to(p_dscale.dtype.element_ty))
+            p_parts += ones
+        if p_dshift is not None:
+            tl.store(p_dshift, _sum_of_all(p_parts, ones, BLOCK).to(p_dshift.dtype.element_ty))

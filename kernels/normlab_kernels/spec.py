@@ -10,11 +10,10 @@ of a statistic that is reduced from the row, given by the caller, or absent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
+from typing import NamedTuple
 
 
-class Stat(IntEnum):
+class Stat:
     """Where rstd comes from."""
 
     NONE = 0  # no statistic: rstd = 1
@@ -23,7 +22,7 @@ class Stat(IntEnum):
     GIVEN = 3  # ms is an input
 
 
-class Act(IntEnum):
+class Act:
     """The function applied to z."""
 
     IDENTITY = 0
@@ -31,11 +30,50 @@ class Act(IntEnum):
     ERF = 2
 
 
-@dataclass(frozen=True)
-class RowSpec:
+class RowSpec(NamedTuple):
     """One function: its statistic, its activation and its two constants."""
 
-    stat: Stat
-    act: Act
+    stat: int
+    act: int
     eps: float = 0.0
     kappa: float = 1.0
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the statistic is the row's own."""
+        return self.stat in (Stat.RMS, Stat.LAYER)
+
+
+class Function(NamedTuple):
+    """A public function as data: its formula at the default constants, the tensors it takes, in the order of its
+    arguments, and those it returns. Tests, the ahead-of-time table and the benchmark read it: a further row function is
+    one entry."""
+
+    spec: RowSpec
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ("y",)
+
+    @property
+    def residual(self) -> bool:
+        return "residual" in self.inputs
+
+
+_BHYT = {"eps": 1e-6, "kappa": 10.0}
+_PLAIN = {
+    "bhyt": Function(RowSpec(Stat.RMS, Act.TANH, **_BHYT), ("x", "weight", "scale"), ("y", "ms")),
+    "bhyt_carried": Function(RowSpec(Stat.GIVEN, Act.TANH, **_BHYT), ("x", "weight", "scale", "given")),
+    "rms_norm": Function(RowSpec(Stat.RMS, Act.IDENTITY, 1e-6), ("x", "weight")),
+    "layer_norm": Function(RowSpec(Stat.LAYER, Act.IDENTITY, 1e-5), ("x", "weight", "bias")),
+    "dyt": Function(RowSpec(Stat.NONE, Act.TANH), ("x", "weight", "bias", "scale")),
+    "derf": Function(RowSpec(Stat.NONE, Act.ERF), ("x", "weight", "bias", "scale", "shift")),
+    "bhyt unbounded": Function(RowSpec(Stat.RMS, Act.IDENTITY, **_BHYT), ("x", "weight", "scale"), ("y", "ms")),
+    "bhyt_carried unbounded": Function(RowSpec(Stat.GIVEN, Act.IDENTITY, **_BHYT), ("x", "weight", "scale", "given")),
+}
+FUNCTIONS = (
+    _PLAIN
+    | {  # with the addition, whose sum comes first
+        f"add_{name}": Function(spec, ("x", "residual", *inputs[1:]), ("s", *outputs))
+        for name, (spec, inputs, outputs) in _PLAIN.items()
+        if name not in ("derf", "bhyt unbounded")
+    }
+)

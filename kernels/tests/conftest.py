@@ -4,7 +4,7 @@ marker."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before Triton is imported: what it compiles stays with the checkout, not in the user's home.
@@ -13,6 +13,7 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).resolve().parents[2
 import pytest
 import torch
 from kernel_harness import DEVICE, KERNELS
+from normlab_kernels import ladder
 
 # PyTorch lists its constructors at the first use of a device context and keeps the list: made under the patch below, it
 # would hold the patched `empty`, and `with torch.device("meta")` would do nothing to the real one for ever after.
@@ -23,16 +24,23 @@ with torch.device("cpu"):
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
-    empty = torch.empty
+    for empty in (torch.empty, torch.empty_like):
 
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
-        if tensor.is_floating_point() and not torch.compiler.is_compiling():
-            tensor.fill_(float("nan"))
-        return tensor
+        def poisoned(*args: object, made: Callable[..., torch.Tensor] = empty, **kwargs: object) -> torch.Tensor:
+            tensor = made(*args, **kwargs)
+            if tensor.is_floating_point() and not torch.compiler.is_compiling():
+                tensor.fill_(float("nan"))
+            return tensor
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        monkeypatch.setattr(torch, empty.__name__, poisoned)
     yield
+
+
+@pytest.fixture(autouse=True)
+def launches_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ladder remembers its choices; a test that moves its thresholds gets those it asks for."""
+    for name in ("forward", "backward", "reduction", "finish", "moments"):
+        monkeypatch.setattr(ladder, name, getattr(ladder, name).__wrapped__)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import normlab_kernels as nk
 import torch
-from normlab_kernels import dispatch
+from normlab_kernels import dispatch, functions
 from normlab_kernels.reference import row_norm_reference
-from normlab_kernels.spec import Act, RowSpec, Stat
+from normlab_kernels.spec import FUNCTIONS, RowSpec, Stat
 
 Tensor = torch.Tensor
 INTERPRETING = dispatch.INTERPRETING
@@ -32,80 +31,22 @@ class Case:
     call: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     inputs: tuple[str, ...]
     spec: RowSpec
-    residual: bool = False
+    residual: bool
+    outputs: tuple[str, ...]
 
 
-def _named(names: str, values: object) -> dict[str, Tensor]:
-    return dict(zip(names.split(), values if isinstance(values, tuple) else (values,), strict=True))
+def _named(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """The function, with its outputs by their names."""
+    call, outputs = functions.by_name(name), FUNCTIONS[name].outputs
+
+    def run(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+        out = call(arguments)
+        return dict(zip(outputs, out if isinstance(out, tuple) else (out,), strict=True))
+
+    return run
 
 
-BHYT = RowSpec(Stat.RMS, Act.TANH, 1e-6, 10.0)
-UNBOUNDED = RowSpec(Stat.RMS, Act.IDENTITY, 1e-6, 10.0)
-RMS = RowSpec(Stat.RMS, Act.IDENTITY, 1e-6)
-CASES = {
-    "bhyt": Case(lambda a: _named("y ms", nk.bhyt(a["x"], a["weight"], a["scale"])), ("x", "weight", "scale"), BHYT),
-    "bhyt_carried": Case(
-        lambda a: _named("y", nk.bhyt_carried(a["x"], a["weight"], a["scale"], a["given"])),
-        ("x", "weight", "scale", "given"),
-        RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0),
-    ),
-    "add_bhyt": Case(
-        lambda a: _named("s y ms", nk.add_bhyt(a["x"], a["residual"], a["weight"], a["scale"])),
-        ("x", "residual", "weight", "scale"),
-        BHYT,
-        residual=True,
-    ),
-    "bhyt unbounded": Case(
-        lambda a: _named("y ms", nk.bhyt(a["x"], a["weight"], a["scale"], bounded=False)),
-        ("x", "weight", "scale"),
-        UNBOUNDED,
-    ),
-    "bhyt_carried unbounded": Case(
-        lambda a: _named("y", nk.bhyt_carried(a["x"], a["weight"], a["scale"], a["given"], bounded=False)),
-        ("x", "weight", "scale", "given"),
-        RowSpec(Stat.GIVEN, Act.IDENTITY, 1e-6, 10.0),
-    ),
-    "add_bhyt_carried": Case(
-        lambda a: _named("s y", nk.add_bhyt_carried(a["x"], a["residual"], a["weight"], a["scale"], a["given"])),
-        ("x", "residual", "weight", "scale", "given"),
-        RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0),
-        residual=True,
-    ),
-    "rms_norm": Case(lambda a: _named("y", nk.rms_norm(a["x"], a["weight"])), ("x", "weight"), RMS),
-    "add_rms_norm": Case(
-        lambda a: _named("s y", nk.add_rms_norm(a["x"], a["residual"], a["weight"])),
-        ("x", "residual", "weight"),
-        RMS,
-        residual=True,
-    ),
-    "layer_norm": Case(
-        lambda a: _named("y", nk.layer_norm(a["x"], a["weight"], a["bias"])),
-        ("x", "weight", "bias"),
-        RowSpec(Stat.LAYER, Act.IDENTITY, 1e-5),
-    ),
-    "add_layer_norm": Case(
-        lambda a: _named("s y", nk.add_layer_norm(a["x"], a["residual"], a["weight"], a["bias"])),
-        ("x", "residual", "weight", "bias"),
-        RowSpec(Stat.LAYER, Act.IDENTITY, 1e-5),
-        residual=True,
-    ),
-    "dyt": Case(
-        lambda a: _named("y", nk.dyt(a["x"], a["weight"], a["bias"], a["scale"])),
-        ("x", "weight", "bias", "scale"),
-        RowSpec(Stat.NONE, Act.TANH),
-    ),
-    "add_dyt": Case(
-        lambda a: _named("s y", nk.add_dyt(a["x"], a["residual"], a["weight"], a["bias"], a["scale"])),
-        ("x", "residual", "weight", "bias", "scale"),
-        RowSpec(Stat.NONE, Act.TANH),
-        residual=True,
-    ),
-    "derf": Case(
-        lambda a: _named("y", nk.derf(a["x"], a["weight"], a["bias"], a["scale"], a["shift"])),
-        ("x", "weight", "bias", "scale", "shift"),
-        RowSpec(Stat.NONE, Act.ERF),
-    ),
-}
+CASES = {name: Case(_named(name), f.inputs, f.spec, f.residual, f.outputs) for name, f in FUNCTIONS.items()}
 
 
 def make_inputs(case: Case, rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
@@ -133,7 +74,7 @@ def formula(case: Case, a: dict[str, Tensor]) -> dict[str, Tensor]:
     x = a["residual"] + a["x"] if case.residual else a["x"]
     y, ms = row_norm_reference(x, a["weight"], a.get("bias"), a.get("scale"), a.get("shift"), a.get("given"), case.spec)
     out = {"y": y}
-    if case.spec in (BHYT, UNBOUNDED):
+    if "ms" in case.outputs:
         assert ms is not None
         out["ms"] = ms
     if case.residual:

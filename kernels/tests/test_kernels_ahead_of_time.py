@@ -18,9 +18,12 @@ if INTERPRETING:
     pytest.skip("the compiler needs a process without Triton's interpreter", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import host
 import plan
+import triton
+import triton.language as tl
 from normlab_kernels import ahead_of_time as aot
-from normlab_kernels import linear
+from normlab_kernels import launch, linear
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "aot.csv"
@@ -29,7 +32,7 @@ TABLE = Path(__file__).parents[2] / "data" / "bench" / "aot.csv"
 def recorded() -> dict[tuple[str, ...], dict[str, str]]:
     keys = ("target", "function", "direction", "width", "dtype")
     with TABLE.open(newline="") as file:
-        return {tuple(row[key] for key in keys): row for row in csv.DictReader(file)}
+        return {tuple(row[key] for key in keys): row for row in csv.DictReader(file) if not row["launch"]}
 
 
 def check(build: aot.Build, target: str) -> aot.Report:
@@ -58,6 +61,12 @@ def test_instruction_counts_are_those_recorded(function: str) -> None:
             continue
         assert report.special_function == int(table[key]["special_function"])
         assert report.instructions <= 1.1 * int(table[key]["instructions"])
+
+
+def test_erf_in_sixteen_bits_is_at_most_twenty_instructions_an_element() -> None:
+    forward = next(aot.row_builds("derf", 1024))
+    elements = forward.constants["ROWS"] * forward.constants["BLOCK"] // (32 * forward.warps)
+    assert aot.report(forward, "sm_90").instructions <= 20 * elements
 
 
 def test_the_approximate_tanh_is_one_instruction_an_element() -> None:
@@ -113,6 +122,33 @@ def test_one_column_and_one_row_compile_as_constants(function: str) -> None:
     for build in aot.row_builds(function, 1):
         ones = {name: 1 for name in build.kernel.arg_names if name in ("rows", "width") or name.startswith("stride")}
         aot.compile_build(dataclasses.replace(build, constants=build.constants | ones), "sm_90")
+
+
+@triton.jit
+def copy_kernel(p_x, p_y, count, BLOCK: tl.constexpr):
+    o_x = tl.arange(0, BLOCK)
+    tl.store(p_y + o_x, tl.load(p_x + o_x, mask=o_x < count), mask=o_x < count)
+
+
+def test_a_launch_takes_the_kernel_that_triton_would_and_asks_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other dtypes, alignments and divisors are other programs."""
+    ran: list[str] = []
+    monkeypatch.setattr(
+        host.NoDevice, "launcher_cls", lambda self, source, made: lambda *arguments: ran.append(made.hash)
+    )
+    copies = ((torch.bfloat16, 0, 16), (torch.float32, 0, 16), (torch.bfloat16, 1, 16), (torch.bfloat16, 0, 3))
+    with host.no_launches():
+        for dtype, start, count in (*copies, (torch.bfloat16, 0, 1)):
+            x = torch.zeros(32, dtype=dtype)
+            where = (copy_kernel, (1,), x.device, x[start:], x, count)
+            launch.launch(*where, BLOCK=16, num_warps=1)
+            copy_kernel[(1,)](*where[3:], BLOCK=16, num_warps=1, enable_fp_fusion=True)
+            with monkeypatch.context() as patch:
+                patch.setattr(type(copy_kernel), "run", lambda *_, **__: pytest.fail("asked again"))
+                launch.launch(*where, BLOCK=16, num_warps=1)
+            assert len(set(ran[-3:])) == 1
+    assert len(set(ran)) == 5
+    assert not launch.COMPILED  # a stand-in's kernels are for no device
 
 
 def test_backward_rows_are_fetched_ahead() -> None:

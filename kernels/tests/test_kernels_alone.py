@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+from normlab_kernels import dispatch
 
 SCRIPT = """
 import sys
@@ -33,3 +37,22 @@ def test_it_works_without_triton_and_numpy_and_says_so() -> None:
     said = run.stdout.splitlines()
     assert "Triton is not installed" in said[0]
     assert said[1] == "[]"
+
+
+@pytest.mark.parametrize("version", ["3.3.1", "3.10.0"])
+def test_a_triton_of_a_version_that_it_does_not_know_is_left_alone(version: str) -> None:
+    script = SCRIPT.replace(
+        'sys.modules["triton"] = None',
+        f"""import types
+sys.modules["triton"] = types.ModuleType("triton")
+sys.modules["triton"].__version__ = "{version}" """,
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "Triton is not installed in a version they know" in run.stdout
+
+
+def test_the_range_of_versions_is_the_one_declared() -> None:
+    first, end = (".".join(map(str, version)) for version in dispatch.TRITON_VERSIONS)
+    for path in Path(__file__).parents[1], Path(__file__).parents[2]:
+        assert f"triton>={first},<{end};" in (path / "pyproject.toml").read_text()

@@ -126,10 +126,21 @@ def test_one_gradient_alone_reaches_the_operands() -> None:
 
 
 def test_the_table_of_measurements_decides_and_is_empty_until_something_is_measured() -> None:
-    assert not any(ladder.fusion_wins(name, 2048) for name in ("NVIDIA H200", "cpu"))
+    assert not any(ladder.fusion_win(name, 16_384, 2048, 2048) for name in ("NVIDIA H200", "cpu"))
     arguments = arguments_of("bhyt", 5, 16, 8, torch.float32)
     for key, value in call("bhyt", None, arguments).items():
         assert torch.equal(value, call("bhyt", False, arguments)[key])
+
+
+def test_a_win_holds_for_its_device_and_shape_and_from_its_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of decoding does not take the kernel that won in a prompt."""
+    few, many = (ladder.FusionWin("A", 16, 8, rows, ladder.linear(rows)) for rows in (512, 4096))
+    monkeypatch.setattr(ladder, "FUSION_WINS", (few, many))
+    for (device, rows, width, inner), win in {
+        ("A", 1, 16, 8): None, ("A", 512, 16, 8): few, ("A", 4095, 16, 8): few, ("A", 8192, 16, 8): many,
+        ("A", 8192, 8, 16): None, ("A", 8192, 16, 16): None, ("B", 8192, 16, 8): None,
+    }.items():  # fmt: skip
+        assert ladder.fusion_win(device, rows, width, inner) is win
 
 
 def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_does_not_insist_takes_two_kernels(
@@ -137,7 +148,8 @@ def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_doe
 ) -> None:
     """Its tiles do not fit; the interpreter has no such limit, and goes on. Made-up tensors say they are on a GPU."""
     monkeypatch.setattr(dispatch, "TRITON", True)
-    monkeypatch.setattr(ladder, "FUSION_WINS", {"NVIDIA H200": (16,)})
+    wins = (ladder.FusionWin("NVIDIA H200", 16, 8, 5, ladder.HOPPER_LINEAR),)
+    monkeypatch.setattr(ladder, "FUSION_WINS", wins)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, name="NVIDIA H200")
     )
@@ -152,6 +164,20 @@ def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_doe
                 if refused:
                     with pytest.raises(ValueError, match="262 to 393 KB of shared memory in float32"):
                         nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=True)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("key", ["a", "proj", "residual"])
+def test_an_operand_off_the_sixteen_byte_grid_takes_two_kernels(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "fusion_win", lambda *_: True)
+    arguments = arguments_of("bhyt", 5, 16, 8, EXACT)
+    expected = call("bhyt", False, arguments)
+    room = torch.empty(arguments[key].numel() + 1, device=DEVICE, dtype=EXACT)
+    arguments[key] = room[1:].view(arguments[key].shape).copy_(arguments[key])
+    for name, value in call("bhyt", None, arguments).items():
+        assert torch.equal(value, expected[name])
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        call("bhyt", True, arguments)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -14,6 +14,13 @@ pytestmark = pytest.mark.kernels
 
 
 @triton.jit
+def erf_kernel(p_z, p_t, count, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < count
+    tl.store(p_t + offset, device_math.erf_16_bit(tl.load(p_z + offset, mask=mask), FORM), mask=mask)
+
+
+@triton.jit
 def tanh_kernel(p_z, p_t, count, FORM: tl.constexpr, BLOCK: tl.constexpr):
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < count
@@ -54,3 +61,14 @@ def test_tanh_of_special_values() -> None:
     t = tanh_of(z, device_math.PORTABLE)
     assert t[:4].tolist() == [0.0, 0.0, 1.0, -1.0]
     assert t[4].isnan()
+
+
+def test_erf_for_sixteen_bits_is_right_to_three_in_a_hundred_thousand_and_keeps_nan() -> None:
+    z = torch.cat([arguments_of_tanh(), torch.tensor([float("inf"), -float("inf"), float("nan")], device=DEVICE)])
+    t = torch.empty_like(z)
+    form = device_math.PORTABLE if INTERPRETING else device_math.LIBRARY
+    erf_kernel[(triton.cdiv(z.numel(), 16_384),)](z, t, z.numel(), FORM=form, BLOCK=16_384)
+    exact = torch.erf(z.double())
+    error = (t.double() - exact).abs() / exact.abs()
+    assert error[:-3].nan_to_num(0.0).max() <= 3.5e-5
+    assert t[-3:-1].to(torch.bfloat16).tolist() == [1.0, -1.0] and t[-1].isnan()

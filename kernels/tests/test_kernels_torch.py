@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import normlab_kernels as nk
 import pytest
 import torch
 from kernel_harness import CASES, DEVICE, KERNELS, formula, make_inputs, results
-from normlab_kernels import launch
 from normlab_kernels.reference import row_norm_reference
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,7 @@ NAMES = ("x", "residual", "weight", "bias", "scale", "shift", "given")
 def op_arguments(name: str, requires_grad: bool) -> tuple[object, ...]:
     case = CASES[name]
     a = {k: v.requires_grad_(requires_grad) for k, v in make_inputs(case, 5, 9, torch.float32).items()}
-    return (*(a.get(k) for k in NAMES), int(case.spec.stat), int(case.spec.act), case.spec.eps, case.spec.kappa)
+    return (*(a.get(k) for k in NAMES), *case.spec)
 
 
 @pytest.mark.kernels
@@ -40,6 +40,7 @@ def test_opcheck_passes_on_the_backward(name: str) -> None:
     case = CASES[name]
     x, residual, weight, bias, scale, shift, given, *constants = op_arguments(name, requires_grad=False)
     assert isinstance(x, torch.Tensor)
+    wants = [weight is not None, bias is not None, scale is not None, shift is not None, given is not None]
     _, total, mean, ms = ops.row_norm(x, residual, weight, bias, scale, shift, given, *constants)
     grad = torch.randn_like(x)
     grad_sum = None if residual is None else torch.randn_like(x)
@@ -50,14 +51,21 @@ def test_opcheck_passes_on_the_backward(name: str) -> None:
         torch.randn_like(ms) if case.spec.stat == 1 else None,
         rows,
         weight,
-        bias is not None,
+        bias,
         scale,
         shift,
         mean if case.spec.stat == 2 else None,
         given if case.spec.stat == 3 else (None if case.spec.stat == 0 else ms),
         *constants,
+        wants,
     )
-    torch.library.opcheck(ops.row_norm_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    for some in (arguments, (*(_no_rows(t, len(x)) for t in arguments[:-5]), *arguments[-5:])):
+        torch.library.opcheck(ops.row_norm_backward, some, test_utils=("test_schema", "test_faketensor"))
+
+
+def _no_rows(value: object, rows: int) -> object:
+    """A tensor of rows without its rows."""
+    return value[:0] if isinstance(value, torch.Tensor) and len(value) == rows and value.dim() == 2 else value
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -156,6 +164,81 @@ def test_vmap_is_refused_with_a_sentence(name: str) -> None:
         torch.vmap(CASES[name].call, in_dims=(batched,))(arguments)
 
 
+@pytest.mark.parametrize("name", [n for n in ALL if KERNELS or "layer_norm" not in n])
+def test_forward_mode_is_refused_with_a_sentence(name: str) -> None:
+    """A custom op gives tangents of zero."""
+    arguments = make_inputs(CASES[name], 5, 12, torch.float32)
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(CASES[name].call, (arguments,), ({k: torch.ones_like(v) for k, v in arguments.items()},))
+
+
+def test_rows_in_float32_join_a_stream_in_float64_in_float64() -> None:
+    arguments = make_inputs(CASES["add_bhyt"], 5, 12, torch.float32)
+    arguments["residual"] = arguments["residual"].double() + 1e-12
+    got = CASES["add_bhyt"].call(arguments)
+    expected = formula(CASES["add_bhyt"], arguments)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["bhyt", "add_bhyt", "layer_norm", "derf"])
+@pytest.mark.parametrize("frozen", [("weight",), ("weight", "bias", "scale", "shift")])
+def test_what_is_frozen_gets_no_gradient_and_changes_none(name: str, frozen: tuple[str, ...]) -> None:
+    case = CASES[name]
+    arguments = make_inputs(case, 11, 20, torch.float32)
+    expected, upstream = results(case.call, arguments, None)
+    a = {k: v.clone().requires_grad_(k not in frozen) for k, v in arguments.items()}
+    out = case.call(a)
+    torch.autograd.backward(list(out.values()), [upstream[k] for k in out])
+    for key, value in a.items():
+        if key in frozen:
+            assert value.grad is None
+        else:
+            assert torch.equal(value.grad, expected[f"d{key}"]), key
+
+
+@pytest.mark.kernels
+def test_two_launches_make_a_backward_pass_and_one_where_the_parameters_are_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from normlab_kernels import launch, ops
+
+    kernels: list[str] = []
+
+    def counting(kernel: object, *arguments: object, **constants: object) -> None:
+        kernels.append(kernel.fn.__name__)  # type: ignore[attr-defined]
+        launch.launch(kernel, *arguments, **constants)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ops, "launch", counting)
+    for name in ("bhyt", "layer_norm", "derf"):
+        for frozen in (False, True):
+            a = make_inputs(CASES[name], 5, 12, torch.float32)
+            y = CASES[name].call({k: v.requires_grad_(k == "x" or not frozen) for k, v in a.items()})["y"]
+            del kernels[:]
+            y.backward(torch.ones_like(y))
+            assert kernels == ["norm_backward_kernel", "parameter_gradients_kernel"][: 2 - frozen], name
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_correction_is_added_to_the_carried_statistic(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch where no gradient is wanted: decoding pays for no kernel of its own."""
+    a = make_inputs(CASES["add_bhyt_carried"], 5, 12, torch.float32)
+    correction = torch.rand(rows, 1, device=DEVICE)
+    operands = (a["x"], a["residual"], a["weight"], a["scale"])
+    expected = nk.add_bhyt_carried(*operands, a["given"] + correction)
+    with_graph = nk.add_bhyt_carried(*operands, a["given"].clone().requires_grad_(), correction=correction)
+    for got in (nk.add_bhyt_carried(*operands, a["given"], correction=correction), with_graph):
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    x, _, *rest = operands
+    if KERNELS:  # no addition of PyTorch's
+        monkeypatch.setattr(torch.Tensor, "__add__", lambda *_: pytest.fail("an addition of its own"))
+    y = nk.bhyt_carried(x, *rest, a["given"], correction=correction)
+    monkeypatch.undo()
+    assert torch.equal(y, nk.bhyt_carried(x, *rest, a["given"] + correction))
+    with pytest.raises(ValueError, match="correction must have"):
+        nk.bhyt_carried(x, *rest, a["given"], correction=torch.ones(2, device=DEVICE))
+
+
 def test_bad_arguments_are_named() -> None:
     x, weight, lam = torch.randn(2, 4, device=DEVICE), torch.ones(4, device=DEVICE), torch.ones(1, device=DEVICE)
     for call, message in (
@@ -164,6 +247,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: nk.bhyt_carried(x, weight, lam, torch.ones(2, device=DEVICE)), "mean_square must have shape"),
         (lambda: nk.add_rms_norm(x, x[:1], weight), "residual must have the shape of x"),
         (lambda: nk.rms_norm(x.int(), weight), "floating-point"),
+        (lambda: nk.rms_norm(x[:, :0], weight[:0]), "with d >= 1"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -195,16 +279,26 @@ def test_the_choice_of_kernels_is_checked() -> None:
             nk.rms_norm(x, weight, kernels="triton")
 
 
-def test_a_launch_goes_to_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[torch.device] = []
+def test_a_launch_goes_to_the_device_of_its_tensors_with_fused_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("normlab_kernels.launch")
+    entered = [torch.device("cuda", 0)]
 
     @contextlib.contextmanager
     def device(chosen: torch.device) -> Iterator[None]:
         entered.append(chosen)
         yield
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    launched: list[tuple[int, dict[str, bool]]] = []
+
+    class Kernel:
+        fn = None
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda value, **options: launched.append((value, options))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: entered[-1].index)
     monkeypatch.setattr(torch.cuda, "device", device)
-    kernel = {(1,): lambda value: value + 1}
-    assert [launch.on_device(kernel, (1,), torch.device("cuda", index))(4) for index in (0, 1)] == [5, 5]
-    assert entered == [torch.device("cuda", 1)]
+    for index in (0, 1):
+        launch.launch(Kernel(), (1,), torch.device("cuda", index), 4)
+    assert launched == [(4, {"enable_fp_fusion": True})] * 2  # whatever TRITON_DEFAULT_FP_FUSION and the version say
+    assert entered == [torch.device("cuda", index) for index in (0, 1)]

@@ -28,6 +28,26 @@ def test_a_bad_row_stays_in_its_row(name: str, bad: float) -> None:
     torch.testing.assert_close(got["y"][7], expected, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name, output", [(n, o) for n in ALL for o in ("s", "ms") if o in CASES[n].outputs])
+def test_a_bad_row_reaches_no_parameter_that_an_output_does_not_depend_on(name: str, output: str) -> None:
+    """As autograd has it for the formula: the sum alone passes its gradient on, the statistic alone its row's."""
+    case = CASES[name]
+    arguments = make_inputs(case, 9, 12, torch.float32)
+    arguments["x"][4, 3] = float("nan")
+    grads = []
+    for function in (case.call, lambda a: formula(case, a)):
+        a = {k: v.clone().requires_grad_() for k, v in arguments.items()}
+        out = function(a)[output]
+        generator = torch.Generator().manual_seed(5)
+        upstream = torch.randn(out.shape, generator=generator).to(out.device)
+        grads.append(dict(zip(a, torch.autograd.grad(out, list(a.values()), upstream, allow_unused=True), strict=True)))
+    for key in arguments:
+        ours, wanted = (found[key] for found in grads)
+        assert (ours is None) == (wanted is None), key
+        if wanted is not None:
+            torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=1e-5, atol=1e-6, msg=key)
+
+
 @pytest.mark.parametrize("name", ["bhyt", "add_bhyt", "rms_norm", "add_rms_norm", "layer_norm"])
 def test_fp16_inputs_of_ten_thousand_give_right_answers(name: str) -> None:
     case = CASES[name]
