@@ -208,7 +208,8 @@ def depth_use(
         NormlabError: no run of that depth was measured so.
     """
     rows = experiments[(experiments["metric"] == "skip_delta_loss") & (experiments["part"] == part)]
-    depth = int(rows["depth"].max()) if depth is None and len(rows) else depth
+    if depth is None:
+        depth = int(rows["depth"].max()) if len(rows) else 0
     rows = rows[rows["depth"] == depth]
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")

@@ -9,7 +9,9 @@ import plotly.graph_objects as go
 
 from normlab.analysis.theory import chebyshev_bound
 from normlab.figures import theme
+from normlab.schemes import BOUND_AND_CONTROL
 
+BOUNDED = BOUND_AND_CONTROL[0]
 _DASHES = ("solid", "dot", "dash", "dashdot")
 _ABOVE = dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom")
 
@@ -29,7 +31,7 @@ def saturation(shares: pd.DataFrame, width: int) -> go.Figure:
     figure = go.Figure(
         go.Scatter(x=kappas, y=bound, name="Chebyshev bound 1/κ²", line=dict(color=theme.NEUTRAL, width=2))
     )
-    color = theme.style_of("bhyt").color
+    color = theme.style_of(BOUNDED).color
     for dash, (condition, rows) in zip(_DASHES, shares.groupby("condition", sort=False), strict=False):
         figure.add_scatter(
             x=rows["kappa"].tolist(),
@@ -52,7 +54,7 @@ def carried_ratio(stages: Mapping[str, pd.DataFrame]) -> go.Figure:
     Args:
         stages: by its name, columns `layer value` (`carried_var_ratio`).
     """
-    figure, color = go.Figure(), theme.style_of("bhyt").color
+    figure, color = go.Figure(), theme.style_of(BOUNDED).color
     for dash, (stage, rows) in zip(_DASHES[::-1][-len(stages) :], stages.items(), strict=True):
         figure.add_scatter(
             x=rows["layer"].astype(int).tolist(),
@@ -78,7 +80,7 @@ def loss_over_gain(configs: pd.DataFrame) -> go.Figure:
             planted outliers.
     """
     title = "Held-out loss over λ/κ and γ₀"
-    plain = configs[configs["scheme"].eq("bhyt") & configs["outlier_channels"].eq(0)]
+    plain = configs[configs["scheme"].eq(BOUNDED) & configs["outlier_channels"].eq(0)]
     plain = plain[plain["width"].eq(plain["width"].min())]
     if plain.empty:
         return theme.message_figure("No run of BHyT.", title)

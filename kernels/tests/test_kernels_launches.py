@@ -1,0 +1,47 @@
+"""Every launch that the benchmark times, and the kernel that it is held against, gives the right result."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_harness import DEVICE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import measure  # noqa: E402
+import plan  # noqa: E402
+import work  # noqa: E402
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the benchmark itself is run")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("launch", plan.LINEAR_LAUNCHES)
+def test_every_launch_of_the_fused_product_gives_its_result(launch: str) -> None:
+    planned = plan.Planned("linear", plan.FUSED, "", "forward", 16_384, 2048, 0, launch)
+    row = work.measure_row(planned, measure.Fake())
+    assert "note" not in row and row["error"] < 1e-5, row
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("function", ["bhyt", "add_bhyt", "layer_norm", "dyt"])
+def test_other_launches_of_a_norms_kernel_give_its_result(function: str) -> None:
+    for planned in plan.plan("cuda", ("launch",)):
+        if planned.function == function and planned.launch and planned.width <= 4096:
+            row = work.measure_row(planned, measure.Fake())
+            assert "note" not in row and row["error"] < 1e-5, row
+
+
+@pytest.mark.kernels
+def test_the_released_decode_kernel_is_its_formula_with_a_statistic_of_16_bits() -> None:
+    import released
+
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 5, 96, dtype=torch.float16).unbind(0)
+    weight, lam = torch.rand(96, dtype=torch.float16), torch.full((1,), 8.0, dtype=torch.float16)
+    for other in (None, residual):
+        got, expected = (f(x, other, weight, lam) for f in (released.released_bhyt, released.released_reference))
+        for one, two in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=2e-3, atol=2e-3)
