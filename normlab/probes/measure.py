@@ -151,7 +151,9 @@ class Measurer:
         }
         for run in flow.runs:
             if run.kind not in added and run.kind != "other":
-                absent[f"{run.kind} {layer}"] = "what it returns goes into another branch, not into the stream"
+                shared = any(run.branch is part.branch for segment in flow.segments for part in segment.runs)
+                why = "what it returns goes into another branch, not into the stream"
+                absent[f"{run.kind} {layer}"] = "it changes the stream together with another branch" if shared else why
         for kind, adds in added.items():
             if counts[kind] == 1:
                 self._stage(call, "branch", (kind, layer), branch_statistics(streams[kind].reshape(h.shape), adds), h)
