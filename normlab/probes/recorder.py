@@ -305,7 +305,8 @@ class Recorder:
 
     def _router_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
         flow, found = self._flow, find_hidden_state(args, kwargs)
-        if flow is not None and self._call is not None and found is not None:
+        reads = found is not None and found[0].shape[-1] == routing.scores.shape[1]
+        if flow is not None and self._call is not None and found is not None and reads:
             self._measurer.router(self._call, flow, routing, found[0])
 
     def _experts_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:

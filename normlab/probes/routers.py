@@ -29,24 +29,25 @@ class Routing:
     takers: tuple[nn.Module, ...]
 
 
-def _expert_lists(branch: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Modules that hold experts, and how many: a list of equal modules, or matrices stacked in one parameter."""
+def _expert_lists(branch: nn.Module) -> Iterator[tuple[nn.Module, int, set[int]]]:
+    """Modules that hold experts, how many, and the sizes of their matrices: a list of modules, or matrices stacked in
+    one parameter (a convolution's weight or a scale a channel is none)."""
     for module in branch.modules():
-        stacked = [p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3]
+        stacked = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
         if isinstance(module, nn.ModuleList) and len(module) > 1 and all(has_matrix(item) for item in module):
-            yield module, len(module)
-        elif stacked and stacked[0] > 1:
-            yield module, stacked[0]
+            yield module, len(module), {size for p in module[0].parameters() if p.ndim == 2 for size in p.shape}
+        elif stacked and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+            yield module, stacked[0][0], {size for shape in stacked for size in shape[1:]}
 
 
 def routing_of(branch: nn.Module) -> Routing | None:
     """The routing of a branch, or None where it is no mixture of experts."""
-    for holder, experts in _expert_lists(branch):
+    for holder, experts, sizes in _expert_lists(branch):
         inside = set(holder.modules()) - {holder}
         outer = [module for module in branch.modules() if module not in inside]
         for module in outer:
             for parameter in module.parameters(recurse=False):
-                if parameter.ndim == 2 and parameter.shape[0] == experts:
+                if parameter.ndim == 2 and parameter.shape[0] == experts and parameter.shape[1] in sizes:
                     around = [m for m in outer if m is not branch and (m is holder or module in set(m.modules()))]
                     return Routing(experts, module, parameter, tuple(around))
     return None
