@@ -155,9 +155,13 @@ def _add_figures(commands: Any) -> None:
 
 
 def _add_probe(commands: Any) -> None:
-    parser = commands.add_parser("probe", help="measure the layers of any model on a text")
-    parser.add_argument("model", help="directory or hub name of a causal language model")
-    parser.add_argument("--text", required=True, help="text file to run the model on")
+    parser = commands.add_parser("probe", help="measure the layers of any model on texts or images")
+    parser.add_argument("model", help="directory or hub name: causal, masked, sequence-to-sequence, or of images")
+    parser.add_argument("--text", required=True, nargs="+", help="text files, or folders of images, to run it on")
+    parser.add_argument("--against", metavar="MODEL", help="another model, set beside it on one page")
+    parser.add_argument("--revisions", help="its layers over training: hub revisions or folders in it, comma-separated")
+    parser.add_argument("--device", help="cpu, cuda:1 ..., or auto to spread it; default: a GPU when there is one")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: as saved")
     parser.add_argument("--out", help="directory for the tables and the report; default: named for the model")
     parser.add_argument("--length", type=int, default=256, help="tokens a row")
     parser.add_argument("--rows", type=int, default=16, help="rows at most")
@@ -290,8 +294,10 @@ def _figures(options: argparse.Namespace) -> int:
 def _probe(options: argparse.Namespace) -> int:
     from normlab.report import probe_report
 
-    shape = {"length": options.length, "rows": options.rows}
-    print(probe_report(options.model, options.text, out=options.out, progress=not options.quiet, **shape))
+    shape = {name: getattr(options, name) for name in ("length", "rows", "against", "device", "dtype")}
+    revisions = options.revisions.split(",") if options.revisions else ()
+    shown = not options.quiet
+    print(probe_report(options.model, options.text, out=options.out, revisions=revisions, progress=shown, **shape))
     return 0
 
 

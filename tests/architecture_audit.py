@@ -20,6 +20,7 @@ from typing import Any
 import pandas
 import torch
 import transformers
+from architecture_hooks import Kept, tensors
 from architecture_zoo import TASKS, classes, prepare
 from torch import Tensor, nn
 
@@ -28,21 +29,14 @@ from normlab.probes import METRICS, record, sites
 from normlab.probes.sites import Sites, stacks
 
 COLUMNS = ["class", "task", "status", "reason", "stacks", "value_error", "gradient_error", "identical", "transformers"]
-SECONDS = 90  # a class
+SECONDS = 90  # of processor time, a class
+# Reasons that tell what a model does not have.
+NOTHING_THERE = re.compile("changes the stream|goes into another branch|no residual connection|^_")
 TOLERANCE = 2e-4  # largest relative error of a value; of a gradient, five times that
 
 
 class Timeout(BaseException):
     """A class took too long."""
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """All tensors in a model's output, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors(item)]
-    return [t for item in value for t in tensors(item)] if isinstance(value, tuple | list) else []
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -74,45 +68,6 @@ def summed_factor(loss: Tensor, logits: Tensor) -> float | None:
         if bool(right) and float(factor.std() if len(factor) > 1 else 0) < 1e-3 * float(factor.mean())
         else None
     )
-
-
-class Kept:
-    """Everything that passes the blocks and norms of a stack in one forward and backward pass."""
-
-    def __init__(self, where: Sites):
-        self.runs: list[dict[str, Any]] = []
-        self.norms: dict[nn.Module, list[Tensor]] = {}
-        self.normed: list[Tensor] = []
-        self.handles: list[Any] = []
-        for block in where.blocks:
-            self.handles.append(block.module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self.handles.append(block.module.register_forward_hook(self._leave))
-        for module in where.model.modules():
-            self.handles.append(module.register_forward_pre_hook(self._norm, with_kwargs=True))
-            if "norm" in type(module).__name__.lower():
-                self.handles.append(module.register_forward_hook(self._normed))
-
-    def _float(self, value: Any) -> Tensor | None:
-        return next((t for t in tensors(value) if t.is_floating_point() and t.ndim >= 2), None)
-
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        x = self._float([*args, *kwargs.values()])
-        entry: dict[str, Any] = {"module": module, "h": None if x is None else x.detach().double()}
-        if x is not None and x.requires_grad:
-            x.register_hook(lambda g, e=entry: e.__setitem__("grad", g.detach().double()))
-        self.runs.append(entry)
-
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        entry = next(e for e in reversed(self.runs) if e["module"] is module and "out" not in e)
-        entry["out"] = self._float(output).detach().double()  # type: ignore[union-attr]
-
-    def _normed(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.normed += [t.detach().double() for t in tensors(output)]
-
-    def _norm(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        x = self._float([*args, *kwargs.values()])
-        if x is not None and not any(isinstance(m, nn.ModuleList) for m in module.modules()):
-            self.norms.setdefault(module, []).append(x.detach().double())
 
 
 def real_tokens(where: Sites, batch: dict[str, Any], x: Tensor, features: int) -> Tensor:
@@ -215,7 +170,10 @@ def audit_stack(
     factor = None
     if gradient_stats is not None:
         factor = summed_factor(out["loss"], out["logits"])
+    if grads is not None:
         out["loss"].backward()
+    if "no backward pass ran" in reasons.get("gradients", "") and not any("grad" in entry for entry in kept.runs):
+        reasons["_gradients"] = "the loss does not depend on these blocks: " + reasons.pop("gradients")
     for handle in kept.handles:
         handle.remove()
     model.zero_grad(set_to_none=True)
@@ -229,7 +187,12 @@ def audit_stack(
             wrong.append(f"block_out {layer}: {found:.1e}")
         h, o = entry["h"], entry["out"]
         ratio = values.get(("block", layer, "relative_contribution", "all"))
-        is_norm = any(torch.equal(o, x) for x in kept.normed if x.shape == o.shape)
+        is_norm = any(torch.equal(o, x) for _, _, x in kept.normed if x.shape == o.shape)
+        inside = [
+            (a, b) for m, a, b in kept.normed if a.shape == b.shape == h.shape and m in entry["module"].children()
+        ]
+        # The stream may be a norm's output, one that another norm's replaces later.
+        bases = [h, *(b for _, b in inside), *(b + d - c for _, b in inside for c, d in inside)]
         scaled = any(place[1] == layer and form == "scaled" for place, (_, form) in rec.branches.items())
         if (
             ratio is not None and h.shape == o.shape and not is_norm and not scaled
@@ -237,8 +200,9 @@ def audit_stack(
             errors = []
             for features in {h.ndim - 1, *([1] if h.ndim in (3, 4) else [])}:
                 rows = masks_of(h, features)[0]
-                size = ((o - h).norm(dim=features) / h.norm(dim=features)).reshape(-1)[rows].mean()
-                errors.append(_error(ratio, float(size)))
+                for base in bases:
+                    size = ((o - base).norm(dim=features) / h.norm(dim=features)).reshape(-1)[rows].mean()
+                    errors.append(_error(ratio, float(size)))
             if min(errors) > 1e-3 and ratio > 1e-4:  # below, the difference itself is rounding
                 wrong.append(f"block {layer}: {ratio:.4g} against {float(size):.4g}")
     for norm, (site, layer) in rec.norm_sites.items():
@@ -338,7 +302,7 @@ def audit(task: str, name: str, config_class: type) -> dict[str, Any]:
     wrong = [w for one in found for w in one["wrong"]]
     reasons = [f"{k}: {v}" for one in found for k, v in one["reasons"].items()] + refused
     identical = all(one["identical"] for one in found)
-    left_out = [r for r in reasons if "changes the stream" not in r and not r.startswith("_")]
+    left_out = [r for r in reasons if not NOTHING_THERE.search(r)]
     status = "wrong" if wrong or not identical else "partly" if left_out or row["reason"] else "measured"
     return row | {
         "status": status,
@@ -367,12 +331,12 @@ def rows_of(only: set[str], seconds: int = SECONDS) -> Any:
     def stop(*_: Any) -> None:
         raise Timeout
 
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGPROF, stop)
     for task in TASKS:
         for name, config_class in classes(task):
             if only and not {name, task} & only:
                 continue
-            signal.alarm(seconds)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
                 yield audit(task, name, config_class)
             except Timeout:
@@ -380,7 +344,7 @@ def rows_of(only: set[str], seconds: int = SECONDS) -> Any:
                 empty["transformers"] = transformers.__version__
                 yield empty | {"status": "not built", "reason": f"takes more than {seconds} seconds"}
             finally:
-                signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def main(out: str, only: set[str]) -> None:

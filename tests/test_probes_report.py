@@ -1,15 +1,19 @@
-"""probe_report and `normlab probe`: a saved model and a text in, tables and an HTML file out; bad input in one line."""
+"""probe_report and `normlab probe`: models and texts or images in, tables and a page out; bad input in one line."""
 
 from __future__ import annotations
 
 import pandas
 import pytest
+import torch
+import transformers as hf
 from probe_zoo import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from normlab.errors import NormlabError
 from normlab.report import probe_report
+from normlab.report.inputs import batches, load
+from normlab.report.measure import measure
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
 
@@ -17,35 +21,124 @@ TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on th
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     pytest.importorskip("plotly")
-    folder = tmp_path_factory.mktemp("model")
-    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *sorted(set(TEXT.split()))])}
+    return save(tiny_llama(), tmp_path_factory.mktemp("model"))
+
+
+def save(model, folder):
+    """A model with a tokenizer of the text's words, and the text."""
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<mask>", *sorted(set(TEXT.split()))])}
     words["<unk>"] = len(words)
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    tiny_llama().save_pretrained(folder)
+    special = {"unk_token": "<unk>", "mask_token": "<mask>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    model.save_pretrained(folder)
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder
 
 
-def test_a_saved_model_and_a_text_give_tables_and_one_self_contained_page(saved, tmp_path):
+SHAPE = {"length": 16, "rows": 4, "progress": False}
+
+
+def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(saved, tmp_path):
     summary = probe_report(str(saved), saved / "text.txt", out=tmp_path / "out", length=32, rows=8, progress=False)
     assert "3 blocks" in summary and str(tmp_path / "out" / "report.html") in summary
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert list(table.columns) == ["site", "layer", "metric", "mask", "value"]
     assert {"token_l2_mean", "grad_l2_mean", "attention_entropy", "update_effective_rank"} <= set(table["metric"])
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "skip_delta_loss" in page and "Do not apply to this model: saturation" in page and "<script src=" not in page
+    assert "skip_delta_loss" in page and "Do not apply to this model: saturation" in page
+    assert len(page) < 1_000_000 and page.count("<script src=") == page.count('<script src="plotly.min.js">') == 1
+    assert (tmp_path / "out" / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page
     skipped = pandas.read_csv(tmp_path / "out" / "skip_sensitivity.csv")
     assert set(skipped["part"]) == {"block", "attention", "mlp"}
+
+
+def test_encoder_and_decoder_are_both_in_the_table_and_on_the_page(tmp_path):
+    shape = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    folder = save(hf.T5ForConditionalGeneration(hf.T5Config(**shape)), tmp_path / "t5")
+    probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **SHAPE)
+    table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
+    assert set(table["stack"]) == {"encoder.block", "decoder.block"}
+    crossed = table[table["site"].eq("cross") & table["metric"].eq("relative_contribution")]
+    assert set(crossed["stack"]) == {"decoder.block"} and set(table["metric"]) > {"grad_l2_mean"}
+    assert "<h2>decoder.block</h2>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_masked_model_predicts_hidden_tokens(tmp_path):
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    folder = save(hf.BertForMaskedLM(hf.BertConfig(**shape)), tmp_path / "bert")
+    summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **SHAPE)
+    assert "nats a label" in summary and "cheapest 1 to drop" in summary
+    (batch,) = batches(load(str(folder)), folder / "text.txt", 16, 4)
+    hidden = batch["labels"] != -100
+    assert bool(hidden.any(1).all()) and set(batch["input_ids"][hidden].tolist()) == {3}
+
+
+def test_a_model_of_images_is_measured_on_a_folder_of_them(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    config = hf.SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4)
+    hf.SwinForImageClassification(config).save_pretrained(tmp_path / "swin")
+    hf.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "swin")
+    with pytest.raises(NormlabError, match="reads images: give a folder"):
+        probe_report(str(tmp_path / "swin"), tmp_path, out=tmp_path / "out", **SHAPE)
+    for i in range(3):
+        image.new("RGB", (40, 30), (80 * i, 10, 200)).save(tmp_path / f"{i}.png")
+    probe_report(str(tmp_path / "swin"), tmp_path, out=tmp_path / "out", **SHAPE)
+    table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
+    assert "token_l2_mean" in set(table["metric"]) and "grad_l2_mean" not in set(table["metric"])
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "3 images of" in page and "not for" in page
+
+
+def test_revisions_are_layers_over_training_in_their_order(saved, tmp_path):
+    for seed, name in enumerate(("step9", "step10")):
+        torch.manual_seed(seed)
+        save(tiny_llama(), tmp_path / name)
+    found = {"out": tmp_path / "out", "revisions": ["step9", "step10"], **SHAPE}
+    summary = probe_report(str(tmp_path), saved / "text.txt", **found)
+    assert summary.startswith("step9: loss")
+    table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
+    assert list(dict.fromkeys(table["revision"])) == ["step9", "step10"] and "stack" not in table
+    assert "over training" in (tmp_path / "out" / "report.html").read_text()
+    alone = load(str(tmp_path), revision="step10")
+    (one,) = measure(alone, batches(alone, saved / "text.txt", 16, 4))
+    theirs = table[table["revision"].eq("step10")]["value"].to_numpy()
+    assert theirs == pytest.approx(one.stats.to_pandas()["value"].to_numpy(), nan_ok=True)
+    with pytest.raises(NormlabError, match="holds no folder 'step11': it has"):
+        probe_report(str(tmp_path), saved / "text.txt", **{**found, "revisions": ["step11"]})
+
+
+def test_two_models_and_two_texts_stand_side_by_side_and_only_one_thing_is_compared(saved, tmp_path):
+    torch.manual_seed(1)
+    other = save(tiny_llama(), tmp_path / "other")
+    text = saved / "text.txt"
+    probe_report(str(saved), text, out=tmp_path / "pair", against=str(other), **SHAPE)
+    table = pandas.read_csv(tmp_path / "pair" / "table.csv")
+    assert set(table["model"]) == {str(saved), str(other)}
+    (tmp_path / "second.txt").write_text(" ".join(reversed(TEXT.split())))
+    probe_report(str(saved), [text, tmp_path / "second.txt"], out=tmp_path / "texts", **SHAPE)
+    table = pandas.read_csv(tmp_path / "texts" / "table.csv")
+    assert list(dict.fromkeys(table["text"])) == ["text.txt", "second.txt"]
+    with pytest.raises(NormlabError, match="several texts and --against cannot be compared at once"):
+        probe_report(str(saved), [text, text], against=str(other))
+
+
+def test_device_and_dtype_that_do_not_exist_are_refused_in_one_line(saved):
+    with pytest.raises(NormlabError, match="'float12' is no float type"):
+        probe_report(str(saved), saved / "text.txt", dtype="float12")
+    with pytest.raises(NormlabError, match="device 'nowhere' cannot be used"):
+        probe_report(str(saved), saved / "text.txt", device="nowhere")
 
 
 def test_the_command_prints_the_summary(saved, tmp_path, capsys, monkeypatch):
     from normlab.cli import main
 
     monkeypatch.chdir(tmp_path)
-    assert main(["probe", str(saved), "--text", str(saved / "text.txt")]) == 0
+    flags = ["--device", "cpu", "--dtype", "bfloat16", "--quiet"]
+    assert main(["probe", str(saved), "--text", str(saved / "text.txt"), *flags]) == 0
     assert "report:" in capsys.readouterr().out
+    assert "dtype: bfloat16" in (tmp_path / f"probe-{saved.name}" / "mergekit-drop-1.yaml").read_text()
 
 
 @pytest.mark.parametrize(

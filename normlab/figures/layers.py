@@ -40,7 +40,7 @@ def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all") -> go.Figu
         )  # fmt: skip
     values = rows["value"]
     wide = bool((values > 0).all()) and values.max() > values.min() * 10**LOG_DECADES
-    figure.update_xaxes(title_text="layer (0 = embeddings)")
+    figure.update_xaxes(title_text="layer (0 = embeddings)", dtick=1 if rows["layer"].max() <= 32 else None)
     figure.update_yaxes(title_text=metric, **theme.value_axis(theme.axis_bounds(values, wide), wide))
     subtitle = "<br>".join(wrap(METRICS[metric].definition, 90))
     return theme.titled(figure, f"{metric} by layer", subtitle, 450)

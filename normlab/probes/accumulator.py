@@ -12,8 +12,8 @@ from torch import Tensor
 from normlab.probes.arrays import MERGE
 from normlab.probes.calls import Call, Place
 from normlab.probes.metrics import SITES
+from normlab.probes.readings import NormRead
 from normlab.probes.reducers import RunningMoments
-from normlab.probes.roles import NormRead
 from normlab.probes.stats import Key, Moments
 
 

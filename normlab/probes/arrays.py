@@ -3,6 +3,7 @@
 `gram`             sum over tokens of u u^T (d x d, float64): its eigenvalues are the squared singular values of the
                    update
 `coordinate_peak`  largest |h| of each feature (d): massive activations live in a few of them
+`expert_counts`    how often each expert of a mixture was taken (experts)
 `carried_position` tokens counted and sum of exact / carried mean square at each position of a row (2 x positions)
 """
 
@@ -25,8 +26,9 @@ MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gram": torch.add,
     "coordinate_peak": torch.maximum,
     "carried_position": _add_padded,
+    "expert_counts": torch.add,
 }
-FIXED_SHAPE = ("gram", "coordinate_peak")  # a different one means a different model
+FIXED_SHAPE = ("gram", "coordinate_peak", "expert_counts")  # a different one means a different model
 
 
 def gram(rows: Tensor, mask: Tensor) -> Tensor:
@@ -74,4 +76,10 @@ def peak_ratio(peaks: Tensor) -> float:
     return float(peaks.max()) / middle if middle > 0 else float("nan")
 
 
-READOUT = {"gram": effective_rank, "coordinate_peak": peak_ratio}
+def largest_load(counts: Tensor) -> float:
+    """The largest expert's share of all choices over an even share: 1 where all are taken alike."""
+    total = float(counts.sum())
+    return float(counts.max()) * len(counts) / total if total > 0 else float("nan")
+
+
+READOUT = {"gram": effective_rank, "coordinate_peak": peak_ratio, "expert_counts": largest_load}

@@ -19,7 +19,8 @@ from normlab.errors import NormlabError
 from normlab.probes.attention import AttentionWatch
 from normlab.probes.losses import IGNORED_LABEL, labels_averaged, loss_and_logits
 from normlab.probes.metrics import MASKS
-from normlab.probes.roles import BlockFlow, NormRead
+from normlab.probes.readings import NormRead
+from normlab.probes.roles import BlockFlow
 
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "input")
 _OTHER = ("pixel_values", "input_features", "input_values", "flattened_patches", "images", "pixel_values_videos")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from normlab.probes.calls import Call, Place
 from normlab.probes.hooks import features_last, in_backward
 from normlab.probes.metrics import GRADIENT_SITES
+from normlab.probes.readings import NormRead
 from normlab.probes.reducers import at_least_float32
-from normlab.probes.roles import NormRead
 
 
 def gradient_place(where: Place | NormRead) -> Place | None:

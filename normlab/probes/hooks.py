@@ -76,7 +76,12 @@ def is_channels_first(block: nn.Module, x: Tensor) -> bool:
     if convolution is None:
         return False
     first: Any = next((m for m in block.modules() if isinstance(m, convolution)), None)
-    return first is not None and first.in_channels == x.shape[1] and not (x.ndim == 3 and x.shape[2] == x.shape[1])
+    if first is None or first.in_channels != x.shape[1] or (x.ndim == 3 and x.shape[2] == x.shape[1]):
+        return False
+    # A convolution over heads may happen to have as many channels as there are tokens: its norms know the width.
+    vectors = (getattr(m, "weight", None) for m in block.modules())
+    widths = {v.numel() for v in vectors if isinstance(v, Tensor) and v.ndim == 1}
+    return x.shape[1] in widths or x.shape[-1] not in widths
 
 
 def features_last(x: Tensor, channels_first: bool, norm: nn.Module | None = None, width: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,10 @@ from normlab.probes.branches import (
 )
 from normlab.probes.calls import Call, Place
 from normlab.probes.metrics import KIND_STATISTICS, Metric
+from normlab.probes.readings import NormRead, Segment, additions, kinds_of
 from normlab.probes.reducers import at_least_float32, token_statistics
-from normlab.probes.roles import BlockFlow, NormRead, Segment, additions, kinds_of
+from normlab.probes.roles import BlockFlow
+from normlab.probes.routers import Routing, expert_counts, router_entropy, taken
 
 
 def _carried_on(segments: Sequence[Segment]) -> float:
@@ -30,6 +33,12 @@ def _carried_on(segments: Sequence[Segment]) -> float:
         if following.before is not one.after:
             return 1.0
     return math.prod(segment.made.carry for segment in segments)
+
+
+def _tokens(flow: BlockFlow, count: int) -> tuple[int, ...]:
+    """The shape of `count` tokens: the stream's, since routers see them in one row."""
+    shape = tuple(flow.entered.shape[:-1])
+    return shape if math.prod(shape) == count else (count,)
 
 
 class Measurer:
@@ -108,7 +117,7 @@ class Measurer:
             if "branch" in self.kinds:
                 update, absent = self._branches(call, flow, h, out, branches)
             values = block_statistics(h, out, update)
-            if "branch" in self.kinds and not absent:
+            if "branch" in self.kinds and flow.segments is not None:
                 self._stage(call, "branch", ("block", layer), values[:2], h)
             if "change" in self.kinds:
                 self._stage(call, "change", ("block", layer), values[2:], h)
@@ -132,7 +141,7 @@ class Measurer:
             if found is None:
                 return None, {f"block {layer}": "a tensor of the residual stream was written over in place"}
             for run, stream, adds in found:
-                kind = run.branch.kind
+                kind = run.kind
                 branches[kind, layer] = (run.module, segment.made.form)
                 streams.setdefault(kind, stream)
                 adds = adds.reshape(h.shape)
@@ -140,6 +149,11 @@ class Measurer:
         absent = {
             f"{k} {layer}": f"the block has {n} branches of this kind in turn" for k, n in counts.items() if n > 1
         }
+        for run in flow.runs:
+            if run.kind not in added and run.kind != "other":
+                shared = any(run.branch is part.branch for segment in flow.segments for part in segment.runs)
+                why = "what it returns goes into another branch, not into the stream"
+                absent[f"{run.kind} {layer}"] = "it changes the stream together with another branch" if shared else why
         for kind, adds in added.items():
             if counts[kind] == 1:
                 self._stage(call, "branch", (kind, layer), branch_statistics(streams[kind].reshape(h.shape), adds), h)
@@ -149,6 +163,27 @@ class Measurer:
         total = list(added.values())
         update = total[0] if len(total) == 1 else total[0] + total[1] if len(total) == 2 else sum(total[1:], total[0])
         return update, absent
+
+    def router(self, call: Call, flow: BlockFlow, routing: Routing, x: Tensor) -> None:
+        """What a router reads."""
+        if "router" in self.kinds:
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                entropy = router_entropy(routing, x.detach())
+            tokens = _tokens(flow, len(entropy))
+            call.values.append(("router", ("mlp", flow.layer), entropy[None], 1, tokens))
+
+    def experts(self, call: Call, flow: BlockFlow, routing: Routing, values: Any) -> None:
+        """What a module of a mixture is given or returns, which may tell the experts that were taken; the first one
+        that does counts."""
+        count = math.prod(flow.entered.shape[:-1])
+        chosen = taken(values, count) if "load" in self.kinds and not flow.has_chosen else None
+        if chosen is None:
+            return
+        flow.has_chosen = True
+        masks = call.masks(chosen.device, tuple(flow.entered.shape[:-1]))
+        for index, mask in enumerate(masks if masks is not None else ()):
+            counts = expert_counts(chosen, mask, routing.experts)
+            call.arrays.append(("expert_counts", ("mlp", flow.layer), index, counts))
 
     def attention(self, call: Call, layer: int, watch: AttentionWatch) -> None:
         """The scores that a watched block computed."""

@@ -19,6 +19,7 @@ max) over the counted tokens, merged by Chan's rule, so no result depends on how
     attention   pre-softmax scores, at site attn
     tanh        the argument of a norm's tanh; bounded: the same, where the norm has lambda and kappa
     carried     a statistic handed to a norm, not computed by it
+    router      the scores of a mixture's router, at site mlp; load: the experts that it takes
     spectrum    the block's update as a matrix; coordinate: features one by one (see `normlab.probes.arrays`)
     model       nothing inside the model: training logs it, and `record` does not take it
 
@@ -199,6 +200,11 @@ _ROWS = (
            "largest tanh input", "", *SIZE, "attn_norm_in", "tanh", "peak", "max"),
     Metric("carried_var_ratio", "mean over tokens of exact mean square / the statistic the norm was given",
            "exact over carried mean square", "", *SIZE, "mlp_norm_in", "carried", "carried_ratio", "mean"),
+    Metric("router_entropy", "mean over tokens of the entropy of the softmax of the router's scores over the experts",
+           "entropy of the router", "nats", *AMOUNT, "mlp", "router", "router_entropy", "mean"),
+    Metric("expert_load_max",
+           "largest share of the tokens' choices that one expert takes, over an even share (1: all are taken alike)",
+           "largest load of an expert", "", *SIZE, "mlp", "load", "expert_counts", "array"),
     Metric("update_effective_rank",
            "exp of the entropy of s_i / sum s, s the singular values of the block's update h_l - h_{l-1} "
            "as a tokens x features matrix",
@@ -244,6 +250,7 @@ KIND_STATISTICS = {
     "bounded": ("saturated", "saturated_bound", "peak_bound"),
     "tanh": ("flat", "peak"),
     "carried": ("carried_ratio",),
+    "router": ("router_entropy",),
 }
 DEFAULT_METRICS = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis")
 FORWARD_METRICS = tuple(metric.name for metric in METRICS.values() if metric.kind != "gradient")

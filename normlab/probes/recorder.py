@@ -29,7 +29,9 @@ from normlab.probes.hooks import (
 )
 from normlab.probes.measure import Measurer
 from normlab.probes.metrics import Metric
-from normlab.probes.roles import BlockFlow, NormRead, read_by, same_tensor
+from normlab.probes.readings import NormRead, same_tensor
+from normlab.probes.roles import BlockFlow, read_by
+from normlab.probes.routers import Routing, routing_of
 from normlab.probes.sites import Block, Sites
 from normlab.probes.stats import LayerStats, manifest
 from normlab.probes.structure import Branch
@@ -97,15 +99,26 @@ class Recorder:
         for block in self.sites.blocks:
             self._before(block.module, self._block_in, block)
             self._after(block.module, self._block_out, block, always=self._watches_attention)
-            for norm in (*block.norms, *block.inner_norms):
+            for norm in (*block.norms, *block.inner_norms, *block.activations):
                 self._before(norm, self._norm_in, block)
                 self._after(norm, self._norm_out, norm)
             for branch in block.branches:
                 self._before(branch.module, self._branch_in, branch)
                 for module in dict.fromkeys((branch.module, branch.whole)):
                     self._after(module, self._branch_out, branch)
+            if {"router", "load"} & self._measurer.kinds:
+                self._attach_routers(block)
         for norm in self.sites.outer_norms:
             self._before(norm, self._outer_norm_in)
+
+    def _attach_routers(self, block: Block) -> None:
+        for branch in block.branches:
+            routing = routing_of(branch.whole) if branch.kind == "mlp" else None
+            if routing is not None:
+                self._before(routing.scorer, self._router_in, routing)
+                for module in routing.takers:
+                    self._before(module, self._experts_in, routing)
+                    self._after(module, self._experts_out, routing)
 
     def _before(self, module: nn.Module, act: Callable, *extra: Any) -> None:
         self._handles.append(
@@ -258,6 +271,9 @@ class Recorder:
         if call is None or call.flow is None:
             return
         view = features_last(x, turned, norm)
+        if norm in block.activations:
+            call.flow.norm_starts(norm, self._last(x, call.flow, width=call.flow.width), is_norm=False)
+            return
         event = call.flow.norm_starts(norm, view)
         if event is not None:
             self._measurer.norm_input(call, event, norm, view, kwargs.get("mean_square"))
@@ -274,7 +290,8 @@ class Recorder:
     def _norm_out(self, output: Any, norm: nn.Module) -> None:
         flow, x = self._flow, find_output(output)
         if flow is not None and x is not None:
-            flow.norm_done(norm, self._last(x, flow, norm=norm))
+            about = {"width": flow.width} if norm in flow.block.activations else {"norm": norm}
+            flow.norm_done(norm, self._last(x, flow, **about))
 
     def _branch_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], branch: Branch) -> None:
         if (flow := self._flow) is not None:
@@ -285,6 +302,19 @@ class Recorder:
         flow, x = self._flow, find_output(output)
         if flow is not None and x is not None:
             flow.branch_done(branch, self._last(x, flow, width=flow.width))
+
+    def _router_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
+        flow, found = self._flow, find_hidden_state(args, kwargs)
+        reads = found is not None and found[0].shape[-1] == routing.scores.shape[1]
+        if flow is not None and self._call is not None and found is not None and reads:
+            self._measurer.router(self._call, flow, routing, found[0])
+
+    def _experts_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
+        self._experts_out([*args, *kwargs.values()], routing)
+
+    def _experts_out(self, output: Any, routing: Routing) -> None:
+        if (flow := self._flow) is not None and self._call is not None:
+            self._measurer.experts(self._call, flow, routing, output)
 
     def _outer_norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         call, found = self._call, find_hidden_state(args, kwargs)
@@ -334,7 +364,8 @@ class Recorder:
             raise NormlabError(f"nothing could be measured: {next(iter(self.absent.values()))}")
         if self._gradient and "gradient" not in kinds:
             raise NormlabError(
-                "grad_* metrics were asked for but no backward pass ran: call loss.backward() or rec.backward(loss)"
+                "grad_* metrics were asked for but no backward pass ran through these blocks: call loss.backward() or "
+                "rec.backward(loss), of a loss that depends on them"
             )
         moments, arrays = self._accumulator.results()
         names = tuple(metric.name for metric in self.metrics)

@@ -19,6 +19,7 @@ from normlab.probes.structure import (
     Branch,
     branches_of,
     has_matrix,
+    is_activation,
     is_norm,
     norms_below,
     parts_of,
@@ -45,6 +46,7 @@ class Block:
     norms: tuple[nn.Module, ...] = ()
     branches: tuple[Branch, ...] = ()
     inner_norms: tuple[nn.Module, ...] = ()
+    activations: tuple[nn.Module, ...] = ()  # beside the branches: they may bend the sum itself (ResNet)
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def _block(
         tuple(norms),
         tuple(branches),
         tuple(inner),
+        tuple(part for name, part in module.named_children() if is_activation(name, part)),
     )
 
 

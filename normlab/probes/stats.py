@@ -137,6 +137,22 @@ class LayerStats:
             raise NormlabError("no coordinates were recorded: ask for the metric massive_activation_ratio")
         return pandas.DataFrame(rows, columns=["layer", "mask", "rank", "feature", "max_abs"])
 
+    def expert_load(self) -> pandas.DataFrame:
+        """Each expert's share of the tokens' choices: columns `site layer mask expert share`.
+
+        Needs the metric `expert_load_max` and a model that is a mixture of experts.
+        """
+        import pandas
+
+        rows = []
+        for (site, layer, mask, statistic), counts in self.arrays.items():
+            if statistic == "expert_counts":
+                shares = (counts / counts.sum().clamp(min=1)).tolist()
+                rows += [(site, layer, mask, expert, share) for expert, share in enumerate(shares)]
+        if not rows:
+            raise NormlabError("no experts were recorded: ask for expert_load_max on a mixture of experts")
+        return pandas.DataFrame(rows, columns=["site", "layer", "mask", "expert", "share"])
+
     def carried_by_position(self) -> pandas.DataFrame:
         """`carried_var_ratio` by position in a row (0 = first real token): `site layer position mask value tokens`.
 

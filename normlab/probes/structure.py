@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ _MIXER = re.compile(
 _ATTENTION = re.compile(r"attn|attention")
 _MLP = re.compile(r"mlp|ffn?\d?$|ffn|feed_?forward|moe|experts?$|channel_?mix|dense")
 _NO_NORM = re.compile(r"scal|gate|bias|posi|embed|token|dropout|identity|router|mask|rotary|rope")
+_ACTIVATION = re.compile(r"\bact|activation|relu|silu|swish|sigmoid|tanh")
 _DROPS = re.compile(r"drop|identity")
 _INERT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)
 
@@ -50,6 +52,13 @@ def shell_content(module: nn.Module) -> nn.Module | None:
     return next((child for child in bearing if set(bearing) <= set(child.modules())), None)
 
 
+def _required(module: nn.Module) -> list[str]:
+    """The arguments that a module's forward must be given."""
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+
+
 def is_norm(module: nn.Module) -> bool:
     """True for a module that holds vectors or scalars and no matrix (RMSNorm, LayerNorm, DyT ...), a parameter-free
     LayerNorm, or a wrapper around one of these and nothing else. Per-channel scales (`LayerScale`), gates and biases
@@ -61,12 +70,20 @@ def is_norm(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     if any(True for _ in module.children()):
         content = shell_content(module)
+        if len(_required(module)) > 1:  # it adds the residual itself (FNet): what its content reads is another tensor
+            return False
         others = [child for child in module.children() if child is not content]
         return content is not None and is_norm(content) and all(isinstance(child, _INERT) for child in others)
     parameters = list(module.parameters(recurse=False))
     if not parameters:
         return "norm" in name
     return all(parameter.ndim <= 1 for parameter in parameters) and ("norm" in name or not _NO_NORM.search(name))
+
+
+def is_activation(name: str, module: nn.Module) -> bool:
+    """True for a nonlinearity without parameters, by its words."""
+    words = f"{name} {type(module).__name__}".lower()
+    return not any(True for _ in module.parameters()) and bool(_ACTIVATION.search(words))
 
 
 def norms_below(module: nn.Module) -> Iterator[nn.Module]:
@@ -161,7 +178,10 @@ def _inner_stack(stage: nn.Module) -> list[tuple[str, nn.Module]] | None:
         outside = [
             m
             for n, m in stage.named_modules()
-            if n and m not in inside and kind_of(n.split(".")[-1], m) in ("attn", "cross")
+            if n
+            and m not in inside
+            # An activation beside the list bends the sum of a block (ResNet).
+            and (kind_of(n.split(".")[-1], m) in ("attn", "cross") or is_activation(n.split(".")[-1], m))
         ]
         if not outside:
             return [(f"{name}.{inner}", item) for inner, item in child.named_children()]

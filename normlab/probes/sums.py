@@ -8,6 +8,8 @@ A few tokens of every tensor are kept while a block runs (`Rows`); `explain` fin
     contained   after = o                            (the branch returns the stream with itself added: Bloom, MPT)
     by feature  after = before + g * o               (a learned scale a feature: BEiT, DINOv2)
     dropped     after = before + m * o               (dropout or stochastic depth between: m is 0 or one constant)
+    by token    after = before + t * o               (one factor a token: streams that a branch's output is spread over)
+    rearranged  after - before = the rows of o       (in another order or with others between: windows)
 
 The sums are exact up to the rounding of the stream's and the branch's dtype; what is further off is no explanation.
 """
@@ -40,14 +42,19 @@ class Rows:
     """The same few tokens of every tensor of a block, as float64."""
 
     def __init__(self, like: Tensor):
-        self.width = like.shape[-1]
+        self.width, self.shape = like.shape[-1], like.shape
         self.tokens = like.numel() // max(1, self.width)
         step = max(1, self.tokens // CHECKED)
         self.index = torch.arange(0, self.tokens, step, device=like.device)[-CHECKED:]
 
     def of(self, x: Tensor | None) -> Tensor | None:
-        """The rows of a tensor that holds the same tokens and features; None of another."""
-        if x is None or x.shape[-1] != self.width or x.numel() != self.tokens * self.width:
+        """The rows of a tensor that holds the same tokens and features, or one vector for all streams of a token; None
+        of another."""
+        if x is None or x.shape[-1] != self.width:
+            return None
+        if len(self.shape) > 3 and x.shape[:-1] == self.shape[:-2]:
+            return x.detach().reshape(-1, self.width)[self.index // self.shape[-2]].double()
+        if x.numel() != self.tokens * self.width:
             return None
         return x.detach().reshape(self.tokens, self.width)[self.index].double()
 
@@ -82,7 +89,7 @@ def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps
         return None
     before, after = before[kept], after[kept]
     rows = {i: outputs[i][kept] for i in usable}  # type: ignore[index]
-    for forms in (_linear, _contained, _one_by_one):
+    for forms in (_linear, _contained, _one_by_one, _by_token):
         for chosen in sets:
             found = forms(before, after, [rows[i] for i in chosen], eps)
             if found is not None:
@@ -134,11 +141,14 @@ def _significant(left: Tensor, outputs: Sequence[Tensor], found: Sequence[float]
 def _is_better(change: Tensor, outputs: list[Tensor], eps: float, before: Tensor) -> bool:
     """Whether factors of 1 do as well as fitted ones, where rounding leaves that open."""
     left = float((change - sum(outputs)).norm())
+    rounded = SLACK * eps * float(before.norm())
+    if all(float(o.norm()) <= rounded for o in outputs):  # added, they are lost in rounding
+        return True
     if left <= 1e-4 * float(change.norm()) or not outputs:
         return True
     found = _coefficients(change, outputs)
     if found is None:
-        return all(float(o.norm()) <= SLACK * eps * float(before.norm()) for o in outputs)
+        return False
     fitted = float((change - sum(c * o for c, o in zip(found, outputs, strict=True))).norm())
     return left <= 1.02 * fitted
 
@@ -147,8 +157,31 @@ def _contained(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float)
     if len(outputs) != 1 or not _fits(after - outputs[0], [after], eps):
         return None
     # Trivially so where the branch's output itself is looked at: it must hold the stream as well.
-    held = float((after * before).sum() / before.square().sum().clamp(min=1e-300))
-    return Explanation("contained", ()) if 0.5 < held < 2 else None
+    return Explanation("contained", ()) if contained(before, after) else None
+
+
+def contained(before: Tensor, after: Tensor) -> bool:
+    """Whether `after` holds the stream `before`, by its projection."""
+    return 0.5 < float((after * before).sum() / before.square().sum().clamp(min=1e-300)) < 2
+
+
+def rearranged(before: Tensor, after: Tensor, output: Tensor, eps: float) -> bool:
+    """Whether every row of `after - before` is among the rows of `output` (..., width), in whatever order: windows of
+    an image, tokens with padding between."""
+    if output.shape[-1] != before.shape[-1]:
+        return False
+    kept = before.isfinite().all(1) & after.isfinite().all(1)
+    before, after, change = before[kept], after[kept], (after - before)[kept]
+    rows = output.detach().reshape(-1, output.shape[-1])
+    sizes = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    allowed = SLACK * eps * (before.norm(dim=1) + after.norm(dim=1) + change.norm(dim=1))
+    if not bool((change.norm(dim=1) > 4 * allowed).any()):  # lost in rounding, if all rows are that small
+        return bool(len(allowed)) and bool((sizes <= allowed.max()).all())
+    for row, slack in zip(change, allowed, strict=True):
+        near = rows[(sizes - row.norm()).abs() <= slack].double()
+        if not len(near) or float((near - row).norm(dim=1).min()) > float(slack):
+            return False
+    return True
 
 
 def _one_by_one(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
@@ -167,4 +200,15 @@ def _one_by_one(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float
     ratio = float((change[held] / o[held]).median())
     if ratio > 0 and _fits(torch.where(held, change - ratio * o, change), [before, after, o], eps):
         return Explanation("dropped", (), (ratio,))
+    return None
+
+
+def _by_token(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
+    if len(outputs) != 1 or before.shape[1] < 6:
+        return None
+    change, o = after - before, outputs[0]
+    factor = (change * o).sum(1, keepdim=True) / o.square().sum(1, keepdim=True).clamp(min=1e-300)
+    left = change - factor * o
+    if _fits(left, [before, after, o], eps) and _significant(left, [factor * o], [1.0]):
+        return Explanation("by token", ())
     return None

@@ -1,0 +1,196 @@
+"""What is measured, and on what: a model with its tokenizer or image processor, and batches of texts or images.
+
+`load`     a saved or hub model as its own task asks: causal, masked or sequence-to-sequence language models, images
+`batches`  what it is run on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from normlab.errors import NormlabError, first_line
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+MASKED_SHARE = 0.15  # of the tokens of a masked language model's batch, as BERT was trained
+FEWEST_TOKENS = 16
+ROWS_A_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, what reads its input, its task (causal, masked, seq2seq, image) and its name."""
+
+    model: nn.Module
+    reader: Any
+    task: str
+    name: str
+
+
+def load(
+    model: str | nn.Module,
+    reader: Any = None,
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Loaded:
+    """A model and its tokenizer or image processor, in evaluation mode.
+
+    Args:
+        model: directory or hub name, or a model (then give `reader`).
+        revision: of a hub model; of a directory, the folder in it of that name.
+        device: "cpu", "cuda:1" ..., or "auto" to spread it over what there is (needs accelerate); default: a GPU when
+            there is one. dtype: "bfloat16" ...; default: as saved.
+
+    Raises:
+        NormlabError: nothing of that name can be loaded; an unknown dtype or device.
+    """
+    if isinstance(model, nn.Module):
+        if reader is None:
+            raise NormlabError("a model without a name has no tokenizer: pass tokenizer=")
+        return Loaded(model.eval(), reader, _task([type(model).__name__], False), type(model).__name__)
+    try:
+        import transformers
+    except ImportError as error:
+        raise NormlabError("loading a model by name needs transformers: pip install transformers") from error
+    source, options = _source(model, revision)
+    what = "model"
+    wanted = _dtype(dtype)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
+        auto = {
+            "causal": transformers.AutoModelForCausalLM,
+            "masked": transformers.AutoModelForMaskedLM,
+            "seq2seq": transformers.AutoModelForSeq2SeqLM,
+            "image": transformers.AutoModelForImageClassification,
+        }[task]
+        spread = {"device_map": "auto"} if device == "auto" else {}
+        loaded: Any = auto.from_pretrained(source, dtype=wanted, **options, **spread)
+        if reader is None:
+            what = "image processor" if task == "image" else "tokenizer"
+            kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
+            reader = kind.from_pretrained(source, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise NormlabError(f"no {what} could be loaded from {source}: {first_line(error)}") from error
+    if device != "auto":
+        try:
+            loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except (RuntimeError, AssertionError) as error:
+            raise NormlabError(f"device {device!r} cannot be used: {first_line(error)}") from error
+    name = model if revision is None else f"{model}@{revision}"
+    return Loaded(loaded.eval(), reader, task, name)
+
+
+def _source(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
+    if revision is None:
+        return model, {}
+    folder = Path(model) / revision
+    if folder.is_dir():
+        return str(folder), {}
+    if Path(model).is_dir():
+        raise NormlabError(f"{model} holds no folder {revision!r}: it has {', '.join(_folders(Path(model))) or 'none'}")
+    return model, {"revision": revision}
+
+
+def _folders(path: Path) -> list[str]:
+    return sorted(item.name for item in path.iterdir() if item.is_dir())[:8]
+
+
+def _dtype(name: str | None) -> Any:
+    found = "auto" if name is None else getattr(torch, name, None)
+    if found != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise NormlabError(f"{name!r} is no float type: choose float32, bfloat16 or float16")
+    return found
+
+
+def _task(architectures: Sequence[str], is_encoder_decoder: bool) -> str:
+    """By transformers' own mappings of classes to tasks."""
+    from transformers.models.auto import modeling_auto
+
+    mappings: dict[str, Any] = {
+        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    }
+    for task, mapping in mappings.items():
+        if set(architectures) & {name for name in mapping.values() if isinstance(name, str)}:
+            return task
+    return "seq2seq" if is_encoder_decoder else "causal"
+
+
+def batches(loaded: Loaded, path: Path, length: int, rows: int) -> list[dict[str, torch.Tensor]]:
+    """At most `rows` rows of a text file, cut to `length` tokens, or of a folder's images (`length` is then ignored).
+
+    Labels are the text itself; of a masked model the tokens that were hidden, of a sequence-to-sequence model the
+    second half of a row, whose first half is the source. Images have none.
+
+    Raises:
+        NormlabError: the file is missing, empty, binary or too short; the folder has no image.
+    """
+    if loaded.task == "image":
+        return _images(loaded, path, rows)
+    if path.is_dir():
+        raise NormlabError(f"{path} is a folder, and {loaded.name} reads text: give a text file")
+    content = _read(path)
+    context = getattr(getattr(loaded.model, "config", None), "max_position_embeddings", None) or length
+    length = min(length, context)
+    ids = loaded.reader(content[: 20 * length * rows], verbose=False)["input_ids"][: length * rows]
+    if len(ids) < FEWEST_TOKENS:
+        raise NormlabError(f"the text has only {len(ids)} tokens: give at least {FEWEST_TOKENS}")
+    length = min(length, len(ids))
+    whole = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    return [_labelled(loaded, piece) for piece in whole.split(ROWS_A_BATCH)]
+
+
+def _labelled(loaded: Loaded, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    if loaded.task == "seq2seq":
+        middle = ids.shape[1] // 2
+        labels = ids[:, middle:].contiguous()
+        shifted = loaded.model.prepare_decoder_input_ids_from_labels(labels=labels)  # type: ignore[operator]
+        return {"input_ids": ids[:, :middle], "decoder_input_ids": shifted, "labels": labels}
+    if loaded.task == "masked":
+        token = loaded.reader.mask_token_id
+        if token is None:
+            raise NormlabError(f"{loaded.name} is a masked language model, but its tokenizer has no mask token")
+        hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < MASKED_SHARE
+        hidden[:, 0] = True  # no row without a label
+        return {"input_ids": ids.masked_fill(hidden, token), "labels": ids.masked_fill(~hidden, -100)}
+    return {"input_ids": ids, "labels": ids}
+
+
+def _images(loaded: Loaded, path: Path, rows: int) -> list[dict[str, torch.Tensor]]:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise NormlabError("reading images needs Pillow: pip install pillow") from error
+    found = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGES) if path.is_dir() else [path]
+    if not found or not found[0].is_file() or found[0].suffix.lower() not in IMAGES:
+        raise NormlabError(f"{loaded.name} reads images: give a folder of them ({', '.join(IMAGES)}), not {path}")
+    pixels = []
+    for file in found[:rows]:
+        with Image.open(file) as image:
+            pixels.append(loaded.reader(image.convert("RGB"), return_tensors="pt")["pixel_values"])
+    return [{"pixel_values": piece} for piece in torch.cat(pixels).split(ROWS_A_BATCH)]
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise NormlabError(f"{path} is not a file: give a text file")
+    raw = path.read_bytes()
+    if b"\0" in raw:
+        raise NormlabError(f"{path} is binary: give a text file")
+    try:
+        content = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise NormlabError(f"{path} is not UTF-8 text: convert it first") from error
+    if not content.strip():
+        raise NormlabError(f"{path} is empty: give a text file")
+    return content

@@ -1,0 +1,113 @@
+"""What a report holds: every stack of a model recorded on batches, and the experiments on its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normlab.errors import NormlabError
+from normlab.probes.calls import IGNORED_LABEL, CallInputs
+from normlab.probes.geometry import angular_distance, logit_lens_kl
+from normlab.probes.metrics import FORWARD_METRICS, METRICS
+from normlab.probes.recording import record
+from normlab.probes.sites import Sites, sites, stacks
+from normlab.probes.skipping import skip_sensitivity
+from normlab.probes.spans import cheapest_spans
+from normlab.probes.stats import LayerStats
+from normlab.report.inputs import Loaded
+
+if TYPE_CHECKING:
+    import pandas
+
+Batches = list[dict[str, torch.Tensor]]
+
+
+@dataclass
+class Measured:
+    """One stack (`name` is empty for a model of one): its sites, statistics, experiments, and what could not be
+    done."""
+
+    name: str
+    where: Sites
+    stats: LayerStats
+    loss: float | None  # the mean of the model's own, nats a label
+    tables: dict[str, pandas.DataFrame] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+def measure(loaded: Loaded, batches: Batches) -> list[Measured]:
+    """Every stack that runs, recorded with all metrics (without gradients where there are no labels).
+
+    Raises `NormlabError` when no stack can be measured.
+    """
+    try:
+        chosen = {"": sites(loaded.model)}
+    except NormlabError:
+        chosen = stacks(loaded.model)
+    has_labels = "labels" in batches[0]
+    found, reasons = [], []
+    for name, where in chosen.items():
+        try:
+            stats, loss = _recorded(where, loaded, batches, list(METRICS) if has_labels else list(FORWARD_METRICS))
+        except NormlabError as error:
+            reasons.append(str(error))
+            continue
+        found.append(Measured(name, where, stats, loss))
+    if not found:
+        raise NormlabError(reasons[0])
+    return found
+
+
+def on_device(loaded: Loaded, batches: Batches) -> Batches:
+    """The batches where the model's first parameter is."""
+    device = next(loaded.model.parameters()).device
+    return [{name: x.to(device) for name, x in batch.items()} for batch in batches]
+
+
+def _recorded(where: Sites, loaded: Loaded, batches: Batches, metrics: list[str]) -> tuple[LayerStats, float | None]:
+    dtype, losses = next(loaded.model.parameters()).dtype, []
+    # A loss in 8 or 11 bits is too coarse to be compared with its logits, and what it averages over is known here.
+    coarse = partial(_labels_averaged, loaded.task) if torch.finfo(dtype).bits < 32 else None
+    with record(where, metrics, loss_tokens=coarse) as recorder, torch.set_grad_enabled("labels" in batches[0]):
+        for batch in batches:
+            pixels = {name: x.to(dtype) for name, x in batch.items() if x.is_floating_point()}
+            output: Any = loaded.model(**{**batch, **pixels})
+            if "labels" in batch:
+                recorder.backward(output.loss)
+                losses.append(float(output.loss.detach()))
+    return recorder.stats(), sum(losses) / len(losses) if losses else None
+
+
+def _labels_averaged(task: str, inputs: CallInputs) -> float | None:
+    labels = inputs.found.get("labels")
+    if labels is None:
+        return None
+    return float(((labels[:, 1:] if task == "causal" else labels) != IGNORED_LABEL).sum())
+
+
+def experiment(measured: Measured, batches: Batches, progress: bool) -> None:
+    """Skipping, angles, the lens and the cheapest spans, as far as they apply: `left_out` says what does not."""
+    few, where = batches[: max(1, len(batches) // 4)], measured.where
+    changes = [why for why in measured.stats.manifest["absent"].values() if "changes the stream" in why]
+    if changes or "labels" not in batches[0]:
+        without = "blocks that change the stream's shape" if changes else "images without labels"
+        measured.left_out.append(f"skip_sensitivity, angular_distance, logit_lens, spans: not for {without}")
+        return
+    tests = {
+        "skip_sensitivity": lambda: skip_sensitivity(
+            where, few, parts=["block", "attention", "mlp"], progress=progress
+        ),
+        "angular_distance": lambda: angular_distance(where, few, progress=progress),
+        "logit_lens": lambda: logit_lens_kl(where, few, progress=progress),
+        "spans": lambda: cheapest_spans(where, batches[: max(2, len(few))], progress=progress),
+    }
+    for name, test in tests.items():
+        if name == "spans" and where.depth < 2:
+            continue
+        try:
+            measured.tables[name] = test()
+        except NormlabError as error:
+            measured.left_out.append(f"{name}: {error}")

@@ -1,0 +1,66 @@
+"""Routers of mixtures of experts: entropy and load against the model's own scores; the shared expert is no router."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from probe_zoo import MODELS
+from torch import nn
+
+from normlab.errors import NormlabError
+from normlab.probes import record, sites
+from normlab.probes.routers import routing_of
+
+ROUTING = ["router_entropy", "expert_load_max"]
+
+
+def test_router_entropy_and_load_are_those_of_the_models_own_router():
+    torch.manual_seed(0)
+    model = MODELS["mixtral"]().eval()
+    ids, mask = torch.randint(3, 60, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 8:] = 0
+    with record(model, ROUTING) as rec, torch.no_grad():
+        logits = model(ids, attention_mask=mask, output_router_logits=True).router_logits
+    stats = rec.stats()
+    table = stats.to_pandas().set_index(["layer", "metric", "mask"])["value"]
+    real = mask.bool().flatten()
+    for layer, scores in enumerate(logits, start=1):
+        p = scores.double()[real].softmax(-1)
+        assert table[layer, "router_entropy", "all"] == pytest.approx(float(-(p * p.log()).sum(-1).mean()), rel=1e-5)
+        counts = torch.bincount(p.topk(2).indices.flatten(), minlength=4)
+        assert table[layer, "expert_load_max", "all"] == pytest.approx(float(counts.max()) * 4 / float(counts.sum()))
+        load = stats.expert_load().query("layer == @layer and mask == 'all'")["share"]
+        assert load.tolist() == pytest.approx((counts / counts.sum()).tolist())
+    assert table[1, "router_entropy", "no_first"] != table[1, "router_entropy", "all"]
+
+
+def test_the_matrix_that_scores_is_found_beside_shared_experts_and_none_in_a_dense_branch():
+    config = hf.DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=6, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    dense, mixture = sites(hf.DeepseekV3ForCausalLM(config)).blocks
+    assert routing_of(dense.mlp) is None
+    routing = routing_of(mixture.mlp)
+    assert routing is not None and routing.experts == 6 and routing.scores.shape == (6, 32)
+
+
+def test_a_convolution_or_a_scale_a_channel_is_no_stack_of_experts():
+    """SwiftFormer scales channels by a (channels, 1, 1) parameter beside a (channels, 1) one."""
+    branch = nn.Sequential(nn.Linear(8, 6), nn.Conv1d(6, 6, 3), nn.Linear(6, 8))
+    assert routing_of(branch) is None
+    branch.scale, branch.weights = nn.Parameter(torch.ones(6, 1, 1)), nn.Parameter(torch.ones(6, 1))
+    assert routing_of(branch) is None
+
+
+def test_a_dense_model_has_no_rows_of_routers():
+    model = MODELS["llama"]().eval()
+    with record(model, [*ROUTING, "rms"]) as rec, torch.no_grad():
+        model(torch.randint(3, 60, (1, 8)))
+    assert rec.stats().absent == tuple(ROUTING)
+    with pytest.raises(NormlabError, match="ask for expert_load_max on a mixture"):
+        rec.stats().expert_load()
+    assert routing_of(nn.Linear(4, 4)) is None
