@@ -1,4 +1,4 @@
-"""The command `normlab`: train, sweep, compare, probe, figures, bench.
+"""The command `normlab`: train, sweep, compare, probe, figures, export, bench.
 
 Bad input ends with one line on standard error and exit code 2.
 """
@@ -53,13 +53,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
     parser.add_argument("--version", action="version", version=f"normlab {normlab.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="train | sweep | compare | probe | figures | bench | schemes"
+        dest="command", required=True, metavar="train | sweep | compare | probe | figures | export | bench | schemes"
     )
     _add_train(commands)
     _add_sweep(commands)
     _add_compare(commands)
     _add_figures(commands)
     _add_probe(commands)
+    _add_export(commands)
     _add_bench(commands)
     schemes = commands.add_parser("schemes", help="every scheme with formula, paper, parameters and cost")
     schemes.set_defaults(act=_schemes)
@@ -163,6 +164,13 @@ def _add_probe(commands: Any) -> None:
     parser.add_argument("--rows", type=int, default=16, help="rows at most")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(act=_probe)
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser("export", help="a trained model as a folder that lm-eval and transformers load")
+    parser.add_argument("run", help="directory of a run that kept its weights, or a model that comes with normlab")
+    parser.add_argument("out", help="new folder; whoever loads it needs normlab and says trust_remote_code")
+    parser.set_defaults(act=_export)
 
 
 def _add_bench(commands: Any) -> None:
@@ -292,6 +300,13 @@ def _probe(options: argparse.Namespace) -> int:
 
     shape = {"length": options.length, "rows": options.rows}
     print(probe_report(options.model, options.text, out=options.out, progress=not options.quiet, **shape))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from normlab.models.exported import export_model
+
+    print(export_model(options.run, options.out))
     return 0
 
 

@@ -30,8 +30,6 @@ DISTRIBUTIONS = {
 
 # Used where the reader of a run has them; normlab neither needs nor brings them.
 IF_PRESENT = {"torchlens", "wandb"}
-# Imported by transformers' Trainer, which asks for it without declaring it.
-THROUGH_TRANSFORMERS = {"accelerate"}
 
 
 def python(code: str) -> str:
@@ -79,7 +77,7 @@ def test_what_the_library_imports_is_declared_and_what_is_declared_is_used():
     core = {distribution(entry) for entry in PYPROJECT["project"]["dependencies"]}
     declared = core | {distribution(entry) for entries in EXTRAS.values() for entry in entries}
     assert {name: path for name, path in third_party.items() if name not in declared | IF_PRESENT} == {}
-    assert core - set(third_party) == THROUGH_TRANSFORMERS, "declared as needed by the library, imported nowhere in it"
+    assert core - set(third_party) == set(), "declared as needed by the library, imported nowhere in it"
 
 
 def test_the_kernels_alone_ask_for_no_other_python_or_torch():

@@ -30,16 +30,17 @@ def load_model(name: str | Path, **kwargs: Any) -> NormlabForCausalLM:
         NormlabError: no such model here, or its release cannot be reached.
     """
     kwargs = {"dtype": torch.float32, **kwargs}
-    return NormlabForCausalLM.from_pretrained(_folder(name), **kwargs).eval()
+    return NormlabForCausalLM.from_pretrained(model_folder(name), **kwargs).eval()
 
 
 def load_held_out(name: str | Path) -> Tensor:
     """Held-out blocks of the corpus that model `name` was trained on: (blocks, tokens) ids, int64."""
     from safetensors.torch import load_file
 
-    return load_file(_folder(name) / BLOCKS)["blocks"].long()
+    return load_file(model_folder(name) / BLOCKS)["blocks"].long()
 
 
-def _folder(name: str | Path) -> Path:
+def model_folder(name: str | Path) -> Path:
+    """The folder of a model: the one named, or that of a model that comes with normlab."""
     path = Path(name)
     return path if path.is_dir() else shipped(f"models/{name}")
