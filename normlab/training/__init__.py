@@ -1,7 +1,8 @@
 """Training: a corpus, one run, many runs.
 
 fields.py       a field of a configuration, said once: default, range, meaning
-corpus.py       load_corpus: text as packed blocks of token ids; stdlib.py and english.py: texts at hand
+corpus.py       load_corpus: text as packed blocks of token ids
+documents.py    where the text comes from; stdlib.py and english.py: texts at hand; stream.py: read while training
 config.py       TrainConfig, what decides a run's numbers
 batches.py      which blocks a run trains on, in which order
 trainer.py      train: one run; callbacks.py: what is measured on the way; experiments.py: what is measured at its end
