@@ -1,4 +1,4 @@
-"""The command `normlab`: train, sweep, compare, probe, figures, export, bench.
+"""The command `normlab`: train, sweep, plan, compare, probe, figures, export, bench.
 
 Bad input ends with one line on standard error and exit code 2.
 """
@@ -53,10 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
     parser.add_argument("--version", action="version", version=f"normlab {normlab.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="train | sweep | compare | probe | figures | export | bench | schemes"
+        dest="command",
+        required=True,
+        metavar="train | sweep | plan | compare | probe | figures | export | bench | schemes",
     )
     _add_train(commands)
     _add_sweep(commands)
+    _add_plan(commands)
     _add_compare(commands)
     _add_figures(commands)
     _add_probe(commands)
@@ -128,6 +131,27 @@ def _add_sweep(commands: Any) -> None:
     )
     _add_output(parser, None)
     parser.set_defaults(act=_sweep)
+
+
+def _add_plan(commands: Any) -> None:
+    from normlab.training.needs import MEMORY_GIB, MFU, PEAK_TFLOPS
+    from normlab.training.sizes import SIZES
+
+    parser = commands.add_parser("plan", help="what a model of a paper's size needs, and the commands that train it")
+    parser.add_argument("size", help=", ".join(SIZES))
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of one machine (default: 1)")
+    parser.add_argument("--scheme", help="default: the paper's own")
+    parser.add_argument("--mfu", type=float, default=MFU, help=f"share of --tflops reached (default: {MFU})")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        default=PEAK_TFLOPS,
+        help=f"a GPU's peak (default: {PEAK_TFLOPS:g}, an H100 in bfloat16)",
+    )
+    parser.add_argument(
+        "--memory", type=float, default=MEMORY_GIB, help=f"GiB a GPU has for training (default: {MEMORY_GIB:g})"
+    )
+    parser.set_defaults(act=_plan)
 
 
 def _add_compare(commands: Any) -> None:
@@ -244,6 +268,19 @@ def _sweep(options: argparse.Namespace) -> int:
     for name, reason in result.failures.items():
         print(f"normlab: failed: {name}: {reason}", file=sys.stderr)
     return 1 if result.failures else 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from normlab.training.needs import needs
+    from normlab.training.sizes import get_size
+
+    size = get_size(options.size)
+    config = dataclasses.replace(size.config, scheme=options.scheme) if options.scheme else size.config
+    given = {"mfu": options.mfu, "tflops": options.tflops, "memory_gib": options.memory}
+    print(f"{options.size}   ({size.source})\n{needs(config, options.gpus, **given).in_words()}")
+    if size.swept:
+        print("\ntried by the paper: " + "; ".join(f"{name} {values}" for name, values in size.swept.items()))
+    return 0
 
 
 def _whole(text: str, flag: str) -> int:

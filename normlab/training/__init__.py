@@ -8,5 +8,6 @@ batches.py      which blocks a run trains on, in which order
 trainer.py      train: one run; callbacks.py: what is measured on the way; experiments.py: what is measured at its end
 background.py   BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
 presets.py      PRESETS: sweeps as data
+sizes.py        SIZES: the papers' models with their recipes; needs.py: what a run needs before it starts
 sweep.py        sweep: many runs; workers.py: several at once; plan.py: what a sweep will do and how long it takes
 """

@@ -53,6 +53,7 @@ from normlab.training.manifest import manifest_of
 from normlab.training.precision import autocast, require_compiler, use_fast_attention
 from normlab.training.stream import StreamedBlocks
 
+EVAL_TOKENS = 4096  # at once, at most
 PARTIAL_MANIFEST, STREAM = "partial.json", "stream.json"
 
 
@@ -354,7 +355,7 @@ def build_trainer(
         SchemeCallback(),
         RefreshCallback(refresh_interval(config.steps)),
         ProbeCallback(log, measured(config.probe_blocks), config.probe_every, config.probe_metrics()),
-        EvalCallback(log, measured(config.eval_blocks), config.batch_size // config.accumulate, config.eval_every),
+        EvalCallback(log, measured(config.eval_blocks), _blocks_at_once(config), config.eval_every),
         stop,
     ]
     trainer = RunTrainer(
@@ -370,6 +371,11 @@ def build_trainer(
         require_compiler(trainer.args.device)
     trainer.remove_callback(PrinterCallback)
     return trainer, log, stop, bar
+
+
+def _blocks_at_once(config: TrainConfig) -> int:
+    """Held-out blocks in a forward pass: what every rank has room for."""
+    return max(1, min(config.batch_size // config.accumulate, EVAL_TOKENS // config.block_length))
 
 
 def _training_blocks(config: TrainConfig, corpus: Corpus) -> Blocks | StreamedBlocks:
