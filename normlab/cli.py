@@ -124,7 +124,12 @@ def _add_sweep(commands: Any) -> None:
     parser.add_argument("--preset", default="tiny", help=f"{', '.join(PRESETS)}; --dry-run tells how long it takes")
     parser.add_argument("--schemes", help="only these, comma-separated")
     parser.add_argument("--depths", help="only these, comma-separated")
-    parser.add_argument("--workers", help="runs at once, or 'ray'; default 2")
+    parser.add_argument("--workers", help="runs at once; ray or slurm: on the machines of a cluster; default 2")
+    parser.add_argument("--address", help="of the Ray cluster (auto, HOST:PORT); for slurm, local tries the sweep here")
+    parser.add_argument("--gpus", type=float, default=0.0, help="GPUs a run on a cluster, for ray shares of one too")
+    parser.add_argument(
+        "--slurm", action="append", metavar="NAME=VALUE", help="such as timeout_min=600 or slurm_partition=NAME"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads a run; default cores/workers")
     parser.add_argument(
         "--dry-run", action="store_true", help="print runs, order and hours; train nothing but a few steps"
@@ -222,7 +227,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.from_manifest:
         run = train_from_manifest(options.from_manifest, options.out, **shared)
     else:
-        config = TrainConfig(**{**given, "model": _model_fields(options.model or [])})
+        config = TrainConfig(**{**given, "model": _fields(options.model or [], "--model")})
         if options.follow:
             train_followed(config, options.out, options.cache_dir)
             return 0
@@ -236,12 +241,12 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model_fields(pairs: Sequence[str]) -> dict[str, Any]:
+def _fields(pairs: Sequence[str], flag: str) -> dict[str, Any]:
     fields = {}
     for pair in pairs:
         name, sign, value = pair.partition("=")
         if not sign:
-            raise NormlabError(f"--model takes FIELD=VALUE, not {pair!r}")
+            raise NormlabError(f"{flag} takes FIELD=VALUE, not {pair!r}")
         try:
             fields[name] = json.loads(value)
         except ValueError:
@@ -257,7 +262,7 @@ def _sweep(options: argparse.Namespace) -> int:
     schemes = options.schemes.split(",") if options.schemes else None
     depths = [_whole(text, "--depths") for text in options.depths.split(",")] if options.depths else None
     preset = get_preset(options.preset).only(schemes, depths)
-    workers = options.workers if options.workers in (None, "ray") else _whole(options.workers, "--workers")
+    workers = _workers(options)
     shared = {"workers": workers, "threads": options.threads, "cache_dir": options.cache_dir}
     if options.dry_run:
         print(plan(preset, options.out, **shared, progress=not options.quiet).in_words())
@@ -268,6 +273,17 @@ def _sweep(options: argparse.Namespace) -> int:
     for name, reason in result.failures.items():
         print(f"normlab: failed: {name}: {reason}", file=sys.stderr)
     return 1 if result.failures else 0
+
+
+def _workers(options: argparse.Namespace) -> Any:
+    from normlab.training.clusters import cluster
+
+    if options.workers not in ("ray", "slurm"):
+        return options.workers and _whole(options.workers, "--workers")
+    given: dict[str, Any] = {"address": options.address, "gpus": options.gpus}
+    if options.slurm:
+        given["options"] = _fields(options.slurm, "--slurm")
+    return cluster(options.workers, **given)
 
 
 def _plan(options: argparse.Namespace) -> int:

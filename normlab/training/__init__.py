@@ -9,5 +9,6 @@ trainer.py      train: one run; callbacks.py: what is measured on the way; exper
 background.py   BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
 presets.py      PRESETS: sweeps as data
 sizes.py        SIZES: the papers' models with their recipes; needs.py: what a run needs before it starts
-sweep.py        sweep: many runs; workers.py: several at once; plan.py: what a sweep will do and how long it takes
+sweep.py        sweep: many runs; plan.py: what it will do and how long that takes
+workers.py      several runs at once; clusters.py: on many machines
 """

@@ -100,9 +100,9 @@ def needs(
     model_config = config.model_config(vocab_size, 0)
     parameters = count_parameters(model_config)
     each = config.batch_size // gpus
-    kept = _kept_a_block(model_config, config.block_length, config.dtype)
+    fixed, a_block = _kept(model_config, config.block_length, config.dtype)
     parts = [n for n in range(1, each + 1) if each % n == 0]
-    peaks = {n: _peak(parameters, kept * (each // n), gpus, n) for n in parts}
+    peaks = {n: _peak(parameters, fixed + a_block * (each // n), gpus, n) for n in parts}
     chosen = next((n for n in parts if peaks[n] <= memory_gib * GIB), parts[-1])
     flops = flops_a_step(model_config, parameters, config)
     return Needs(
@@ -135,18 +135,23 @@ def _peak(parameters: int, activations: float, gpus: int, parts: int) -> float:
     return static * parameters + activations
 
 
-def _kept_a_block(config: NormlabConfig, length: int, dtype: str) -> float:
-    """Bytes that one block of text takes between forward and backward pass, and in the loss."""
-    one, two = (_saved_bytes(_at_depth(config, depth), length, dtype) for depth in (1, 2))
-    return one + (two - one) * (config.num_hidden_layers - 1) + 2 * 4 * length * config.vocab_size
+def _kept(config: NormlabConfig, length: int, dtype: str) -> tuple[float, float]:
+    """Bytes between forward and backward pass, and in the loss: whatever the number of blocks of text (weights rounded
+    for autocast), and those that each of them adds."""
+    counted = {}
+    for texts in (1, 2):
+        one, two = (_saved_bytes(_at_depth(config, depth), texts, length, dtype) for depth in (1, 2))
+        counted[texts] = one + (two - one) * (config.num_hidden_layers - 1)
+    a_block = counted[2] - counted[1]
+    return counted[1] - a_block, a_block + 2 * 4 * length * config.vocab_size
 
 
 def _at_depth(config: NormlabConfig, depth: int) -> NormlabConfig:
     return NormlabConfig(**{**config.to_dict(), "num_hidden_layers": depth})
 
 
-def _saved_bytes(config: NormlabConfig, length: int, dtype: str) -> int:
-    """What autograd keeps of a forward pass over one block of text, weights aside."""
+def _saved_bytes(config: NormlabConfig, texts: int, length: int, dtype: str) -> int:
+    """What autograd keeps of a forward pass over some blocks of text, weights aside."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     saved: dict[int, int] = {}
@@ -160,7 +165,7 @@ def _saved_bytes(config: NormlabConfig, length: int, dtype: str) -> int:
     with FakeTensorMode(), cpu:
         model = NormlabForCausalLM(config, kernels="torch")
         weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        ids = torch.zeros(1, length, dtype=torch.long)
+        ids = torch.zeros(texts, length, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), autocast(dtype, cpu):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         total = sum(size for storage, size in saved.items() if storage not in weights)
