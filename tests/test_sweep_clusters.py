@@ -5,16 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pandas as pd
-import psutil
 import pytest
 import training_helpers
 from sweep_helpers import quiet_sweep
@@ -23,7 +18,6 @@ from training_helpers import tiny, write_text
 from normlab import NormlabError, cli, runs
 from normlab.training import workers as workers_module
 from normlab.training.clusters import LOCAL, Cluster, Ray, Slurm, cluster
-from normlab.training.trainer import train
 
 
 @pytest.fixture(scope="module")
@@ -88,47 +82,6 @@ def test_a_lost_worker_is_replaced_and_one_that_always_dies_is_reported(
     result = quiet_sweep(configs, tmp_path / "always", workers=place)
     assert [run.name for run in result.runs] == [configs[0].run_id, configs[2].run_id]
     assert list(result.failures) == [configs[1].run_id]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@BOTH
-def test_forty_runs_with_a_worker_killed_midway_are_forty_complete_runs(
-    place: Cluster, text: Path, tmp_path: Path
-) -> None:
-    """And the killed one goes on from its checkpoint, to the numbers that it would have had."""
-    count = 40 if isinstance(place, Ray) else 8  # every local job imports everything anew
-    configs = [tiny(text, seed=seed, keep_weights=False, steps=20, checkpoint_every=2) for seed in range(count)]
-    killed: list[str] = []
-    watching = threading.Thread(target=_kill_one, args=(tmp_path / "out" / runs.PARTIAL, killed), daemon=True)
-    watching.start()
-    result = quiet_sweep(configs, tmp_path, workers=place)
-    watching.join(5)
-    assert len(killed) == 1
-    assert [run.name for run in result.runs] == [config.run_id for config in configs] and not result.failures
-    assert all(len(run.table().query("metric == 'loss' and split == 'train'")) == 20 for run in result.runs)
-    resumed = [run for run in result.runs if run.manifest["measured"]["resumed_from_step"]]
-    assert [run.name for run in resumed] == killed
-    (config,) = [config for config in configs if config.run_id == killed[0]]
-    alone = train(config, tmp_path / "alone", cache_dir=tmp_path / "cache", progress=False)
-    stats = [pd.read_parquet(run.path / runs.STATS) for run in (alone, *resumed)]
-    assert stats[0].equals(stats[1])
-
-
-def _kill_one(work: Path, killed: list[str]) -> None:
-    """Kill the process that holds the lock of the first run that has a checkpoint."""
-    while not killed:
-        for checkpoint in work.glob("*/checkpoint-*"):
-            name = checkpoint.parent.name
-            for process in psutil.process_iter():
-                try:
-                    if any(Path(file.path).name == f"{name}.lock" for file in process.open_files()):
-                        os.kill(process.pid, signal.SIGKILL)
-                        killed.append(name)
-                        return
-                except (psutil.Error, OSError):
-                    continue
-        time.sleep(0.02)
 
 
 def test_clusters_that_cannot_serve_are_one_line(
