@@ -1,4 +1,4 @@
-"""The command `normlab`: train, sweep, compare, probe, figures, bench.
+"""The command `normlab`: train, sweep, plan, compare, probe, figures, export, bench.
 
 Bad input ends with one line on standard error and exit code 2.
 """
@@ -53,13 +53,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
     parser.add_argument("--version", action="version", version=f"normlab {normlab.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="train | sweep | compare | probe | figures | bench | schemes"
+        dest="command",
+        required=True,
+        metavar="train | sweep | plan | compare | probe | figures | export | bench | schemes",
     )
     _add_train(commands)
     _add_sweep(commands)
+    _add_plan(commands)
     _add_compare(commands)
     _add_figures(commands)
     _add_probe(commands)
+    _add_export(commands)
     _add_bench(commands)
     schemes = commands.add_parser("schemes", help="every scheme with formula, paper, parameters and cost")
     schemes.set_defaults(act=_schemes)
@@ -120,13 +124,39 @@ def _add_sweep(commands: Any) -> None:
     parser.add_argument("--preset", default="tiny", help=f"{', '.join(PRESETS)}; --dry-run tells how long it takes")
     parser.add_argument("--schemes", help="only these, comma-separated")
     parser.add_argument("--depths", help="only these, comma-separated")
-    parser.add_argument("--workers", help="runs at once, or 'ray'; default 2")
+    parser.add_argument("--workers", help="runs at once; ray or slurm: on the machines of a cluster; default 2")
+    parser.add_argument("--address", help="of the Ray cluster (auto, HOST:PORT); for slurm, local tries the sweep here")
+    parser.add_argument("--gpus", type=float, default=0.0, help="GPUs a run on a cluster, for ray shares of one too")
+    parser.add_argument(
+        "--slurm", action="append", metavar="NAME=VALUE", help="such as timeout_min=600 or slurm_partition=NAME"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads a run; default cores/workers")
     parser.add_argument(
         "--dry-run", action="store_true", help="print runs, order and hours; train nothing but a few steps"
     )
     _add_output(parser, None)
     parser.set_defaults(act=_sweep)
+
+
+def _add_plan(commands: Any) -> None:
+    from normlab.training.needs import MEMORY_GIB, MFU, PEAK_TFLOPS
+    from normlab.training.sizes import SIZES
+
+    parser = commands.add_parser("plan", help="what a model of a paper's size needs, and the commands that train it")
+    parser.add_argument("size", help=", ".join(SIZES))
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of one machine (default: 1)")
+    parser.add_argument("--scheme", help="default: the paper's own")
+    parser.add_argument("--mfu", type=float, default=MFU, help=f"share of --tflops reached (default: {MFU})")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        default=PEAK_TFLOPS,
+        help=f"a GPU's peak (default: {PEAK_TFLOPS:g}, an H100 in bfloat16)",
+    )
+    parser.add_argument(
+        "--memory", type=float, default=MEMORY_GIB, help=f"GiB a GPU has for training (default: {MEMORY_GIB:g})"
+    )
+    parser.set_defaults(act=_plan)
 
 
 def _add_compare(commands: Any) -> None:
@@ -169,6 +199,13 @@ def _add_probe(commands: Any) -> None:
     parser.set_defaults(act=_probe)
 
 
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser("export", help="a trained model as a folder that lm-eval and transformers load")
+    parser.add_argument("run", help="directory of a run that kept its weights, or a model that comes with normlab")
+    parser.add_argument("out", help="new folder; whoever loads it needs normlab and says trust_remote_code")
+    parser.set_defaults(act=_export)
+
+
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="time whole training steps against each other")
     parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs; at least 9 for a result to quote")
@@ -194,7 +231,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.from_manifest:
         run = train_from_manifest(options.from_manifest, options.out, **shared)
     else:
-        config = TrainConfig(**{**given, "model": _model_fields(options.model or [])})
+        config = TrainConfig(**{**given, "model": _fields(options.model or [], "--model")})
         if options.follow:
             train_followed(config, options.out, options.cache_dir)
             return 0
@@ -208,12 +245,12 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model_fields(pairs: Sequence[str]) -> dict[str, Any]:
+def _fields(pairs: Sequence[str], flag: str) -> dict[str, Any]:
     fields = {}
     for pair in pairs:
         name, sign, value = pair.partition("=")
         if not sign:
-            raise NormlabError(f"--model takes FIELD=VALUE, not {pair!r}")
+            raise NormlabError(f"{flag} takes FIELD=VALUE, not {pair!r}")
         try:
             fields[name] = json.loads(value)
         except ValueError:
@@ -229,7 +266,7 @@ def _sweep(options: argparse.Namespace) -> int:
     schemes = options.schemes.split(",") if options.schemes else None
     depths = [_whole(text, "--depths") for text in options.depths.split(",")] if options.depths else None
     preset = get_preset(options.preset).only(schemes, depths)
-    workers = options.workers if options.workers in (None, "ray") else _whole(options.workers, "--workers")
+    workers = _workers(options)
     shared = {"workers": workers, "threads": options.threads, "cache_dir": options.cache_dir}
     if options.dry_run:
         print(plan(preset, options.out, **shared, progress=not options.quiet).in_words())
@@ -240,6 +277,30 @@ def _sweep(options: argparse.Namespace) -> int:
     for name, reason in result.failures.items():
         print(f"normlab: failed: {name}: {reason}", file=sys.stderr)
     return 1 if result.failures else 0
+
+
+def _workers(options: argparse.Namespace) -> Any:
+    from normlab.training.clusters import cluster
+
+    if options.workers not in ("ray", "slurm"):
+        return options.workers and _whole(options.workers, "--workers")
+    given: dict[str, Any] = {"address": options.address, "gpus": options.gpus}
+    if options.slurm:
+        given["options"] = _fields(options.slurm, "--slurm")
+    return cluster(options.workers, **given)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from normlab.training.needs import needs
+    from normlab.training.sizes import get_size
+
+    size = get_size(options.size)
+    config = dataclasses.replace(size.config, scheme=options.scheme) if options.scheme else size.config
+    given = {"mfu": options.mfu, "tflops": options.tflops, "memory_gib": options.memory}
+    print(f"{options.size}   ({size.source})\n{needs(config, options.gpus, **given).in_words()}")
+    if size.swept:
+        print("\ntried by the paper: " + "; ".join(f"{name} {values}" for name, values in size.swept.items()))
+    return 0
 
 
 def _whole(text: str, flag: str) -> int:
@@ -298,6 +359,13 @@ def _probe(options: argparse.Namespace) -> int:
     revisions = options.revisions.split(",") if options.revisions else ()
     shown = not options.quiet
     print(probe_report(options.model, options.text, out=options.out, revisions=revisions, progress=shown, **shape))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from normlab.models.exported import export_model
+
+    print(export_model(options.run, options.out))
     return 0
 
 

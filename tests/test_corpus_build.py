@@ -14,7 +14,8 @@ from training_helpers import WORDS
 from normlab import NormlabError
 from normlab.training import corpus as corpora
 from normlab.training import tokens as tokenizers
-from normlab.training.corpus import Corpus, load_corpus, open_documents
+from normlab.training.corpus import Corpus, load_corpus
+from normlab.training.documents import BUILDERS, is_held_out, open_documents
 from normlab.training.stdlib import stdlib_documents
 from normlab.training.tokens import unigram_entropy
 
@@ -35,7 +36,7 @@ def _write(path: Path, documents: list[str], column: str = "text") -> Path:
         path.write_text("\n\n".join(documents))
     elif path.name.endswith(".jsonl"):
         path.write_text(lines)
-    elif path.name.endswith(".jsonl.gz"):
+    elif path.name.endswith(".gz"):
         path.write_bytes(gzip.compress(lines.encode()))
     else:
         pd.DataFrame({column: documents, "other": 1}).to_parquet(path)
@@ -64,7 +65,7 @@ def test_every_file_format_gives_the_same_corpus(name: str, documents: list[str]
 def test_every_source_is_read_as_a_stream(documents: list[str], tmp_path: Path) -> None:
     from datasets import IterableDataset
 
-    for source in ("stdlib", *(str(_write(tmp_path / f"a{end}", documents)) for end in corpora.BUILDERS)):
+    for source in ("stdlib", *(str(_write(tmp_path / f"a{end}", documents)) for end in BUILDERS)):
         stream = open_documents(source)
         assert isinstance(stream, IterableDataset)
         assert set(next(iter(stream))) == {"key", "text"}
@@ -89,7 +90,7 @@ def test_text_comes_from_the_named_column(documents: list[str], tmp_path: Path) 
 def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(documents: list[str], tmp_path: Path) -> None:
     corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
     for split in ("train", "held_out"):
-        chosen = [text for text in documents if corpora._is_held_out(text) == (split == "held_out")]
+        chosen = [text for text in documents if is_held_out(text) == (split == "held_out")]
         whole = "".join(text + tokenizers.END_OF_TEXT for text in chosen)
         packed = _text(corpus, split)
         assert whole.startswith(packed)
@@ -114,7 +115,7 @@ def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_toget
 
 def test_held_out_share_is_about_five_percent_of_the_files() -> None:
     keys = [document["key"] for document in stdlib_documents()]
-    share = sum(map(corpora._is_held_out, keys)) / len(keys)
+    share = sum(map(is_held_out, keys)) / len(keys)
     assert 0.02 < share < 0.08
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from normlab import NormlabError
 from normlab.training import english
-from normlab.training.corpus import SOURCES, load_corpus, open_documents
+from normlab.training.corpus import load_corpus
+from normlab.training.documents import SOURCES, open_documents
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from training_helpers import write_text
 
 import normlab
 from normlab import cli
@@ -46,7 +47,8 @@ def site_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of one's own with some shipped runs; what an example adds to a registry goes again."""
+    """A folder of one's own with a text and some shipped runs; what an example adds to a registry goes again."""
+    write_text(tmp_path / "notes.txt")
     for scheme in ("pre_rmsnorm", "bhyt", "rmsnorm_gain"):
         for run in (ROOT / "data" / "trained").glob(f"{scheme}-d8-w128-*"):
             shutil.copytree(run, tmp_path / "data" / "trained" / run.name)

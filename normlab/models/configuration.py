@@ -138,6 +138,7 @@ class NormlabConfig(LlamaConfig):
         if self.train_seq_len is None:
             self.train_seq_len = self.max_position_embeddings
         _require(self.train_seq_len >= 1, f"train_seq_len is {self.train_seq_len}: give at least 1")
+        kwargs.pop("auto_map", None)  # an exported folder's: what is saved from here has no code beside it
         super().__post_init__(**kwargs)
 
     def carries_at(self, layer: int) -> bool:

@@ -31,14 +31,14 @@ def load_model(name: str | Path, **kwargs: Any) -> NormlabForCausalLM:
         NormlabError: no such model here, or its release cannot be reached.
     """
     kwargs = {"dtype": torch.float32, **kwargs}
-    return NormlabForCausalLM.from_pretrained(_folder(name), **kwargs).eval()
+    return NormlabForCausalLM.from_pretrained(modelmodel_folder(name), **kwargs).eval()
 
 
 def load_held_out(name: str | Path) -> Tensor:
     """Held-out blocks of the corpus that model `name` was trained on: (blocks, tokens) ids, int64."""
     from safetensors.torch import load_file
 
-    return load_file(_folder(name) / BLOCKS)["blocks"].long()
+    return load_file(modelmodel_folder(name) / BLOCKS)["blocks"].long()
 
 
 def find_model(scheme: str, **options: Any) -> Path | None:
@@ -46,12 +46,13 @@ def find_model(scheme: str, **options: Any) -> Path | None:
     for `load_model` and `load_held_out`; None where there is none."""
     found = []
     for name in shipped_models():
-        config = NormlabConfig.from_pretrained(_folder(name))
+        config = NormlabConfig.from_pretrained(model_folder(name))
         if config.scheme == scheme and all(getattr(config, field) == value for field, value in options.items()):
-            found.append((config.num_hidden_layers, _folder(name)))
+            found.append((config.num_hidden_layers, model_folder(name)))
     return min(found)[1] if found else None
 
 
-def _folder(name: str | Path) -> Path:
+def model_folder(name: str | Path) -> Path:
+    """The folder of a model: the one named, or that of a model that comes with normlab."""
     path = Path(name)
     return path if path.is_dir() else shipped(f"models/{name}")

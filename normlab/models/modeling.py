@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
@@ -52,7 +53,7 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
             module.reset_parameters()
         elif isinstance(module, NormlabDecoderLayer):
             if module.carried:  # called after the block's matrices have their weights, whether drawn or loaded
-                nn.init.constant_(module.c_attn, module.attention_variance_constant().item())
+                init.copy_(module.c_attn, module.attention_variance_constant())
         elif isinstance(module, NormlabModel):
             if module.shared_scale is not None:
                 nn.init.constant_(module.shared_scale, module.initial_scale)

@@ -26,6 +26,7 @@ CORE = (BASELINE, "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain")  # of
 FURTHER = ("peri_ln", "dyt", "pre_rmsnorm_scaled_init", "mix_ln", "post_rmsnorm", "bhyt_linear")
 DEEP = (BASELINE, "lns", "bhyt_exact", "rmsnorm_gain")  # at depth 32
 DEEPEST = (BASELINE, "rmsnorm_gain")  # at depth 64
+SIZED = ("lns", "bhyt")  # of the two papers' own sizes, unless another is named
 # What a search tries beside the learning rate, where a scheme is known to hang on it: fields of TrainConfig.
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "dyt": ({}, {"model": {"alpha0": 0.5}}, {"model": {"alpha0": 0.25}}),

@@ -1,11 +1,14 @@
 """Training: a corpus, one run, many runs.
 
 fields.py       a field of a configuration, said once: default, range, meaning
-corpus.py       load_corpus: text as packed blocks of token ids; stdlib.py and english.py: texts at hand
+corpus.py       load_corpus: text as packed blocks of token ids
+documents.py    where the text comes from; stdlib.py and english.py: texts at hand; stream.py: read while training
 config.py       TrainConfig, what decides a run's numbers
 batches.py      which blocks a run trains on, in which order
 trainer.py      train: one run; callbacks.py: what is measured on the way; experiments.py: what is measured at its end
 background.py   BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
 presets.py      PRESETS: sweeps as data
-sweep.py        sweep: many runs; workers.py: several at once; plan.py: what a sweep will do and how long it takes
+sizes.py        SIZES: the papers' models with their recipes; needs.py: what a run needs before it starts
+sweep.py        sweep: many runs; plan.py: what it will do and how long that takes
+workers.py      several runs at once; clusters.py: on many machines
 """

@@ -62,6 +62,9 @@ class TrainConfig:
     vocab_size: int = shared(CorpusSpec, "vocab_size")
     text_column: str = shared(CorpusSpec, "text_column")
     characters: int = shared(CorpusSpec, "characters")
+    stream: bool = setting(
+        False, "read the text while training, all of it; --characters of it make the tokenizer and the held-out blocks"
+    )
     outlier_channels: int = setting(0, "columns of the embeddings that start large, for every token", NOT_NEGATIVE)
     outlier_size: float = setting(1.0, "what they start at", FINITE)
     probe_every: int = setting(50, "steps between layer statistics, first before training; 0: none", NOT_NEGATIVE)

@@ -4,7 +4,6 @@
 `load_corpus(corpus)`   builds (or finds in the cache) the packed train and held-out splits
 `Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, and the losses of
                         models that only count
-`SOURCES`               corpora known by name, and what yields their documents
 `DEFAULT_CORPUS`        "stdlib": the Python standard library's source and pydoc topics, always at hand with no network
 
 Every source becomes a streamed `datasets.IterableDataset` of documents with two columns, `key` and `text`; after that
@@ -24,34 +23,32 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from normlab.errors import NormlabError, first_line
+from normlab.errors import NormlabError
 from normlab.runs import full_disk_named
-from normlab.training.english import english_documents
+from normlab.training.documents import (
+    DEFAULT_CORPUS,
+    HELD_OUT_PERCENT,
+    check_text,
+    digest,
+    is_held_out,
+    source_key,
+    texts,
+)
 from normlab.training.fields import at_least, check, described, setting
 from normlab.training.ngrams import ngram_losses
-from normlab.training.stdlib import stdlib_documents
 from normlab.training.tokens import saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
     from transformers import PreTrainedTokenizerFast
 
-DEFAULT_CORPUS = "stdlib"
-SOURCES: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
-    DEFAULT_CORPUS: stdlib_documents,
-    "english": english_documents,
-}
-HELD_OUT_PERCENT = 5
 HELD_OUT = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}  # which held-out blocks: the first, and the step
 CACHE_VERSION = 2
-BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class CorpusSpec:
     corpus: str = setting(
         DEFAULT_CORPUS,
         "stdlib; english; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a folder of "
-        "them; a hub data set (name or name:configuration), read as a stream",
+        "them; addresses of such files (http:, https:), comma-separated; a hub data set (name or name:configuration)",
     )
     tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE")
     vocab_size: int = setting(4096, "of the tokenizer to train")
@@ -167,7 +164,7 @@ def load_corpus(
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     tokenizer = spec.tokenizer or f"bpe-{spec.vocab_size}"
     cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
-    key = _digest(str(CACHE_VERSION), _source_key(spec.corpus), *cut)
+    key = digest(str(CACHE_VERSION), source_key(spec.corpus), *cut)
     final = root / "corpus" / key[:20]
     if not (final / "corpus.json").is_file():
         with full_disk_named(root):
@@ -238,50 +235,27 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "content_hash": content_hash,
-        "tokenizer_hash": _digest(json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()), sort_keys=True)),
+        "tokenizer_hash": digest(json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()), sort_keys=True)),
         "unigram_entropy": unigram_entropy(tokens["train"], tokens["held_out"], len(tokenizer)),
     }
     (directory / "corpus.json").write_text(json.dumps(facts, indent=1))
-
-
-# --- documents ---
-
-
-def open_documents(source: str, text_column: str = "text") -> IterableDataset:
-    """A stream of documents with columns `key` (what the held-out split hashes) and `text`, for every kind of
-    source."""
-    import datasets
-
-    if source in SOURCES:
-        return datasets.IterableDataset.from_generator(SOURCES[source])
-    files = _local_files(source)
-    if files:
-        builder = BUILDERS[_suffix(files[0])]
-        options: dict[str, Any] = {"sample_by": "paragraph"} if builder == "text" else {}
-        stream = datasets.load_dataset(
-            builder, data_files=[str(f) for f in files], split="train", streaming=True, **options
-        )
-    else:
-        name, _, configuration = source.partition(":")
-        stream = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-    return stream.map(lambda row: {"key": row[text_column], "text": row[text_column]}).select_columns(["key", "text"])
 
 
 def _read_documents(spec: CorpusSpec, progress: bool) -> tuple[list[str], list[str], str]:
     """The train texts, the held-out texts, and the hash of all of them in order."""
     from tqdm import tqdm
 
-    _check_text(spec.corpus)
+    check_text(spec.corpus)
     train: list[str] = []
     held_out: list[str] = []
     content = hashlib.sha256()
     left = spec.characters
     bar = tqdm(desc="reading corpus", unit="char", unit_scale=True, disable=not progress, leave=False, delay=1)
     with bar:
-        for key, text in _texts(spec):
+        for key, text in texts(spec.corpus, spec.text_column):
             text = text[:left]
             content.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
-            (held_out if _is_held_out(key) else train).append(text)
+            (held_out if is_held_out(key) else train).append(text)
             left -= len(text)
             bar.update(len(text))
             if left <= 0:
@@ -291,86 +265,6 @@ def _read_documents(spec: CorpusSpec, progress: bool) -> tuple[list[str], list[s
     if not train or not held_out:
         raise NormlabError(f"corpus {spec.corpus!r} is too small to hold out {HELD_OUT_PERCENT}% of its documents")
     return train, held_out, content.hexdigest()
-
-
-def _texts(spec: CorpusSpec) -> Iterator[tuple[str, str]]:
-    """(key, text) of every document that has text; what readers raise, as a NormlabError."""
-    try:
-        for document in open_documents(spec.corpus, spec.text_column):
-            text = document["text"]
-            if text is None:  # a row without text, as many data sets have
-                continue
-            if not isinstance(text, str):
-                raise NormlabError(f"corpus {spec.corpus!r}: column {spec.text_column!r} does not hold text")
-            if text.strip():
-                yield document["key"], text
-    except KeyError as error:
-        raise NormlabError(
-            f"corpus {spec.corpus!r} has no column {spec.text_column!r}; name one with --text-column"
-        ) from error
-    except NormlabError:
-        raise
-    except Exception as error:  # readers raise their own kinds: arrow, JSON, unicode, hub, network
-        raise NormlabError(f"cannot read corpus {spec.corpus!r}: {first_line(error)}") from error
-
-
-def _is_held_out(key: str) -> bool:
-    return int(_digest(key)[:8], 16) % 100 >= 100 - HELD_OUT_PERCENT
-
-
-def _suffix(path: Path) -> str:
-    return ".jsonl.gz" if path.name.endswith(".jsonl.gz") else path.suffix
-
-
-def _local_files(source: str) -> list[Path]:
-    """The files that a local source stands for, sorted; empty for a hub name. A path that is not there is an error, not
-    a hub name."""
-    path = Path(source).expanduser()
-    known = ", ".join(BUILDERS)
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in BUILDERS)
-        if not files:
-            raise NormlabError(f"corpus directory {source!r} holds none of {known}")
-        if len({BUILDERS[_suffix(p)] for p in files}) > 1:
-            raise NormlabError(f"corpus directory {source!r} mixes kinds of files; keep one of {known}")
-        return files
-    if path.is_file():
-        if _suffix(path) not in BUILDERS:
-            raise NormlabError(f"corpus {source!r} is not one of {known}")
-        return [path]
-    if _suffix(path) in BUILDERS or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise NormlabError(f"corpus {source!r} does not exist")
-    return []
-
-
-def _check_text(source: str) -> None:
-    """Refuse a binary .txt or .jsonl: a NUL byte never occurs in text, and readers only fail on it later, obscurely."""
-    if source in SOURCES:
-        return
-    for path in _local_files(source):
-        if path.stat().st_size == 0:
-            raise NormlabError(f"corpus {str(path)!r} is empty")
-        if _suffix(path) in (".txt", ".jsonl"):
-            with path.open("rb") as file:
-                if b"\0" in file.read(1 << 16):
-                    raise NormlabError(f"corpus {str(path)!r} is binary, not text")
-
-
-def _source_key(source: str) -> str:
-    """What decides whether a cached corpus still stands for its source: the bytes of local files, the name of a hub
-    data set."""
-    digest = hashlib.sha256()
-    if source in SOURCES:
-        for document in SOURCES[source]():
-            digest.update(document["key"].encode() + b"\0" + document["text"].encode("utf-8", "surrogatepass") + b"\0")
-        return digest.hexdigest()
-    files = _local_files(source)
-    if not files:
-        return f"hub:{source}"
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
 
 
 def _blocks(ids: np.ndarray, block_length: int) -> np.ndarray:
@@ -386,7 +280,3 @@ def _write_blocks(path: Path, ids: np.ndarray, block_length: int) -> None:
     blocks = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(flat), block_length)})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, blocks.schema) as writer:
         writer.write_table(blocks)
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()

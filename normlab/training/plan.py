@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normlab import runs
+from normlab.training.clusters import Cluster
 from normlab.training.config import TrainConfig
 from normlab.training.presets import Preset
 from normlab.training.sweep import planned, share_cores
@@ -34,7 +35,7 @@ class Plan:
     """table: a row a run in order: `what` ("search" or "runs"), `run scheme depth seed lr steps tokens hours done`."""
 
     table: pandas.DataFrame
-    workers: int | str
+    workers: int | Cluster
 
     def in_words(self) -> str:
         """Runs, tokens and hours in the order in which they come, and the sum."""
@@ -60,7 +61,7 @@ def plan(
     preset: Preset,
     out: str | Path,
     *,
-    workers: int | str | None = None,
+    workers: int | str | Cluster | None = None,
     threads: int | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,

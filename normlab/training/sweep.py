@@ -16,10 +16,11 @@ from typing import Any
 
 from normlab import runs
 from normlab.errors import NormlabError, in_one_line
+from normlab.training.clusters import Cluster, cluster
 from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import CorpusSpec, corpus_of
 from normlab.training.presets import Choice, Choices, Part, Preset, Search, get_preset
-from normlab.training.workers import exit_if_worker_imports_main, finish_in_any_order, import_ray
+from normlab.training.workers import exit_if_worker_imports_main, finish_in_any_order
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,16 @@ def sweep(
     what: str | Preset | Sequence[TrainConfig],
     out: str | Path,
     *,
-    workers: int | str | None = None,
+    workers: int | str | Cluster | None = None,
     threads: int | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> SweepResult:
     """Train a preset (by name or as `Preset`) or a list of configurations under directory `out`.
 
-    workers: processes at once, default 2; "ray": Ray's. threads: CPU threads a run, default cores/workers. Runs of a
-    preset keep no weights but those that it names. A run that fails is in the result's `failures`; the others go on.
+    workers: processes at once, default 2; "ray", "slurm", or one of `normlab.training.clusters` with its options: `out`
+    is then where all machines see it. threads: CPU threads a run, default cores/workers. Runs of a preset keep no
+    weights but those that it names. A run that fails is in the result's `failures`; the others go on.
     NormlabError for bad input, before any run starts. A script calls this under `if __name__ == "__main__":`, because
     every worker imports the script.
     """
@@ -61,8 +63,6 @@ def sweep(
     root = Path(out)
     runs.check_root(root)
     workers, threads = share_cores(workers, threads)
-    if workers == "ray":
-        import_ray()
     job = _Job(root, workers, cache_dir, progress)
     if not isinstance(what, (str, Preset)):
         configs = [dataclasses.replace(config, threads=threads) for config in what]
@@ -114,7 +114,7 @@ class _Grid:
 class _Job:
     """The sweep's state: what is done, what failed, and the bar."""
 
-    def __init__(self, root: Path, workers: int | str, cache_dir: Any, progress: bool) -> None:
+    def __init__(self, root: Path, workers: int | Cluster, cache_dir: Any, progress: bool) -> None:
         self.root, self.workers, self.cache_dir, self.progress = root, workers, cache_dir, progress
         self.done: dict[str, runs.Run] = {}
         self.failures: dict[str, str] = {}
@@ -216,15 +216,17 @@ class _Job:
             self.bar.write(line)
 
 
-def share_cores(workers: int | str | None, threads: int | None) -> tuple[int | str, int]:
+def share_cores(workers: int | str | Cluster | None, threads: int | None) -> tuple[int | Cluster, int]:
     """(workers, threads each), of what was asked for and the machine's cores."""
-    if workers is not None and workers != "ray" and (not isinstance(workers, int) or workers < 1):
-        raise NormlabError(f"workers is {workers!r}; give a number of processes, at least 1, or 'ray'")
+    if isinstance(workers, str):
+        workers = cluster(workers)
+    if isinstance(workers, int) and workers < 1:
+        raise NormlabError(f"workers is {workers}; give a number of processes, at least 1")
     if threads is not None and threads < 1:
         raise NormlabError(f"threads is {threads}; it must be at least 1")
     if workers is None:
         return default_workers(threads)
-    return workers, threads or (1 if workers == "ray" else max(1, default_workers(1)[0] // int(workers)))
+    return workers, threads or (1 if isinstance(workers, Cluster) else max(1, default_workers(1)[0] // workers))
 
 
 def _cost(config: TrainConfig) -> int:

@@ -51,8 +51,10 @@ from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.experiments import experiments
 from normlab.training.manifest import manifest_of
 from normlab.training.precision import autocast, require_compiler, use_fast_attention
+from normlab.training.stream import StreamedBlocks
 
-PARTIAL_MANIFEST = "partial.json"
+EVAL_TOKENS = 4096  # at once, at most
+PARTIAL_MANIFEST, STREAM = "partial.json", "stream.json"
 
 
 class RunTrainer(Trainer):
@@ -113,6 +115,9 @@ class RunTrainer(Trainer):
             if self.args.should_save:
                 name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
                 runs.write_stats(self._staging / name / runs.STATS, self.run_log.frame())
+                if isinstance(self.train_dataset, StreamedBlocks):
+                    blocks = self.state.global_step * self.run_log.tokens_per_step // self.train_dataset.length
+                    runs.write_json(self._staging / name / STREAM, self.train_dataset.position(blocks))
                 runs.publish(self._staging / name, root / name)
                 for old in checkpoints(root)[:-1]:
                     shutil.rmtree(old)
@@ -161,6 +166,7 @@ def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
         report_to="none",
         dataloader_pin_memory=False,
         torch_compile=config.compile,
+        ignore_data_skip=config.stream,  # it goes to its position by itself
         log_level="error",
         **memory,
     )
@@ -259,6 +265,9 @@ def _run(
     latest = next(reversed(checkpoints(work)), None)
     if latest is not None:
         log.restore(latest / runs.STATS)
+        if isinstance(trainer.train_dataset, StreamedBlocks):
+            done = checkpoint_step(latest) * config.batch_size
+            trainer.train_dataset.restore(json.loads((latest / STREAM).read_text()), done)
     trainer.train(resume_from_checkpoint=str(latest) if latest else None)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -271,7 +280,7 @@ def _run(
     manifest |= {
         "steps": trainer.state.global_step,
         "tokens": tokens,
-        "epochs": tokens / corpus.train_tokens,
+        "epochs": None if config.stream else tokens / corpus.train_tokens,
         "model": _model_facts(model.config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "measured": {
@@ -346,13 +355,13 @@ def build_trainer(
         SchemeCallback(),
         RefreshCallback(refresh_interval(config.steps)),
         ProbeCallback(log, measured(config.probe_blocks), config.probe_every, config.probe_metrics()),
-        EvalCallback(log, measured(config.eval_blocks), config.batch_size // config.accumulate, config.eval_every),
+        EvalCallback(log, measured(config.eval_blocks), _blocks_at_once(config), config.eval_every),
         stop,
     ]
     trainer = RunTrainer(
         model=model,
         args=training_arguments(config, work),
-        train_dataset=Blocks(corpus.train),
+        train_dataset=_training_blocks(config, corpus),
         callbacks=callbacks,
         log=log,
         dtype=config.dtype,
@@ -362,6 +371,18 @@ def build_trainer(
         require_compiler(trainer.args.device)
     trainer.remove_callback(PrinterCallback)
     return trainer, log, stop, bar
+
+
+def _blocks_at_once(config: TrainConfig) -> int:
+    """Held-out blocks in a forward pass: what every rank has room for."""
+    return max(1, min(config.batch_size // config.accumulate, EVAL_TOKENS // config.block_length))
+
+
+def _training_blocks(config: TrainConfig, corpus: Corpus) -> Blocks | StreamedBlocks:
+    if not config.stream:
+        return Blocks(corpus.train)
+    ahead = 4 * config.batch_size  # accelerate's loaders take a step's blocks before the step before it has ended
+    return StreamedBlocks(config.corpus, config.text_column, corpus.tokenizer(), config.block_length, ahead)
 
 
 def _prepare(work: Path, manifest: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Several runs at once: processes of this machine, or Ray's on many.
+"""Several runs at once: processes of this machine, or those of a cluster (clusters.py).
 
 `finish_in_any_order(configs, ...)` yields (config, Run or exception) as runs end; one that fails does not stop the
 others.
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.runs import Run, read_run
+from normlab.runs import read_run
+from normlab.training.clusters import Cluster, Outcome
 from normlab.training.config import TrainConfig
 
-Outcome = tuple[TrainConfig, "Run | Exception"]
 _UNGUARDED = 78  # exit code of a worker that would have started the sweep again
 
 
@@ -40,14 +40,14 @@ def train_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
 
 
 def finish_in_any_order(
-    configs: Sequence[TrainConfig], out: str | Path, workers: int | str, cache_dir: str | Path | None
+    configs: Sequence[TrainConfig], out: str | Path, workers: int | Cluster, cache_dir: str | Path | None
 ) -> Iterator[Outcome]:
-    """Run `configs` in about their order, `workers` at a time ("ray": as many as the cluster has room for)."""
+    """Run `configs` in about their order, `workers` at a time, or as many as a cluster has room for."""
     arguments = (str(out), str(cache_dir) if cache_dir is not None else None)
-    if workers == "ray":
-        yield from _with_ray(configs, arguments)
+    if isinstance(workers, Cluster):
+        yield from workers.finish(train_one, configs, arguments)
     else:
-        yield from _with_processes(configs, int(workers), arguments)
+        yield from _with_processes(configs, workers, arguments)
 
 
 def _with_processes(
@@ -111,32 +111,3 @@ def _start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-
-
-def _with_ray(configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
-    ray = import_ray()
-    started = not ray.is_initialized()
-    if started:
-        ray.init(log_to_driver=False)
-    try:
-        task: Any = ray.remote(train_one)
-        waiting = {task.options(num_cpus=config.threads).remote(config, *arguments): config for config in configs}
-        while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1)
-            config = waiting.pop(done[0])
-            try:
-                yield config, read_run(ray.get(done[0]))
-            except Exception as error:  # Ray wraps whatever the task raised
-                cause = getattr(error, "cause", None)
-                yield config, cause if isinstance(cause, Exception) else error
-    finally:
-        if started:
-            ray.shutdown()
-
-
-def import_ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise NormlabError("--workers ray needs Ray: pip install 'normlab[ray]'") from None
-    return ray

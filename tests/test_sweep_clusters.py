@@ -1,0 +1,109 @@
+"""Sweeps on real clusters of this machine: Ray with two nodes, submitit's local executor; workers that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import training_helpers
+from sweep_helpers import quiet_sweep
+from training_helpers import tiny, write_text
+
+from normlab import NormlabError, cli, runs
+from normlab.training import workers as workers_module
+from normlab.training.clusters import LOCAL, Cluster, Ray, Slurm, cluster
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helpers_for_workers() -> Iterator[None]:
+    """What stands in for training in some tests can be imported by workers too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # a busy machine starts a node slowly
+        yield
+
+
+@pytest.fixture(scope="module")
+def nodes(helpers_for_workers: None) -> Iterator[Ray]:
+    """A Ray cluster of two nodes with a worker's room each."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster as Nodes
+
+    started = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **_ports()})
+    started.add_node(num_cpus=1, **_ports())
+    ray.init(address=started.address, log_to_driver=False)
+    yield Ray(address=started.address)
+    ray.shutdown()
+    started.shutdown()
+
+
+def _ports() -> dict[str, int]:
+    """Of a node's agents: it waits for those that they choose themselves, and on a busy machine not long enough."""
+    agents = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+    with contextlib.ExitStack() as held:
+        free = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in agents]
+        return {agent: server.getsockname()[1] for agent, server in zip(agents, free, strict=True)}
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Cluster:
+    if request.param == "slurm":
+        pytest.importorskip("submitit")
+        return Slurm(address=LOCAL)
+    return request.getfixturevalue("nodes")
+
+
+BOTH = pytest.mark.parametrize("place", ["ray", "slurm"], indirect=True)
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_lost_worker_is_replaced_and_one_that_always_dies_is_reported(
+    place: Cluster, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [tiny(text, seed=seed) for seed in range(3)]
+    monkeypatch.setattr(workers_module, "train_one", training_helpers.die_the_first_time)
+    result = quiet_sweep(configs, tmp_path / "once", workers=place)
+    assert (tmp_path / "once" / "died-1").exists()
+    assert [run.name for run in result.runs] == [config.run_id for config in configs] and not result.failures
+    assert not (tmp_path / "once" / "out" / runs.PARTIAL / "slurm").exists(), "what jobs need to start is left behind"
+    monkeypatch.setattr(workers_module, "train_one", training_helpers.always_die)
+    result = quiet_sweep(configs, tmp_path / "always", workers=place)
+    assert [run.name for run in result.runs] == [configs[0].run_id, configs[2].run_id]
+    assert list(result.failures) == [configs[1].run_id]
+
+
+def test_clusters_that_cannot_serve_are_one_line(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(NormlabError, match="there is no sbatch here"):
+        quiet_sweep([tiny(text)], tmp_path, workers="slurm")
+    with pytest.raises(NormlabError, match="gpus is 0.5; Slurm gives whole ones"):
+        cluster("slurm", address=LOCAL, gpus=0.5)
+    with pytest.raises(NormlabError, match="'host:1': Slurm needs none"):
+        cluster("slurm", address="host:1")
+    with pytest.raises(NormlabError, match="workers is 'pbs'; give a number of processes, at least 1, or ray or slurm"):
+        quiet_sweep([tiny(text)], tmp_path, workers="pbs")
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    assert cli.main(["sweep", "--workers", "slurm", "--out", str(tmp_path / "out"), "--quiet"]) == 2
+    assert "pip install 'normlab[slurm]'" in capsys.readouterr().err
+
+
+def test_flags_reach_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slurm, "check", lambda self: None)
+    flags = ["--workers", "slurm", "--gpus", "1", "--slurm", "timeout_min=60", "--slurm", "slurm_partition=night"]
+    options = cli.build_parser().parse_args(["sweep", *flags, "--out", "runs"])
+    assert cli._workers(options) == Slurm(None, 1.0, {"timeout_min": 60, "slurm_partition": "night"})

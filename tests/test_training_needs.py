@@ -1,0 +1,161 @@
+"""What a run needs, known before it starts: parameters, FLOPs and memory held against models that are built and run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from normlab import NormlabError, NormlabForCausalLM, cli
+from normlab.schemes import BASELINE
+from normlab.training import needs as needs_module
+from normlab.training.config import TrainConfig
+from normlab.training.needs import needs
+from normlab.training.sizes import LEFT_OUT, SIZES, get_size
+
+SMALL = TrainConfig(
+    scheme="bhyt", depth=4, width=256, intermediate=704, batch_size=8, block_length=256, vocab_size=8192, steps=10
+)
+
+
+@pytest.mark.parametrize("name, printed", [("bhyt-1b", 1_235_814_400), ("bhyt-3b", 3_212_749_824)])
+def test_the_llama_shapes_have_llamas_parameters(name: str, printed: int) -> None:
+    config = dataclasses.replace(SIZES[name].config, scheme=BASELINE)
+    assert needs_module.count_parameters(config.model_config(0, 0)) == printed
+
+
+@pytest.mark.parametrize("name, millions", [("curse-130m", 134), ("curse-250m", 247), ("curse-350m", 367)])
+def test_the_curses_shapes_have_about_the_parameters_they_are_named_for(name: str, millions: int) -> None:
+    assert needs_module.count_parameters(SIZES[name].config.model_config(0, 0)) // 10**6 == millions
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_those_of_a_step(tied: bool) -> None:
+    """Eager attention, whose products are counted, computes the masked half too."""
+    config = dataclasses.replace(SMALL, batch_size=1, block_length=64, model={"tie_word_embeddings": tied})
+    model = NormlabForCausalLM(config.model_config(8192, 0))
+    model.set_attn_implementation("eager")
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    masked_half = 6 * 4 * 64 * 256 * 64
+    parameters = sum(p.numel() for p in model.parameters())
+    expected = needs_module.flops_a_step(model.config, parameters, config) + masked_half
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.005)
+
+
+def test_what_autograd_keeps_grows_by_the_same_amount_a_block() -> None:
+    config = SMALL.model_config(8192, 0)
+    one, two, four = (
+        needs_module._saved_bytes(needs_module._at_depth(config, depth), 1, 64, "bfloat16") for depth in (1, 2, 4)
+    )
+    assert four - two == 2 * (two - one) > 0
+    fixed, a_block = needs_module._kept(config, 64, "bfloat16")
+    three = needs_module._saved_bytes(config, 3, 64, "bfloat16")
+    assert three + 3 * 8 * 64 * 8192 == pytest.approx(fixed + 3 * a_block, rel=1e-6) and fixed > 0
+
+
+MEASURE = """
+import gc, sys, torch
+from normlab import NormlabForCausalLM
+from normlab.training.config import TrainConfig
+from normlab.training.precision import autocast
+torch.set_num_threads(1)
+
+def steps(config, parts=1):
+    model = NormlabForCausalLM(config.model_config(config.vocab_size, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.zeros(config.batch_size // parts, config.block_length, dtype=torch.long)
+    for step in range(2):
+        for part in range(parts):
+            with autocast(config.dtype, ids.device):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
+
+config, parts = TrainConfig(**{config!r}), {parts}
+steps(TrainConfig(depth=1, width=32, batch_size=2, block_length=8, vocab_size=64, dtype=config.dtype))
+gc.collect()
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+steps(config, parts)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="measures the peak as Linux counts it")
+@pytest.mark.parametrize(
+    "fields, parts",
+    [
+        ({"dtype": "bfloat16"}, 1),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+        pytest.param({"scheme": BASELINE, "dtype": "bfloat16"}, 2, marks=pytest.mark.slow),
+        pytest.param({"scheme": "lns", "depth": 8}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_is_the_measured_peak_within_a_tenth(fields: dict[str, Any], parts: int) -> None:
+    config = dataclasses.replace(SMALL, **fields)
+    code = MEASURE.replace("{config!r}", repr(config.to_dict())).replace("{parts}", str(parts))
+    # Large pieces straight from the system, as a GPU's allocator has them: what is freed does not stay in the heap.
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
+    assert done.returncode == 0, done.stderr
+    one_part = needs(config)
+    assert one_part.config.accumulate == 1
+    expected = one_part.memory
+    if parts > 1:
+        fixed, a_block = needs_module._kept(config.model_config(8192, 0), 256, config.dtype)
+        expected = 16 * one_part.parameters + fixed + a_block * 8 / parts
+    assert int(done.stdout) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_step_is_computed_in_as_few_parts_as_fit_the_memory() -> None:
+    whole = needs(SMALL)
+    enough, less = (needs(SMALL, memory_gib=whole.memory / 2**30 * share) for share in (1.01, 0.7))
+    assert enough == whole and less.config.accumulate > 1 and less.fits and less.memory < whole.memory
+    assert not needs(SMALL, memory_gib=0.01).fits
+    several = needs(SMALL, 2)
+    assert several.seconds == whole.seconds / 2
+    fixed, a_block = needs_module._kept(SMALL.model_config(8192, 0), 256, "float32")
+    assert several.memory == 16 * whole.parameters + fixed + 4 * a_block
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_command_of_a_plan_is_its_configuration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", name, "--gpus", "4"]) == 0
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchrun")]
+    launcher, _, arguments = command.partition(" -m normlab ")
+    assert launcher == "torchrun --nproc-per-node 4"
+    options = cli.build_parser().parse_args(shlex.split(arguments))
+    given = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(TrainConfig)}
+    given = {key: value for key, value in given.items() if value is not None}
+    config = TrainConfig(**{**given, "model": cli._fields(options.model, "--model")})
+    assert dataclasses.replace(config, accumulate=1) == SIZES[name].config
+    assert config.batch_size % (4 * config.accumulate) == 0
+
+
+def test_what_cannot_be_planned_is_one_line() -> None:
+    with pytest.raises(NormlabError, match="bhyt-374m is left out: its shape is known, the number of its steps is not"):
+        get_size("bhyt-374m")
+    with pytest.raises(NormlabError, match="unknown size 'bhyt-7b'; known are curse-130m"):
+        get_size("bhyt-7b")
+    with pytest.raises(NormlabError, match="3 GPUs do not divide batch_size 8: change one of the two"):
+        needs(SMALL, 3)
+    with pytest.raises(NormlabError, match="mfu 40"):
+        needs(SMALL, mfu=40)
+    assert not set(LEFT_OUT) & set(SIZES)

@@ -1,0 +1,161 @@
+"""Text read while training: over HTTP, packed, resumed at its position, one order whatever the number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_training_ranks import assert_same, finish
+from training_helpers import tiny, write_text
+
+from normlab import NormlabError, runs
+from normlab.training.callbacks import RunStopped
+from normlab.training.config import TrainConfig
+from normlab.training.corpus import Corpus, corpus_of
+from normlab.training.documents import is_held_out
+from normlab.training.sizes import get_size
+from normlab.training.stream import DOCUMENTS, StreamedBlocks
+
+pytest_plugins = ["training_fixtures"]
+pytest.importorskip("aiohttp")
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two compressed files, as C4's are, on a server of this machine."""
+    folder = tmp_path_factory.mktemp("web")
+    documents = write_text(folder / "text.txt", 600).read_text().split("\n\n")
+    for part, some in enumerate((documents[:250], documents[250:])):
+        lines = "\n".join(json.dumps({"text": text}) for text in some)
+        (folder / f"c4-{part}.json.gz").write_bytes(gzip.compress(lines.encode()))
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        yield f"{here}/c4-0.json.gz,{here}/c4-1.json.gz"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def config(address: str) -> TrainConfig:
+    return tiny(address, stream=True, steps=10, batch_size=4, block_length=32, characters=20_000)
+
+
+@pytest.fixture(scope="module")
+def corpus(config: TrainConfig, cache: Path) -> Corpus:
+    return corpus_of(config, cache)
+
+
+@pytest.fixture(scope="module")
+def alone(config: TrainConfig, go: Callable, tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
+    return go(config, tmp_path_factory.mktemp("alone"))
+
+
+def streamed(config: TrainConfig, corpus: Corpus) -> StreamedBlocks:
+    return StreamedBlocks(config.corpus, "text", corpus.tokenizer(), config.block_length, ahead=16)
+
+
+def take(blocks: StreamedBlocks, count: int) -> np.ndarray:
+    return np.stack([example["input_ids"].numpy() for example in islice(blocks, count)])
+
+
+def test_documents_are_packed_without_gaps_in_their_order_and_begin_again(
+    config: TrainConfig, corpus: Corpus, address: str
+) -> None:
+    tokenizer = corpus.tokenizer()
+    texts = [json.loads(line)["text"] for line in _lines(address)]
+    train = [text for text in texts if not is_held_out(text)]
+    assert len(train) > 3 * DOCUMENTS and len(train) < len(texts)
+    once = [id for text in train for id in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
+    count = len(once) // 32 + 50
+    expected = np.array((once + once)[: count * 32]).reshape(-1, 32)
+    assert (take(streamed(config, corpus), count) == expected).all()
+
+
+def _lines(address: str) -> Iterator[str]:
+    from urllib.request import urlopen
+
+    for one in address.split(","):
+        with urlopen(one) as response:
+            yield from gzip.decompress(response.read()).decode().splitlines()
+
+
+@pytest.mark.parametrize("done", [0, 3, 150, 333])
+def test_a_stream_goes_on_after_any_block_from_what_was_saved_as_json(
+    done: int, config: TrainConfig, corpus: Corpus
+) -> None:
+    first = streamed(config, corpus)
+    blocks = take(first, done + 12)  # a loader is ahead of what is trained on
+    saved = json.dumps(first.position(done))
+    assert len(saved) < 4000
+    again = streamed(config, corpus)
+    again.restore(json.loads(saved), done)
+    assert done < 150 or json.loads(saved)["blocks"] > 0, "read from the beginning"
+    assert (take(again, 12) == blocks[done:]).all()
+
+
+def test_a_streamed_run_that_is_stopped_goes_on_to_the_same_numbers(
+    config: TrainConfig, alone: runs.Run, go: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(RunStopped):
+        go(config, tmp_path, watch=lambda step, rows: step != 7)
+    (stream,) = (tmp_path / runs.PARTIAL / config.run_id / "checkpoint-7").glob("stream.json")
+    assert 0 <= json.loads(stream.read_text())["blocks"] <= 7 * 4
+    run = go(config, tmp_path)
+    assert run.manifest["measured"]["resumed_from_step"] == 7 and run.manifest["epochs"] is None
+    assert pd.read_parquet(run.path / runs.STATS).equals(pd.read_parquet(alone.path / runs.STATS))
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_same_blocks(config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path) -> None:
+    finish(config, tmp_path, cache)
+    assert_same(runs.read_run(tmp_path / config.run_id), alone)
+
+
+def test_a_tokenizer_of_a_folder_is_loaded_as_one_of_the_hub(
+    config: TrainConfig, corpus: Corpus, cache: Path, tmp_path: Path
+) -> None:
+    """By the same `AutoTokenizer.from_pretrained`; here it gives the ids of the run's own tokenizer."""
+    corpus.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    loaded = dataclasses.replace(config, tokenizer=str(tmp_path / "tokenizer"))
+    found = corpus_of(loaded, cache)
+    assert found.tokenizer_hash == corpus.tokenizer_hash and (found.train == corpus.train).all()
+    assert (take(streamed(loaded, found), 20) == take(streamed(config, corpus), 20)).all()
+
+
+@pytest.mark.parametrize("name", ["bhyt-1b", pytest.param("curse-130m", marks=pytest.mark.slow)])
+def test_a_papers_size_takes_its_first_steps_at_a_reduced_width(
+    name: str, address: str, corpus: Corpus, go: Callable, tmp_path: Path
+) -> None:
+    corpus.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    size = get_size(name).config
+    small = dict(depth=2, width=32, heads=2, kv_heads=1, intermediate=48, steps=3, batch_size=2, log_every=1)
+    text = dict(corpus=address, tokenizer=str(tmp_path / "tokenizer"), characters=20_000, block_length=64)
+    config = dataclasses.replace(
+        size, **small, **text, eval_blocks=2, checkpoint_every=2, model={**size.model, "vocab_size": 512}
+    )
+    run = go(config, tmp_path / "out")
+    losses = run.table().query("metric == 'loss' and split == 'train'")["value"]
+    assert len(losses) == 3 and losses.between(5.5, 6.9).all()
+
+
+def test_addresses_that_cannot_be_read_are_one_line(address: str, cache: Path) -> None:
+    with pytest.raises(NormlabError, match=r"an address must end in one of \.txt"):
+        corpus_of(tiny("https://example.org/page.html"), cache)
+    with pytest.raises(NormlabError, match="^cannot read corpus 'http://127.*nowhere.json.gz'"):
+        corpus_of(tiny(address.split("c4-0")[0] + "nowhere.json.gz"), cache)
