@@ -31,14 +31,14 @@ def load_model(name: str | Path, **kwargs: Any) -> NormlabForCausalLM:
         NormlabError: no such model here, or its release cannot be reached.
     """
     kwargs = {"dtype": torch.float32, **kwargs}
-    return NormlabForCausalLM.from_pretrained(modelmodel_folder(name), **kwargs).eval()
+    return NormlabForCausalLM.from_pretrained(model_folder(name), **kwargs).eval()
 
 
 def load_held_out(name: str | Path) -> Tensor:
     """Held-out blocks of the corpus that model `name` was trained on: (blocks, tokens) ids, int64."""
     from safetensors.torch import load_file
 
-    return load_file(modelmodel_folder(name) / BLOCKS)["blocks"].long()
+    return load_file(model_folder(name) / BLOCKS)["blocks"].long()
 
 
 def find_model(scheme: str, **options: Any) -> Path | None:
