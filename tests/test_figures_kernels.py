@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from normlab_kernels.ladder import FusionWin, LinearLaunch
 
 from normlab.analysis import kernels
 from normlab.errors import NormlabError
@@ -76,13 +77,14 @@ def test_what_must_move_is_one_call_or_two_kernels():
 
 def test_findings_hold_do_not_hold_or_were_not_tested():
     builds = pd.DataFrame([build(), build(width=256, spilled_bytes=8)])
-    found = kernels.findings(times(), builds, {})
+    found = kernels.findings(times(), builds, ())
     verdicts = found.set_index(["claim", "on"])["verdict"]
     assert verdicts["the bytes set the time", "a GPU"] == "not tested"
     assert verdicts["the bytes set the time", "cpu"].startswith("does not hold, nor")
     assert verdicts["no kernel spills registers", "compiled for sm_90"] == "does not hold"
-    won = kernels.findings(times(device="GPU"), builds, {"H200": (4096,)}).set_index("claim")
-    assert won.loc["the fused product beats addmm and a norm", "found"] == "widths H200: 4096"
+    win = FusionWin("H200", 4096, 4096, 8192, LinearLaunch(128, 128, 64, 1, 8, 3))
+    won = kernels.findings(times(device="GPU"), builds, [win]).set_index("claim")
+    assert won.loc["the fused product beats addmm and a norm", "found"] == "H200: 4096 x 4096 from 8192 rows on"
     assert won.loc["the bytes set the time", "verdict"] == "does not hold"
 
 

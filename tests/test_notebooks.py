@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
+from io import BytesIO
 
 import nbformat
 import pytest
 from notebook_helpers import NOTEBOOKS, PLOTLY
+from PIL import Image
 
 from normlab.export.notebooks import ImageNotebook
 
@@ -34,8 +37,11 @@ def test_a_committed_notebook_is_small_and_shows_images_only(name: str):
 
 
 def test_keeping_images_only_drops_everything_that_needs_a_kernel():
+    png = BytesIO()
+    Image.linear_gradient("L").convert("RGB").save(png, "PNG")
+    full = b64encode(png.getvalue()).decode()
     outputs = [
-        {"output_type": "display_data", "data": {PLOTLY: {}, "image/png": "iVBO"}, "metadata": {}},
+        {"output_type": "display_data", "data": {PLOTLY: {}, "image/png": full}, "metadata": {}},
         {"output_type": "display_data", "data": {PLOTLY: {}}, "metadata": {}},
         {"output_type": "display_data", "data": {"application/vnd.jupyter.widget-view+json": {}}, "metadata": {}},
         {"output_type": "stream", "name": "stderr", "text": "a warning"},
@@ -56,3 +62,6 @@ def test_keeping_images_only_drops_everything_that_needs_a_kernel():
     (cell,) = kept.cells
     assert [list(o.get("data", {"text": 0})) for o in cell.outputs] == [["image/png"], ["text"], ["text/html"]]
     assert cell.execution_count is None and "papermill" not in kept.metadata
+    image = Image.open(BytesIO(b64decode(cell.outputs[0].data["image/png"])))
+    assert image.mode == "P" and image.size == (256, 256)
+    assert image.convert("RGB").getpixel((9, 200)) == pytest.approx((200, 200, 200), abs=2)

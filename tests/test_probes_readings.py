@@ -82,7 +82,8 @@ def test_a_convolution_after_attention_goes_on_with_it():
     block, found, absent = measured(Continued, X)
     adds = block.attn_conv(block.attn(block.norm1(X)))
     check(found, attn=ratio(adds, X), mlp=ratio(block.mlp(block.norm2(X + adds)), X + adds))
-    assert set(absent.values()) == {"what it returns goes into another branch, not into the stream"}
+    assert set(absent.values()) == {"it changes the stream together with another branch"}
+    assert {name.split()[0] for name in absent} == {"mixer"}
     assert not [key for key in found if key[0] == "mixer"]
 
 

@@ -129,7 +129,7 @@ def test_a_size_of_outliers_that_is_no_number_is_refused(text: Path):
 
 def test_shipped_runs_keep_their_ids():
     manifests = [json.loads(path.read_text()) for path in DATA.glob("*/*/manifest.json")]
-    assert len(manifests) > 100
+    assert len(manifests) > 70
     assert not [m["run"] for m in manifests if TrainConfig.from_dict(m["config"]).run_id != m["run"]]
 
 

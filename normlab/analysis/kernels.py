@@ -14,10 +14,11 @@ findings        what the tables say to the claim that a norm's time is the time 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from normlab_kernels.ladder import FusionWin
 
 from normlab.errors import NormlabError
 
@@ -166,12 +167,12 @@ def against_peers(times: pd.DataFrame, function: str, others: Sequence[tuple[str
     return pd.DataFrame(rows)
 
 
-def findings(times: pd.DataFrame, builds: pd.DataFrame, fusion_wins: Mapping[str, Sequence[int]]) -> pd.DataFrame:
+def findings(times: pd.DataFrame, builds: pd.DataFrame, fusion_wins: Sequence[FusionWin]) -> pd.DataFrame:
     """What the tables say to the claim: columns `claim on found verdict`, the verdict "holds", "does not hold", "not
     tested" or "not shown".
 
     Args:
-        fusion_wins: widths by device at which the fused product was timed and won (`normlab_kernels.ladder`).
+        fusion_wins: where the fused product was timed and won (`normlab_kernels.ladder.FUSION_WINS`).
     """
     rows = []
     judged = traffic(times)
@@ -184,8 +185,8 @@ def findings(times: pd.DataFrame, builds: pd.DataFrame, fusion_wins: Mapping[str
         rows.append(("no call is quicker than its floor", row.device, f"{under} are", _holds(row.below_floor == 0)))
     if judged["device"].str.startswith("cpu").all():
         rows.append(("the bytes set the time", "a GPU", "nothing was timed on one", "not tested"))
-    won = "; ".join(f"{name}: {', '.join(map(str, widths))}" for name, widths in fusion_wins.items())
-    found = (f"widths {won}", "holds") if won else ("the table of widths where it won is empty", "not shown")
+    won = "; ".join(f"{win.device}: {win.width} x {win.inner} from {win.rows} rows on" for win in fusion_wins)
+    found = (won, "holds") if won else ("the table of where it won is empty", "not shown")
     rows.append(("the fused product beats addmm and a norm", "a GPU", *found))
     spilled, targets = int((builds["spilled_bytes"] > 0).sum()), ", ".join(sorted(set(builds["target"])))
     rows.append(

@@ -190,9 +190,9 @@ def _one_by_one(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float
     change, o = after - before, outputs[0]
     square = o.square().sum(0)
     factor = torch.where(square > 0, (change * o).sum(0) / square.clamp(min=1e-300), torch.zeros_like(square))
-    if _fits(change - factor * o, [before, after, o], eps) and float((factor * o).norm()) > 4 * float(
-        (change - factor * o).norm()
-    ):
+    sizes = [before, after, o]
+    varies = not _fits(factor * (o - o.mean(0)), sizes, eps)  # of equal rows, any change is so made
+    if varies and _fits(change - factor * o, sizes, eps) and _significant(change - factor * o, [factor * o], [1.0]):
         return Explanation("by feature", (), (factor,))
     held = change.abs() > SLACK * eps * (before.abs() + after.abs() + o.abs())
     if not bool(held.any()) or not bool((o[held] != 0).all()):
