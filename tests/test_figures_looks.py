@@ -81,3 +81,17 @@ def test_more_schemes_than_looks_are_refused_in_one_line(monkeypatch):
         monkeypatch.setitem(SCHEMES, f"new{number}", row)
     with pytest.raises(NormlabError, match="add a dash"):
         theme.style_of("new1")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.98, 1.2, ["1", "1.05", "1.1", "1.15", "1.2"]),
+        (1.0, 1.7, ["1", "1.2", "1.4", "1.6"]),
+        (1e-4, 1.3e-4, ["1e-4", "1.1e-4", "1.2e-4", "1.3e-4"]),
+        (1.0, 12.0, ["1", "2", "5", "10"]),
+        (1e-5, 1e-1, ["1e-5", "1e-4", "0.001", "0.01", "0.1"]),
+    ],
+)
+def test_a_log_axis_has_readable_ticks_however_narrow_it_is(low: float, high: float, ticks: list[str]):
+    assert theme.value_axis(theme.axis_bounds([low, high], True), True)["ticktext"] == ticks

@@ -194,6 +194,11 @@ def value_axis(bounds: tuple[float, float] | None, log: bool) -> dict[str, objec
     leaders = (1,) if high - low > 2.4 else (1, 2, 5) if high - low > 0.5 else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
     every = max(1, round(len(decades) / 7))
     ticks = [leader * 10.0**decade for decade in decades if decade % every == 0 for leader in leaders]
+    if high - low <= 0.3:  # within a factor of two: equal steps, about five
+        span = 10**high - 10**low
+        decade = 10.0 ** math.floor(math.log10(span))
+        step = min((leader * decade for leader in (0.1, 0.2, 0.5, 1, 2, 5)), key=lambda s: abs(span / s - 5))
+        ticks = [step * n for n in range(math.ceil(10**low / step), math.floor(10**high / step) + 1)]
     shown = [tick for tick in ticks if low <= math.log10(tick) <= high]
     return dict(
         type="log",
@@ -205,7 +210,9 @@ def value_axis(bounds: tuple[float, float] | None, log: bool) -> dict[str, objec
 
 
 def _tick_text(tick: float) -> str:
-    return f"{tick:,.10g}" if 1e-3 <= tick < 1e5 else f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    if 1e-3 <= tick < 1e5:
+        return f"{tick:,.10g}"
+    return f"{tick:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
 
 
 def axis_bounds(values: Iterable[float], log: bool, pad: float = 0.06) -> tuple[float, float] | None:
