@@ -80,7 +80,7 @@ voila: $(VENV)/.installed-notebooks ## serve the explorer alone, as a page of co
 test: $(VENV)/.installed-test ## the whole test suite
 	@failed=0; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) kernels || failed=1; \
-	$(BIN)/python -m pytest -n $(JOBS) kernels tests || failed=1; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal kernels tests || failed=1; \
 	exit $$failed
 
 test-slow: $(VENV)/.installed-test ## the tests that take minutes

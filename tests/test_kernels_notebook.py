@@ -54,6 +54,7 @@ def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path: Path):
         assert shown["floor"] == [list(rows["peer"]), pytest.approx(list(floor))]
 
 
+@pytest.mark.slow
 def test_the_kernels_notebook_tells_a_device_that_traffic_rules_from_one_where_it_does_not(tmp_path: Path):
     """A made-up GPU at nine tenths of the copy rate, beside the CPU as it was measured."""
     bench = tmp_path / "bench"

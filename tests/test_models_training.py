@@ -20,6 +20,9 @@ from model_helpers import (
 from normlab import SCHEMES, NormlabForCausalLM
 from normlab.schemes import STUDIED
 
+# Traced always; the others when asked for, as tracing takes seconds.
+TRACED = ("pre_rmsnorm", "mix_ln")
+
 
 @pytest.fixture
 def fresh_compiler():
@@ -35,8 +38,10 @@ def rounding_of(gradient: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("scheme", "extra"),
-    [pytest.param(name, {}, id=name) for name in STUDIED]
-    + [pytest.param("bhyt", {"carried": "causal"}, id="bhyt-causal")],
+    [
+        *(pytest.param(name, {}, id=name, marks=() if name in TRACED else pytest.mark.slow) for name in STUDIED),
+        pytest.param("bhyt", {"carried": "causal"}, id="bhyt-causal"),
+    ],
 )
 def test_the_whole_model_compiles_as_one_graph(scheme, extra, fresh_compiler):
     depth = 2 if SCHEMES[scheme].first_layout else 1  # a block of each kind
@@ -150,7 +155,7 @@ NARROW = {
 
 
 @every_scheme
-@pytest.mark.parametrize("depth", [1, 200])
+@pytest.mark.parametrize("depth", [1, pytest.param(200, marks=pytest.mark.slow)])
 def test_any_depth_runs_and_is_finite(scheme, depth):
     torch.manual_seed(0)
     model = NormlabForCausalLM(tiny_config(scheme, **{**NARROW, "num_hidden_layers": depth}))

@@ -55,11 +55,13 @@ def test_keeping_images_only_drops_everything_that_needs_a_kernel():
     ]
     cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.from_dict(o) for o in outputs], execution_count=3)
     injected = nbformat.v4.new_code_cell("RUNS = '/somewhere'", metadata={"tags": ["injected-parameters"]})
-    notebook = nbformat.v4.new_notebook(cells=[cell, injected])
+    timed = nbformat.v4.new_markdown_cell("text", metadata={"papermill": {"duration": 0.1}})
+    notebook = nbformat.v4.new_notebook(cells=[cell, timed, injected])
     notebook.metadata["papermill"] = {"duration": 1.0}
     kept = nbformat.reads(ImageNotebook().from_notebook_node(notebook)[0], as_version=4)
     nbformat.validate(kept)
-    (cell,) = kept.cells
+    cell, text = kept.cells
+    assert "papermill" not in text.metadata
     assert [list(o.get("data", {"text": 0})) for o in cell.outputs] == [["image/png"], ["text"], ["text/html"]]
     assert cell.execution_count is None and "papermill" not in kept.metadata
     image = Image.open(BytesIO(b64decode(cell.outputs[0].data["image/png"])))

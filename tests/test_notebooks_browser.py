@@ -173,6 +173,7 @@ def test_the_explorer_answers_every_control(address: str, chromium: str):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address: str, chromium: str):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "busy.ipynb")
@@ -198,6 +199,7 @@ def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_model_answers_while_its_gain_is_moved(address: str, chromium: str):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "06_your_own_model.ipynb")

@@ -76,6 +76,7 @@ def row_of_index(notebook, name: str) -> list[str]:
     return row
 
 
+@pytest.mark.slow
 def test_without_transformer_lens_the_notebook_says_in_one_line_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

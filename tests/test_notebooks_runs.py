@@ -12,6 +12,11 @@ from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, skip_cost, tables_in, widgets_in, write_runs
 
 DATA = NOTEBOOKS.parent / "data"
+# Each takes a kernel of its own: one always, the others when asked for.
+SOME = [
+    "00_start_here",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("01_curse_of_depth", "04_layer_skip")),
+]
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
@@ -126,7 +131,7 @@ def test_the_curse_of_depth_opens_a_widget_on_growth(curse: nbformat.NotebookNod
         assert growth[scheme] == pytest.approx([activation(scheme, layer, 20) / first for layer in range(5)])
 
 
-@pytest.mark.parametrize("name", ["00_start_here", "01_curse_of_depth", "04_layer_skip"])
+@pytest.mark.parametrize("name", SOME)
 def test_a_notebook_runs_on_one_run_and_compares_it_with_nothing(tmp_path: Path, name: str):
     single = write_runs(tmp_path / "data" / "runs", schemes=["lns"], depths=[3], seeds=[0])
     tables = tables_in(execute(name, tmp_path, RUNS=str(single)))

@@ -142,6 +142,7 @@ def test_a_killed_worker_costs_no_run(
     assert len(result.runs) == 3 and not result.failures
 
 
+@pytest.mark.slow
 def test_a_run_that_kills_its_worker_every_time_is_given_up_and_takes_no_other_with_it(
     configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +171,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path: Path) -> None:
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING_SWEEP)

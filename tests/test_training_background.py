@@ -292,6 +292,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of process groups")
+@pytest.mark.slow
 def test_an_interrupt_does_not_reach_it_and_it_dies_with_its_parent(text: Path, tmp_path: Path) -> None:
     """Jupyter interrupts a cell by a signal to the kernel's whole group, and restarts a busy kernel by killing it."""
     (tmp_path / "text.txt").write_bytes(text.read_bytes())

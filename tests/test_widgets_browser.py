@@ -137,6 +137,7 @@ def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_th
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_schemes_train_while_the_kernel_is_free(address: str, chromium: str):
     with page_of(chromium, width=1400) as (page, errors):
         run_all(page, address, "theatre.ipynb")

@@ -151,6 +151,7 @@ def page() -> Iterator[Page]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_sliders_moved_fast_while_a_cell_runs_corrupt_nothing(page: Page, tmp_path: Path):
     recipe = TINY | {"corpus": str(write_text(tmp_path / "text.txt")), "steps": 100_000, "eval_every": 50}
     setup = page.finish(page.begin(SETUP.format(out=str(tmp_path / "out"), recipe=recipe)))

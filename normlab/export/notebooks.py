@@ -82,6 +82,7 @@ class PlainImages(Preprocessor):
     def preprocess_cell(
         self, cell: NotebookNode, resources: dict[str, Any], index: int
     ) -> tuple[NotebookNode, dict[str, Any]]:
+        cell.metadata.pop("papermill", None)  # nbconvert clears what code cells carry, and only theirs
         if cell.cell_type == "code":
             cell.execution_count = None
             cell.outputs = [kept for kept in map(_plain_output, cell.outputs) if kept is not None]
