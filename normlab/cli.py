@@ -52,11 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
     parser.add_argument("--version", action="version", version=f"normlab {normlab.__version__}")
-    commands = parser.add_subparsers(
-        dest="command",
-        required=True,
-        metavar="train | sweep | plan | compare | probe | figures | export | bench | schemes",
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
     _add_sweep(commands)
     _add_plan(commands)
@@ -330,21 +326,24 @@ def _figures(options: argparse.Namespace) -> int:
 
     from normlab.analysis.published import load_published
     from normlab.export import save_images
-    from normlab.runs import load_runs
+    from normlab.runs import load_experiments, load_runs
 
     try:
-        from normlab.figures import FIGURES
+        from normlab.figures import draw_all
     except ImportError as error:
         raise NormlabError(str(error)) from error
     out = Path(options.out)
     if out.exists() and not out.is_dir():
         raise NormlabError(f"output {out} is a file; name a directory")
-    table, published = load_runs(options.runs), load_published()
-    drawn = {}
-    for name, draw in tqdm(FIGURES.items(), "figures", disable=options.quiet, leave=False):
-        drawn[name] = draw(table, published)
+    tables, drawn = {"runs": load_runs(options.runs)}, {}
+    try:
+        tables["experiments"] = load_experiments(options.runs)
+    except NormlabError as error:
+        print(f"normlab: without the figures of what was measured after training: {error}", file=sys.stderr)
+    for name, figure in tqdm(draw_all(tables, load_published()), "figures", disable=options.quiet, leave=False):
+        drawn[name] = figure
         out.mkdir(parents=True, exist_ok=True)
-        drawn[name].write_html(out / f"{name}.html", include_plotlyjs=True)
+        figure.write_html(out / f"{name}.html", include_plotlyjs=True)
     images, missing = save_images(drawn, out)
     print("\n".join(str(path) for path in [*(out / f"{name}.html" for name in drawn), *images]))
     if missing:

@@ -1,6 +1,8 @@
 """Figures: the long table of `normlab.load_runs` in, a plotly Figure out. No file access here, and no widgets.
 
 FIGURES               every figure by name: its paper's figure, what it shows, the function that draws it
+register              puts the function below it there
+draw_all              every figure of these tables
 layer_growth          a metric by layer, one panel a scheme, colour = training step (B1, C1)
 gradient_growth       gradient norms, drawn the same way (B3)
 loss_curves           training and held-out loss by step (B2)
@@ -30,6 +32,9 @@ A table without what a figure needs gives a figure that says what is missing; a 
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 try:
     import plotly  # noqa: F401
 except ImportError as error:  # pragma: no cover - needs an environment without plotly
@@ -44,7 +49,7 @@ from normlab.figures.growth import gradient_growth, layer_growth
 from normlab.figures.kernels import call_times, copy_share, one_call, registers_by_width
 from normlab.figures.profile import profile
 from normlab.figures.published import published_ratios
-from normlab.figures.registry import FIGURES, FigureRow
+from normlab.figures.registry import FIGURES, FigureRow, draw_all, register
 from normlab.figures.skipping import future_effect, skip_cost
 from normlab.figures.theme import message_figure, themed
 from normlab.figures.variants import by_setting, condition_differences, variant_differences
@@ -63,6 +68,7 @@ __all__ = [
     "condition_differences",
     "copy_share",
     "depth_scaling",
+    "draw_all",
     "future_effect",
     "gradient_growth",
     "growth_before_after",
@@ -74,6 +80,7 @@ __all__ = [
     "one_call",
     "profile",
     "published_ratios",
+    "register",
     "registers_by_width",
     "saturation",
     "shares_and_effects",
@@ -81,3 +88,10 @@ __all__ = [
     "themed",
     "variant_differences",
 ]
+
+# A figure in a file of its own registers itself, too; the order is that of the papers' figures.
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+_in_order = sorted(FIGURES.items(), key=lambda item: item[1].paper_figure)
+FIGURES.clear()
+FIGURES.update(_in_order)

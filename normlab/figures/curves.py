@@ -15,12 +15,14 @@ from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingT
 from normlab.analysis.verdicts import differences, in_words, interval, judged
 from normlab.figures import theme
 from normlab.figures.labels import EndLabel, label_ends, label_room
+from normlab.figures.registry import register
 from normlab.probes.metrics import NGRAM_LOSSES, metric_row
 
 _MARGIN = dict(l=70, r=190, t=112, b=64)
 _LOSS = metric_row("loss")
 
 
+@register("loss_curves", "B2", "training and held-out loss by step")
 def loss_curves(
     runs: pd.DataFrame,
     *,
@@ -168,6 +170,7 @@ def _values_of(figure: go.Figure, split: str, largest: bool = True) -> list[floa
     return [v for curve in curves if curve for v in (curve if largest else [min(curve)])]
 
 
+@register("depth_scaling", "C5", "held-out loss against depth")
 def depth_scaling(
     runs: pd.DataFrame,
     *,

@@ -15,12 +15,13 @@ from normlab.analysis.selection import in_order
 from normlab.errors import NormlabError
 from normlab.figures import theme
 from normlab.figures.labels import EndLabel, label_ends, label_room
+from normlab.figures.registry import register
 
-# metric -> (title, axis, the paper's figure)
+# metric -> (title, axis)
 BY_LAYER = {
-    "skip_delta_loss": ("Loss added by leaving out one block", "nats per token", "C2"),
-    "jacobian_identity": ("How far a block's Jacobian is from the identity", "‖J − I‖ / ‖I‖", "C4"),
-    "logit_lens_kl": ("How far the prediction after a layer is from the last", "KL, nats per token", "D3"),
+    "skip_delta_loss": ("Loss added by leaving out one block", "nats per token"),
+    "jacobian_identity": ("How far a block's Jacobian is from the identity", "‖J − I‖ / ‖I‖"),
+    "logit_lens_kl": ("How far the prediction after a layer is from the last", "KL, nats per token"),
 }
 BY_PAIR = {
     "angular_distance": (
@@ -28,9 +29,8 @@ BY_PAIR = {
         "earlier layer",
         "later layer",
         "angle / π",
-        "C3",
     ),
-    "skip_future_effect": ("What later blocks do when one is skipped", "later block", "skipped block", "change", "D2"),
+    "skip_future_effect": ("What later blocks do when one is skipped", "later block", "skipped block", "change"),
 }
 PARTS = {
     "block": "block skipped",
@@ -41,6 +41,18 @@ PARTS = {
 _SCALE = ((0.0, "#f3f6fb"), (0.5, "#5b8def"), (1.0, "#3b1f6b"))  # dark is much, legible on both pages
 
 
+@register("skip_cost", "C2", "loss added by leaving out one block", reads="experiments", metric="skip_delta_loss")
+@register(
+    "jacobian_identity",
+    "C4",
+    "how far a block's Jacobian is from the identity",
+    reads="experiments",
+    metric="jacobian_identity",
+)
+@register(
+    "logit_lens", "D3", "how far the prediction after a layer is from the last", reads="experiments",
+    metric="logit_lens_kl",
+)  # fmt: skip
 def by_layer(
     experiments: pd.DataFrame,
     metric: str = "skip_delta_loss",
@@ -66,7 +78,7 @@ def by_layer(
     """
     if metric not in BY_LAYER or part not in PARTS:
         raise NormlabError(f"no figure of {metric}, {part}: metrics {', '.join(BY_LAYER)}; parts {', '.join(PARTS)}")
-    title, axis, _ = BY_LAYER[metric]
+    title, axis = BY_LAYER[metric]
     rows, about = _chosen(experiments, metric, part, depth, schemes)
     if rows.empty:
         return theme.message_figure(f"No run measured {metric} ({PARTS[part]}).", title)
@@ -93,6 +105,20 @@ def by_layer(
     return theme.titled(figure, title, f"{what}{about}{spread}", 500)
 
 
+@register(
+    "angular_distance",
+    "C3",
+    "angle between the stream after two layers",
+    reads="experiments",
+    metric="angular_distance",
+)
+@register(
+    "skip_future_effect",
+    "D2",
+    "what later blocks do when one is skipped",
+    reads="experiments",
+    metric="skip_future_effect",
+)
 def by_pair(
     experiments: pd.DataFrame,
     metric: str = "angular_distance",
@@ -112,7 +138,7 @@ def by_pair(
     """
     if metric not in BY_PAIR:
         raise NormlabError(f"no figure of {metric} by pairs of layers: choose from {', '.join(BY_PAIR)}")
-    title, upwards, across, unit, _ = BY_PAIR[metric]
+    title, upwards, across, unit = BY_PAIR[metric]
     rows, about = _chosen(experiments, metric, "block", depth, schemes)
     if rows.empty:
         return theme.message_figure(f"No run measured {metric}.", title)

@@ -14,6 +14,7 @@ from normlab.analysis.selection import NothingToShow, Selection, choose, in_orde
 from normlab.analysis.verdicts import differences
 from normlab.figures import theme
 from normlab.figures.growth import short
+from normlab.figures.registry import register
 from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
 _ROW = 34  # pixels a scheme
@@ -21,6 +22,7 @@ _ROW = 34  # pixels a scheme
 _COLUMNS = {"before": 16, "after": 112, "published": 272}
 
 
+@register("growth_before_after", "N1", "last layer before and after training, with both controls", overlays=True)
 def growth_before_after(
     runs: pd.DataFrame,
     metric: str = "token_l2_mean",

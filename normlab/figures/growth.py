@@ -12,12 +12,23 @@ from plotly.subplots import make_subplots
 
 from normlab.analysis.selection import NothingToShow, Selection, choose, mean_of
 from normlab.figures import theme
+from normlab.figures.registry import register
 from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
 MOST_STEPS = 9  # more lines in a panel than this blur into each other
 _PANEL, _GAP = 190, 62  # pixels
 
 
+@register(
+    "token_l2_growth", "B1", "L2 norm of a token by layer and training step", overlays=True, metric="token_l2_mean"
+)
+@register(
+    "variance_growth",
+    "B1, C1",
+    "variance over features by layer and training step",
+    overlays=True,
+    metric="feature_var_mean",
+)
 def layer_growth(
     runs: pd.DataFrame,
     metric: str = "token_l2_mean",
@@ -62,6 +73,10 @@ def layer_growth(
     return theme.titled(figure, title, subtitle, int(figure.layout.height))
 
 
+@register(
+    "gradient_total_growth", "B3", "gradient norm of the batch by layer and training step", metric="grad_l2_total"
+)
+@register("gradient_token_growth", "B3", "gradient norm of a token by layer and training step", metric="grad_l2_mean")
 def gradient_growth(
     runs: pd.DataFrame,
     metric: str = "grad_l2_total",

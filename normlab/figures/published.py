@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 from normlab.analysis.published import HERE, QUANTITIES, ratios_to
 from normlab.analysis.selection import NothingToShow, choose, in_order
 from normlab.figures import theme
+from normlab.figures.registry import register
 from normlab.probes.metrics import metric_row
 from normlab.schemes import SCHEMES
 
@@ -23,6 +24,7 @@ BROKEN = {"perplexity": 3.0}  # a model so many times worse than the base did no
 _ROW = 46  # pixels a scheme
 
 
+@register("published_ratios", "N1", "ratios to the base scheme, the papers' and ours", overlays=True)
 def published_ratios(
     runs: pd.DataFrame, published: pd.DataFrame | None = None, *, base: str | None = None
 ) -> go.Figure:
