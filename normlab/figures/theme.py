@@ -30,7 +30,7 @@ _ON_DARK = {
     "#8c564b": "#a89060",
 }
 # What schemes that choose none are drawn with. To every kind of colour vision, no two of these colours
-# come near each other (tests/test_figures_looks.py); every dash differs from the next in ink or in period.
+# come near each other (tests/figures/test_figures_looks.py); every dash differs from the next in ink or in period.
 COLORS = ("#000000", "#009e73", "#e69f00", "#cc79a7", "#0072b2", "#56b4e9", "#d55e00")
 DASHES = ("dashdot", "24px,4px", "2px,9px", "dot", "dash", "solid")
 _INKS = {

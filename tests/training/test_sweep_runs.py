@@ -175,7 +175,7 @@ if __name__ == "__main__":
 def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path: Path) -> None:
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING_SWEEP)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     process = subprocess.Popen([sys.executable, script, tmp_path], env=environment, stderr=subprocess.DEVNULL)
     files = [tmp_path / f"worker-{seed}" for seed in range(2)]
     _wait(lambda: all(file.exists() and file.read_text() for file in files) or process.poll() is not None, 300)
@@ -201,7 +201,7 @@ sweep(configs, root / "out", workers=2, threads=1, cache_dir=root / "cache", pro
 def test_a_script_without_a_guard_ends_with_a_line_that_says_what_to_do(text: Path, tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED_SWEEP)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     process = subprocess.run(
         [sys.executable, script, tmp_path], env=environment, capture_output=True, text=True, timeout=300
     )

@@ -74,7 +74,7 @@ def test_a_missing_package_is_named_with_the_extra(tmp_path: Path, monkeypatch: 
 def test_the_extra_pins_the_releases_whose_text_is_known() -> None:
     import tomllib
 
-    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
     assert extras["english"] == [f"{package.name}=={package.version}" for package in english.PACKAGES]

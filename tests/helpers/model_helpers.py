@@ -4,6 +4,7 @@ CASES               every scheme of the shipped runs, and BHyT's options, as (sc
                     are in test_schemes_suite.py
 tiny_model          a small model with every default moved: norms, weights, lambda, c, kappa, eps
 lively              the same for a model that exists
+faulty_bhyt              a BHyT forward with another way to take its statistic
 assert_fault_is_caught   a check passes on our code and fails once a known fault is patched in
 """
 
@@ -154,3 +155,15 @@ def assert_fault_is_caught(check: Callable[[], None], patch: Callable[[pytest.Mo
         with pytest.raises(AssertionError):
             check()
     check()
+
+
+def faulty_bhyt(compute_ms, round_rstd=lambda rstd: rstd):
+    """A BHyT forward with another way to take the mean square or to hold its inverse root."""
+
+    def forward(self, x, mean_square=None, return_mean_square=False):
+        ms = compute_ms(x) if mean_square is None else mean_square
+        z = (self.lam / self.kappa) * (x * round_rstd(torch.rsqrt(ms + self.eps)))
+        y = self.weight * (torch.tanh(z) if self.bounded else z).to(x.dtype)
+        return (y, ms) if return_mean_square else y
+
+    return forward

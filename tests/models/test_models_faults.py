@@ -15,12 +15,12 @@ from model_helpers import (
     assert_fault_is_caught,
     assert_near,
     every_scheme,
+    faulty_bhyt,
     fresh_model,
     tiny_config,
     tiny_model,
     tokens,
 )
-from test_norms_faults import faulty_bhyt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normlab import NormlabForCausalLM

@@ -29,7 +29,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def helpers_for_workers() -> Iterator[None]:
     """What stands in for training in some tests can be imported by workers too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"), prepend=os.pathsep)
         patch.setenv("RAY_raylet_start_wait_time_s", "300")  # a busy machine starts a node slowly
         yield
 

@@ -53,7 +53,7 @@ def test_a_rank_that_hangs_is_not_left_behind(tmp_path):
 
 
 def test_two_ranks_merge_to_the_table_of_one(tmp_path):
-    script, out = Path(__file__).with_name("probe_ranks.py"), tmp_path / "merged.parquet"
+    script, out = Path(__file__).parents[1] / "helpers" / "probe_ranks.py", tmp_path / "merged.parquet"
     command = [
         sys.executable,
         "-m",

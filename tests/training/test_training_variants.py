@@ -24,7 +24,7 @@ from normlab.training.presets import Part, Preset, Variant, get_preset
 
 pytest_plugins = ["training_fixtures"]
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 GRID = get_preset("gain_or_bound")
 CONFIGS = GRID.grid(GRID.parts[0], {})
 

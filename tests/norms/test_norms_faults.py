@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_helpers import assert_fault_is_caught, assert_near
+from model_helpers import assert_fault_is_caught, assert_near, faulty_bhyt
 from torch import nn
 
 from normlab.norms import BHyT
-
-
-def faulty_bhyt(compute_ms, round_rstd=lambda rstd: rstd):
-    """A BHyT forward with another way to take the mean square or to hold its inverse root."""
-
-    def forward(self, x, mean_square=None, return_mean_square=False):
-        ms = compute_ms(x) if mean_square is None else mean_square
-        z = (self.lam / self.kappa) * (x * round_rstd(torch.rsqrt(ms + self.eps)))
-        y = self.weight * (torch.tanh(z) if self.bounded else z).to(x.dtype)
-        return (y, ms) if return_mean_square else y
-
-    return forward
-
 
 # 4. Squares taken in fp16 overflow and the output is 0.
 

@@ -88,10 +88,11 @@ def test_trackio_holds_the_heat_map(tmp_path):
     """In a process of its own: trackio fixes its folder when it is imported."""
     from PIL import Image
 
-    env = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    folder = str(Path(__file__).parent)
-    command = [sys.executable, "-c", TRACKIO, folder]
-    done = subprocess.run(command, env=env, cwd=Path(folder).parent, capture_output=True, text=True)
+    folder = Path(__file__).parent
+    helpers = str(folder.parent / "helpers")
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": helpers}
+    command = [sys.executable, "-c", TRACKIO, str(folder)]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     (image,) = tmp_path.glob("media/p/*/5/*.png")
     assert np.array_equal(np.asarray(Image.open(image).convert("RGB")), heatmap_image(history()))

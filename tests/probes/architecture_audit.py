@@ -1,6 +1,6 @@
 """The audit of the probes on one architecture: what `record` gives against float64 hooks of the audit's own.
 
-    python tests/architecture_audit.py data/bench/architectures.csv [class or task ...]
+    python tests/probes/architecture_audit.py data/bench/architectures.csv [class or task ...]
 
 `audit` builds a class tiny and random, records it with every metric, and compares with tensors kept by plain hooks:
 block outputs, norm inputs, gradients of the summed loss at block inputs (its factor read off the gradient at the

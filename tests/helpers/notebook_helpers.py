@@ -14,7 +14,7 @@ from figures_helpers import GROWTH, UNIGRAM, table
 
 from normlab.runs import EXPERIMENT_COLUMNS, EXPERIMENTS, MANIFEST, SCHEMA_VERSION, STATS, STATS_COLUMNS
 
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

@@ -9,7 +9,7 @@ from normlab.bench.browser import jupyter_lab, open_notebook, page_of, run_cells
 
 __all__ = ["PLOT", "SCREENSHOTS", "jupyter_lab", "line", "page_of", "run_all", "serve", "set_theme", "shoot", "slider"]
 
-SCREENSHOTS = Path(__file__).resolve().parents[1] / "build" / "screenshots"
+SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
 PLOT = "document.querySelector('.widget-vbox .js-plotly-plot')"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_figures_kernels import U, times
+from kernels_helpers import U, times
 
 from normlab.errors import NormlabError
 from normlab.figures.theme import template

@@ -297,7 +297,7 @@ def test_an_interrupt_does_not_reach_it_and_it_dies_with_its_parent(text: Path, 
     """Jupyter interrupts a cell by a signal to the kernel's whole group, and restarts a busy kernel by killing it."""
     (tmp_path / "text.txt").write_bytes(text.read_bytes())
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(tests=str(Path(__file__).parent), root=str(tmp_path)))
+    script.write_text(PARENT.format(tests=str(Path(__file__).parents[1] / "helpers"), root=str(tmp_path)))
     command = [sys.executable, str(script)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
