@@ -250,7 +250,9 @@ def _sheet(theme: str) -> dict[str, Any]:
 
 def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool, theme: str) -> dict[str, Any]:
     row = metric_row(view.metric)
-    label = _against(view) if view.reference is not None else "relative to layer 1" if view.relative else row.axis
+    label = "relative to layer 1" if view.relative else row.axis
+    if view.reference is not None:
+        label = _against(view)
     neutral = 1.0 if row.is_ratio else 0.0
     neutral_line = dict(color=look.NEUTRAL, dash="dot")
     line = dict(type="line", xref="x domain", x0=0, x1=1, y0=neutral, y1=neutral, line=neutral_line)

@@ -191,7 +191,8 @@ def value_axis(bounds: tuple[float, float] | None, log: bool) -> dict[str, objec
         return dict(type="linear", range=bounds, tickmode="auto")
     low, high = bounds
     decades = range(math.floor(low), math.ceil(high) + 1)
-    leaders = (1,) if high - low > 2.4 else (1, 2, 5) if high - low > 0.5 else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+    by_span = ((0.5, (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)), (2.4, (1, 2, 5)), (math.inf, (1,)))
+    leaders = next(leaders for span, leaders in by_span if high - low <= span)
     every = max(1, round(len(decades) / 7))
     ticks = [leader * 10.0**decade for decade in decades if decade % every == 0 for leader in leaders]
     if high - low <= 0.3:  # within a factor of two: equal steps, about five

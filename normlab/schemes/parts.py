@@ -171,7 +171,8 @@ def over_depth(sublayer: Sublayer) -> Residual:
 def layer_scale(sublayer: Sublayer) -> Residual:
     """A channel's factor from 0.1, 1e-5 or 1e-6, up to 18, up to 24 and beyond 24 layers (2103.17239)."""
     depth = sublayer.config.num_hidden_layers
-    return LearnedScale(sublayer.width, 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6)
+    start = next(start for deepest, start in ((18, 0.1), (24, 1e-5), (math.inf, 1e-6)) if depth <= deepest)
+    return LearnedScale(sublayer.width, start)
 
 
 def skip_init(sublayer: Sublayer) -> Residual:
