@@ -51,7 +51,7 @@ def intervention(
     share = next((name for name in _SHARES if len(before.profile(name, "attn_norm_in"))), None)
     titles = ["size of the residual stream", _SHARES[share or "saturation"], "next token"]
     figure = make_subplots(
-        rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.08, column_widths=[0.38, 0.34, 0.28]
+        rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.1, column_widths=[0.38, 0.34, 0.28]
     )
     figure.update_annotations(font=dict(size=13))
     accent = look.ink("#0072b2", theme)
