@@ -20,6 +20,11 @@ RELEASED_FIELDS = {
     "bhyt_kappa": "kappa",
     "seq_len": "train_seq_len",
 }
+# Families of models that are a scheme of ours with nothing else changed, by `model_type`.
+FAMILIES = {
+    "olmo2": {"scheme": "reordered_norm"},
+    "qwen3": {"scheme": BASELINE, "qk_norm": "rms_head"},
+}
 
 
 def _require(condition: bool, message: str) -> None:
@@ -152,12 +157,16 @@ class NormlabConfig(LlamaConfig):
 
         Args:
             released: Llama's fields, ``norm_type`` and the lambda, kappa and length fields of the BHyT release
-                (2601.09719).
+                (2601.09719); or the configuration of an OLMo 2 or a Qwen 3.
             scheme: used when the configuration has no ``norm_type`` (the LNS and Mix-LN releases choose it elsewhere).
 
         Raises:
-            NormlabError: neither ``norm_type`` nor ``scheme`` names a scheme.
+            NormlabError: nothing names a scheme, or a part of the model is one that ours does not have.
         """
+        if differs := _differs(released):
+            raise NormlabError(f"{released.get('model_type')} cannot be loaded: {differs}")
+        family = FAMILIES.get(str(released.get("model_type")), {}) if scheme is None else {}
+        scheme = scheme or family.get("scheme")
         by_release = {norm_type: name for name, row in SCHEMES.items() for norm_type in row.released_as}
         norm_type = str(released.get("norm_type"))
         scheme = scheme or by_release.get(norm_type)
@@ -170,7 +179,18 @@ class NormlabConfig(LlamaConfig):
         fields |= {
             ours: released[theirs] for theirs, ours in RELEASED_FIELDS.items() if released.get(theirs) is not None
         }
-        return cls(**fields, scheme=scheme)
+        return cls(**{**fields, **family, "scheme": scheme})
+
+
+def _differs(released: dict) -> str | None:
+    """What a released model computes that no scheme changes and ours does not have; None for nothing."""
+    if str(released.get("model_type")).startswith("gemma3"):
+        return (
+            "five in six of Gemma 3's blocks attend within a window and turn by a RoPE base of their own; "
+            "here all blocks attend to all that came before, by one base"
+        )
+    windows = released.get("use_sliding_window") or "sliding_attention" in (released.get("layer_types") or ())
+    return "its attention is within a window; here it is to all that came before" if windows else None
 
 
 _NUMBERS = ("lam_input", "lam_post", "lam_last", "kappa", "gamma0", "post_fraction")

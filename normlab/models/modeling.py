@@ -157,7 +157,8 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
 
     @classmethod
     def from_released(cls, path: str, scheme: str | None = None, **kwargs) -> NormlabForCausalLM:
-        """Load a released BHyT, LNS or Mix-LN checkpoint, mapping its configuration (``NormlabConfig.from_released``).
+        """Load a released BHyT, LNS, Mix-LN, OLMo 2 or Qwen 3 checkpoint, with its configuration mapped to ours
+        (``NormlabConfig.from_released``).
 
         Args:
             path: folder or hub name.
