@@ -162,7 +162,8 @@ def _host() -> Iterator[Planned]:
         for direction in ("forward", "forward with gradient", "backward"):
             for peer in ("normlab", "liger"):
                 if function in PEERS.get(peer, FUNCTIONS):
-                    yield Planned("host", function, peer, direction, 16, 2048, 1)
+                    against = "" if peer == "normlab" else "normlab"
+                    yield Planned("host", function, peer, direction, 16, 2048, 1, against=against)
 
 
 def _compiled() -> Iterator[Planned]:

@@ -110,12 +110,13 @@ def decode_row(planned: plan.Planned, device: Device) -> Row:
 
 
 def host_row(planned: plan.Planned, device: Device) -> Row:
-    """What a call keeps the host, the kernels' launches left out: see `host.py`."""
+    """What a call keeps the host, the kernels' launches left out (see `host.py`); a peer's, turn by turn with ours."""
     with host.no_launches():
-        call = peers.build(planned.peer, planned.function)
+        calls = [peers.build(peer, planned.function) for peer in (planned.against or planned.peer, planned.peer)]
         rows, width = device.sizes(planned.rows, planned.width)
         arguments = peers.arguments(planned.function, rows, width, torch.bfloat16, torch.device("cpu"))
-        return {"microseconds": host.median_microseconds(PASSES[planned.direction](call, arguments))}
+        columns = ratios(*host.microseconds(*(PASSES[planned.direction](call, arguments) for call in calls)))
+        return columns if planned.against else {"microseconds": columns["microseconds"]}
 
 
 def compiled_row(planned: plan.Planned, device: Device) -> Row:

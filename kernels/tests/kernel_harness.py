@@ -40,7 +40,11 @@ class Case:
 
 def full_if_slow(every: list[Any], few: tuple[Any, ...]) -> list[Any]:
     """Parameters of a test: all, but in the interpreter only a few that stand for them, outside of `-m slow`."""
-    return [one if FULL or one in few else pytest.param(one, marks=pytest.mark.slow) for one in every]
+    slow = pytest.mark.slow
+    return [
+        one if FULL or one in few else pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=slow)
+        for one in every
+    ]
 
 
 def _named(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
