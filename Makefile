@@ -75,8 +75,9 @@ lab: $(VENV)/.installed-notebooks ## open JupyterLab on the notebooks
 voila: $(VENV)/.installed-notebooks ## serve the explorer alone, as a page of controls and plots without code
 	$(BIN)/voila notebooks/03_norm_explorer.ipynb
 
-# Triton decides at import whether it interprets, so the kernels are tested interpreted in processes of their own; the second
-# run has everything else, and its summary comes last.
+# Triton decides at import whether it interprets, so the kernels are tested interpreted in processes of their own. The second
+# run has everything else, and its summary comes last; of the kernels' tests it leaves out those of a kernel itself (marked
+# `kernels`), and the first leaves out those for which the interpreter makes no difference (marked `once`).
 test: $(VENV)/.installed-test ## the whole test suite
 	@failed=0; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) kernels || failed=1; \
@@ -84,7 +85,10 @@ test: $(VENV)/.installed-test ## the whole test suite
 	exit $$failed
 
 test-slow: $(VENV)/.installed-test ## the tests that take minutes
-	$(BIN)/python -m pytest -n $(JOBS) -m slow tests
+	@failed=0; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m slow kernels || failed=1; \
+	$(BIN)/python -m pytest -n $(JOBS) -m slow tests || failed=1; \
+	exit $$failed
 
 bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on the CPU; quiet machines only
 	@mkdir -p $(OUT)/bench

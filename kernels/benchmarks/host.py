@@ -7,7 +7,6 @@ own work remain, on CPU tensors, on a machine without a GPU. It needs Triton's c
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -70,11 +69,13 @@ def no_launches() -> Iterator[None]:
         COMPILED.clear()
 
 
-def median_microseconds(call: Callable[[], object]) -> float:
-    """Of the processor's time, to which other work on the machine adds little."""
-    times = []
+def microseconds(*calls: Callable[[], object]) -> list[list[float]]:
+    """Of the processor's time, to which other work on the machine adds little, for each of the calls, which take
+    turns."""
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(CALLS + CALLS // 8):
-        start = time.thread_time()
-        call()
-        times.append(time.thread_time() - start)
-    return statistics.median(times[CALLS // 8 :]) * 1e6
+        for call, own in zip(calls, times, strict=True):
+            start = time.thread_time()
+            call()
+            own.append((time.thread_time() - start) * 1e6)
+    return [own[CALLS // 8 :] for own in times]

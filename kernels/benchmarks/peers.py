@@ -76,7 +76,11 @@ def compiled_formula(name: str, backend: str) -> Call:
     """The formula under torch.compile. What was compiled before is forgotten: all formulas share one piece of code, of
     which PyTorch keeps eight versions and then refuses."""
     torch.compiler.reset()
-    return torch.compile(formula(name), fullgraph=True, dynamic=False, backend=backend)
+    return compiled(formula(name), backend)
+
+
+def compiled(call: Call, backend: str) -> Call:
+    return torch.compile(call, fullgraph=True, dynamic=False, backend=backend)
 
 
 def _torch(name: str) -> Call:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SECTIONS = ("rows", "launch", "linear", "decode", "host", "step", "generate")
+SECTIONS = ("rows", "launch", "linear", "decode", "host", "compiled", "step", "generate")
 FUNCTIONS = (
     "rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "layer_norm", "dyt", "derf", "row_moments",
     "add_bhyt_carried", "bhyt_carried unbounded", "add_layer_norm", "add_dyt", "bhyt unbounded",
@@ -162,7 +162,15 @@ def _host() -> Iterator[Planned]:
         for direction in ("forward", "forward with gradient", "backward"):
             for peer in ("normlab", "liger"):
                 if function in PEERS.get(peer, FUNCTIONS):
-                    yield Planned("host", function, peer, direction, 16, 2048, 1)
+                    against = "" if peer == "normlab" else "normlab"
+                    yield Planned("host", function, peer, direction, 16, 2048, 1, against=against)
+
+
+def _compiled() -> Iterator[Planned]:
+    """Our function, called as it is and under torch.compile, turn by turn with the compiled formula."""
+    for function in ("rms_norm", "bhyt"):
+        for peer in ("normlab", "normlab compiled"):
+            yield Planned("compiled", function, peer, "both", *CPU_SHAPES[0], 1, against="compile")
 
 
 def _models() -> Iterator[Planned]:
@@ -191,7 +199,7 @@ def plan(kind: str, sections: tuple[str, ...] = SECTIONS) -> list[Planned]:
     """The rows for a device of that kind, "cuda" or "cpu", in the order they are measured."""
     if kind == "cpu":
         found = [*_norms_on_cpu(), *_linear(((256, 256),), 0), *_decode(128, ("normlab", "eager", "torch"))]
-        found += [*_host(), *_models()]
+        found += [*_host(), *_compiled(), *_models()]
     else:
         shapes = tuple((rows, width) for rows in (16_384, 8192) for width in (2048, 4096, 1024, 8192))
         peers = ("normlab", "released", "torch", "liger", "quack", "eager")

@@ -50,7 +50,7 @@ def released_bhyt(
     block = power_of_two(width)
     released_decode_kernel[(x.shape[0],)](
         x, x if residual is None else residual, weight, lam, y, s, width, eps, 1.0 / kappa,
-        HAS_RESIDUAL=residual is not None, FORM=tanh_form(x.device, x.dtype), BLOCK=block,
+        HAS_RESIDUAL=residual is not None, FORM=tanh_form(x.dtype), BLOCK=block,
         num_warps=max(4, min(16, block // 512)),
     )  # fmt: skip
     return s, y

@@ -6,7 +6,8 @@
 
 Sections: rows (each norm, forward, backward and both), launch (its kernels with other launches than the ladder's),
 linear (projection + add + norm, fused or not), decode (each norm for 1 to 64 rows), host (what a call keeps the host,
-launches left out; needs no GPU, and on one the other sections say it), step (a whole training step by scheme) and
+launches left out; needs no GPU, and on one the other sections say it), compiled (two norms on a CPU, as they are and
+under torch.compile, turn by turn with the compiled formula), step (a whole training step by scheme) and
 generate (a token of generation by scheme); the last two need normlab. plan.py says which rows, and in
 which order. Each section has a table, <section>_<device>.csv, which keeps what earlier runs measured: the same command
 goes on where it was stopped. plot.py draws them.

@@ -12,9 +12,9 @@ import peers
 import plan
 import torch
 from measure import Device, Row, takes_kernels
-from models import generate_row, step_row
+from models import generate_row, ratios, step_row
 from normlab_kernels import ladder, linear
-from normlab_kernels.spec import Act, Stat
+from normlab_kernels.spec import Act, RowSpec, Stat
 
 Tensor = torch.Tensor
 WRONG = 0.03  # of the largest element: bf16 rounds to 0.4%, and the decode kernel restated here errs as much again
@@ -110,12 +110,24 @@ def decode_row(planned: plan.Planned, device: Device) -> Row:
 
 
 def host_row(planned: plan.Planned, device: Device) -> Row:
-    """What a call keeps the host, the kernels' launches left out: see `host.py`."""
+    """What a call keeps the host, the kernels' launches left out (see `host.py`); a peer's, turn by turn with ours."""
     with host.no_launches():
-        call = peers.build(planned.peer, planned.function)
+        calls = [peers.build(peer, planned.function) for peer in (planned.against or planned.peer, planned.peer)]
         rows, width = device.sizes(planned.rows, planned.width)
         arguments = peers.arguments(planned.function, rows, width, torch.bfloat16, torch.device("cpu"))
-        return {"microseconds": host.median_microseconds(PASSES[planned.direction](call, arguments))}
+        columns = ratios(*host.microseconds(*(PASSES[planned.direction](call, arguments) for call in calls)))
+        return columns if planned.against else {"microseconds": columns["microseconds"]}
+
+
+def compiled_row(planned: plan.Planned, device: Device) -> Row:
+    """Our function, turn by turn with the formula under torch.compile: the median of the ratios of neighbours."""
+    baseline = peers.compiled_formula(planned.function, device.backend)
+    ours = peers.OURS[planned.function]
+    call = peers.compiled(ours, device.backend) if planned.peer.endswith("compiled") else ours
+    rows, width = device.sizes(planned.rows, planned.width)
+    arguments = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
+    turns = [PASSES[planned.direction](either, arguments) for either in (baseline, call)]
+    return ratios(*device.interleaved(*turns, 25 * device.steps))
 
 
 def launch_row(planned: plan.Planned, device: Device) -> Row:
@@ -186,8 +198,8 @@ def linear_row(planned: plan.Planned, device: Device) -> Row:
             from normlab_kernels import linear_ops
 
             launch = replace(ladder.linear(width), **changed)
-            constants = (int(Stat.GIVEN), int(Act.TANH), 1e-6, 10.0)
-            return linear_ops.launch_linear(a, proj, residual, weight, None, lam, ms, *constants, launch)
+            spec = RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0)
+            return linear_ops.launch_linear(a, proj, residual, weight, None, lam, ms, spec, launch)
         if name in (plan.FUSED, plan.UNFUSED):
             return nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=name == plan.FUSED)
         if name == "linear_add_dyt":
@@ -230,6 +242,7 @@ MEASURE: dict[str, Callable[[plan.Planned, Device], Row]] = {
     "linear": linear_row,
     "decode": decode_row,
     "host": host_row,
+    "compiled": compiled_row,
     "step": step_row,
     "generate": generate_row,
 }

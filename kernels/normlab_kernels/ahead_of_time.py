@@ -5,8 +5,8 @@
 A row of the table is one kernel as the ladder would launch it, or with the fields changed that `launch` names:
 registers a thread, bytes spilled to local memory, shared memory, machine instructions, how many of them are
 special-function ones, how many loads are 16 bytes wide, and how many groups of asynchronous copies may be on their way
-while a loop works (-1: it has none). `code` tells the sources: rows of other sources stay, as what was before; those of
-these sources are not made twice. It needs Triton but neither a GPU nor a driver, and a process without its interpreter.
+while a loop works (-1: it has none). `code` tells the sources: rows of other sources stay, as what was before. What was
+compiled once, Triton keeps. It needs Triton but neither a GPU nor a driver, and a process without its interpreter.
 """
 
 from __future__ import annotations
@@ -19,43 +19,58 @@ import subprocess
 import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import JITFunction, driver
 
-from normlab_kernels import ladder
-from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
-from normlab_kernels.linear_kernel import linear_add_norm_kernel
-from normlab_kernels.moments_kernel import row_moments_kernel
-from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel, parameter_gradients_kernel
-from normlab_kernels.spec import FUNCTIONS, Act, Stat
-from normlab_kernels.split_kernels import row_pull_kernel, row_statistics_kernel
+from normlab_kernels import dispatch, functions, ladder, linear_ops, row_kernels, split_kernels
+from normlab_kernels.device_math import PORTABLE
+from normlab_kernels.launch import kind
+from normlab_kernels.moments import row_moments
+from normlab_kernels.spec import FUNCTIONS, Act, RowSpec, Stat
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FLOAT32_POINTERS = {"p_out", "p_mean", "p_ms", "p_correction", "p_grad_ms", "p_along", "p_mean_q", "p_dms", "p_parts"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DIRECTIONS = {
+    split_kernels.row_statistics_kernel: "forward reduction",
+    row_kernels.norm_backward_kernel: "backward",
+    split_kernels.row_pull_kernel: "backward reduction",
+    row_kernels.parameter_gradients_kernel: "finish",
+}  # of all others: forward
+LINEAR = {
+    "linear_add_bhyt": RowSpec(Stat.GIVEN, Act.TANH),
+    "linear_add_bhyt unbounded": RowSpec(Stat.GIVEN, Act.IDENTITY),
+    "linear_add_dyt": RowSpec(Stat.NONE, Act.TANH),
+}
+ROWS = 5000  # of the calls; no multiple of 16, from which a compiler could gain
 
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel with the constants it is compiled for."""
+    """A kernel with what it is launched with: tensors without memory, numbers, and the constants it is compiled for."""
 
     function: str
-    direction: str
     width: int
     dtype: str
     kernel: Any
-    constants: dict[str, Any] = field(hash=False)
-    warps: int
-    stages: int = 3
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
     launch: str = ""
+
+    @property
+    def direction(self) -> str:
+        return DIRECTIONS.get(self.kernel, "forward")
 
 
 # What the compiler made of a build: a row of the table. Counts are of the whole kernel's code; -1 where the target's
@@ -67,107 +82,58 @@ Report = namedtuple(
 )
 
 
-# What a pointer is for, that not every function has.
-OPTIONAL = ("residual", "bias", "scale", "shift", "correction", "grad_sum", "grad_ms", "dms", "ms", "mean", "along",
-            "mean_q", "sum", "dbias", "dscale", "dshift")  # fmt: skip
+def changed(launch: Any, fields: str) -> Any:
+    """A launch with some of its fields changed.
+
+    >>> changed(ladder.HOPPER_LINEAR_NARROW, "flatten=1 stages=3").flatten
+    True
+    """
+    values = dict(field.split("=") for field in fields.split())
+    return replace(launch, **{name: type(getattr(launch, name))(int(value)) for name, value in values.items()})
 
 
-def _absent(kernel: Any, name: str, whole: bool) -> dict[str, Any]:
-    """The pointers that are None, and the gradients wanted, when nothing is frozen; a correction is for decoding
-    only."""
-    inputs, outputs, stat = FUNCTIONS[name].inputs, FUNCTIONS[name].outputs, FUNCTIONS[name].spec.stat
-    present = {"weight", *inputs, *(f"d{name}" for name in inputs)}
-    present |= {"sum", "grad_sum"} if "residual" in inputs else set()
-    present |= {"dms"} if "given" in inputs else {"grad_ms"} if "ms" in outputs else set()
-    present |= {"ms"} if stat != Stat.NONE else set()
-    present |= {"mean"} if stat == Stat.LAYER else set()
-    present |= {"along", "mean_q"} if not whole and stat != Stat.NONE else set()
-    wanted = {argument: argument[5:].lower() in present for argument in kernel.arg_names if argument[:5] == "WANT_"}
-    absent = {f"p_{name}" for name in OPTIONAL if name not in present}
-    return {argument: None for argument in kernel.arg_names if argument in absent} | wanted
+def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list[Build]:
+    """What a call of a function at a width launches, forward, backward and for the parameters' gradients; the fused
+    product with as many columns in as out, on 132 multiprocessors. `launch`: fields that are not the ladder's, of the
+    backward kernel or of the product."""
+    row, vector, one = (ROWS, width), (width,), (1,)
+    shapes = {
+        "x": row,
+        "residual": row,
+        "given": (ROWS, 1),
+        "weight": vector,
+        "bias": vector,
+        "scale": one,
+        "shift": one,
+    }
+    kinds = {"given": torch.float32}
+    a = {k: torch.empty(shapes[k], dtype=kinds.get(k, DTYPES[dtype]), device="meta").requires_grad_() for k in shapes}
+    found: list[Build] = []
+    backward = ladder.backward
 
+    def run(kernel: Any, *arguments: Any, grid: object, warmup: bool, **constants: Any) -> None:
+        found.append(Build(name, width, dtype, kernel, arguments, constants, launch))
 
-def row_builds(
-    name: str, width: int, dtype: str = "bf16", changed: dict[str, dict[str, Any]] | None = None
-) -> Iterator[Build]:
-    """The builds that a call of the function at a width launches, forward and backward; `changed` are fields of the
-    launch of a direction that are not the ladder's."""
-    spec = FUNCTIONS[name].spec
-    stat, reduces = spec.stat, spec.reduces
-    for direction, kernel, launch in (
-        ("forward", norm_forward_kernel, ladder.forward(width, reduces)),
-        ("backward", norm_backward_kernel, ladder.backward(width, stat != Stat.NONE)),
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(dispatch, "takes_kernels", lambda *tensors: True),
+        patch.object(ladder, "backward", lambda *where: changed(backward(*where), launch)),
+        patch.object(linear_ops, "multiprocessors", lambda device: 132),
     ):
-        forward = direction == "forward"
-        launch = replace(launch, **(changed or {}).get(direction, {}))
-        whole = launch.whole and (reduces or not forward)
-        form = LIBRARY if dtype == "fp32" or (dtype == "fp16" and not forward) else APPROX
-        constants = {"STAT": stat, "ACT": spec.act, "FORM": form, "BLOCK": launch.block}
-        extra = {"ROWS": launch.rows, "WHOLE": whole, "EVEN": width % launch.block == 0, "STAGES": launch.stages}
-        extra |= _absent(kernel, name, whole)
-        own = {key: value for key, value in (constants | extra).items() if key in kernel.arg_names}
-        yield Build(name, direction, width, dtype, kernel, own, launch.warps)
-        if stat != Stat.NONE and not whole and (reduces or not forward):
-            first = row_statistics_kernel if forward else row_pull_kernel
-            reduction = ladder.reduction(width)
-            own = {k: v for k, v in constants.items() if k in first.arg_names}
-            own |= _absent(first, name, False) | {"BLOCK": reduction.block}
-            yield Build(name, f"{direction} reduction", width, dtype, first, own, reduction.warps)
-    finish = ladder.finish(width)
-    kernel, tile = parameter_gradients_kernel, {"BLOCK": finish.block, "ROWS": finish.rows}
-    yield Build(name, "finish", width, dtype, kernel, tile | _absent(kernel, name, True), finish.warps)
-
-
-def linear_builds(width: int, dtype: str = "bf16", launch: ladder.LinearLaunch | None = None) -> Iterator[Build]:
-    """The fused projection with BHyT's epilogue, bounded or not, and with DyT's, on 132 multiprocessors; launched as
-    the ladder does if not said otherwise."""
-    launch = launch or ladder.linear(width)
-    for function, stat, act in (
-        ("linear_add_bhyt", Stat.GIVEN, Act.TANH),
-        ("linear_add_bhyt unbounded", Stat.GIVEN, Act.IDENTITY),
-        ("linear_add_dyt", Stat.NONE, Act.TANH),
-    ):
-        constants = {name.upper(): value for name, value in asdict(launch).items() if name not in ("warps", "stages")}
-        constants |= {"HAS_MS": stat == Stat.GIVEN, "HAS_BIAS": stat == Stat.NONE, "ACT": act, "FORM": APPROX}
-        constants |= {"UPCAST": False, "PROGRAMS": 132 * launch.programs}
-        kernel = linear_add_norm_kernel
-        yield Build(function, "forward", width, dtype, kernel, constants, launch.warps, launch.stages)
-
-
-def moments_build(width: int, dtype: str = "bf16") -> Build:
-    """row_moments at a width."""
-    launch = ladder.moments(width)
-    constants = {"BLOCK": launch.block, "ROWS": launch.rows, "WHOLE": launch.block >= width}
-    return Build("row_moments", "forward", width, dtype, row_moments_kernel, constants, launch.warps)
-
-
-def _descriptor(name: str, build: Build) -> str:
-    """The type of a tensor descriptor: the block it moves."""
-    c = build.constants
-    columns = c["BLOCK_N"] // (1 if name == "d_residual" and c["FROM_RESIDUAL"] else c["SLICES"])
-    operands = {"d_a": (c["BLOCK_M"], c["BLOCK_K"]), "d_proj": (c["BLOCK_N"], c["BLOCK_K"])}
-    rows, columns = operands.get(name, (c["BLOCK_M"], columns))
-    return f"tensordesc<{build.dtype}[{rows},{columns}]>"
-
-
-def _signature(build: Build) -> tuple[dict[str, str], dict[tuple[int, ...], list[list[Any]]]]:
-    """Argument types, and the divisibility by 16 without which loads are not vectorised."""
-    types: dict[str, str] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, name in enumerate(build.kernel.arg_names):
-        if name in build.constants:
-            types[name] = "constexpr"
-            continue
-        if name.startswith("d_"):
-            types[name] = _descriptor(name, build)
-        elif name.startswith("p_"):
-            types[name] = "*fp32" if name in FLOAT32_POINTERS else f"*{build.dtype}"
+        if name in LINEAR:
+            proj = torch.empty(width, width, dtype=DTYPES[dtype], device="meta")
+            bias, given = (None, a["given"]) if LINEAR[name].stat == Stat.GIVEN else (a["bias"], None)
+            chosen = changed(ladder.linear(width), launch)
+            operands = (a["x"], proj, a["residual"], a["weight"], bias, a["scale"], given)
+            linear_ops.launch_linear(*operands, LINEAR[name], chosen)
+        elif name == "row_moments":
+            row_moments(a["x"])
         else:
-            types[name] = "fp32" if name in ("eps", "inv_kappa") else "i32"
-        a_width = name.startswith(("stride", "width", "n_columns", "n_inner"))
-        if name.startswith("p_") or (a_width and build.width % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return types, attributes
+            made = functions.by_name(name)(a)
+            outputs = made if isinstance(made, tuple) else (made,)
+            inputs = [a[key] for key in FUNCTIONS[name].inputs]
+            torch.autograd.grad(outputs, inputs, [torch.empty_like(output) for output in outputs])
+    return found
 
 
 def compile_build(build: Build, target: str) -> Any:
@@ -175,10 +141,13 @@ def compile_build(build: Build, target: str) -> Any:
     constants = dict(build.constants)
     if target.startswith("gfx") and "FORM" in constants:
         constants["FORM"] = PORTABLE
-    types, attributes = _signature(build)
-    source = ASTSource(build.kernel, types, constants, attributes)
-    options = {"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=TARGETS[target], options=options)
+    device = SimpleNamespace(
+        get_current_device=lambda: target,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGETS[target],
+    )
+    with patch.object(driver, "_active", device):
+        return build.kernel.warmup(*build.arguments, grid=(1,), **constants)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -186,80 +155,83 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def _nvidia_counts(compiled: Any) -> tuple[int, int, int, int, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        code = _tool("nvdisasm", "-c", file.name)
-    used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    assert used is not None, usage
-    lines = [line for line in code.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/\s", line)]
-    special = sum("MUFU" in line for line in lines)
-    wide = sum(bool(re.search(r"\bLDG(STS)?\.E\S*\.128", line)) for line in lines)
-    return int(used[1]), int(used[2]) + int(used[3]), len(lines), special, wide
+# A line that is a machine instruction, a special function, and a load of 16 bytes.
+INSTRUCTIONS = {
+    "cuda": (r"\s+/\*[0-9a-f]{4,}\*/\s", r".*MUFU", r".*\bLDG(STS)?\.E\S*\.128"),
+    "hip": (r"\s+[a-z]+_\w+", r"\s+v_(exp|rsq|rcp|sqrt|log)_", r".*_load_dwordx4"),
+}
 
 
-def _amd_counts(compiled: Any) -> tuple[int, int, int, int, int]:
-    code = compiled.asm["amdgcn"]
-
-    def metadata(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", code)
-        return int(found[1]) if found else -1
-
-    lines = [line for line in code.splitlines() if re.match(r"\s+[a-z]+_\w+", line)]
-    special = sum(bool(re.match(r"\s+v_(exp|rsq|rcp|sqrt|log)_", line)) for line in lines)
-    wide = sum("_load_dwordx4" in line for line in lines)
-    return metadata("vgpr_count"), metadata("private_segment_fixed_size"), len(lines), special, wide
+def _counts(compiled: Any, backend: str) -> tuple[int, ...]:
+    """Registers, spilled bytes, shared memory, then instructions: all, special functions, loads of 16 bytes."""
+    if backend == "hip":
+        code = compiled.asm["amdgcn"]
+        names = (r"\.vgpr_count", r"\.private_segment_fixed_size")
+        registers, spilled = (int(re.search(rf"{name}:\s+(\d+)", code)[1]) for name in names)  # type: ignore[index]
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage, code = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", file.name)
+        registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+        spilled = stack + local
+    every, *kinds = INSTRUCTIONS[backend]
+    lines = [line for line in code.splitlines() if re.match(every, line)]
+    counts = [sum(bool(re.match(kind, line)) for line in lines) for kind in kinds]
+    return registers, spilled, compiled.metadata.shared, len(lines), *counts
 
 
 def _async_depth(compiled: Any) -> int:
-    """The least number of groups that a wait in a loop leaves on their way."""
-    depths = re.findall(r"async_wait[^\n]*num = (\d+)", compiled.asm["ttgir"].rpartition("scf.for")[2])
-    return min((int(depth) for depth in depths[:1]), default=-1)
+    """How many groups the first wait in the last loop leaves on their way."""
+    depth = re.search(r"async_wait[^\n]*num = (\d+)", compiled.asm["ttgir"].rpartition("scf.for")[2])
+    return int(depth[1]) if depth else -1
 
 
 def report(build: Build, target: str) -> Report:
     """Compile and count."""
     compiled = compile_build(build, target)
-    count = _amd_counts if target.startswith("gfx") else _nvidia_counts
-    registers, spilled, instructions, special, wide = count(compiled)
-    block = build.constants.get("BLOCK") or build.constants["BLOCK_N"]
-    shape = (block, build.constants.get("ROWS") or build.constants.get("BLOCK_M", 1), build.warps)
+    c = build.constants
+    shape = (c.get("BLOCK") or c["BLOCK_N"], c.get("ROWS") or c.get("BLOCK_M", 1), c["num_warps"])
     where = (target, build.function, build.direction, build.width, build.dtype)
-    counts = (registers, spilled, compiled.metadata.shared, instructions, special, wide, _async_depth(compiled))
-    return Report(*where, *shape, *counts, build.launch, _code())
+    counts = _counts(compiled, TARGETS[target].backend)
+    return Report._make([*where, *shape, *counts, _async_depth(compiled), build.launch, _code()])
 
 
-# What the ladder chose before: backward launches at 4,096.
-FORMER = {"stages=2": ("bhyt", "add_bhyt", "rms_norm", "layer_norm"), "stages=2 block=1024": ("dyt", "derf")}
-# Beside every function at 4,096 in bf16: column tiles at their least, the widest whole rows, split rows, fp32.
-OTHERS = (
-    ("derf", 1024, "bf16"), ("dyt", 1024, "bf16"), ("bhyt", 2048, "bf16"), ("add_bhyt", 8192, "bf16"),
-    ("add_layer_norm", 8192, "bf16"), ("add_layer_norm", 32_768, "bf16"), ("bhyt", 65_536, "bf16"),
-    ("add_bhyt", 2048, "fp32"),
-)  # fmt: skip
+# Launches beside the ladder's: backward those that it chose before, of the fused product those that a GPU has to time.
+TRIED = {
+    "stages=2": ("bhyt", "add_bhyt", "rms_norm", "layer_norm"),
+    "stages=2 block=1024": ("dyt", "derf"),
+    "flatten=1": ("linear_add_bhyt",),
+    "from_residual=1 stages=3": ("linear_add_bhyt",),
+    "flatten=1 from_residual=1 stages=3": ("linear_add_bhyt",),
+    "block_m=128 block_n=128 slices=2 warps=4 stages=3 programs=2": ("linear_add_bhyt",),
+}
+WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 
 def all_builds(target: str) -> Iterator[Build]:
-    """What a target's rows are: for AMD fewer, on sm_90 also the fused product and the ladder's former choices."""
-    amd = TARGETS[target].backend == "hip"
-    functions = [name for name in FUNCTIONS if not (amd and (name.endswith("unbounded") or FUNCTIONS[name].residual))]
-    for where in (*OTHERS[:2], *((name, 4096, "bf16") for name in functions), *OTHERS[2 : 2 if amd else None]):
-        yield from row_builds(*where)
-    yield moments_build(4096)
+    """What a target's rows are: the ladder's every launch, of tiles by Derf's, of whole and split rows by LayerNorm's
+    with the addition, which holds most; every function at 4,096; some beside it; on sm_90 also the fused product and
+    what the ladder does not choose."""
+    where = [(name, width, "bf16") for name in ("derf", "dyt") for width in WIDTHS[:5]]
+    where += [(name, width, "bf16") for name in ("add_layer_norm", "row_moments") for width in WIDTHS]
+    where += [(name, 4096, "bf16") for name in FUNCTIONS]
+    where += [("bhyt", 65_536, "bf16"), ("add_bhyt", 8192, "bf16"), ("add_bhyt", 2048, "fp32")]
     if target == "sm_90":
-        yield from linear_builds(2048)
-        for launch, names in FORMER.items():
-            changed = {"backward": {name: int(value) for name, value in (part.split("=") for part in launch.split())}}
-            for name in names:
-                yield replace([*row_builds(name, 4096, changed=changed)][1], launch=launch)
+        where += [(name, width, "bf16") for name in LINEAR for width in (512, 2048)]
+    for one in where:
+        yield from builds(*one)
+    for launch, names in TRIED.items() if target == "sm_90" else ():
+        for name in names:
+            found = builds(name, 2048 if name in LINEAR else 4096, launch=launch)
+            yield found[0] if name in LINEAR else found[1]
 
 
 def _code() -> str:
     """The sources that decide what is compiled."""
     here = Path(__file__).parent
-    sources = [*sorted(here.glob("*_kernel*.py")), here / "device_math.py", here / "ladder.py"]
+    patterns = "*_kernel*.py", "*ops.py", "device_math.py", "ladder.py"
+    sources = [path for pattern in patterns for path in sorted(here.glob(pattern))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
@@ -268,23 +240,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS), default=["sm_90", "sm_80", "gfx942"])
     parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
     chosen = parser.parse_args(arguments)
-    code, made, seen = _code(), set(), set()
+    rows: list[Any] = []
     if chosen.out.exists():
         with chosen.out.open(newline="") as file:
-            made = {(*row[:5], *row[-2:]) for row in csv.reader(file)}
-    else:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(",".join(Report._fields) + "\n")
+            _, *rows = (row for row in csv.reader(file) if row[0] not in chosen.targets or row[-1] != _code())
+    seen = set()
     for target in chosen.targets:
         for build in all_builds(target):
-            where = (target, build.function, build.direction, str(build.width), build.dtype, build.launch, code)
-            key = (target, build.kernel.fn.__name__, build.dtype, build.warps, str(sorted(build.constants.items())))
-            if key not in seen and where not in made:  # tiles are the same at many widths: one row, at the first
-                row = report(build, target)
-                print(*row, flush=True)
-                with chosen.out.open("a", newline="") as file:
-                    csv.writer(file, lineterminator="\n").writerow(row)
-            seen.add(key)
+            key = (target, build.kernel, *map(kind, build.arguments), *build.constants.values())
+            if key not in seen:  # tiles are the same at many widths: one row, at the first
+                seen.add(key)
+                rows.append(report(build, target))
+                print(*rows[-1], flush=True)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    with chosen.out.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([Report._fields, *rows])
 
 
 if __name__ == "__main__":

@@ -72,13 +72,9 @@ def _scales(
     return rstd, rstd if gain is None else rstd * gain
 
 
-def rows_per_chunk(width: int) -> int:
-    """How many rows make a chunk."""
-    return max(1, CHUNK_ELEMENTS // max(1, width))
-
-
-def _chunks(rows: int, width: int) -> list[slice]:
-    step = rows_per_chunk(width)
+def chunks(rows: int, width: int) -> list[slice]:
+    """All rows, some at a time."""
+    step = max(1, CHUNK_ELEMENTS // max(1, width))
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
@@ -91,7 +87,7 @@ def forward(
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     in_place = x.dtype == out.dtype == torch.float32  # z is then worked out where y will be
     squares = []
-    for rows in _chunks(*x.shape):
+    for rows in chunks(*x.shape):
         values, target = x[rows].float(), out[rows]
         ms = None if given is None else given[rows]
         if spec.stat == Stat.RMS:
@@ -122,62 +118,48 @@ def backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dms = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if needs[5] else None
     sums: dict[str, torch.Tensor] = {}  # over rows
-    for rows in _chunks(*x.shape):
-        _backward_chunk(
-            grad[rows].float(), None if grad_ms is None else grad_ms[rows], x[rows].float(), weight, scale, shift,
-            None if ms is None else ms[rows], spec, needs, None if dx is None else dx[rows],
-            None if dms is None else dms[rows], sums,
-        )  # fmt: skip
-    for name, parameter in (("scale", scale), ("shift", shift)):
-        if name in sums and parameter is not None:
-            sums[name] = sums[name].view(parameter.shape)
-    return dx, *(sums.get(name) for name in ("weight", "bias", "scale", "shift")), dms
-
-
-def _backward_chunk(
-    g: torch.Tensor, grad_ms: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor,
-    scale: torch.Tensor | None, shift: torch.Tensor | None, ms: torch.Tensor | None, spec: RowSpec,
-    needs: tuple[bool, ...], dx: torch.Tensor | None, dms: torch.Tensor | None, sums: dict[str, torch.Tensor],
-) -> None:  # fmt: skip
-    """dx and dms of some rows, written into the given tensors, and these rows' share of the sums.
-
-    Two buffers serve: t = act(z), later q x; and q = d loss / d z, which is worked out where dx will be.
-    """
 
     def add(name: str, value: torch.Tensor) -> None:
         sums[name] = sums[name].add_(value) if name in sums else value
 
-    rstd, factor = _scales(spec, ms, scale)
-    q = torch.empty_like(x) if dx is None or dx.dtype != torch.float32 else dx
-    t = x * factor
-    if shift is not None:
-        t.add_(shift)
-    slope = (t * t).neg_().exp_().mul_(_ERF_SLOPE) if spec.act == Act.ERF else None
-    _activate_(t, spec.act)
-    if needs[2]:
-        add("bias", g.sum(0))
-    if needs[1]:
-        add("weight", torch.mul(g, t, out=q).sum(0))
-    torch.mul(g, weight.float(), out=q)
-    if spec.act == Act.TANH:
-        torch.ops.aten.tanh_backward.grad_input(q, t, grad_input=q)
-    elif slope is not None:
-        q.mul_(slope)
-    if needs[4]:
-        add("shift", q.sum())
-    if rstd is not None or needs[3]:
-        along = torch.mul(q, x, out=t).sum(-1, keepdim=True)  # what d scale and d ms share
-    if needs[3]:
-        total = along.sum() if rstd is None else torch.dot(along.view(-1), rstd.view(-1))
-        add("scale", total.mul_(1.0 / spec.kappa))
-    q.mul_(factor)
-    if rstd is not None:
-        pull = along.mul_(factor).mul_(rstd).mul_(rstd).mul_(-0.5)  # d loss / d ms
-        if dms is not None:
-            dms.copy_(pull)
-        if spec.stat == Stat.RMS:
-            if grad_ms is not None:
-                pull.add_(grad_ms)
-            q.addcmul_(x, pull.mul_(2.0 / x.shape[-1]))
-    if dx is not None and dx is not q:
-        dx.copy_(q)
+    for rows in chunks(*x.shape):
+        g, values = grad[rows].float(), x[rows].float()
+        rstd, factor = _scales(spec, None if ms is None else ms[rows], scale)
+        # Two buffers serve: t = act(z), later q x; and q = d loss / d z, which is worked out where dx will be.
+        q = torch.empty_like(values) if dx is None or dx.dtype != torch.float32 else dx[rows]
+        t = values * factor
+        if shift is not None:
+            t.add_(shift)
+        slope = (t * t).neg_().exp_().mul_(_ERF_SLOPE) if spec.act == Act.ERF else None
+        _activate_(t, spec.act)
+        if needs[2]:
+            add("bias", g.sum(0))
+        if needs[1]:
+            add("weight", torch.mul(g, t, out=q).sum(0))
+        torch.mul(g, weight.float(), out=q)
+        if spec.act == Act.TANH:
+            torch.ops.aten.tanh_backward.grad_input(q, t, grad_input=q)
+        elif slope is not None:
+            q.mul_(slope)
+        if needs[4]:
+            add("shift", q.sum())
+        if rstd is not None or needs[3]:
+            along = torch.mul(q, values, out=t).sum(-1, keepdim=True)  # what d scale and d ms share
+        if needs[3]:
+            total = along.sum() if rstd is None else torch.dot(along.view(-1), rstd.view(-1))
+            add("scale", total.mul_(1.0 / spec.kappa))
+        q.mul_(factor)
+        if rstd is not None:
+            pull = along.mul_(factor).mul_(rstd).mul_(rstd).mul_(-0.5)  # d loss / d ms
+            if dms is not None:
+                dms[rows] = pull
+            if spec.stat == Stat.RMS:
+                if grad_ms is not None:
+                    pull.add_(grad_ms[rows])
+                q.addcmul_(values, pull.mul_(2.0 / x.shape[-1]))
+        if dx is not None and dx.dtype != torch.float32:
+            dx[rows] = q
+    for name, parameter in (("scale", scale), ("shift", shift)):
+        if name in sums and parameter is not None:
+            sums[name] = sums[name].view(parameter.shape)
+    return dx, *(sums.get(name) for name in ("weight", "bias", "scale", "shift")), dms

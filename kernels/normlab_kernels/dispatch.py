@@ -19,9 +19,10 @@ try:  # the PyTorch path needs no Triton
     TRITON = TRITON_VERSIONS[0] <= tuple(int(n) for n in triton.__version__.split(".")[:2]) < TRITON_VERSIONS[1]
 except ImportError:
     TRITON = False
-INTERPRETING = TRITON and bool(triton.knobs.runtime.interpret)  # fixed when the kernels are decorated, at import
+INTERPRETING = False
 if TRITON:
     from normlab_kernels import ops
+    from normlab_kernels.launch import INTERPRETING
 
 Tensor = torch.Tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -97,10 +98,8 @@ def row_norm(
     check(x, weight, bias, scale, shift, given)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
-    if correction is not None:
-        assert given is not None
-        if correction.numel() != 1 and correction.shape != given.shape:
-            raise ValueError(f"correction must have one element or mean_square's shape, got {tuple(correction.shape)}")
+    if correction is not None and correction.numel() != 1 and correction.shape != (*x.shape[:-1], 1):
+        raise ValueError(f"correction must have one element or mean_square's shape, got {tuple(correction.shape)}")
     if chooses_kernels(x, kernels, weight, residual):
         return _triton_path(x, residual, weight, bias, scale, shift, given, correction, spec)
     if given is not None and correction is not None:
@@ -158,23 +157,24 @@ def _triton_path(
         y, total, _, ms = ops.launch_forward(*tensors, spec, correction=correction)
     ms = ms if spec.stat == Stat.RMS else None
     total = None if residual is None else total
-    if len(shape) == 2:
-        return y, ms, total
-    return (
-        y.view(shape),
-        None if ms is None else ms.view(*shape[:-1], 1),
-        None if total is None else total.view(shape),
-    )
+    if len(shape) != 2:
+        y, total = y.view(shape), None if total is None else total.view(shape)
+        ms = None if ms is None else ms.view(*shape[:-1], 1)
+    return y, ms, total
 
 
 def _torch_path(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
     given: Tensor | None, spec: RowSpec,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(y, ms) without Triton; ms only where the row was reduced for it."""
+    """(y, ms) without Triton; ms only where the row was reduced for it. LayerNorm is PyTorch's own, one fused pass each
+    way on a CPU already; in fp32, because it sums 16-bit weight gradients in 16 bits."""
     width = x.shape[-1]
     if spec.stat == Stat.LAYER:
-        return _layer_norm(x, weight, bias, spec.eps), None
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide_bias = None if bias is None else bias.to(wide)
+        y = torch.nn.functional.layer_norm(x.to(wide), (width,), weight.to(wide), wide_bias, spec.eps)
+        return y.to(torch.promote_types(x.dtype, weight.dtype)), None
     if x.device.type != "cpu" or x.dtype == torch.float64 or x.numel() == 0 or torch.compiler.is_compiling():
         y, ms = row_norm_reference(x, weight, bias, scale, shift, given, spec)
         return y, (ms if spec.stat == Stat.RMS else None)
@@ -183,12 +183,3 @@ def _torch_path(
     run = _CpuRowNorm.apply if torch.is_grad_enabled() else cpu.forward  # no gradients, no autograd
     out, ms = run(cpu.unit_stride(x.reshape(-1, width)), weight, bias, scale, shift, rows, spec)
     return out.view(x.shape), (None if ms is None else ms.view(*x.shape[:-1], 1))
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """PyTorch's own, which is one fused pass each way on a CPU already; in fp32, because it sums 16-bit weight
-    gradients in 16 bits."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    wide_bias = None if bias is None else bias.to(wide)
-    y = torch.nn.functional.layer_norm(x.to(wide), (x.shape[-1],), weight.to(wide), wide_bias, eps)
-    return y.to(torch.promote_types(x.dtype, weight.dtype))

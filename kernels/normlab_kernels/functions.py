@@ -137,6 +137,5 @@ def derf(
     x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor, shift: Tensor, *, kernels: str = "auto"
 ) -> Tensor:
     """y = weight * erf(alpha x + shift) + bias, alpha and shift one element each (arXiv 2512.10938)."""
-    return row_norm(x, weight, bias=bias, scale=alpha, shift=shift, spec=RowSpec(Stat.NONE, Act.ERF), kernels=kernels)[
-        0
-    ]
+    spec = RowSpec(Stat.NONE, Act.ERF)
+    return row_norm(x, weight, bias=bias, scale=alpha, shift=shift, spec=spec, kernels=kernels)[0]

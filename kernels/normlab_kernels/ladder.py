@@ -18,7 +18,7 @@ The thresholds rest on counting, not on timing (nothing here has been timed on a
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 MAX_FORWARD_WIDTH = 32_768
 MAX_BACKWARD_WIDTH = 8_192
@@ -48,48 +48,31 @@ def power_of_two(width: int) -> int:
     return 1 << max(0, width - 1).bit_length()
 
 
-def _warps(elements: int, per_thread: int, most: int) -> int:
-    return min(most, max(4, elements // (32 * per_thread)))
-
-
-def whole_forward(width: int) -> Launch:
-    """Whole rows in one program: 16 elements a thread, 4 to 32 warps."""
-    block = power_of_two(width)
-    rows = max(1, min(16, 2048 // block))
-    return Launch(block, rows, _warps(block * rows, 16, 32))
-
-
-def whole_backward(width: int) -> Launch:
-    """Whole rows in one program that walks over many: 16 elements a thread of four operands, 4 to 16 warps."""
-    block = power_of_two(width)
-    rows = max(1, min(8, 1024 // block))
-    return Launch(block, rows, _warps(block * rows, 16, 16), stages=3 if block <= 4096 else 2)
-
-
-def tile_forward(width: int) -> Launch:
-    """At most TILE_WIDTH columns of some rows, where nothing ties a row together."""
-    return replace(whole_forward(min(TILE_WIDTH, width)), whole=False)
-
-
-def tile_backward(width: int, has_statistic: bool) -> Launch:
-    """As `tile_forward`, and twice as wide without a statistic, so that more bytes are on their way (with one,
-    LayerNorm with the addition spills)."""
-    most = TILE_WIDTH if has_statistic else 2 * TILE_WIDTH
-    return replace(whole_backward(min(most, width)), whole=False)
+def _warps(elements: int, most: int) -> int:
+    """As many as leave 16 elements a thread, 4 at least."""
+    return min(most, max(4, elements // 512))
 
 
 @functools.cache
 def forward(width: int, reduces: bool) -> Launch:
-    """The forward kernel: whole rows where it reduces them itself and a program can hold them, tiles otherwise."""
-    return whole_forward(width) if reduces and width <= MAX_FORWARD_WIDTH else tile_forward(width)
+    """The forward kernel: whole rows where it reduces them itself and a program can hold them, at most TILE_WIDTH
+    columns of some rows otherwise."""
+    whole = reduces and width <= MAX_FORWARD_WIDTH
+    block = power_of_two(width if whole else min(TILE_WIDTH, width))
+    rows = max(1, min(16, 2048 // block))
+    return Launch(block, rows, _warps(block * rows, 32), whole)
 
 
 @functools.cache
 def backward(width: int, has_statistic: bool) -> Launch:
-    """The backward kernel: whole rows where a statistic ties them together and a program can hold them."""
-    return (
-        whole_backward(width) if has_statistic and width <= MAX_BACKWARD_WIDTH else tile_backward(width, has_statistic)
-    )
+    """The backward kernel, whose programs walk over many rows: whole ones where a statistic ties them together and a
+    program can hold them. Tiles are twice as wide without a statistic, so that more bytes are on their way (with one,
+    LayerNorm with the addition spills)."""
+    whole = has_statistic and width <= MAX_BACKWARD_WIDTH
+    tile = TILE_WIDTH if has_statistic else 2 * TILE_WIDTH
+    block = power_of_two(width if whole else min(tile, width))
+    rows = max(1, min(8, 1024 // block))
+    return Launch(block, rows, _warps(block * rows, 16), whole, stages=3 if block <= 4096 else 2)
 
 
 @functools.cache
@@ -107,8 +90,8 @@ def finish(width: int) -> Launch:
 
 @functools.cache
 def moments(width: int) -> Launch:
-    """Whole rows as `whole_forward` takes them, and wider ones in blocks of 4,096 columns."""
-    return whole_forward(width if width <= MAX_FORWARD_WIDTH else 4096)
+    """Whole rows as `forward` takes them, and wider ones in blocks of 4,096 columns."""
+    return forward(width if width <= MAX_FORWARD_WIDTH else 4096, True)
 
 
 def backward_programs(tiles: int, multiprocessors: int, launch: Launch) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+INTERPRETING = bool(triton.knobs.runtime.interpret)  # fixed when the kernels are decorated, at import
 COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # a kernel and its constants, by what chooses it
 
 
@@ -20,7 +22,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments:
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         with torch.cuda.device(device):
             return launch(kernel, grid, torch.device("cuda"), *arguments, **constants)
-    key = kernel.fn, device, *map(_kind, arguments), *constants.values()
+    key = kernel.fn, device, *map(kind, arguments), *constants.values()
     if (found := COMPILED.get(key)) is not None:
         return found[0][*grid, 1, 1](*arguments, *found[1])
     compiled = kernel[grid](*arguments, enable_fp_fusion=True, **constants)
@@ -28,13 +30,13 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments:
         COMPILED[key] = compiled, tuple(value for name, value in constants.items() if name in kernel.arg_names)
 
 
-def _kind(argument: Any) -> Any:
+def kind(argument: Any) -> Any:
     """What Triton compiles another variant for: a pointer's type and alignment, a number's type and divisibility."""
-    kind = type(argument)
-    if argument is None or kind is float:
-        return kind
-    if kind is int:
+    type_ = type(argument)
+    if argument is None or type_ is float:
+        return type_
+    if type_ is int:
         return argument == 1, argument & 15 == 0, argument >> 31
-    if kind is TensorDescriptor:
+    if type_ is TensorDescriptor:
         return argument.base.dtype, *argument.block_shape
     return argument.dtype, argument.data_ptr() & 15 == 0

@@ -43,7 +43,7 @@ def _slices(b_x, SLICES: tl.constexpr):
 @triton.jit
 def _finish_slice(
     b_acc, d_residual, d_h, d_y, p_weight, p_bias, b_factor, row, column, n_columns,
-    ACT: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr, FROM_RESIDUAL: tl.constexpr,
+    ACT: tl.constexpr, FORM: tl.constexpr, FROM_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Add the residual to a slice of the product, if it is not in there yet, store it as h, and store the norm of what
     was stored as y."""
@@ -56,7 +56,7 @@ def _finish_slice(
     m_col = o_col < n_columns
     b_w = tl.load(p_weight + o_col, mask=m_col, other=0.0).to(tl.float32)
     b_y = activate(b_h.to(tl.float32) * b_factor[:, None], ACT, FORM) * b_w[None, :]
-    if HAS_BIAS:
+    if p_bias is not None:
         b_y += tl.load(p_bias + o_col, mask=m_col, other=0.0).to(tl.float32)[None, :]
     d_y.store([row, column], b_y.to(dtype))
 
@@ -65,7 +65,7 @@ def _finish_slice(
 def linear_add_norm_kernel(
     d_a, d_proj, d_residual, d_h, d_y, p_weight, p_bias, p_scale, p_ms,
     n_rows, n_columns, n_inner, eps, inv_kappa,
-    HAS_MS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr, UPCAST: tl.constexpr,
+    ACT: tl.constexpr, FORM: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, FROM_RESIDUAL: tl.constexpr,
@@ -98,7 +98,7 @@ def linear_add_norm_kernel(
                 b_p = b_p.to(tl.float32)
             b_acc = tl.dot(b_a, b_p.T, b_acc, input_precision="ieee")
         b_factor = tl.full((BLOCK_M,), 1.0, tl.float32) * b_gain
-        if HAS_MS:
+        if p_ms is not None:
             o_row = row + tl.arange(0, BLOCK_M)
             b_ms = tl.load(p_ms + o_row, mask=o_row < n_rows, other=1.0)
             b_factor *= tl.rsqrt(b_ms + tl.cast(eps, tl.float32))
@@ -107,5 +107,5 @@ def linear_add_norm_kernel(
             start = column + index * width
             _finish_slice(
                 b_slices[index], d_residual, d_h, d_y, p_weight, p_bias, b_factor, row, start, n_columns,
-                ACT, FORM, HAS_BIAS, FROM_RESIDUAL,
+                ACT, FORM, FROM_RESIDUAL,
             )  # fmt: skip

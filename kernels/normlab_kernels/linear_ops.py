@@ -10,10 +10,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from normlab_kernels import ladder
+from normlab_kernels.launch import INTERPRETING
 from normlab_kernels.launch import launch as launch_kernel
 from normlab_kernels.linear_kernel import linear_add_norm_kernel
-from normlab_kernels.ops import backward_op, multiprocessors, tanh_form
-from normlab_kernels.spec import RowSpec, Stat
+from normlab_kernels.ops import backward_op, dense, multiprocessors, tanh_form
+from normlab_kernels.spec import RowSpec
 
 Tensor = torch.Tensor
 
@@ -28,33 +29,30 @@ def linear_add_norm(
     if a.device.type == "cuda":
         win = ladder.fusion_win(torch.cuda.get_device_properties(a.device).name, a.shape[0], *proj.shape)
         launch = ladder.linear(residual.shape[1]) if win is None else win.launch
-    return launch_linear(a, proj, residual, weight, bias, scale, given, stat, act, eps, kappa, launch)
+    return launch_linear(a, proj, residual, weight, bias, scale, given, RowSpec(stat, act, eps, kappa), launch)
 
 
 def launch_linear(
     a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor,
-    given: Tensor | None, stat: int, act: int, eps: float, kappa: float, launch: ladder.LinearLaunch,
+    given: Tensor | None, spec: RowSpec, launch: ladder.LinearLaunch,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`linear_add_norm`, launched as asked; no gradients."""
     h, y = _outputs(residual)
     rows, width = residual.shape
-    interpreting = a.device.type != "cuda"
     tiles = triton.cdiv(rows, launch.block_m) * triton.cdiv(width, launch.block_n)
-    programs = min(tiles, (multiprocessors(a.device) or 2) * launch.programs)
-    weight = weight.contiguous()
-    pairs = ((a, launch.block_m), (proj, launch.block_n))
-    operands = [TensorDescriptor.from_tensor(_aligned(t), [block, launch.block_k]) for t, block in pairs]
-    slice_shape = [launch.block_m, launch.block_n // launch.slices]
-    residual_shape = [launch.block_m, launch.block_n] if launch.from_residual else slice_shape
-    operands.append(TensorDescriptor.from_tensor(_aligned(residual), residual_shape))
-    outputs = [TensorDescriptor.from_tensor(t, slice_shape) for t in (h, y)]
+    programs = min(tiles, multiprocessors(a.device) * launch.programs)
+    across = launch.block_n // launch.slices
+    operands = (
+        _descriptor(a, launch.block_m, launch.block_k),
+        _descriptor(proj, launch.block_n, launch.block_k),
+        _descriptor(residual, launch.block_m, launch.block_n if launch.from_residual else across),
+    )
     launch_kernel(
         linear_add_norm_kernel, (programs,), a.device,
-        *operands, *outputs, weight, weight if bias is None else bias.contiguous(), scale,
-        scale if given is None else given.contiguous(),
-        rows, width, a.shape[1], eps, 1.0 / kappa,
-        HAS_MS=stat == Stat.GIVEN, HAS_BIAS=bias is not None, ACT=act, FORM=tanh_form(a.device, y.dtype),
-        UPCAST=interpreting and a.dtype == torch.bfloat16,
+        *operands, *(_descriptor(t, launch.block_m, across) for t in (h, y)),
+        weight.contiguous(), dense(bias), scale, dense(given),
+        rows, width, a.shape[1], spec.eps, 1.0 / spec.kappa,
+        ACT=spec.act, FORM=tanh_form(y.dtype), UPCAST=INTERPRETING and a.dtype == torch.bfloat16,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, SLICES=launch.slices,
         GROUP=launch.group, PROGRAMS=programs,
         FLATTEN=launch.flatten, FROM_RESIDUAL=launch.from_residual, num_warps=launch.warps, num_stages=launch.stages,
@@ -62,10 +60,10 @@ def launch_linear(
     return h, y
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """Dense, from a multiple of 16 bytes on, as a descriptor has to be."""
+def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
+    """Of the tensor, made dense, from a multiple of 16 bytes on."""
     tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+    return TensorDescriptor.from_tensor(tensor.clone() if tensor.data_ptr() % 16 else tensor, [*block])
 
 
 def _outputs(residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,10 +56,9 @@ def _chunked(rows: Tensor) -> Tensor:
     """(4, rows): PyTorch's passes on chunks of rows that stay in the cache."""
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     out = torch.empty(4, rows.shape[0], dtype=dtype, device=rows.device)
-    step = cpu.rows_per_chunk(rows.shape[1])
-    for start in range(0, rows.shape[0], step):
-        x = rows[start : start + step].to(dtype)
-        m2, m4, max_abs, l2 = out[:, start : start + step]
+    for some in cpu.chunks(*rows.shape):
+        x = rows[some].to(dtype)
+        m2, m4, max_abs, l2 = out[:, some]
         torch.maximum(x.amax(-1), -x.amin(-1), out=max_abs)  # the infinity norm takes 20 times as long
         _, exponent = torch.frexp(max_abs.unsqueeze(-1))  # the norm of rows as large as 1, in powers of two: exact
         exponent.clamp_(min=-100, max=127)

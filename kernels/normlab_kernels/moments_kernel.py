@@ -28,6 +28,15 @@ def _scale(largest):
 
 
 @triton.jit
+def _sums(b_x, m_x, mean, inverse):
+    """Of each row of a tile: the squares of what is multiplied by `inverse`, and M2 and M4 about `mean`."""
+    b_u = b_x * inverse[:, None]
+    b_c = tl.where(m_x, b_x - mean[:, None], 0.0)
+    b_square = b_c * b_c
+    return tl.sum(b_u * b_u, 1), tl.sum(b_square, 1), tl.sum(b_square * b_square, 1)
+
+
+@triton.jit
 def row_moments_kernel(p_x, p_out, rows, width, stride_x, BLOCK: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     """p_out (4, rows): M2, M4, max |x|, L2. A row that no program holds is read twice, the second time about its
     mean."""
@@ -39,12 +48,7 @@ def row_moments_kernel(p_x, p_out, rows, width, stride_x, BLOCK: tl.constexpr, R
         mean = tl.sum(b_x, 1) / count
         largest = tl.max(tl.abs(b_x), 1)
         scale, inverse = _scale(largest)
-        b_u = b_x * inverse[:, None]
-        energy = tl.sum(b_u * b_u, 1)
-        b_c = tl.where(m_x, b_x - mean[:, None], 0.0)
-        b_square = b_c * b_c
-        m2 = tl.sum(b_square, 1)
-        m4 = tl.sum(b_square * b_square, 1)
+        energy, m2, m4 = _sums(b_x, m_x, mean, inverse)
     else:
         mean = tl.zeros([ROWS], tl.float32)
         largest = tl.zeros([ROWS], tl.float32)
@@ -58,12 +62,10 @@ def row_moments_kernel(p_x, p_out, rows, width, stride_x, BLOCK: tl.constexpr, R
         m4 = tl.zeros([ROWS], tl.float32)
         for start in range(0, width, BLOCK):
             b_x, m_x = _load(p_x, o_row, m_row, start, width, stride_x, BLOCK)
-            b_u = b_x * inverse[:, None]
-            energy += tl.sum(b_u * b_u, 1)
-            b_c = tl.where(m_x, b_x - mean[:, None], 0.0)
-            b_square = b_c * b_c
-            m2 += tl.sum(b_square, 1)
-            m4 += tl.sum(b_square * b_square, 1)
+            b_energy, b_m2, b_m4 = _sums(b_x, m_x, mean, inverse)
+            energy += b_energy
+            m2 += b_m2
+            m4 += b_m4
     largest = tl.where(energy != energy, energy, largest)  # a maximum may drop a NaN
     tl.store(p_out + o_row, m2, mask=m_row)
     tl.store(p_out + rows + o_row, m4, mask=m_row)

@@ -18,35 +18,29 @@ from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from normlab_kernels import ladder
 from normlab_kernels.cpu import mean_square_gradient, unit_stride
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
-from normlab_kernels.launch import launch
+from normlab_kernels.launch import INTERPRETING, launch
 from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel, parameter_gradients_kernel
 from normlab_kernels.spec import RowSpec, Stat
 from normlab_kernels.split_kernels import row_pull_kernel, row_statistics_kernel
 
 Tensor = torch.Tensor
-INTERPRETER_PROGRAMS = 3  # programs of a backward pass without a device: more than one, so that tests meet partial sums
 
 
-def tanh_form(device: torch.device, dtype: torch.dtype, backward: bool = False) -> int:
+def tanh_form(dtype: torch.dtype, backward: bool = False) -> int:
     """Which form of tanh and erf: the approximate one where the result is stored in 16 bits; backward 1 - tanh^2
     doubles its error, which bf16 hides and fp16 does not."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if INTERPRETING or torch.version.hip is not None:
         return PORTABLE
     return APPROX if dtype == torch.bfloat16 or (dtype == torch.float16 and not backward) else LIBRARY
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    """Without a GPU as if there were two, so that tests meet partial sums and programs that share the work."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _programs(tiles: int, chosen: ladder.Launch, device: torch.device, columns: int) -> int:
-    if (processors := multiprocessors(device)) == 0:
-        return min(tiles, INTERPRETER_PROGRAMS)
-    return ladder.backward_programs(tiles, max(1, processors // columns), chosen)
-
-
-def _dense(tensor: Tensor | None) -> Tensor | None:
+def dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
@@ -91,11 +85,11 @@ def launch_forward(
             p_x, stride_x, p_residual, p_total = total, width, None, None
     launch(
         norm_forward_kernel, (-(-rows // chosen.rows), -(-width // chosen.block)), device,
-        p_x, p_residual, weight.contiguous(), _dense(bias), scale, shift, mean, _dense(given) if ms is None else ms,
-        _dense(correction), y, p_total,
+        p_x, p_residual, weight.contiguous(), dense(bias), scale, shift, mean, dense(given) if ms is None else ms,
+        dense(correction), y, p_total,
         rows, width, stride_x, stride_residual, int(correction is not None and correction.numel() > 1),
         spec.eps, 1.0 / spec.kappa,
-        STAT=stat, ACT=spec.act, FORM=tanh_form(device, y.dtype),
+        STAT=stat, ACT=spec.act, FORM=tanh_form(y.dtype),
         WHOLE=chosen.whole and ms is not None, EVEN=width % chosen.block == 0,
         BLOCK=chosen.block, ROWS=chosen.rows, num_warps=chosen.warps,
     )  # fmt: skip
@@ -130,10 +124,10 @@ def launch_backward(
         return dx, *(None if g is None else g.zero_() for g in gradients), dms
     chosen = chosen or ladder.backward(width, stat != Stat.NONE)
     (x_, stride_x), (grad_, stride_grad), (grad_sum, stride_sum) = _rows(x), _rows(grad), _rows(grad_sum)
-    weight, ms, eps, inv_kappa = weight.contiguous(), _dense(ms), spec.eps, 1.0 / spec.kappa
+    weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), spec.eps, 1.0 / spec.kappa
     columns = -(-width // chosen.block)
-    programs = _programs(-(-rows // chosen.rows), chosen, device, columns)
-    functions = {"STAT": stat, "ACT": spec.act, "FORM": tanh_form(device, x.dtype, backward=True)}
+    programs = ladder.backward_programs(-(-rows // chosen.rows), max(1, multiprocessors(device) // columns), chosen)
+    functions = {"STAT": stat, "ACT": spec.act, "FORM": tanh_form(x.dtype, backward=True)}
     along = mean_q = None
     if stat != Stat.NONE and not chosen.whole and (stat != Stat.GIVEN or dms is not None):
         along, mean_q = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
@@ -147,7 +141,7 @@ def launch_backward(
     parts = torch.empty(size, dtype=torch.float32, device=device) if size else None
     launch(
         norm_backward_kernel, (programs, columns), device,
-        grad_, grad_sum, _dense(grad_ms), x_, weight, scale, shift, mean, ms, along, mean_q, dx, dms, parts,
+        grad_, grad_sum, dense(grad_ms), x_, weight, scale, shift, mean, ms, along, mean_q, dx, dms, parts,
         rows, width, stride_grad, stride_sum, stride_x, eps, inv_kappa,
         **functions, WANT_WEIGHT=want_weight, WANT_BIAS=want_bias, WANT_SCALE=want_scale, WANT_SHIFT=want_shift,
         WHOLE=chosen.whole, EVEN=width % chosen.block == 0, BLOCK=chosen.block, ROWS=chosen.rows,

@@ -12,7 +12,7 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).resolve().parents[2
 
 import pytest
 import torch
-from kernel_harness import DEVICE, KERNELS
+from kernel_harness import DEVICE, INTERPRETING, KERNELS
 from normlab_kernels import ladder
 
 # PyTorch lists its constructors at the first use of a device context and keeps the list: made under the patch below, it
@@ -45,14 +45,17 @@ def launches_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where compiled kernels run, everything here is a GPU test; without kernels, tests of the kernels themselves are
-    left out."""
+    left out; in the interpreter those for which it makes no difference, which the other process runs."""
     for item in items:
         if DEVICE == "cuda":
             item.add_marker(pytest.mark.gpu)
+        if INTERPRETING and item.get_closest_marker("once"):
+            item.add_marker(pytest.mark.skip(reason="the same without the interpreter, where it runs"))
         if not KERNELS and item.get_closest_marker("kernels"):
             item.add_marker(pytest.mark.skip(reason="needs the Triton kernels: set TRITON_INTERPRET=1, or use a GPU"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: tests a Triton kernel, not a function that has another form")
+    config.addinivalue_line("markers", "once: tests nothing that a kernel computes: not in the interpreter as well")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from normlab_kernels import dispatch, functions
 from normlab_kernels.reference import row_norm_reference
@@ -21,6 +23,7 @@ Tensor = torch.Tensor
 INTERPRETING = dispatch.INTERPRETING
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
 KERNELS = INTERPRETING or DEVICE == "cuda"  # whether calls reach the Triton kernels
+FULL = not INTERPRETING  # shapes and lists; the interpreter takes a second for a wide row, and has them under `-m slow`
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -33,6 +36,15 @@ class Case:
     spec: RowSpec
     residual: bool
     outputs: tuple[str, ...]
+
+
+def full_if_slow(every: list[Any], few: tuple[Any, ...]) -> list[Any]:
+    """Parameters of a test: all, but in the interpreter only a few that stand for them, outside of `-m slow`."""
+    slow = pytest.mark.slow
+    return [
+        one if FULL or one in few else pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=slow)
+        for one in every
+    ]
 
 
 def _named(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from normlab_kernels import dispatch
 
+pytestmark = pytest.mark.once
 SCRIPT = """
 import sys
 sys.modules["triton"] = None

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_harness import DEVICE, KERNELS
+from kernel_harness import DEVICE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import measure  # noqa: E402
@@ -27,9 +27,12 @@ import sections  # noqa: E402
 import tables  # noqa: E402
 import work  # noqa: E402
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the benchmark itself is run")
+# What our kernels compute for it is tested in test_kernels_launches.py.
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the benchmark itself is run"),
+    pytest.mark.once,
+]
 CLAIMS = [row for row in plan.plan("cuda", ("rows", "decode")) if row.width in (2048, 4096) and row.rows in (1, 16_384)]
-without_kernels = pytest.mark.skipif(KERNELS, reason="thousands of calls, too slow in the interpreter")
 
 
 def read(out: Path, section: str) -> dict[tuple[str, ...], tables.Row]:
@@ -45,7 +48,6 @@ def explode(*_: object) -> object:
     raise KeyError("x")
 
 
-@without_kernels
 def test_a_dry_run_of_the_whole_plan_measures_or_notes_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,8 +133,7 @@ def test_a_process_that_is_killed_leaves_its_rows_and_another_goes_on_behind_it(
     after = read(tmp_path, "decode")
     assert set(after) == keys(rows)
     assert all(tables.is_good(row) for row in after.values() if row["peer"] == "normlab")
-    if not KERNELS:
-        assert {key: after[key]["time"] for key in good} == {key: row["time"] for key, row in good.items()}
+    assert {key: after[key]["time"] for key in good} == {key: row["time"] for key, row in good.items()}
 
 
 def test_a_process_that_hangs_is_ended_and_its_row_noted(tmp_path: Path) -> None:
@@ -167,7 +168,6 @@ def test_a_good_row_is_replaced_by_a_newer_good_one_only_and_a_torn_line_is_drop
     assert not tables.Table(path, common | {"code": "2"}).has({"function": "a"})
 
 
-@without_kernels
 def test_the_cpus_rows_are_measured_and_every_section_can_be_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

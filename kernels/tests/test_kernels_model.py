@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernel_harness import DEVICE
 from normlab_kernels import dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="pip install normlab-kernels[gpu]")
 from normlab_kernels import ops  # noqa: E402
@@ -146,6 +147,44 @@ def test_decoding_one_token_takes_the_kernels_of_the_prompt(scheme: str, monkeyp
     torch.testing.assert_close(stepped, full, rtol=1e-5, atol=1e-5)
 
 
+class Arithmetic(TorchDispatchMode):
+    """The arithmetic that makes one number, or one of each token."""
+
+    names = ("add", "sub", "mul", "div", "pow", "square", "rsqrt", "mean")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in self.names and result.is_floating_point() and (result.dim() == 0 or result.shape[-1] == 1):
+            self.seen.append(name)
+        return result
+
+
+@pytest.mark.parametrize("carried", ["uniform", "causal"])
+def test_a_decoded_tokens_carried_correction_is_the_kernels(carried: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once and handed to the kernel: no addition, square or product of its own a token, in no block; where
+    it depends on the position, one quotient."""
+    model, received = tiny("bhyt", "triton", carried=carried).eval(), []
+    launch_forward = ops.launch_forward
+
+    def counted(*arguments: Any, correction: torch.Tensor | None = None, **options: Any) -> Any:
+        received.append(correction is not None)
+        return launch_forward(*arguments, correction=correction, **options)
+
+    monkeypatch.setattr(ops, "launch_forward", counted)
+    with torch.no_grad():
+        cache = model(ids()[:, :5], use_cache=True).past_key_values
+        received.clear()
+        with Arithmetic() as small:
+            model(ids()[:, 5:], past_key_values=cache, use_cache=True)
+    assert received == [False, True] * 2 + [False]
+    assert small.seen == (["div"] * 2 if carried == "causal" else [])
+
+
 @every_scheme
 def test_generate_writes_what_argmax_over_full_forwards_writes(scheme: str) -> None:
     model, written = tiny(scheme, "triton").eval(), ids()
@@ -160,7 +199,12 @@ def test_generate_writes_what_argmax_over_full_forwards_writes(scheme: str) -> N
 
 @pytest.mark.parametrize(
     ("scheme", "backend", "layers"),
-    [("bhyt", "aot_eager", 1), ("mix_ln", "aot_eager", 2), ("bhyt", "inductor", 1), ("dyt", "inductor", 1)],
+    [
+        ("mix_ln", "aot_eager", 2),
+        ("bhyt", "inductor", 1),
+        pytest.param("bhyt", "aot_eager", 1, marks=pytest.mark.slow),
+        pytest.param("dyt", "inductor", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_whole_model_compiles_as_one_graph_with_the_kernels_in_it(
     scheme: str, backend: str, layers: int, monkeypatch: pytest.MonkeyPatch

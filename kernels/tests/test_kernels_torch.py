@@ -11,7 +11,9 @@ import normlab_kernels as nk
 import pytest
 import torch
 from kernel_harness import CASES, DEVICE, KERNELS, formula, make_inputs, results
+from normlab_kernels import cpu
 from normlab_kernels.reference import row_norm_reference
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 ALL = sorted(CASES)
@@ -78,6 +80,30 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     got, _ = results(compiled, arguments, upstream)
     for key, value in expected.items():
         torch.testing.assert_close(got[key], value, rtol=1e-6, atol=1e-6, msg=key)
+
+
+@pytest.mark.skipif(KERNELS, reason="the kernels are a custom op to the compiler")
+@pytest.mark.parametrize("name", ["rms_norm", "add_bhyt", "bhyt_carried", "dyt", "derf"])
+def test_on_a_cpu_a_compiler_is_given_the_formula_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loops beat those of an autograd function that it cannot look into."""
+    for direction in ("forward", "backward"):
+        monkeypatch.setattr(cpu, direction, lambda *_: pytest.fail("not left to the compiler"))
+    operations: dict[str, list[str]] = {"ours": [], "formula": []}
+
+    def noting(who: str) -> Callable[..., Any]:
+        def compiler(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+            operations[who] += [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
+            return graph
+
+        return compiler
+
+    arguments = make_inputs(CASES[name], 6, 20, torch.float32)
+    torch.compiler.reset()
+    for who, call in (("ours", CASES[name].call), ("formula", lambda a: formula(CASES[name], a))):
+        results(torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=noting(who))), arguments, None)
+    views = ("view", "reshape", "alias")
+    ours, plain = ([op for op in operations[who] if not any(v in op for v in views)] for who in ("ours", "formula"))
+    assert sorted(ours) == sorted(plain) and len(plain) > 5
 
 
 @pytest.mark.kernels

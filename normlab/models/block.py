@@ -78,11 +78,13 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             self.register_buffer("c_attn", torch.zeros((), dtype=torch.float32))
             self.register_load_state_dict_pre_hook(_note_state_prefix)
             self.register_load_state_dict_post_hook(_complete_constant)
+        self.kept_growth: tuple[Tensor, Tensor, tuple[Any, ...], Tensor] | None = None
 
     def _apply(self, fn, recurse: bool = True):
         """Moves as any module, but keeps c in float32 when a model is cast to half precision."""
         before = self._buffers.get("c_attn")
         super()._apply(fn, recurse)
+        self.kept_growth = None
         after = self._buffers.get("c_attn")
         if before is not None and after is not None and after.dtype != torch.float32:
             self._buffers["c_attn"] = before.to(after.device)
@@ -112,24 +114,59 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         norm = self.norm_at(place)
         return x if norm is None else norm(x)
 
-    def _add(self, place: str, branch: Tensor, residual: Tensor, **statistic: Tensor) -> tuple[Tensor, Tensor]:
+    def _add(
+        self,
+        place: str,
+        branch: Tensor,
+        residual: Tensor,
+        mean_square: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """s = residual + branch, and the norm at ``place`` of s (s itself where there is none)."""
         norm = self.norm_at(place)
         if _adds(norm, residual):
-            return norm.add(branch, residual, **statistic)
+            if mean_square is None:
+                return norm.add(branch, residual)
+            correction = self.carried_correction(position_ids)
+            if correction.numel() > 1:  # positions may be one sequence's, for all
+                correction = correction.expand_as(mean_square)
+            return norm.add(branch, residual, mean_square, correction)
         s = residual + branch
-        return s, s if norm is None else norm(s, **statistic)
+        if mean_square is not None:
+            return s, norm(s, mean_square=self.carried_mean_square(mean_square, position_ids))
+        return s, s if norm is None else norm(s)
 
     def carried_mean_square(self, mean_square: Tensor, position_ids: Tensor | None) -> Tensor:
         """ms + c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch, tokens, 1),
         float32."""
-        norm = self.norm_at("attn_in")
-        correction = self.c_attn * norm.slope.detach().square()
+        return mean_square + self.carried_correction(position_ids)
+
+    def carried_correction(self, position_ids: Tensor | None) -> Tensor:
+        """What `carried_mean_square` adds, a constant: one number, or (batch, tokens, 1) when carried="causal"."""
+        growth = self._growth()
         if self.carried == "causal":
             if position_ids is None:
                 raise NormlabError('carried="causal" needs the tokens\' positions: pass position_ids to the block')
-            correction = correction * self.train_seq_len / (position_ids[..., None] + 1)
-        return mean_square + correction
+            growth = growth / (position_ids[..., None] + 1)
+        return growth
+
+    def _growth(self) -> Tensor:
+        """c (lambda_in/kappa)^2, times T when carried="causal". In evaluation it is kept until c or lambda is another
+        tensor or was written to, so that a decoded token pays for no kernel of it; a captured CUDA graph keeps it."""
+        norm = self.norm_at("attn_in")
+        c, lam = self.c_attn, norm.lam
+        keeps = not (self.training or torch.compiler.is_compiling() or c.is_inference() or lam.is_inference())
+        if keeps:
+            told = (c._version, lam._version, norm.kappa)
+            kept = self.kept_growth
+            if kept is not None and kept[0] is c and kept[1] is lam and kept[2] == told:
+                return kept[3]
+        growth = c * norm.slope.detach().square()
+        if self.carried == "causal":
+            growth = growth * self.train_seq_len
+        if keeps:
+            self.kept_growth = (c, lam, told, growth)
+        return growth
 
     def forward(
         self,
@@ -142,10 +179,9 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         **kwargs,
     ) -> Tensor:
         residual = hidden_states
-        statistic: dict[str, Tensor] = {}
+        mean_square = None
         if self.carried:
             hidden_states, mean_square = self.norm_at("attn_in")(hidden_states, return_mean_square=True)
-            statistic["mean_square"] = self.carried_mean_square(mean_square, position_ids)
         else:
             hidden_states = self._normalize("attn_in", hidden_states)
         hidden_states, _ = self.self_attn(
@@ -162,6 +198,6 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             residual = self._add("attn_sum", hidden_states, residual)[1]
             hidden_states = self._normalize("mlp_in", residual)
         else:
-            residual, hidden_states = self._add("mlp_in", hidden_states, residual, **statistic)
+            residual, hidden_states = self._add("mlp_in", hidden_states, residual, mean_square, position_ids)
         hidden_states = self.mlp(hidden_states)
         return self._add("mlp_sum", self._normalize("mlp_out", hidden_states), residual)[1]

@@ -95,11 +95,15 @@ class BHyT(Norm):
             y = nk.bhyt_carried(x, self.gamma(), self.lam, ms, **self._options())
         return (y, ms) if return_mean_square else y
 
-    def add(self, x: Tensor, residual: Tensor, mean_square: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
+    def add(
+        self, x: Tensor, residual: Tensor, mean_square: Tensor | None = None, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass; `correction`, a constant,
+        is added to the mean square that is given, by the kernel where no gradient is wanted."""
         if mean_square is None:
             return nk.add_bhyt(x, residual, self.gamma(), self.lam, **self._options())[:2]
-        return nk.add_bhyt_carried(x, residual, self.gamma(), self.lam, mean_square, **self._options())
+        operands = (x, residual, self.gamma(), self.lam, mean_square)
+        return nk.add_bhyt_carried(*operands, correction=correction, **self._options())
 
     def _options(self) -> dict[str, Any]:
         return {"kappa": self.kappa, "eps": self.eps, "bounded": self.bounded, "kernels": self.kernels}

@@ -172,6 +172,45 @@ def test_carried_mean_square_adds_the_correction_of_its_position(scheme, extra):
     assert seen["mean_square"].dtype == torch.float32
 
 
+@carrying_case
+@pytest.mark.parametrize("change", ["lam", "new lam", "kappa", "c", "loaded", "half"])
+def test_a_correction_kept_in_evaluation_follows_what_it_is_made_of(scheme, extra, change):
+    """The second forward pass is that of a model which never had a first one."""
+    model, ids = tiny_model(scheme, **extra), tokens()
+    with torch.no_grad():
+        before = model(ids).logits
+        kept = [layer.kept_growth for layer in model.model.layers]
+        model(ids)
+        assert kept[0] is not None and all(a is b.kept_growth for a, b in zip(kept, model.model.layers, strict=True))
+        layer = model.model.layers[0]
+        norm = layer.input_layernorm
+        if change == "lam":
+            norm.lam.mul_(30)
+        elif change == "new lam":
+            norm.lam = torch.nn.Parameter(30 * norm.lam)
+        elif change == "kappa":
+            norm.kappa /= 30
+        elif change == "c":
+            layer.c_attn.mul_(900)
+        elif change == "loaded":
+            model.load_state_dict({k: 30 * v if k.endswith("lam") else v for k, v in model.state_dict().items()})
+        else:
+            norm.lam.mul_(1.001)
+            model(ids)
+            model.to(torch.float16).to(torch.float32)
+        again = model(ids).logits
+        for layer in model.model.layers:
+            layer.kept_growth = None
+        assert_bits(again, model(ids).logits)
+    assert not torch.equal(again, before)
+
+
+def test_a_correction_is_not_kept_in_training():
+    model = tiny_model("bhyt").train()
+    model(tokens(), labels=tokens()).loss.backward()
+    assert all(layer.kept_growth is None for layer in model.model.layers)
+
+
 def test_exact_is_the_same_model_under_either_name():
     exact = tiny_model("bhyt", carried="exact")
     starred = NormlabForCausalLM(tiny_config("bhyt_exact")).eval()
