@@ -175,7 +175,9 @@ class _Search:
         returned the tokens in another order."""
         before = self.events[i - 1]
         right_after = isinstance(before, BranchRun) and before.branch is run.branch and event.is_norm
-        return same_tensor(event.x, run.out) or right_after
+        if same_tensor(event.x, run.out) or not right_after or event.rows is None:
+            return same_tensor(event.x, run.out)
+        return rearranged(torch.zeros_like(event.rows), event.rows, run.out, self.eps)
 
     def inner_norm(self, i: int, run: BranchRun) -> NormRead | None:
         """The norm inside a branch whose output the branch returns."""
@@ -217,6 +219,12 @@ class _Search:
         sources = [state.rows, *(norm.out_rows for norm in state.normed)]
         return event.read is not None and not any(self.same(event.read, rows) for rows in sources)
 
+    def nothing(self, state: Reading, after: Tensor | None, rows: Tensor) -> Explanation | None:
+        """Of a block that returns its very input, whatever its branches returned: gates and scales at 0."""
+        if after is not None or state.segments or not bool(rows.any()) or not torch.equal(state.rows, rows):
+            return None
+        return Explanation("added", tuple(range(len(state.pending))), (0.0,) * len(state.pending))
+
     def closed(
         self, state: Reading, after: Tensor | None, rows: Tensor, contained_only: bool = False
     ) -> Iterator[Reading]:
@@ -226,7 +234,8 @@ class _Search:
         if contained_only:
             made = Explanation("contained", (len(state.pending) - 1,)) if contained(state.rows, rows) else None
         else:
-            made = explain(state.rows, rows, [run.rows for run in state.pending], self.eps)
+            made = self.nothing(state, after, rows)
+            made = made or explain(state.rows, rows, [run.rows for run in state.pending], self.eps)
             if made is None and rearranged(state.rows, rows, newest.out, self.eps):
                 made = Explanation("rearranged", (len(state.pending) - 1,))
         if made is None:
@@ -276,7 +285,7 @@ def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun
         return [(segment.runs[0], base, after.detach().reshape(base.shape) - base)]
     found = []
     for run, factor in zip(segment.runs, made.factors, strict=True):
-        adds = run.kept
+        adds = torch.zeros_like(base) if isinstance(factor, float) and factor == 0 else run.kept
         if adds is None and run.rows is not None and _unchanged(rows, run.out, run.rows):
             adds = run.out.detach()
         if adds is None:

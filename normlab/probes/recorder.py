@@ -240,8 +240,8 @@ class Recorder:
             self.norm_sites[norm] = (site, layer)
         if flow.segments is not None:
             self._named[block.index] = flow.sites
-        for key, reason in self._measurer.block_end(call, flow, out, self.branches).items():
-            call.absent[key] = reason
+        call.absent |= {f"{site} {layer}": reason for site, reason in flow.lost.items()}
+        call.absent |= self._measurer.block_end(call, flow, out, self.branches)
         if watch is not None:
             self._measurer.attention(call, layer, watch)
         flow.release()
@@ -389,3 +389,4 @@ class Recorder:
         for call, items in self._gradients.take():
             with self._lock:
                 self._accumulator.add(call, items)
+                self.absent |= call.absent
