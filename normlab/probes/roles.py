@@ -33,11 +33,17 @@ class BlockFlow:
     ends.
 
     `named`: the sites of the block's norms when an earlier call has told them and no branch is to be measured; nothing
-    else is then looked at.
+    else is then looked at. `given_up`: why no reading is looked for any more.
     """
 
     def __init__(
-        self, block: Block, layer: int, entered: Tensor, keeps_branches: bool, named: dict[nn.Module, str] | None = None
+        self,
+        block: Block,
+        layer: int,
+        entered: Tensor,
+        keeps_branches: bool,
+        named: dict[nn.Module, str] | None = None,
+        given_up: str | None = None,
     ):
         self.block, self.layer, self.entered, self.width = block, layer, entered, entered.shape[-1]
         self.keeps_branches = keeps_branches
@@ -45,9 +51,10 @@ class BlockFlow:
         self.events: list[NormRead | BranchRun] = []
         self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
         self.why = ""
+        self.is_hopeless = False  # tokens enough, and no reading
         self.lost: dict[str, str] = {}  # sites whose norm has run and is not measured, and why
         self.has_chosen = False  # the experts that a mixture took are known
-        self._named = None if keeps_branches else named
+        self._named, self._given_up = None if keeps_branches else named, given_up
         self._inputs: dict[nn.Module, tuple[Tensor | None, Tensor | None]] = {}
         if self._named is None:
             self.rows = Rows(entered)
@@ -142,6 +149,8 @@ class BlockFlow:
             self.why = "the block changes the stream's shape"
         elif self.first is not None and not bool(self.first.any()):
             self.why = "the stream is zero"  # with and without it are the same
+        elif self._given_up is not None:
+            self.why = self._given_up
         elif self.first is not None and self.runs:
             found = find_reading(self.events, Reading(self.entered, self.first), last, self._eps)
             self.why = "" if found else self._reason(self.first, last)
@@ -182,7 +191,8 @@ class BlockFlow:
         if self._same(first, last):
             return f"what {kinds} add is lost in the rounding of the stream"
         count = different(first)
-        few = f", as far as {count} different tokens tell" if count < FEW else ""
+        self.is_hopeless = count >= FEW
+        few = "" if self.is_hopeless else f", as far as {count} different tokens tell"
         return f"the block's output is not its input + {kinds}{few}"
 
     def _ends_in_projection(self, last: Tensor) -> bool:
