@@ -158,9 +158,9 @@ class _Search:
                 return
         if state.pending:
             newest = state.pending[-1]
-            if event.out_rows is not None and self.follows(i, event, newest):
-                normed = _with_norm(newest, event)
-                yield from self.readings(i + 1, replace(state, pending=(*state.pending[:-1], normed)))
+            reads_output = event.out_rows is not None and same_tensor(event.x, newest.out)
+            if reads_output:
+                yield from self.readings(i + 1, self.normed(state, event))
             for closed in self.closed(state, event.x, event.rows):
                 if event.is_norm:
                     yield from self.readings(i + 1, self.waits(closed, event))
@@ -168,16 +168,24 @@ class _Search:
                 if event.out_rows is not None and not contained:
                     kind = closed.segments[-1].runs[-1].kind
                     yield from self.readings(i + 1, self.replaced(closed, event, kind))
+            if not reads_output and event.out_rows is not None and self.follows(i, event, newest):
+                yield from self.readings(i + 1, self.normed(state, event))
         yield from self.readings(i + 1, state)
 
     def follows(self, i: int, event: NormRead, run: BranchRun) -> bool:
-        """Whether a norm may be of a branch's output: it reads that very tensor, or ran right after the branch, which
-        returned the tokens in another order."""
+        """Whether a norm that ran right after a branch reads what the branch returned, in another order."""
         before = self.events[i - 1]
         right_after = isinstance(before, BranchRun) and before.branch is run.branch and event.is_norm
-        if same_tensor(event.x, run.out) or not right_after or event.rows is None:
-            return same_tensor(event.x, run.out)
+        if not right_after or event.rows is None:
+            return False
         return rearranged(torch.zeros_like(event.rows), event.rows, run.out, self.eps)
+
+    def normed(self, state: Reading, event: NormRead) -> Reading:
+        """The reading with a norm of the newest branch's output: that is what the branch adds."""
+        assert event.out is not None
+        newest = state.pending[-1]
+        run = replace(newest, out=event.out, kept=event.kept, rows=event.out_rows, output_norm=event.norm)
+        return replace(state, pending=(*state.pending[:-1], run))
 
     def inner_norm(self, i: int, run: BranchRun) -> NormRead | None:
         """The norm inside a branch whose output the branch returns."""
@@ -259,12 +267,6 @@ class _Search:
         stream = state.stream if after is None else after
         segments = (*state.segments, segment)
         yield replace(state, stream=stream, rows=rows, pending=(), normed=(), segments=segments)
-
-
-def _with_norm(run: BranchRun, norm: NormRead) -> BranchRun:
-    """The run with its output norm's output as what it adds."""
-    assert norm.out is not None
-    return replace(run, out=norm.out, kept=norm.kept, rows=norm.out_rows, output_norm=norm.norm)
 
 
 def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun, Tensor, Tensor]] | None:
