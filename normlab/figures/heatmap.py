@@ -7,12 +7,14 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from normlab.errors import NormlabError
+from normlab.figures import theme
 from normlab.probes.metrics import metric_row, site_label, site_order
 
 
 def layer_heatmap(table: pd.DataFrame, metric: str | None = None, mask: str = "all") -> go.Figure:
     """A row a metric and site, a column a layer; each row has a colour scale of its own, from its smallest value (dark)
-    to its largest, logarithmic where the metric's axis is; the value itself is one hover away.
+    to its largest, logarithmic where the metric's axis is; the value itself is one hover away. A row of equal
+    values is between the two.
 
     Args:
         table: columns `site layer metric mask value`.
@@ -41,16 +43,13 @@ def layer_heatmap(table: pd.DataFrame, metric: str | None = None, mask: str = "a
             colorscale="Viridis",
             zmin=0,
             zmax=1,
-            colorbar={"title": "of the row", "tickvals": [0, 1], "ticktext": ["least", "most"]},
+            colorbar={"title": "of the row", "tickvals": [0, 1], "ticktext": ["least", "most"], "outlinewidth": 0},
         )
     )
-    figure.update_layout(
-        template="simple_white",
-        height=140 + 22 * len(places),
-        xaxis={"title": "layer", "dtick": 1 if grid.shape[1] <= 32 else None},
-        yaxis={"autorange": "reversed", "automargin": True},
-    )
-    return figure
+    figure.update_xaxes(title_text="layer", dtick=1 if grid.shape[1] <= 32 else None, showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    title = "All metrics" if metric is None else metric_row(metric).label
+    return theme.titled(figure, title, "each row on a scale of its own", 180 + 22 * len(places))
 
 
 def _share(values: np.ndarray, log: bool) -> np.ndarray:
@@ -59,4 +58,4 @@ def _share(values: np.ndarray, log: bool) -> np.ndarray:
     if log and np.nanmin(finite, initial=np.inf) > 0:
         finite = np.log(finite)
     low, high = np.nanmin(finite, initial=np.inf), np.nanmax(finite, initial=-np.inf)
-    return (finite - low) / (high - low) if high > low else np.where(np.isnan(finite), np.nan, 0.0)
+    return (finite - low) / (high - low) if high > low else np.where(np.isnan(finite), np.nan, 0.5)

@@ -41,6 +41,9 @@ def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all") -> go.Figu
     values = rows["value"]
     wide = bool((values > 0).all()) and values.max() > values.min() * 10**LOG_DECADES
     figure.update_xaxes(title_text="layer (0 = embeddings)", dtick=1 if rows["layer"].max() <= 32 else None)
-    figure.update_yaxes(title_text=metric, **theme.value_axis(theme.axis_bounds(values, wide), wide))
+    bounds = theme.axis_bounds(values, wide)
+    axis = METRICS[metric].axis
+    figure.update_yaxes(title_text=axis, exponentformat="power", **theme.value_axis(bounds, wide))
+    figure.update_layout(showlegend=True)
     subtitle = "<br>".join(wrap(METRICS[metric].definition, 90))
     return theme.titled(figure, f"{metric} by layer", subtitle, 450)

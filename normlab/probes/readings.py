@@ -158,9 +158,9 @@ class _Search:
                 return
         if state.pending:
             newest = state.pending[-1]
-            if event.out_rows is not None and self.follows(i, event, newest):
-                normed = _with_norm(newest, event)
-                yield from self.readings(i + 1, replace(state, pending=(*state.pending[:-1], normed)))
+            reads_output = event.out_rows is not None and same_tensor(event.x, newest.out)
+            if reads_output:
+                yield from self.readings(i + 1, self.normed(state, event))
             for closed in self.closed(state, event.x, event.rows):
                 if event.is_norm:
                     yield from self.readings(i + 1, self.waits(closed, event))
@@ -168,14 +168,24 @@ class _Search:
                 if event.out_rows is not None and not contained:
                     kind = closed.segments[-1].runs[-1].kind
                     yield from self.readings(i + 1, self.replaced(closed, event, kind))
+            if not reads_output and event.out_rows is not None and self.follows(i, event, newest):
+                yield from self.readings(i + 1, self.normed(state, event))
         yield from self.readings(i + 1, state)
 
     def follows(self, i: int, event: NormRead, run: BranchRun) -> bool:
-        """Whether a norm may be of a branch's output: it reads that very tensor, or ran right after the branch, which
-        returned the tokens in another order."""
+        """Whether a norm that ran right after a branch reads what the branch returned, in another order."""
         before = self.events[i - 1]
         right_after = isinstance(before, BranchRun) and before.branch is run.branch and event.is_norm
-        return same_tensor(event.x, run.out) or right_after
+        if not right_after or event.rows is None:
+            return False
+        return rearranged(torch.zeros_like(event.rows), event.rows, run.out, self.eps)
+
+    def normed(self, state: Reading, event: NormRead) -> Reading:
+        """The reading with a norm of the newest branch's output: that is what the branch adds."""
+        assert event.out is not None
+        newest = state.pending[-1]
+        run = replace(newest, out=event.out, kept=event.kept, rows=event.out_rows, output_norm=event.norm)
+        return replace(state, pending=(*state.pending[:-1], run))
 
     def inner_norm(self, i: int, run: BranchRun) -> NormRead | None:
         """The norm inside a branch whose output the branch returns."""
@@ -217,6 +227,12 @@ class _Search:
         sources = [state.rows, *(norm.out_rows for norm in state.normed)]
         return event.read is not None and not any(self.same(event.read, rows) for rows in sources)
 
+    def nothing(self, state: Reading, after: Tensor | None, rows: Tensor) -> Explanation | None:
+        """Of a block that returns its very input, whatever its branches returned: gates and scales at 0."""
+        if after is not None or state.segments or not bool(rows.any()) or not torch.equal(state.rows, rows):
+            return None
+        return Explanation("added", tuple(range(len(state.pending))), (0.0,) * len(state.pending))
+
     def closed(
         self, state: Reading, after: Tensor | None, rows: Tensor, contained_only: bool = False
     ) -> Iterator[Reading]:
@@ -226,7 +242,8 @@ class _Search:
         if contained_only:
             made = Explanation("contained", (len(state.pending) - 1,)) if contained(state.rows, rows) else None
         else:
-            made = explain(state.rows, rows, [run.rows for run in state.pending], self.eps)
+            made = self.nothing(state, after, rows)
+            made = made or explain(state.rows, rows, [run.rows for run in state.pending], self.eps)
             if made is None and rearranged(state.rows, rows, newest.out, self.eps):
                 made = Explanation("rearranged", (len(state.pending) - 1,))
         if made is None:
@@ -252,12 +269,6 @@ class _Search:
         yield replace(state, stream=stream, rows=rows, pending=(), normed=(), segments=segments)
 
 
-def _with_norm(run: BranchRun, norm: NormRead) -> BranchRun:
-    """The run with its output norm's output as what it adds."""
-    assert norm.out is not None
-    return replace(run, out=norm.out, kept=norm.kept, rows=norm.out_rows, output_norm=norm.norm)
-
-
 def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun, Tensor, Tensor]] | None:
     """(branch, the stream it is added to, what it adds) of every branch in a segment, shaped as the stream; None when
     a tensor that is needed has been written to since.
@@ -276,7 +287,7 @@ def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun
         return [(segment.runs[0], base, after.detach().reshape(base.shape) - base)]
     found = []
     for run, factor in zip(segment.runs, made.factors, strict=True):
-        adds = run.kept
+        adds = torch.zeros_like(base) if isinstance(factor, float) and factor == 0 else run.kept
         if adds is None and run.rows is not None and _unchanged(rows, run.out, run.rows):
             adds = run.out.detach()
         if adds is None:

@@ -36,6 +36,8 @@ from normlab.probes.sites import Block, Sites
 from normlab.probes.stats import LayerStats, manifest
 from normlab.probes.structure import Branch
 
+TRIES = 3  # calls after which a block that does not add up is given up: the search for a reading takes long
+
 
 class Recorder:
     """Owns the hooks of one recording. Made by `record`; `stats()` gives the result at any time, also after the
@@ -60,6 +62,7 @@ class Recorder:
         self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._named: dict[int, dict[nn.Module, str]] = {}  # block -> sites of its norms, once told
+        self._unread: dict[int, list[str]] = {}  # block -> why its stream did not add up, a call
         self._finished: list[Call] = []
         self._gradients = Gradients(self._gradient)
         self._calls = 0
@@ -215,7 +218,9 @@ class Recorder:
                     x = self._root.clone()  # a leaf may not be written to in place, its copy may
                     replaced = with_argument(args, kwargs, place, x)
         entered = features_last(read_by(module, x), turned)
-        call.flow = BlockFlow(block, layer, entered, self._measurer.needs_branches, self._named.get(block.index))
+        unread, named = self._unread.get(block.index, []), self._named.get(block.index)
+        given_up = unread[-1] if len(unread) >= TRIES else None
+        call.flow = BlockFlow(block, layer, entered, self._measurer.needs_branches, named, given_up)
         self._gradients.watch(x, ("block_in", layer), call, turned)
         if self._watches_attention:
             call.watch = AttentionWatch()
@@ -240,8 +245,10 @@ class Recorder:
             self.norm_sites[norm] = (site, layer)
         if flow.segments is not None:
             self._named[block.index] = flow.sites
-        for key, reason in self._measurer.block_end(call, flow, out, self.branches).items():
-            call.absent[key] = reason
+        elif flow.is_hopeless:
+            self._unread.setdefault(block.index, []).append(flow.why)
+        call.absent |= {f"{site} {layer}": reason for site, reason in flow.lost.items()}
+        call.absent |= self._measurer.block_end(call, flow, out, self.branches)
         if watch is not None:
             self._measurer.attention(call, layer, watch)
         flow.release()
@@ -389,3 +396,4 @@ class Recorder:
         for call, items in self._gradients.take():
             with self._lock:
                 self._accumulator.add(call, items)
+                self.absent |= call.absent

@@ -14,7 +14,9 @@ from normlab.errors import NormlabError
 from normlab.probes.readings import BranchRun, NormRead, Reading, Segment, find_reading, same_tensor
 from normlab.probes.sites import Block
 from normlab.probes.structure import Branch
-from normlab.probes.sums import SLACK, Rows, rounding, same
+from normlab.probes.sums import SLACK, Rows, different, rounding, same
+
+FEW = 6  # different tokens below which a sum that is not a plain one may not be told
 
 
 def read_by(block: nn.Module, state: Tensor) -> Tensor:
@@ -31,11 +33,17 @@ class BlockFlow:
     ends.
 
     `named`: the sites of the block's norms when an earlier call has told them and no branch is to be measured; nothing
-    else is then looked at.
+    else is then looked at. `given_up`: why no reading is looked for any more.
     """
 
     def __init__(
-        self, block: Block, layer: int, entered: Tensor, keeps_branches: bool, named: dict[nn.Module, str] | None = None
+        self,
+        block: Block,
+        layer: int,
+        entered: Tensor,
+        keeps_branches: bool,
+        named: dict[nn.Module, str] | None = None,
+        given_up: str | None = None,
     ):
         self.block, self.layer, self.entered, self.width = block, layer, entered, entered.shape[-1]
         self.keeps_branches = keeps_branches
@@ -43,8 +51,10 @@ class BlockFlow:
         self.events: list[NormRead | BranchRun] = []
         self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
         self.why = ""
+        self.is_hopeless = False  # tokens enough, and no reading
+        self.lost: dict[str, str] = {}  # sites whose norm has run and is not measured, and why
         self.has_chosen = False  # the experts that a mixture took are known
-        self._named = None if keeps_branches else named
+        self._named, self._given_up = None if keeps_branches else named, given_up
         self._inputs: dict[nn.Module, tuple[Tensor | None, Tensor | None]] = {}
         if self._named is None:
             self.rows = Rows(entered)
@@ -137,19 +147,23 @@ class BlockFlow:
         found = None
         if last is None:
             self.why = "the block changes the stream's shape"
+        elif self.first is not None and not bool(self.first.any()):
+            self.why = "the stream is zero"  # with and without it are the same
+        elif self._given_up is not None:
+            self.why = self._given_up
         elif self.first is not None and self.runs:
             found = find_reading(self.events, Reading(self.entered, self.first), last, self._eps)
-            kinds = " + ".join(dict.fromkeys(run.kind for run in self.runs))
-            self.why = "" if found else f"the block's output is not its input + {kinds}"
-            if found is None and self._ends_in_projection(last):
-                self.why = "the block has no residual connection: it ends in a projection"
+            self.why = "" if found else self._reason(self.first, last)
         else:
             self.why = "no branch was found in the block"
         if found is not None:
             self.segments = found.segments
             for read, site in found.sites:
                 read.site = site
-        elif self.first is not None:
+            for read in found.waiting:  # no branch came, and the block returns its output: after one that added nothing
+                if self._same(read.out_rows, last):
+                    read.site = f"{self.runs[-1].kind}_norm_in"
+        elif self.first is not None and bool(self.first.any()):
             self._name_by_order()
         for event in self.events:  # a norm may say where it stands
             if isinstance(event, NormRead):
@@ -158,10 +172,28 @@ class BlockFlow:
         for event in self.events:  # two modules are never pooled at one site
             if isinstance(event, NormRead) and event.site is not None:
                 if event.site in taken:
+                    self.lost[event.site] = "a second norm of this site is left out"
                     event.site = None
                 else:
                     taken.add(event.site)
                     event.place = (event.site, self.layer)
+        if found is None and any(norm not in self.sites for norm in self.block.norms):
+            kinds = dict.fromkeys(branch.kind for branch in self.block.branches if branch.kind != "other")
+            self.lost |= {f"{kind}_norm_in": self.why for kind in kinds if f"{kind}_norm_in" not in taken}
+
+    def _reason(self, first: Tensor, last: Tensor) -> str:
+        """Why no reading was found."""
+        kinds = " + ".join(dict.fromkeys(run.kind for run in self.runs))
+        if self._ends_in_projection(last):
+            return "the block has no residual connection: it ends in a projection"
+        if not bool((first.isfinite().all(1) & last.isfinite().all(1)).any()):
+            return "the stream is not finite"
+        if self._same(first, last):
+            return f"what {kinds} add is lost in the rounding of the stream"
+        count = different(first)
+        self.is_hopeless = count >= FEW
+        few = "" if self.is_hopeless else f", as far as {count} different tokens tell"
+        return f"the block's output is not its input + {kinds}{few}"
 
     def _ends_in_projection(self, last: Tensor) -> bool:
         """Whether the block returns what a single matrix returned, bare or through a norm and an activation."""

@@ -189,6 +189,8 @@ class LayerStats:
         for total in ("forward_passes", "loss_tokens"):
             if total in about:
                 about[total] += other.manifest.get(total, 0)
+        if "absent" in about:
+            about["absent"] = about["absent"] | other.manifest.get("absent", {})
         return LayerStats(moments, self.metrics, about, self.step, arrays)
 
     def across_ranks(self) -> LayerStats:

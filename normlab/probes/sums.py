@@ -12,6 +12,7 @@ A few tokens of every tensor are kept while a block runs (`Rows`); `explain` fin
     rearranged  after - before = the rows of o       (in another order or with others between: windows)
 
 The sums are exact up to the rounding of the stream's and the branch's dtype; what is further off is no explanation.
+Nor is a fit that few equations allow: of one token, of equal tokens, of a width of 2, anything is a sum of anything.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from torch import Tensor
 
 CHECKED = 32  # tokens a call on which sums are checked
 SLACK = 4.0  # roundings that a sum may be off by
+SPARE = 4  # equations that differ, beyond the unknowns, that a fitted sum must hold in
+ENOUGH = 64  # equations looked at, to see whether they differ
+LIKE = 1e-4  # relative distance below which two rows say the same
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,12 @@ def same(a: Tensor | None, b: Tensor | None, eps: float) -> bool:
 def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps: float) -> Explanation | None:
     """How `after` comes from `before` and `outputs` (rows x width each; None = of another shape), or None.
 
-    The latest output alone is tried first, then sums of several, then the others alone.
+    The latest output alone is tried first, then sums of several, then the others alone. Outputs that are zero are part
+    of any sum.
     """
     usable = [i for i, o in enumerate(outputs) if o is not None and o.shape == before.shape]
+    working = [i for i in usable if bool(outputs[i].any())] or usable[-1:]  # type: ignore[union-attr]
+    zero, usable = [i for i in usable if i not in working], working
     last = usable[-1:]
     sets = [tuple(last)] if last else []
     sets += [s for size in range(len(usable), 1, -1) for s in combinations(usable, size)] if len(usable) <= 4 else []
@@ -93,7 +100,11 @@ def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps
         for chosen in sets:
             found = forms(before, after, [rows[i] for i in chosen], eps)
             if found is not None:
-                return Explanation(found.form, chosen, found.factors, found.carry)
+                if not found.factors:
+                    return Explanation(found.form, chosen)
+                factors = dict(zip(chosen, found.factors, strict=True)) | dict.fromkeys(zero, 1.0)
+                parts = tuple(sorted(factors))
+                return Explanation(found.form, parts, tuple(factors[i] for i in parts), found.carry)
     return None
 
 
@@ -102,11 +113,34 @@ def _fits(left: Tensor, sizes: Sequence[Tensor], eps: float) -> bool:
     return float(left.norm()) <= allowed
 
 
+def different(rows: Tensor) -> int:
+    """How many rows (n x width) are unlike every row before them, by more than rounding."""
+    apart = torch.cdist(rows, rows) > LIKE * rows.norm(dim=1)
+    return int((apart | torch.ones_like(apart).triu()).all(1).sum())
+
+
+def _determined(unknowns: int, *tensors: Tensor) -> bool:
+    """Whether these tensors (tokens x width), of which every element gives one equation, say more than `unknowns` can
+    fit, once what is said twice is counted once. Of one token a norm is but a factor and a constant: it determines one
+    unknown at most."""
+    if unknowns > 1 and different(torch.cat(tensors, dim=1)) < 2:
+        return False
+    equations = torch.stack([x.flatten() for x in tensors], dim=1)
+    return different(equations[:: max(1, len(equations) // ENOUGH)]) >= unknowns + SPARE
+
+
 def _coefficients(target: Tensor, outputs: Sequence[Tensor]) -> list[float] | None:
+    """The factors with which the outputs make the target, by least squares; 1 of what is zero. None when they cannot be
+    told."""
+    zero = [not bool(o.any()) for o in outputs]
+    if any(zero):
+        fitted = _coefficients(target, [o for o, none in zip(outputs, zero, strict=True) if not none])
+        rest = iter(fitted or ())
+        return None if fitted is None else [1.0 if none else next(rest) for none in zero]
+    if not outputs or not _determined(len(outputs), target, *outputs):
+        return None
     matrix = torch.stack([o.flatten() for o in outputs])
     gram = matrix @ matrix.T
-    if bool((gram.diagonal() == 0).any()):
-        return None
     scale = gram.diagonal().rsqrt()
     normal = gram * scale[:, None] * scale
     if float(torch.linalg.cond(normal)) > 1e6:
@@ -125,7 +159,7 @@ def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) ->
         left = change - sum(c * o for c, o in zip(found, outputs, strict=True))
         if _fits(left, sizes, eps) and _significant(left, outputs, found):
             return Explanation("added", (), tuple(found))
-    found = _coefficients(after, [before, *outputs]) if before.numel() > 2 * len(sizes) else None
+    found = _coefficients(after, [before, *outputs])
     if found is not None and abs(found[0]) * float(before.norm()) > 1e-3 * float(after.norm()):
         left = after - sum(c * o for c, o in zip(found, [before, *outputs], strict=True))
         if _fits(left, sizes, eps) and _significant(left, outputs, found[1:]):
@@ -135,7 +169,8 @@ def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) ->
 
 def _significant(left: Tensor, outputs: Sequence[Tensor], found: Sequence[float]) -> bool:
     """Whether every output matters: what it adds is well above what is left unexplained."""
-    return all(abs(c) * float(o.norm()) > 4 * float(left.norm()) for c, o in zip(found, outputs, strict=True))
+    sizes = [abs(c) * float(o.norm()) for c, o in zip(found, outputs, strict=True)]
+    return all(size > 4 * float(left.norm()) for size, o in zip(sizes, outputs, strict=True) if bool(o.any()))
 
 
 def _is_better(change: Tensor, outputs: list[Tensor], eps: float, before: Tensor) -> bool:
@@ -195,7 +230,7 @@ def _one_by_one(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float
     if varies and _fits(change - factor * o, sizes, eps) and _significant(change - factor * o, [factor * o], [1.0]):
         return Explanation("by feature", (), (factor,))
     held = change.abs() > SLACK * eps * (before.abs() + after.abs() + o.abs())
-    if not bool(held.any()) or not bool((o[held] != 0).all()):
+    if not bool((o[held] != 0).all()) or not _determined(1, change[held], o[held]):
         return None
     ratio = float((change[held] / o[held]).median())
     if ratio > 0 and _fits(torch.where(held, change - ratio * o, change), [before, after, o], eps):
@@ -208,7 +243,8 @@ def _by_token(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) 
         return None
     change, o = after - before, outputs[0]
     factor = (change * o).sum(1, keepdim=True) / o.square().sum(1, keepdim=True).clamp(min=1e-300)
-    left = change - factor * o
-    if _fits(left, [before, after, o], eps) and _significant(left, [factor * o], [1.0]):
+    left, sizes = change - factor * o, [before, after, o]
+    varies = not _fits(factor * (o - o.mean(1, keepdim=True)), sizes, eps)  # of equal features, any change is so made
+    if varies and _fits(left, sizes, eps) and _significant(left, [factor * o], [1.0]):
         return Explanation("by token", ())
     return None

@@ -118,7 +118,8 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
             config = mergekit_config(loaded.name, row.keep, dtype)
             (folder / f"{stem}mergekit-drop-{row.length}.yaml").write_text(config, encoding="utf-8")
             lines.append(span_line(row))
-    page = write_page(folder, f"{loaded.name}, layer by layer", [_heading(f"{loaded.name}, layer by layer"), *parts])
+    title = f"{_short(loaded.name)}, layer by layer"
+    page = write_page(folder, title, [_heading(title), *parts])
     if found[0].loss is not None:
         lines.append(f"loss {found[0].loss:.4f} nats a label")
     return "\n".join([*lines, f"table:  {folder / 'table.parquet'}", f"report: {page}"])
@@ -128,20 +129,23 @@ def _series(by: str, cases: Any, folder: Path, name: str, length: int, rows: int
     """Every case recorded, one after the other (only one model is held at a time), as one table and one page."""
     import pandas
 
-    from normlab.report.page import series_parts, write_page
+    from normlab.report.page import left_out, series_parts, write_page
 
     tables: list[pandas.DataFrame] = []
     losses: dict[str, float | None] = {}
+    missing: list[str] = []
     about = ""
     for case, loaded, path in _with_progress(cases, progress):
         given = on_device(loaded, batches(loaded, path, length, rows))
         found = measure(loaded, given)
+        case = case if case not in losses else f"{case} ({len(losses) + 1})"  # two of one name
+        missing += [f"{case}, {words}" for one in found for words in left_out(one)]
         losses[case] = found[0].loss
         tables.append(_table(found, {by: case}, keep_stack=True))
         about = _about(given, path, None) if by != "text" else f"{len(losses)} texts."
     table = pandas.concat(tables, ignore_index=True)
-    title = f"{name}, by {by}"
-    parts = series_parts(table, by, losses, about)
+    title = f"{_short(name)}, by {by}" if by != "model" else " and ".join(map(_short, losses))
+    parts = series_parts(table, by, losses, missing, about)
     folder.mkdir(parents=True, exist_ok=True)
     _write_table(table if table["stack"].nunique() > 1 else table.drop(columns="stack"), folder)
     page = write_page(folder, title, [_heading(title), *parts])
@@ -183,6 +187,11 @@ def _about(given: list[dict[str, torch.Tensor]], path: Path, loss: float | None)
 
 def _length(batch: dict[str, torch.Tensor]) -> int:
     return int(batch["input_ids"].shape[1] + (batch["labels"].shape[1] if "decoder_input_ids" in batch else 0))
+
+
+def _short(name: str) -> str:
+    """A directory's last part; a hub name as it is."""
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def _heading(title: str) -> str:

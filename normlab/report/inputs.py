@@ -1,6 +1,7 @@
 """What is measured, and on what: a model with its tokenizer or image processor, and batches of texts or images.
 
-`load`     a saved or hub model as its own task asks: causal, masked or sequence-to-sequence language models, images
+`load`     a saved or hub model as its own task asks: causal, masked or sequence-to-sequence language models, images;
+           a model of images and text on text alone, as the causal language model that it then is
 `batches`  what it is run on
 """
 
@@ -70,6 +71,7 @@ def load(
             "masked": transformers.AutoModelForMaskedLM,
             "seq2seq": transformers.AutoModelForSeq2SeqLM,
             "image": transformers.AutoModelForImageClassification,
+            "image-text": transformers.AutoModelForImageTextToText,
         }[task]
         spread = {"device_map": "auto"} if device == "auto" else {}
         loaded: Any = auto.from_pretrained(source, dtype=wanted, **options, **spread)
@@ -85,7 +87,7 @@ def load(
         except (RuntimeError, AssertionError) as error:
             raise NormlabError(f"device {device!r} cannot be used: {first_line(error)}") from error
     name = model if revision is None else f"{model}@{revision}"
-    return Loaded(loaded.eval(), reader, task, name)
+    return Loaded(loaded.eval(), reader, "causal" if task == "image-text" else task, name)
 
 
 def _source(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
@@ -119,6 +121,7 @@ def _task(architectures: Sequence[str], is_encoder_decoder: bool) -> str:
         "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        "image-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     }
     for task, mapping in mappings.items():
         if set(architectures) & {name for name in mapping.values() if isinstance(name, str)}:
@@ -140,7 +143,9 @@ def batches(loaded: Loaded, path: Path, length: int, rows: int) -> list[dict[str
     if path.is_dir():
         raise NormlabError(f"{path} is a folder, and {loaded.name} reads text: give a text file")
     content = _read(path)
-    context = getattr(getattr(loaded.model, "config", None), "max_position_embeddings", None) or length
+    config: Any = getattr(loaded.model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    context = getattr(config, "max_position_embeddings", None) or length
     length = min(length, context)
     ids = loaded.reader(content[: 20 * length * rows], verbose=False)["input_ids"][: length * rows]
     if len(ids) < FEWEST_TOKENS:

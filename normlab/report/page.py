@@ -24,7 +24,7 @@ WHOLE_TICKS = 32  # layers up to which each has a tick
 STYLE = """body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
 margin:2rem auto;padding:0 1.2rem;color:#24292f;background:#fff}h1{font-size:26px}h2{font-size:20px;margin-top:2.4rem}
 table{border-collapse:collapse;font-size:13px}td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right}
-td:first-child,th:first-child{text-align:left}pre{background:#f6f7f9;padding:.8rem;overflow:auto;font-size:12px}
+td:first-child,th:first-child{text-align:left}pre{background:#f6f7f9;padding:.8rem;white-space:pre-wrap;font-size:12px}
 details{margin:.6rem 0}summary{cursor:pointer}"""
 
 
@@ -64,11 +64,9 @@ def _stack_parts(one: Measured) -> list[str | go.Figure]:
     parts: list[str | go.Figure] = [f"<pre>{html.escape(chr(10).join(one.stats.manifest['sites']))}</pre>"]
     if one.stats.absent:
         parts.append(f"<p>Do not apply to this model: {html.escape(', '.join(one.stats.absent))}.</p>")
-    reasons = dict.fromkeys(f"{k.rsplit(' ', 1)[0]}: {why}" for k, why in one.stats.manifest["absent"].items())
-    for reason in [*reasons, *one.left_out]:
-        parts.append(f"<p>Left out: {html.escape(reason)}.</p>")
-    overview = layer_heatmap(table)
-    parts.append(theme.titled(overview, "All metrics", "each row on a scale of its own", overview.layout.height + 40))
+    parts += [f"<p>Left out: {html.escape(reason)}.</p>" for reason in left_out(one)]
+    has_scale = table.groupby(["metric", "site"])["layer"].transform("nunique") > 1  # the final norm has one layer
+    parts.append(layer_heatmap(table[has_scale] if one.where.depth > 1 else table))
     draw = {"skip_sensitivity": _skip_figure, "logit_lens": _lens_figure, "angular_distance": _angle_figure}
     parts += [figure(tables[name]) for name, figure in draw.items() if name in tables]
     found = set(table["metric"])
@@ -85,6 +83,17 @@ def _stack_parts(one: Measured) -> list[str | go.Figure]:
     return parts
 
 
+def left_out(one: Measured) -> list[str]:
+    """What was not measured of a stack, with its layers, and why."""
+    layers: dict[tuple[str, str], list[str]] = {}
+    for place, why in one.stats.manifest["absent"].items():
+        site, _, layer = place.rpartition(" ")
+        layers.setdefault((site, why), []).append(layer)
+    whose = [f"{site} of layer {', '.join(n)}: {why}" for (site, why), n in layers.items() if site != "tokens"]
+    tokens = [f"tokens {', '.join(n)}: {why}" for (site, why), n in layers.items() if site == "tokens"]
+    return [*whose, *tokens, *one.left_out]
+
+
 def span_line(row: Any) -> str:
     """One length of the table of spans, in the conventions of transformers and of mergekit."""
     kept = " and ".join(str(part) for part in row.keep)
@@ -95,9 +104,12 @@ def span_line(row: Any) -> str:
     )
 
 
-def series_parts(table: pd.DataFrame, by: str, losses: dict[str, float | None], about: str) -> list[str | go.Figure]:
+def series_parts(
+    table: pd.DataFrame, by: str, losses: dict[str, float | None], missing: Sequence[str], about: str
+) -> list[str | go.Figure]:
     """The page of several recordings, `by` model, text or revision: every metric at its default site, a line each;
-    of revisions a heat map as well. `table`: columns `by`, stack, site, layer, metric, mask, value."""
+    of revisions a heat map as well. `table`: columns `by`, stack, site, layer, metric, mask, value; `missing`: what was
+    not measured, in words."""
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{'-' if loss is None else f'{loss:.4f}'}</td></tr>"
         for name, loss in losses.items()
@@ -105,6 +117,7 @@ def series_parts(table: pd.DataFrame, by: str, losses: dict[str, float | None], 
     parts: list[str | go.Figure] = [
         f"<p>{html.escape(about)}</p><table><tr><th>{by}</th><th>loss (nats a label)</th></tr>{rows}</table>"
     ]
+    parts += [f"<p>Left out: {html.escape(words)}.</p>" for words in missing]
     counted = table[table["mask"] == "all"]
     for stack, ours in counted.groupby("stack", sort=False):
         if stack:
@@ -136,7 +149,9 @@ def _lines_figure(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Fi
         )
     log = row.log and bool((lines["value"] > 0).all())
     figure.update_xaxes(title_text="layer", dtick=1 if lines["layer"].max() <= WHOLE_TICKS else None)
-    figure.update_yaxes(title_text=row.axis, **theme.value_axis(theme.axis_bounds(lines["value"], log), log))
+    axis = theme.value_axis(theme.axis_bounds(lines["value"], log), log)
+    figure.update_yaxes(title_text=row.axis, exponentformat="power", **axis)
+    figure.update_layout(showlegend=True)
     return theme.titled(figure, f"{row.label}, {site_label(site)}", _folded(row.definition), 430)
 
 
@@ -146,7 +161,7 @@ def _heat_figure(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Fig
     grid = grid.reindex(columns=list(dict.fromkeys(lines[by])))
     log = row.log and bool((lines["value"] > 0).all())
     shown = grid.map(math.log10) if log else grid
-    bar: dict[str, Any] = {"title": "log10" if log else row.unit}
+    bar: dict[str, Any] = {"title": "log10" if log else row.unit, "exponentformat": "power", "outlinewidth": 0}
     heat = go.Heatmap(
         z=shown.values.tolist(),
         x=[str(name) for name in grid.columns],
@@ -158,7 +173,7 @@ def _heat_figure(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Fig
     )
     figure = go.Figure(heat)
     figure.update_xaxes(title_text=by, type="category")
-    figure.update_yaxes(title_text="layer")
+    figure.update_yaxes(title_text="layer", dtick=1 if len(grid) <= WHOLE_TICKS // 2 else None)
     return theme.titled(figure, f"{row.label} over training, {site_label(site)}", "", 300 + 8 * len(grid))
 
 
@@ -169,7 +184,7 @@ def _folded(text: str) -> str:
 def _titled(figure: go.Figure, title: str, definition: str, y: str, height: int = 430) -> go.Figure:
     last = max(max(trace.x) for trace in figure.data)
     figure.update_xaxes(title_text="layer", dtick=1 if last <= WHOLE_TICKS else None)
-    figure.update_yaxes(title_text=y)
+    figure.update_yaxes(title_text=y, exponentformat="power")
     return theme.titled(figure, title, _folded(definition), height)
 
 
@@ -185,6 +200,7 @@ def _skip_figure(table: pd.DataFrame) -> go.Figure:
             mode="lines+markers",
             line={"color": color},
         )
+    figure.update_layout(showlegend=True)
     words = "loss with the part skipped minus loss of the whole model; bars: 95% interval"
     return _titled(figure, "skip_delta_loss by layer", words, "nats a token")
 
@@ -204,6 +220,8 @@ def _angle_figure(table: pd.DataFrame) -> go.Figure:
         y=[int(layer) for layer in table.index],
         colorscale="Viridis",
         zmin=0,
+        colorbar={"exponentformat": "power", "outlinewidth": 0},
     )
     words = "arccos(cos(h_l, h_m))/pi, mean over tokens; 0 = embeddings"
-    return _titled(go.Figure(heat), "angular_distance between layers", words, "layer", 480)
+    figure = go.Figure(heat).update_yaxes(dtick=1 if len(table) <= WHOLE_TICKS else None)
+    return _titled(figure, "angular_distance between layers", words, "layer", 480)

@@ -1,7 +1,7 @@
 """Tiny random models of every class that transformers maps for five tasks, built from their configurations alone.
 
 `tiny_config` shrinks a configuration by the names of its fields (sizes, heads, layers, experts ...), nested ones too;
-`tiny_batch` gives a batch that the model accepts; `classes` lists all (task, class, configuration class).
+`tiny_batch` gives a batch that the model accepts; `class_names` lists the classes of a task.
 """
 
 # ruff: noqa: E501
@@ -61,14 +61,20 @@ KEPT_SHALLOW = re.compile(
 NESTED_KEPT = re.compile(r"rope.*|.*parameters|quantization.*|id2label|label2id|task_specific_params|.*scaling")
 
 
-def classes(task: str) -> list[tuple[str, type]]:
-    """(class name, configuration class) of a task, one a class."""
+def class_names(task: str) -> dict[str, str]:
+    """Class names of a task, with a model type of each."""
     names = getattr(modeling_auto, f"MODEL_FOR_{TASKS[task]}_MAPPING_NAMES")
-    found: dict[str, type] = {}
+    found: dict[str, str] = {}
     for model_type, mapped in names.items():
         for name in [mapped] if isinstance(mapped, str) else mapped:
-            found.setdefault(name, CONFIG_MAPPING[model_type])
-    return list(found.items())
+            found.setdefault(name, model_type)
+    return found
+
+
+def config_class_of(task: str, name: str) -> type:
+    """The configuration class of a class of a task."""
+    found: type = CONFIG_MAPPING[class_names(task)[name]]
+    return found
 
 
 def _shrunk(name: str, value: Any) -> Any:
@@ -134,6 +140,24 @@ NONE_FILLED = {
 }
 
 
+# Configurations whose own fields do not fit together once they are small, or are None by default.
+_SWIN = {"num_heads": [2, 4], "depths": [2, 2], "image_size": 32, "patch_size": 4, "window_size": 4}
+EXACTLY: dict[str, dict[str, Any]] = {
+    "SwinConfig": _SWIN,
+    "DonutSwinConfig": _SWIN,
+    "Mamba2Config": {"head_dim": 16},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+}
+# Rotary sections that the model has as a default of its own, for heads of another size.
+SECTIONED = re.compile(r"(qwen2_vl|qwen2_5_vl|glm4v|glm4v_moe|glm46v|glm_ocr|paddleocr_vl)(_text)?")
+
+
+def _sections(part: Any) -> None:
+    half = int(8 * (part.rope_parameters.get("partial_rotary_factor") or 1)) // 2
+    part.rope_parameters["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
+
+
 def _rope(value: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters with sections that add up to half of a head's 8 features."""
     changed = {k: _rope(v, fields) if isinstance(v, dict) else v for k, v in value.items()}
@@ -150,8 +174,11 @@ def tiny_config(config_class: type, variant: int = 0) -> Any:
     except Exception:
         fields = {name: p.default for name, p in inspect.signature(config_class).parameters.items()}
         fields = {name: value for name, value in fields.items() if value is not inspect.Parameter.empty}
-    config = config_class(**_overrides(fields, [], variant))
+    exactly = EXACTLY.get(config_class.__name__, {}) if variant == 0 else {}
+    config = config_class(**_overrides(fields, [], variant) | exactly)
     for part in _parts_of(config):
+        if SECTIONED.fullmatch(part.model_type) and getattr(part, "rope_parameters", None):
+            _sections(part)
         part._attn_implementation = "eager"
         for name, value in (
             ("pad_token_id", 0),

@@ -12,12 +12,43 @@ import pytest
 import torch
 import transformers
 from architecture_audit import COLUMNS, audit, rows_of
-from architecture_zoo import TASKS, classes
+from architecture_zoo import TASKS, class_names
 
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "architectures.csv"
 SAMPLE = 40
-MOST_NOT_BUILT = 69  # of the classes, in the committed table: raise it and say why
 LEAST_MEASURED = 0.95  # share of the classes built that are measured in full; the others are told apart
+# The classes that cannot be built small from their configuration alone; the table says why of each. What is added here
+# is no longer audited.
+NOT_BUILT = {
+    "causal": (
+        "CohereCompassForCausalLM DbrxForCausalLM DeepseekV4ForCausalLM Dots1ForCausalLM Dots3NoteForCausalLM "
+        "Gemma3nForConditionalGeneration Gemma3nForCausalLM Gemma4AssistantForCausalLM "
+        "Gemma4UnifiedAssistantForCausalLM Lfm2MoeForCausalLM LongcatFlashForCausalLM MusicgenForCausalLM "
+        "MusicgenMelodyForCausalLM Qwen4ExpForCausalLM ZambaForCausalLM Zamba2ForCausalLM"
+    ),
+    "masked": "PerceiverForMaskedLM",
+    "seq2seq": (
+        "Nemotron3_5TranscribeForConditionalGeneration VibeVoiceAsrForConditionalGeneration "
+        "VoxtralRealtimeForConditionalGeneration"
+    ),
+    "image": (
+        "DinatForImageClassification PerceiverForImageClassificationFourier "
+        "PerceiverForImageClassificationConvProcessing ShieldGemma2ForImageClassification "
+        "Siglip2ForImageClassification TimmWrapperForImageClassification"
+    ),
+    "image-text": (
+        "AriaForConditionalGeneration Blip2ForConditionalGeneration ChameleonForConditionalGeneration "
+        "CohereCompassForConditionalGeneration DeepseekOcr2ForConditionalGeneration DiffusionGemmaForBlockDiffusion "
+        "Dots3NoteForConditionalGeneration Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration "
+        "FastVlmForConditionalGeneration Gemma3nForConditionalGeneration Glm5NextForConditionalGeneration "
+        "Granite4VisionForConditionalGeneration HunYuanVLForConditionalGeneration IdeficsForVisionText2Text "
+        "InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration "
+        "Kosmos2ForConditionalGeneration Mistral4ForCausalLM Molmo2ForConditionalGeneration "
+        "MuseSparkForConditionalGeneration NemotronH_Omni_Reasoning_V3 PaliGemmaForConditionalGeneration "
+        "PerceptionLMForConditionalGeneration PI0ForConditionalGeneration Pix2StructForConditionalGeneration "
+        "Qwen2_5OmniThinkerForConditionalGeneration Qwen4ExpForConditionalGeneration UdopForConditionalGeneration"
+    ),
+}
 
 pinned = pytest.mark.skipif(not TABLE.is_file(), reason="the audit is not in this checkout")
 
@@ -35,10 +66,11 @@ def test_the_audit_lists_every_mapped_class_and_nothing_in_it_is_silently_wrong(
     assert (told["reason"].str.len() > 10).all()
     assert (table.loc[table["status"].isin(["measured", "partly"]), "identical"].astype(str) == "True").all()
     built = table[table["status"] != "not built"]
-    assert len(table) - len(built) <= MOST_NOT_BUILT
+    missing = set(table.loc[table["status"] == "not built", ["task", "class"]].itertuples(index=False, name=None))
+    assert missing == {(task, name) for task, names in NOT_BUILT.items() for name in names.split()}
     assert (built["status"] == "measured").mean() >= LEAST_MEASURED
     if set(table["transformers"]) == {transformers.__version__}:
-        expected = {(task, name) for task in TASKS for name, _ in classes(task)}
+        expected = {(task, name) for task in TASKS for name in class_names(task)}
         assert set(zip(table["task"], table["class"], strict=True)) == expected
 
 
@@ -55,7 +87,7 @@ def sample() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("task", "name", "status"), sample(), ids=lambda value: str(value))
 def test_a_sample_of_architectures_is_as_the_audit_has_it(task, name, status):
     torch.set_num_threads(1)
-    row = audit(task, name, dict(classes(task))[name])
+    row = audit(task, name)
     assert row["status"] == status, row["reason"]
 
 

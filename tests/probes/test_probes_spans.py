@@ -10,6 +10,7 @@ import yaml
 from probe_zoo import batch_for, tiny_llama
 
 from normlab.errors import NormlabError
+from normlab.figures import theme
 from normlab.probes import cheapest_spans, mergekit_config, record, skip_sensitivity
 
 
@@ -56,7 +57,9 @@ def test_the_heat_map_has_a_row_a_metric_and_site_and_the_values_to_hover(model)
     with record(model, ["rms", "update_cosine"]) as rec, torch.no_grad():
         model(**batch_for("llama"))
     stats = rec.stats()
-    (trace,) = stats.plot(kind="heatmap").data
+    figure = stats.plot(kind="heatmap")
+    (trace,) = figure.data
+    assert figure.layout.template == theme.template() and figure.layout.title.text == "All metrics"
     table = stats.to_pandas().query("mask == 'all'")
     assert len(trace.y) == table[["metric", "site"]].drop_duplicates().shape[0] and list(trace.x) == list(range(6))
     value = table.query("metric == 'rms' and site == 'block_out' and layer == 4")["value"].item()

@@ -6,6 +6,7 @@ import pandas
 import pytest
 import torch
 import transformers as hf
+from hub_helpers import served
 from probe_zoo import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -109,6 +110,23 @@ def test_revisions_are_layers_over_training_in_their_order(saved, tmp_path):
         probe_report(str(tmp_path), saved / "text.txt", **{**found, "revisions": ["step11"]})
 
 
+def test_revisions_of_a_hub_model_are_fetched_by_their_names(saved, tmp_path, monkeypatch):
+    torch.manual_seed(1)
+    revisions = {"step1": saved, "step2": save(tiny_llama(initializer_range=0.4), tmp_path / "second")}
+    found = {"out": tmp_path / "out", **SHAPE}
+    with served(revisions, tmp_path / "cache", monkeypatch) as asked:
+        probe_report("someone/tiny", saved / "text.txt", revisions=list(revisions), **found)
+        with pytest.raises(NormlabError, match="no model could be loaded from someone/tiny"):
+            probe_report("someone/tiny", saved / "text.txt", revisions=["step3"], **found)
+    assert {f"/someone/tiny/resolve/{name}/config.json" for name in ("step1", "step2", "step3")} <= set(asked)
+    table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
+    for name, folder in revisions.items():
+        loaded = load(str(folder))
+        (one,) = measure(loaded, batches(loaded, saved / "text.txt", 16, 4))
+        theirs = table[table["revision"].eq(name)]["value"].to_numpy()
+        assert theirs == pytest.approx(one.stats.to_pandas()["value"].to_numpy(), nan_ok=True), name
+
+
 def test_two_models_and_two_texts_stand_side_by_side_and_only_one_thing_is_compared(saved, tmp_path):
     torch.manual_seed(1)
     other = save(tiny_llama(), tmp_path / "other")
@@ -122,6 +140,39 @@ def test_two_models_and_two_texts_stand_side_by_side_and_only_one_thing_is_compa
     assert list(dict.fromkeys(table["text"])) == ["text.txt", "second.txt"]
     with pytest.raises(NormlabError, match="several texts and --against cannot be compared at once"):
         probe_report(str(saved), [text, text], against=str(other))
+
+
+def test_two_models_of_one_name_are_two_lines_and_what_was_left_out_of_each_is_said(saved, tmp_path):
+    reader = load(str(saved)).reader
+    models = [tiny_llama(), tiny_llama()]
+    models[1].model.layers[2].mlp.register_forward_hook(lambda module, args, output: torch.tanh(output))
+    models[1].model.layers[2].register_forward_hook(lambda module, args, output: torch.tanh(output))
+    given = {"tokenizer": reader, "out": tmp_path / "out", **SHAPE}
+    probe_report(models[0], saved / "text.txt", against=models[1], **given)
+    table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
+    assert list(dict.fromkeys(table["model"])) == ["LlamaForCausalLM", "LlamaForCausalLM (2)"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Left out: LlamaForCausalLM (2), attn of layer 3: the block&#x27;s output is not its input" in page
+    assert "Left out: LlamaForCausalLM, " not in page
+
+
+def test_a_model_of_images_and_text_is_measured_on_text(tmp_path):
+    text = hf.LlamaConfig(
+        **{name: getattr(tiny_llama().config, name) for name in ("vocab_size", "hidden_size")},
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=24,
+    )
+    vision = hf.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_id=5)
+    folder = save(hf.LlavaForConditionalGeneration(config), tmp_path / "llava")
+    summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **{**SHAPE, "length": 32})
+    assert "2 blocks" in summary and "nats a label" in summary
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "pieces of 24 tokens" in page and "<h1>llava, layer by layer</h1>" in page
 
 
 def test_device_and_dtype_that_do_not_exist_are_refused_in_one_line(saved):

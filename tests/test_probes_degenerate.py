@@ -1,0 +1,190 @@
+"""Evidence that says little: one token, equal tokens, a width of two, zero branches, gates at zero. What is measured
+is right, and what cannot be told is named in the manifest's `absent`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from probe_zoo import values
+from torch import Tensor, nn
+
+from normlab.probes import record, roles
+from normlab.probes.recorder import TRIES
+
+METRICS = ["relative_contribution", "token_l2_mean"]
+RATIO, SIZE = "relative_contribution", "token_l2_mean"
+
+
+class Part(nn.Module):
+    """A branch of two matrices; the last one is zero when asked."""
+
+    def __init__(self, width: int, zero: bool):
+        super().__init__()
+        self.proj, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+        if zero:
+            nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.proj(x)))
+
+
+class Block(nn.Module):
+    """`how` says how a branch joins the stream; `zero` names the branches whose output is zero, or "gate"."""
+
+    def __init__(self, width: int, how: str, zero: str):
+        super().__init__()
+        self.how = how
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn, self.mlp = Part(width, "attn" in zero), Part(width, "mlp" in zero)
+        self.gain = nn.Parameter(torch.zeros(width) if zero == "gate" else torch.rand(width) + 0.5)
+
+    def step(self, h: Tensor, norm: nn.Module, part: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(the stream that is added to, what is added, what the norm reads, the sum)."""
+        if self.how == "post":
+            return h, part(h), h + part(h), norm(h + part(h))
+        carry = {"carried": 0.8, "doubled": 2.0}.get(self.how, 1.0)
+        factor = {"carried": 0.5, "feature": self.gain, "gate": self.gain[0]}.get(self.how, 1.0)
+        adds = norm(part(h)) if self.how == "peri" else part(norm(h)) * factor
+        return carry * h, adds, part(h) if self.how == "peri" else h, carry * h + adds
+
+    def steps(self, h: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        if self.how == "parallel":
+            attn, mlp = self.attn(self.norm1(h)), self.mlp(self.norm2(h))
+            return [(h, attn, h, h + attn), (h + attn, mlp, h, h + attn + mlp)]
+        first = self.step(h, self.norm1, self.attn)
+        return [first, self.step(first[-1], self.norm2, self.mlp)]
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.how == "bent":
+            h = torch.tanh(h) + self.attn(self.norm1(h))
+            return torch.tanh(h) + self.mlp(self.norm2(h))
+        if self.how == "parallel":
+            return h + self.attn(self.norm1(h)) + self.mlp(self.norm2(h))
+        h = self.step(h, self.norm1, self.attn)[-1]
+        return self.step(h, self.norm2, self.mlp)[-1]
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, how: str, zero: str = ""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Block(width, how, zero)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def tokens(kind: str, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    rows, length, equal = {
+        "many": (2, 10, False),
+        "one": (1, 1, False),
+        "two": (1, 2, False),
+        "equal": (2, 8, True),
+    }[kind]
+    x = torch.randn(rows, 1 if equal else length, width, generator=generator)
+    return (x[:1].expand(rows, length, width) if equal else x).clone()
+
+
+def recorded(model: nn.Module, x: Tensor):
+    """(values, absent) of a recording."""
+    with record(model, METRICS) as rec, torch.no_grad():
+        model(x)
+    return values(rec.stats()), rec.stats().manifest["absent"]
+
+
+@torch.no_grad()
+def complaints(model: Model, x: Tensor) -> list[str]:
+    """What is wrong in the first block, or missing without a word."""
+    found, absent = recorded(model, x)
+    wrong = []
+    for kind, (stream, adds, read, _) in zip(("attn", "mlp"), model.layers[0].steps(x), strict=True):
+        right = {(kind, RATIO): float((adds.norm(dim=-1) / stream.norm(dim=-1)).mean())}
+        if model.layers[0].how != "peri":  # a norm of a branch's output is at no site
+            right[f"{kind}_norm_in", SIZE] = float(read.norm(dim=-1).mean())
+        for (site, metric), value in right.items():
+            got = found.get((site, 1, metric, "all"))
+            if got is None and f"{site} 1" not in absent:
+                wrong.append(f"{site} is absent without a word")
+            elif got is not None and abs(got - value) > 1e-3 * value + 5e-6:
+                wrong.append(f"{site}: {got:.4g}, not {value:.4g}")
+    return wrong
+
+
+CASES = ((2, "one"), (3, "equal"), (16, "one"), (16, "equal"))
+HOWS = ("plain", "feature", "gate", "carried", "doubled", "post", "peri", "parallel")
+
+
+PAIRS = [(how, zero) for how in HOWS for zero in ("attn", "mlp", "attn mlp")] + [("feature", "gate"), ("gate", "gate")]
+
+
+@pytest.mark.parametrize(("how", "zero"), [*PAIRS, *((how, "") for how in HOWS)])
+def test_little_evidence_gives_no_wrong_reading(how, zero):
+    told = {case: complaints(Model(case[0], how, zero), tokens(case[1], case[0])) for case in CASES}
+    assert not any(told.values()), {case: words for case, words in told.items() if words}
+
+
+@pytest.mark.parametrize(("how", "zero"), PAIRS)
+def test_zero_branches_and_gates_at_zero_are_measured_as_adding_nothing(how, zero):
+    """As at initialisation: zeroed output projections, ReZero, LayerScale."""
+    model = Model(16, how, zero)
+    found, absent = recorded(model, tokens("many", 16))
+    assert not absent
+    for kind in ("attn", "mlp"):
+        assert (found[kind, 1, RATIO, "all"] < 5e-6) == (kind in zero or zero == "gate"), kind
+
+
+@pytest.mark.parametrize("how", ["plain", "post", "peri", "parallel"])
+def test_plain_sums_are_told_from_a_single_token(how):
+    found, absent = recorded(Model(16, how), tokens("one", 16))
+    assert not absent
+    assert {("attn", 1, RATIO, "all"), ("mlp", 1, RATIO, "all")} <= set(found)
+
+
+def test_where_a_block_does_not_add_up_the_lost_norm_sites_are_named():
+    found, absent = recorded(Model(16, "bent"), tokens("many", 16))
+    assert ("attn_norm_in", 1, SIZE, "all") in found and ("mlp_norm_in", 1, SIZE, "all") not in found
+    assert absent["mlp_norm_in 1"] == absent["mlp 1"] == "the block's output is not its input + attn + mlp"
+
+
+@pytest.mark.parametrize(
+    ("how", "zero", "x", "reason"),
+    [
+        ("feature", "", tokens("two", 16), "not its input + attn + mlp, as far as 2 different tokens tell"),
+        ("plain", "", torch.zeros(1, 4, 16), "the stream is zero"),
+        ("plain", "", torch.full((1, 4, 16), float("nan")), "the stream is not finite"),
+    ],
+)
+def test_the_reason_says_what_the_evidence_lacks(how, zero, x, reason):
+    _, absent = recorded(Model(16, how, zero), x)
+    assert all(absent[site].endswith(reason) for site in ("attn 1", "mlp 1", "mlp_norm_in 1"))
+
+
+def test_gates_below_the_streams_rounding_are_said():
+    model = Model(16, "gate")
+    for layer in model.layers:
+        nn.init.constant_(layer.gain, 1e-7)
+    _, absent = recorded(model, tokens("many", 16))
+    assert absent["attn 1"] == "what attn + mlp add is lost in the rounding of the stream"
+
+
+def test_what_was_absent_in_either_recording_is_absent_in_their_merge():
+    recordings = []
+    for how in ("plain", "bent"):
+        with record(Model(16, how), METRICS) as rec, torch.no_grad():
+            rec.sites.model(tokens("many", 16))
+        recordings.append(rec.stats())
+    whole, part = recordings
+    assert whole.merge(part).manifest["absent"] == part.manifest["absent"] != {}
+
+
+def test_a_block_that_does_not_add_up_is_given_up_after_a_few_calls(monkeypatch):
+    searched = []
+    monkeypatch.setattr(roles, "find_reading", lambda *given: searched.append(given))
+    with record(Model(16, "bent"), METRICS) as rec, torch.no_grad():
+        for kind in ("one", *["many"] * 5):  # a single token proves nothing
+            rec.sites.model(tokens(kind, 16))
+    assert len(searched) == 1 + TRIES
+    assert rec.stats().manifest["absent"]["attn 1"] == "the block's output is not its input + attn + mlp"
