@@ -33,11 +33,11 @@ OTHER_SHAPES = tuple(
     if rows * width <= 1 << 29 and (rows, width) not in CLAIMED
 )
 CPU_SHAPES = ((1024, 128), (1024, 512), (4096, 2048))
-# Launches other than the ladder's: fields of `ladder.Launch` and `ladder.LinearLaunch` that are changed.
+# Launches other than those chosen: fields of `choices.Launch` and `choices.LinearLaunch` that are changed.
 BACKWARD_LAUNCHES = ("", "stages=1", "stages=3", "resident_warps=8", "resident_warps=32")
 BACKWARD_WARPS = {2048: ("warps=2", "warps=8"), 4096: ("warps=4", "warps=16"), 8192: ("warps=8", "warps=32")}
 TILE_LAUNCHES = ("", "stages=3", "block=2048", "block=2048 stages=3", "block=2048 warps=8", "block=4096 warps=8")
-WIDE_LAUNCHES = (  # one pass over rows that the ladder splits
+WIDE_LAUNCHES = (  # one pass over rows that are split otherwise
     ("forward", 32_768, "whole=1 block=32768 warps=32"),
     ("backward", 16_384, "whole=1 block=16384 warps=16"),
     ("backward", 16_384, "whole=1 block=16384 warps=32"),

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from normlab_kernels.choices import power_of_two
 from normlab_kernels.device_math import tanh
-from normlab_kernels.ladder import power_of_two
 from normlab_kernels.ops import tanh_form
 
 Tensor = torch.Tensor

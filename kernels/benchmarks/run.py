@@ -4,7 +4,7 @@
     python kernels/benchmarks/run.py --device cpu --sections rows --out data/bench
     python kernels/benchmarks/run.py --device fake --out build/dry-run                   # no device, times made up
 
-Sections: rows (each norm, forward, backward and both), launch (its kernels with other launches than the ladder's),
+Sections: rows (each norm, forward, backward and both), launch (its kernels with other launches than those chosen),
 linear (projection + add + norm, fused or not), decode (each norm for 1 to 64 rows), host (what a call keeps the host,
 launches left out; needs no GPU, and on one the other sections say it), compiled (two norms on a CPU, as they are and
 under torch.compile, turn by turn with the compiled formula), step (a whole training step by scheme) and

@@ -13,7 +13,7 @@ import plan
 import torch
 from measure import Device, Row, takes_kernels
 from models import generate_row, ratios, step_row
-from normlab_kernels import ladder, linear
+from normlab_kernels import choices, linear
 from normlab_kernels.spec import Act, RowSpec, Stat
 
 Tensor = torch.Tensor
@@ -131,7 +131,7 @@ def compiled_row(planned: plan.Planned, device: Device) -> Row:
 
 
 def launch_row(planned: plan.Planned, device: Device) -> Row:
-    """The kernel of a norm, launched as the ladder does or with fields of it changed; no autograd around it."""
+    """The kernel of a norm, launched as it is chosen or with fields of it changed; no autograd around it."""
     if not takes_kernels(device):
         raise peers.Missing("the Triton kernels do not run on this device")
     from normlab_kernels import ops
@@ -141,8 +141,8 @@ def launch_row(planned: plan.Planned, device: Device) -> Row:
     rows, width = device.sizes(planned.rows, planned.width)
     changed: dict[str, Any] = plan.launch_fields(planned.launch)
     changed |= {"whole": bool(changed["whole"])} if "whole" in changed else {}
-    ladders_forward = ladder.forward(width, spec.stat in (Stat.RMS, Stat.LAYER))
-    ladders_backward = ladder.backward(width, spec.stat != Stat.NONE)
+    chosen_forward = choices.forward(width, spec.stat in (Stat.RMS, Stat.LAYER))
+    chosen_backward = choices.backward(width, spec.stat != Stat.NONE)
 
     def make(changed: dict[str, Any]) -> Callable[[], object]:
         made = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
@@ -151,7 +151,7 @@ def launch_row(planned: plan.Planned, device: Device) -> Row:
         bias, scale, shift, given = a.get("bias"), a.get("scale"), a.get("shift"), a.get("given")
         forward_arguments = (x, residual, weight, bias, scale, shift, given, spec)
         if planned.direction == "forward":
-            launch = replace(ladders_forward, **changed)
+            launch = replace(chosen_forward, **changed)
             return lambda: ops.launch_forward(*forward_arguments, chosen=launch)
         _, total, mean, ms = ops.launch_forward(*forward_arguments)
         kept = x if total is None else total
@@ -159,11 +159,11 @@ def launch_row(planned: plan.Planned, device: Device) -> Row:
         grad_sum = None if residual is None else torch.randn_like(x)
         wants = [tensor is not None for tensor in (weight, bias, scale, shift, given)]
         saved = (kept, weight, bias, scale, shift, mean, given if ms is None else ms)
-        launch = replace(ladders_backward, **changed)
+        launch = replace(chosen_backward, **changed)
         return lambda: ops.launch_backward(grad, grad_sum, None, *saved, spec, wants, chosen=launch)
 
     columns: Row = {}
-    if planned.launch:  # the ladder's own launch is what tests check, and what another is checked against
+    if planned.launch:  # the chosen launch is what tests check, and what another is checked against
         results = []
         for fields in (changed, {}):
             torch.manual_seed(0)
@@ -174,7 +174,7 @@ def launch_row(planned: plan.Planned, device: Device) -> Row:
 
 
 def linear_fields(launch: str) -> dict[str, Any]:
-    """The fields of `ladder.LinearLaunch` that a launch changes."""
+    """The fields of `choices.LinearLaunch` that a launch changes."""
     fields = plan.launch_fields(launch)
     return {name: bool(value) if name in ("flatten", "from_residual") else value for name, value in fields.items()}
 
@@ -197,7 +197,7 @@ def linear_row(planned: plan.Planned, device: Device) -> Row:
         if name == plan.FUSED and changed:
             from normlab_kernels import linear_ops
 
-            launch = replace(ladder.linear(width), **changed)
+            launch = replace(choices.linear(width), **changed)
             spec = RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0)
             return linear_ops.launch_linear(a, proj, residual, weight, None, lam, ms, spec, launch)
         if name in (plan.FUSED, plan.UNFUSED):

@@ -22,7 +22,7 @@ import measure  # noqa: E402
 import normlab_kernels  # noqa: E402
 import torch  # noqa: E402
 from measure import Device, first_line  # noqa: E402
-from normlab_kernels import ladder  # noqa: E402
+from normlab_kernels import choices  # noqa: E402
 from peers import Missing  # noqa: E402
 from plan import FUSED, UNFUSED, Planned, plan  # noqa: E402
 from sections import MEASURE, linear_fields  # noqa: E402
@@ -131,27 +131,27 @@ def lost(device: Device) -> bool:
 
 
 def fusion_line(device: Device, rows: list[Row]) -> str:
-    """The entries of `ladder.FUSION_WINS` that the table of the fused product asks for: for each width, whose K is the
+    """The entries of `choices.FUSION_WINS` that the table of the fused product asks for: for each width, whose K is the
     same, the launch that gains most on average, from the fewest rows on from which it always gained enough."""
     times: dict[tuple[str, str, int, int], float] = {}
     for row in latest(rows).values():
         if is_good(row):
             where = (row["function"], row["launch"], int(row["width"]), int(row["rows"]))
             times[where] = float(row["microseconds"])
-    best: dict[int, tuple[float, ladder.FusionWin]] = {}
+    best: dict[int, tuple[float, choices.FusionWin]] = {}
     for width, launch in sorted({(where[2], where[1]) for where in times if where[0] == FUSED}):
         found = {tokens: time for (*who, w, tokens), time in times.items() if (*who, w) == (FUSED, launch, width)}
         gains: dict[int, float] = {}
         for tokens in sorted(found, reverse=True):
             unfused = times.get((UNFUSED, "", width, tokens), 0.0)
-            if unfused / found[tokens] <= ladder.LEAST_GAIN:
+            if unfused / found[tokens] <= choices.LEAST_GAIN:
                 break
             gains[tokens] = unfused / found[tokens]
         mean = sum(gains.values()) / max(1, len(gains))
         if gains and mean > best.get(width, (0.0,))[0]:
-            chosen = replace(ladder.linear(width), **linear_fields(launch))
-            best[width] = mean, ladder.FusionWin(device.name, width, width, min(gains), chosen)
-    return f"for ladder.FUSION_WINS: {tuple(win for _, win in best.values())}"
+            chosen = replace(choices.linear(width), **linear_fields(launch))
+            best[width] = mean, choices.FusionWin(device.name, width, width, min(gains), chosen)
+    return f"for choices.FUSION_WINS: {tuple(win for _, win in best.values())}"
 
 
 def worth_compiling(rows: list[Planned]) -> list[Planned]:

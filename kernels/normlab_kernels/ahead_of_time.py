@@ -2,7 +2,7 @@
 
     python -m normlab_kernels.ahead_of_time --targets sm_80 sm_90 gfx942 --out data/bench/aot.csv
 
-A row of the table is one kernel as the ladder would launch it, or with the fields changed that `launch` names:
+A row of the table is one kernel as it would be launched, or with the fields changed that `launch` names:
 registers a thread, bytes spilled to local memory, shared memory, machine instructions, how many of them are
 special-function ones, how many loads are 16 bytes wide, and how many groups of asynchronous copies may be on their way
 while a loop works (-1: it has none). `code` tells the sources: rows of other sources stay, as what was before. What was
@@ -30,7 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from normlab_kernels import dispatch, functions, ladder, linear_ops, row_kernels, split_kernels
+from normlab_kernels import choices, dispatch, functions, linear_ops, row_kernels, split_kernels
 from normlab_kernels.device_math import PORTABLE
 from normlab_kernels.launch import kind
 from normlab_kernels.moments import row_moments
@@ -85,7 +85,7 @@ Report = namedtuple(
 def changed(launch: Any, fields: str) -> Any:
     """A launch with some of its fields changed.
 
-    >>> changed(ladder.HOPPER_LINEAR_NARROW, "flatten=1 stages=3").flatten
+    >>> changed(choices.HOPPER_LINEAR_NARROW, "flatten=1 stages=3").flatten
     True
     """
     values = dict(field.split("=") for field in fields.split())
@@ -94,7 +94,7 @@ def changed(launch: Any, fields: str) -> Any:
 
 def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list[Build]:
     """What a call of a function at a width launches, forward, backward and for the parameters' gradients; the fused
-    product with as many columns in as out, on 132 multiprocessors. `launch`: fields that are not the ladder's, of the
+    product with as many columns in as out, on 132 multiprocessors. `launch`: fields other than the choice's, of the
     backward kernel or of the product."""
     row, vector, one = (ROWS, width), (width,), (1,)
     shapes = {
@@ -109,7 +109,7 @@ def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list
     kinds = {"given": torch.float32}
     a = {k: torch.empty(shapes[k], dtype=kinds.get(k, DTYPES[dtype]), device="meta").requires_grad_() for k in shapes}
     found: list[Build] = []
-    backward = ladder.backward
+    backward = choices.backward
 
     def run(kernel: Any, *arguments: Any, grid: object, warmup: bool, **constants: Any) -> None:
         found.append(Build(name, width, dtype, kernel, arguments, constants, launch))
@@ -117,13 +117,13 @@ def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list
     with (
         patch.object(JITFunction, "run", run),
         patch.object(dispatch, "takes_kernels", lambda *tensors: True),
-        patch.object(ladder, "backward", lambda *where: changed(backward(*where), launch)),
+        patch.object(choices, "backward", lambda *where: changed(backward(*where), launch)),
         patch.object(linear_ops, "multiprocessors", lambda device: 132),
     ):
         if name in LINEAR:
             proj = torch.empty(width, width, dtype=DTYPES[dtype], device="meta")
             bias, given = (None, a["given"]) if LINEAR[name].stat == Stat.GIVEN else (a["bias"], None)
-            chosen = changed(ladder.linear(width), launch)
+            chosen = changed(choices.linear(width), launch)
             operands = (a["x"], proj, a["residual"], a["weight"], bias, a["scale"], given)
             linear_ops.launch_linear(*operands, LINEAR[name], chosen)
         elif name == "row_moments":
@@ -197,7 +197,7 @@ def report(build: Build, target: str) -> Report:
     return Report._make([*where, *shape, *counts, _async_depth(compiled), build.launch, _code()])
 
 
-# Launches beside the ladder's: backward those that it chose before, of the fused product those that a GPU has to time.
+# Launches beside those chosen: backward those of before, of the fused product those that a GPU has to time.
 TRIED = {
     "stages=2": ("bhyt", "add_bhyt", "rms_norm", "layer_norm"),
     "stages=2 block=1024": ("dyt", "derf"),
@@ -210,9 +210,9 @@ WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 
 def all_builds(target: str) -> Iterator[Build]:
-    """What a target's rows are: the ladder's every launch, of tiles by Derf's, of whole and split rows by LayerNorm's
+    """What a target's rows are: every launch of the table, of tiles by Derf's, of whole and split rows by LayerNorm's
     with the addition, which holds most; every function at 4,096; some beside it; on sm_90 also the fused product and
-    what the ladder does not choose."""
+    what is not chosen."""
     where = [(name, width, "bf16") for name in ("derf", "dyt") for width in WIDTHS[:5]]
     where += [(name, width, "bf16") for name in ("add_layer_norm", "row_moments") for width in WIDTHS]
     where += [(name, 4096, "bf16") for name in FUNCTIONS]
@@ -230,7 +230,7 @@ def all_builds(target: str) -> Iterator[Build]:
 def _code() -> str:
     """The sources that decide what is compiled."""
     here = Path(__file__).parent
-    patterns = "*_kernel*.py", "*ops.py", "device_math.py", "ladder.py"
+    patterns = "*_kernel*.py", "*ops.py", "device_math.py", "choices.py"
     sources = [path for pattern in patterns for path in sorted(here.glob(pattern))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 

@@ -1,7 +1,7 @@
 """linear_add_bhyt and linear_add_dyt: h = residual + a w^T and a norm of h, in one kernel or in two.
 
 The fused kernel needs a row factor that is known before the product is done (a carried BHyT statistic, DyT's scalar).
-It runs where the table in `ladder.py` says it was measured to win, or where the caller asks for it; everywhere else
+It runs where the table in `choices.py` says it was measured to win, or where the caller asks for it; everywhere else
 the product is `addmm`, which takes the residual along, followed by the norm's own kernel. Both give the same function,
 and one backward pass serves both: the norm's, then two matrix products.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from normlab_kernels import dispatch, ladder
+from normlab_kernels import choices, dispatch
 from normlab_kernels.spec import Act, RowSpec, Stat
 
 Tensor = torch.Tensor
@@ -73,11 +73,11 @@ def _linear_add_norm(
 
 
 def prefers_fused(a: Tensor, proj_weight: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """Whether `fused=None` means one kernel for operands like these: it can run, and the table in `ladder.py` says it
+    """Whether `fused=None` means one kernel for operands like these: it can run, and the table in `choices.py` says it
     was measured to win for so many rows, that width and that K on this device."""
     width, inner = proj_weight.shape
     name = torch.cuda.get_device_properties(a.device).name if a.is_cuda else a.device.type
-    win = ladder.fusion_win(name, a.numel() // max(1, inner), width, inner)
+    win = choices.fusion_win(name, a.numel() // max(1, inner), width, inner)
     return win is not None and not cannot_fuse(a, proj_weight, residual, weight)
 
 

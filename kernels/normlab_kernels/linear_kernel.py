@@ -73,7 +73,7 @@ def linear_add_norm_kernel(
     """One (BLOCK_M, BLOCK_N) tile of h and y after another. d_ are descriptors: a (rows, inner), proj (columns,
     inner), residual, h and y (rows, columns) in blocks of BLOCK_N / SLICES columns. Tiles are taken GROUP rows at a
     time, so that neighbouring programs share operands in the cache. UPCAST: multiply in fp32, for the interpreter's
-    missing bf16 product. FLATTEN and FROM_RESIDUAL as in `ladder.LinearLaunch`; the residual's block is then a whole
+    missing bf16 product. FLATTEN and FROM_RESIDUAL as in `choices.LinearLaunch`; the residual's block is then a whole
     tile.
     """
     tiles_m = tl.cdiv(n_rows, BLOCK_M)

@@ -9,7 +9,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from normlab_kernels import ladder
+from normlab_kernels import choices
 from normlab_kernels.launch import INTERPRETING
 from normlab_kernels.launch import launch as launch_kernel
 from normlab_kernels.linear_kernel import linear_add_norm_kernel
@@ -25,16 +25,16 @@ def linear_add_norm(
     given: Tensor | None, stat: int, act: int, eps: float, kappa: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(h, y) of 2-D operands of one dtype whose rows are multiples of 16 bytes."""
-    launch = ladder.INTERPRETER_LINEAR
+    launch = choices.INTERPRETER_LINEAR
     if a.device.type == "cuda":
-        win = ladder.fusion_win(torch.cuda.get_device_properties(a.device).name, a.shape[0], *proj.shape)
-        launch = ladder.linear(residual.shape[1]) if win is None else win.launch
+        win = choices.fusion_win(torch.cuda.get_device_properties(a.device).name, a.shape[0], *proj.shape)
+        launch = choices.linear(residual.shape[1]) if win is None else win.launch
     return launch_linear(a, proj, residual, weight, bias, scale, given, RowSpec(stat, act, eps, kappa), launch)
 
 
 def launch_linear(
     a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor,
-    given: Tensor | None, spec: RowSpec, launch: ladder.LinearLaunch,
+    given: Tensor | None, spec: RowSpec, launch: choices.LinearLaunch,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`linear_add_norm`, launched as asked; no gradients."""
     h, y = _outputs(residual)

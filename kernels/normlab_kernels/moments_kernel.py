@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from normlab_kernels import ladder
+from normlab_kernels import choices
 from normlab_kernels.launch import launch as launch_kernel
 
 
@@ -77,7 +77,7 @@ def launch(x: torch.Tensor) -> torch.Tensor:
     """(4, rows) in fp32 of 2-D x with last stride 1."""
     rows, width = x.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=x.device)
-    chosen = ladder.moments(width)
+    chosen = choices.moments(width)
     launch_kernel(
         row_moments_kernel, (triton.cdiv(rows, chosen.rows),), x.device,
         x, out, rows, width, x.stride(0),

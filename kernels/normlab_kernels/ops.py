@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 
-from normlab_kernels import ladder
+from normlab_kernels import choices
 from normlab_kernels.cpu import mean_square_gradient, unit_stride
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
 from normlab_kernels.launch import INTERPRETING, launch
@@ -62,7 +62,7 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, given: Tensor | None, spec: RowSpec, *, correction: Tensor | None = None,
-    chosen: ladder.Launch | None = None,
+    chosen: choices.Launch | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(y, residual + x, mean, ms) of 2-D x; no gradients. `correction` is added to `given`."""
     device, stat = x.device, spec.stat
@@ -70,12 +70,12 @@ def launch_forward(
     y, total, mean, ms = made = _outputs(x, residual, weight, stat)
     if rows == 0:
         return made
-    chosen = chosen or ladder.forward(width, ms is not None)
+    chosen = chosen or choices.forward(width, ms is not None)
     p_x, stride_x = _rows(x)
     p_residual, stride_residual = _rows(residual)
     p_total = total
     if ms is not None and not chosen.whole:
-        reduction = ladder.reduction(width)
+        reduction = choices.reduction(width)
         launch(
             row_statistics_kernel, (rows,), device, p_x, p_residual, total, mean, ms,
             rows, width, stride_x, stride_residual,
@@ -112,7 +112,7 @@ def _outputs(
 def launch_backward(
     grad: Tensor, grad_sum: Tensor | None, grad_ms: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
     scale: Tensor | None, shift: Tensor | None, mean: Tensor | None, ms: Tensor | None, spec: RowSpec,
-    wants: Sequence[bool], *, chosen: ladder.Launch | None = None,
+    wants: Sequence[bool], *, chosen: choices.Launch | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dx, dweight, dbias, dscale, dshift, dms), each of its tensor's shape and dtype. `wants` says which of the last
     five; what is not wanted is not computed, and None."""
@@ -122,16 +122,16 @@ def launch_backward(
     dx, *gradients, dms = made = _gradients(x, weight, bias, scale, shift, wants)
     if rows == 0:
         return dx, *(None if g is None else g.zero_() for g in gradients), dms
-    chosen = chosen or ladder.backward(width, stat != Stat.NONE)
+    chosen = chosen or choices.backward(width, stat != Stat.NONE)
     (x_, stride_x), (grad_, stride_grad), (grad_sum, stride_sum) = _rows(x), _rows(grad), _rows(grad_sum)
     weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), spec.eps, 1.0 / spec.kappa
     columns = -(-width // chosen.block)
-    programs = ladder.backward_programs(-(-rows // chosen.rows), max(1, multiprocessors(device) // columns), chosen)
+    programs = choices.backward_programs(-(-rows // chosen.rows), max(1, multiprocessors(device) // columns), chosen)
     functions = {"STAT": stat, "ACT": spec.act, "FORM": tanh_form(x.dtype, backward=True)}
     along = mean_q = None
     if stat != Stat.NONE and not chosen.whole and (stat != Stat.GIVEN or dms is not None):
         along, mean_q = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
-        reduction = ladder.reduction(width)
+        reduction = choices.reduction(width)
         launch(
             row_pull_kernel, (rows,), device, grad_, x_, weight, scale, shift, mean, ms, along, mean_q,
             width, stride_grad, stride_x, eps, inv_kappa,
@@ -148,7 +148,7 @@ def launch_backward(
         STAGES=chosen.stages, num_warps=chosen.warps,
     )  # fmt: skip
     if size:
-        finish = ladder.finish(width)
+        finish = choices.finish(width)
         launch(
             parameter_gradients_kernel, (-(-width // finish.block) if want_weight or want_bias else 1,), device,
             parts, *gradients, programs, width, columns,

@@ -13,7 +13,7 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).resolve().parents[2
 import pytest
 import torch
 from kernel_harness import DEVICE, INTERPRETING, KERNELS
-from normlab_kernels import ladder
+from normlab_kernels import choices
 
 # PyTorch lists its constructors at the first use of a device context and keeps the list: made under the patch below, it
 # would hold the patched `empty`, and `with torch.device("meta")` would do nothing to the real one for ever after.
@@ -38,9 +38,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def launches_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ladder remembers its choices; a test that moves its thresholds gets those it asks for."""
+    """Choices are remembered; a test that moves their thresholds gets those it asks for."""
     for name in ("forward", "backward", "reduction", "finish", "moments"):
-        monkeypatch.setattr(ladder, name, getattr(ladder, name).__wrapped__)
+        monkeypatch.setattr(choices, name, getattr(choices, name).__wrapped__)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -45,8 +45,8 @@ def check(build: aot.Build, target: str) -> aot.Report:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 @pytest.mark.parametrize("function", ["add_bhyt", "add_layer_norm"])
-def test_the_widest_rows_of_the_ladder_do_not_spill(function: str, target: str) -> None:
-    for width in (aot.ladder.MAX_BACKWARD_WIDTH, aot.ladder.MAX_FORWARD_WIDTH):
+def test_the_widest_rows_of_a_launch_do_not_spill(function: str, target: str) -> None:
+    for width in (aot.choices.MAX_BACKWARD_WIDTH, aot.choices.MAX_FORWARD_WIDTH):
         for build in aot.builds(function, width):
             check(build, target)
 
@@ -113,7 +113,7 @@ def refusal(dtype: torch.dtype) -> str:
 def test_the_launches_to_be_timed_fit_and_do_not_spill(launch: str) -> None:
     """By the benchmark's table, at most as many programs as share a multiprocessor's memory."""
     (build,) = aot.builds("linear_add_bhyt", 2048, launch=launch)
-    report, changed = check(build, "sm_90"), aot.changed(aot.ladder.HOPPER_LINEAR, launch)
+    report, changed = check(build, "sm_90"), aot.changed(aot.choices.HOPPER_LINEAR, launch)
     assert report.shared_bytes * changed.programs <= HOPPER_SHARED_BYTES, report
     assert report.registers * 32 * changed.warps * changed.programs <= 65_536, report
 

@@ -60,7 +60,7 @@ def test_a_dry_run_of_the_whole_plan_measures_or_notes_every_row(
     compiled = [row for row in rows if row.peer == "compile"]
     rows = [row for row in rows if row not in compiled[3:]]  # which take half a second each
     assert work.work(measure.Fake(), rows, tmp_path, 1e6) == work.FAILED
-    assert "for ladder.FUSION_WINS: ()" in capsys.readouterr().out
+    assert "for choices.FUSION_WINS: ()" in capsys.readouterr().out
     for section in dict.fromkeys(row.section for row in rows):
         planned = [row for row in rows if row.section == section]
         found = read(tmp_path, section)
@@ -321,7 +321,7 @@ def test_the_fused_product_is_asked_for_from_the_rows_on_from_which_it_always_ga
 
     timed = [row(plan.UNFUSED, tokens, 100.0) for tokens in (1, 512, 4096)]
     timed += [row(plan.FUSED, 1, 50.0), row(plan.FUSED, 512, 99.0), row(plan.FUSED, 4096, 90.0)]
-    assert f"{work.ladder.FusionWin('fake', 2048, 2048, 4096, work.ladder.HOPPER_LINEAR)}" in work.fusion_line(
+    assert f"{work.choices.FusionWin('fake', 2048, 2048, 4096, work.choices.HOPPER_LINEAR)}" in work.fusion_line(
         measure.Fake(), timed
     )
     timed += [row(plan.FUSED, 512, 95.0, "flatten=1"), row(plan.FUSED, 4096, 80.0, "flatten=1")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_harness import DEVICE, full_if_slow
-from normlab_kernels import ladder
+from normlab_kernels import choices
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import measure  # noqa: E402
@@ -31,11 +31,11 @@ def test_every_launch_of_the_fused_product_gives_its_result(launch: str) -> None
 @pytest.mark.parametrize("function", full_if_slow(["bhyt", "add_bhyt", "layer_norm", "dyt"], ("bhyt", "dyt")))
 def test_other_launches_of_a_norms_kernel_give_its_result(function: str) -> None:
     """Each once: the width that the stand-in for a GPU runs is the same for all. Nothing there knows of stages and of
-    warps, but `ladder.Launch`."""
+    warps, but `choices.Launch`."""
     launches = {row.launch: row for row in plan.plan("cuda", ("launch",)) if row.function == function and row.launch}
     for planned in launches.values():
         fields = plan.launch_fields(planned.launch)
-        assert dataclasses.replace(ladder.backward(4096, True), **fields)
+        assert dataclasses.replace(choices.backward(4096, True), **fields)
         if "whole" not in fields and fields.keys() - {"stages", "warps"}:
             row = work.measure_row(planned, measure.Fake())
             assert "note" not in row and row["error"] < 1e-5, row

@@ -8,7 +8,7 @@ import normlab_kernels as nk
 import pytest
 import torch
 from kernel_harness import DEVICE, DTYPES, INTERPRETING, assert_close, results
-from normlab_kernels import dispatch, ladder
+from normlab_kernels import choices, dispatch
 from normlab_kernels.reference import row_norm_reference
 from normlab_kernels.spec import Act, RowSpec, Stat
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,9 +72,9 @@ def test_forward_and_every_gradient_agree_with_float64(name: str, dtype: str, fu
 )
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_slices_of_the_epilogue_and_ragged_edges(slices: int, changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = ladder.LinearLaunch(64, 64, 32, slices=slices, warps=4, stages=1, group=2, programs=2, **changes)
-    monkeypatch.setattr(ladder, "INTERPRETER_LINEAR", launch)
-    monkeypatch.setattr(ladder, "linear", lambda width: launch)
+    launch = choices.LinearLaunch(64, 64, 32, slices=slices, warps=4, stages=1, group=2, programs=2, **changes)
+    monkeypatch.setattr(choices, "INTERPRETER_LINEAR", launch)
+    monkeypatch.setattr(choices, "linear", lambda width: launch)
     for rows, width, inner in ((1, 8, 8), (70, 72, 40), (130, 136, 32)):
         arguments = arguments_of("bhyt", rows, width, inner, EXACT)
         expected = formula("bhyt", {k: v.double() for k, v in arguments.items()})
@@ -126,7 +126,7 @@ def test_one_gradient_alone_reaches_the_operands() -> None:
 
 
 def test_the_table_of_measurements_decides_and_is_empty_until_something_is_measured() -> None:
-    assert not any(ladder.fusion_win(name, 16_384, 2048, 2048) for name in ("NVIDIA H200", "cpu"))
+    assert not any(choices.fusion_win(name, 16_384, 2048, 2048) for name in ("NVIDIA H200", "cpu"))
     arguments = arguments_of("bhyt", 5, 16, 8, torch.float32)
     for key, value in call("bhyt", None, arguments).items():
         assert torch.equal(value, call("bhyt", False, arguments)[key])
@@ -134,13 +134,13 @@ def test_the_table_of_measurements_decides_and_is_empty_until_something_is_measu
 
 def test_a_win_holds_for_its_device_and_shape_and_from_its_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of decoding does not take the kernel that won in a prompt."""
-    few, many = (ladder.FusionWin("A", 16, 8, rows, ladder.linear(rows)) for rows in (512, 4096))
-    monkeypatch.setattr(ladder, "FUSION_WINS", (few, many))
+    few, many = (choices.FusionWin("A", 16, 8, rows, choices.linear(rows)) for rows in (512, 4096))
+    monkeypatch.setattr(choices, "FUSION_WINS", (few, many))
     for (device, rows, width, inner), win in {
         ("A", 1, 16, 8): None, ("A", 512, 16, 8): few, ("A", 4095, 16, 8): few, ("A", 8192, 16, 8): many,
         ("A", 8192, 8, 16): None, ("A", 8192, 16, 16): None, ("B", 8192, 16, 8): None,
     }.items():  # fmt: skip
-        assert ladder.fusion_win(device, rows, width, inner) is win
+        assert choices.fusion_win(device, rows, width, inner) is win
 
 
 def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_does_not_insist_takes_two_kernels(
@@ -148,8 +148,8 @@ def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_doe
 ) -> None:
     """Its tiles do not fit; the interpreter has no such limit, and goes on. Made-up tensors say they are on a GPU."""
     monkeypatch.setattr(dispatch, "TRITON", True)
-    wins = (ladder.FusionWin("NVIDIA H200", 16, 8, 5, ladder.HOPPER_LINEAR),)
-    monkeypatch.setattr(ladder, "FUSION_WINS", wins)
+    wins = (choices.FusionWin("NVIDIA H200", 16, 8, 5, choices.HOPPER_LINEAR),)
+    monkeypatch.setattr(choices, "FUSION_WINS", wins)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, name="NVIDIA H200")
     )
@@ -169,7 +169,7 @@ def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_doe
 @pytest.mark.kernels
 @pytest.mark.parametrize("key", ["a", "proj", "residual"])
 def test_an_operand_off_the_sixteen_byte_grid_takes_two_kernels(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "fusion_win", lambda *_: True)
+    monkeypatch.setattr(choices, "fusion_win", lambda *_: True)
     arguments = arguments_of("bhyt", 5, 16, 8, EXACT)
     expected = call("bhyt", False, arguments)
     room = torch.empty(arguments[key].numel() + 1, device=DEVICE, dtype=EXACT)

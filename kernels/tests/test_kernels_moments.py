@@ -6,7 +6,7 @@ import normlab_kernels as nk
 import pytest
 import torch
 from kernel_harness import DEVICE, DTYPES, INTERPRETING
-from normlab_kernels import ladder
+from normlab_kernels import choices
 from normlab_kernels.moments import row_moments_reference
 
 
@@ -28,7 +28,7 @@ def test_moments_agree_with_the_definitions(dtype: str) -> None:
 
 
 def test_a_large_mean_does_not_swallow_the_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "moments", lambda width: ladder.Launch(64, 4, 4))
+    monkeypatch.setattr(choices, "moments", lambda width: choices.Launch(64, 4, 4))
     x = (torch.randn(5, 500, generator=torch.Generator().manual_seed(2)) + 100).to(DEVICE)
     got, exact = nk.row_moments(x), row_moments_reference(x.double())
     torch.testing.assert_close(got.m2.double(), exact.m2, rtol=1e-4, atol=0)
@@ -38,7 +38,7 @@ def test_a_large_mean_does_not_swallow_the_moments(monkeypatch: pytest.MonkeyPat
 def test_blocks_are_merged_as_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(6, 333, generator=torch.Generator().manual_seed(4)).to(DEVICE) ** 2
     whole = nk.row_moments(x)
-    monkeypatch.setattr(ladder, "moments", lambda width: ladder.Launch(32, 2, 4))
+    monkeypatch.setattr(choices, "moments", lambda width: choices.Launch(32, 2, 4))
     for name, value in zip(whole._fields, nk.row_moments(x), strict=True):
         torch.testing.assert_close(value, getattr(whole, name), rtol=2e-5, atol=1e-4, msg=name)
 
@@ -83,7 +83,7 @@ def test_the_norm_overflows_and_vanishes_only_where_no_number_is_left(
     size: float, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if blocks:
-        monkeypatch.setattr(ladder, "moments", lambda width: ladder.Launch(16, 2, 4))
+        monkeypatch.setattr(choices, "moments", lambda width: choices.Launch(16, 2, 4))
     x = (torch.randn(5, 50, generator=torch.Generator().manual_seed(6)).sign() * size).to(DEVICE)
     exact = x.double().square().sum(-1).sqrt()
     torch.testing.assert_close(nk.row_moments(x).l2.double(), exact, rtol=1e-5, atol=2e-45)

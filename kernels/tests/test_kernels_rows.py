@@ -8,7 +8,7 @@ import kernel_harness
 import pytest
 import torch
 from kernel_harness import CASES, DTYPES, INTERPRETING, check, formula, full_if_slow, make_inputs, results
-from normlab_kernels import ladder
+from normlab_kernels import choices
 
 ALL = sorted(CASES)
 BOUNDED = [name for name in ALL if "unbounded" not in name]  # the slowest tests leave out what is one branch less
@@ -39,16 +39,16 @@ def test_wide_rows_agree_with_float64(name: str) -> None:
 @pytest.mark.parametrize("name", full_if_slow(BOUNDED, FEW[:4]))
 def test_rows_wider_than_a_program_agree_with_float64(name: str) -> None:
     width = 65_536 if kernel_harness.FULL else 33_000
-    assert width > ladder.MAX_FORWARD_WIDTH
+    assert width > choices.MAX_FORWARD_WIDTH
     check(name, 2, width, torch.float32)
 
 
 @pytest.mark.parametrize("name", full_if_slow(BOUNDED, FEW))
 def test_split_rows_agree_with_float64_at_odd_widths_and_many_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "MAX_FORWARD_WIDTH", 16)
-    monkeypatch.setattr(ladder, "MAX_BACKWARD_WIDTH", 16)
-    monkeypatch.setattr(ladder, "TILE_WIDTH", 32)
-    monkeypatch.setattr(ladder, "reduction", lambda width: ladder.Launch(32, 1, 4))
+    monkeypatch.setattr(choices, "MAX_FORWARD_WIDTH", 16)
+    monkeypatch.setattr(choices, "MAX_BACKWARD_WIDTH", 16)
+    monkeypatch.setattr(choices, "TILE_WIDTH", 32)
+    monkeypatch.setattr(choices, "reduction", lambda width: choices.Launch(32, 1, 4))
     for dtype in DTYPES.values():
         check(name, 37 if kernel_harness.FULL else 19, 77, dtype)
 
@@ -79,8 +79,8 @@ def test_a_large_mean_does_not_swallow_the_variance(name: str, monkeypatch: pyte
     arguments = make_inputs(case, 3, 300, torch.float32)
     arguments["x"] += 100.0
     ours = [case.call(arguments)["y"]]
-    monkeypatch.setattr(ladder, "MAX_FORWARD_WIDTH", 16)
-    monkeypatch.setattr(ladder, "reduction", lambda width: ladder.Launch(64, 1, 4))
+    monkeypatch.setattr(choices, "MAX_FORWARD_WIDTH", 16)
+    monkeypatch.setattr(choices, "reduction", lambda width: choices.Launch(64, 1, 4))
     ours.append(case.call(arguments)["y"])
     exact = formula(case, {k: v.double() for k, v in arguments.items()})["y"]
     for y in ours:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from normlab_kernels.ladder import FusionWin
+from normlab_kernels.choices import FusionWin
 
 from normlab.errors import NormlabError
 
@@ -172,7 +172,7 @@ def findings(times: pd.DataFrame, builds: pd.DataFrame, fusion_wins: Sequence[Fu
     tested" or "not shown".
 
     Args:
-        fusion_wins: where the fused product was timed and won (`normlab_kernels.ladder.FUSION_WINS`).
+        fusion_wins: where the fused product was timed and won (`normlab_kernels.choices.FUSION_WINS`).
     """
     rows = []
     judged = traffic(times)

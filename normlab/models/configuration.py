@@ -20,11 +20,8 @@ RELEASED_FIELDS = {
     "bhyt_kappa": "kappa",
     "seq_len": "train_seq_len",
 }
-# Families of models that are a scheme of ours with nothing else changed, by `model_type`.
-FAMILIES = {
-    "olmo2": {"scheme": "reordered_norm"},
-    "qwen3": {"scheme": BASELINE, "qk_norm": "rms_head"},
-}
+# What a `model_type` has beside the scheme that it is released as.
+FAMILIES = {"qwen3": {"qk_norm": "rms_head"}}
 
 
 def _require(condition: bool, message: str) -> None:
@@ -165,21 +162,20 @@ class NormlabConfig(LlamaConfig):
         """
         if differs := _differs(released):
             raise NormlabError(f"{released.get('model_type')} cannot be loaded: {differs}")
-        family = FAMILIES.get(str(released.get("model_type")), {}) if scheme is None else {}
-        scheme = scheme or family.get("scheme")
-        by_release = {norm_type: name for name, row in SCHEMES.items() for norm_type in row.released_as}
-        norm_type = str(released.get("norm_type"))
-        scheme = scheme or by_release.get(norm_type)
+        by_release = {kind: name for name, row in SCHEMES.items() for kind in row.released_as}
+        norm_type, model_type = str(released.get("norm_type")), str(released.get("model_type"))
+        scheme = scheme or by_release.get(norm_type) or by_release.get(model_type)
         if scheme is None:
             raise NormlabError(
-                f"norm_type is {norm_type}, not one of {', '.join(by_release)}: pass scheme=... ({', '.join(SCHEMES)})"
+                f"norm_type is {norm_type} and model_type {model_type}, neither one of {', '.join(by_release)}: "
+                f"pass scheme=... ({', '.join(SCHEMES)})"
             )
         skipped = {"norm_type", "model_type", "architectures", "auto_map", *RELEASED_FIELDS}
         fields = {name: value for name, value in released.items() if name not in skipped}
         fields |= {
             ours: released[theirs] for theirs, ours in RELEASED_FIELDS.items() if released.get(theirs) is not None
         }
-        return cls(**{**fields, **family, "scheme": scheme})
+        return cls(**{**fields, **FAMILIES.get(model_type, {}), "scheme": scheme})
 
 
 def _differs(released: dict) -> str | None:

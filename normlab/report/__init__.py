@@ -53,7 +53,7 @@ def probe_report(
         out: directory; default `probe-<model name>`.
         length, rows: the text's first `rows` pieces of `length` tokens are used (less when the text or the model's
             context is shorter); of images the first `rows`.
-        against: another model, measured on the same text: before and after fine-tuning, released and swapped.
+        against: another model, measured on the same text: before and after fine-choices, released and swapped.
         revisions: of a hub model (`step1000` ...), or folders in the directory `model`: its layers over training.
         device, dtype: as `normlab.report.inputs.load` takes them; "auto" spreads the model over devices.
         progress: show progress bars.

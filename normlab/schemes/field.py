@@ -126,6 +126,7 @@ ROWS = (
         PLACE,
         layout=Layout(attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm"),
         branches=Branches(qk_norm="rms_width"),
+        released_as=("olmo2",),
         unpredicted=_QK,
     ),
     Scheme(

@@ -170,7 +170,7 @@ class Scheme:
         decays_matrices: whether it acts on matrices.
         after_step: what is done to a model at the start and after each optimizer step.
         rates: factors on the optimizer's settings, by parameter name and number of its dimensions.
-        released_as: values of ``norm_type`` in the configurations of released checkpoints.
+        released_as: values of ``norm_type``, or of ``model_type``, in the configurations of released checkpoints.
         is_control: exists to be shown beside BHyT: its gain, or its map without the bound.
         unpredicted: why `normlab.analysis.theory` has no recursion for it; empty: it has.
         color, dash: the same in every figure; without a color, the next free pair of `normlab.figures.theme`.

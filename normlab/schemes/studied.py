@@ -19,7 +19,7 @@ ROWS = (
         parts.rms,
         NORM,
         "#000000",
-        released_as=("rms",),
+        released_as=("rms", "qwen3"),
     ),
     Scheme(
         "pre_layernorm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 from kernels_helpers import CALL, U, times
-from normlab_kernels.ladder import FusionWin, LinearLaunch
+from normlab_kernels.choices import FusionWin, LinearLaunch
 
 from normlab.analysis import kernels
 from normlab.errors import NormlabError

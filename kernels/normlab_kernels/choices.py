@@ -1,4 +1,4 @@
-"""How a row kernel is launched: one documented ladder from a row's width to a frozen configuration. Nothing is tuned
+"""How a row kernel is launched: one documented choice from a row's width to a frozen configuration. Nothing is tuned
 at run time.
 
 The thresholds rest on counting, not on timing (nothing here has been timed on a GPU):
