@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 
 import normlab
 from normlab.export.notebooks import claim_of
@@ -35,6 +36,8 @@ def substitutions() -> dict[str, str]:
         "masks": table(("mask", "tokens"), ((f"`{name}`", what) for name, what in MASKS.items())),
         "figures": figures(),
         "presets": presets(),
+        "audited_tasks": audited_tasks(),
+        "audited_classes": audited_classes(),
         "shipped": shipped(),
         "notebooks": notebooks(),
     }
@@ -61,8 +64,9 @@ def _scheme(scheme: Scheme) -> tuple[str, ...]:
     config = NormlabConfig(scheme=scheme.name, hidden_size=64, num_attention_heads=2, num_hidden_layers=4)
     layouts = [scheme.layout] if scheme.first_layout is None else [scheme.first_layout, scheme.layout]
     places = "; then ".join(", ".join(place.replace("_", " ") for place, _ in layout.places()) for layout in layouts)
-    norm = scheme.norm(NormSite(scheme.layout.places()[0][0], 2, config))
-    return f"`{scheme.name}`", scheme.title, f"`{type(norm).__name__}`", places, arxiv_links(scheme.paper)
+    inside = scheme.layout.places()  # none in a block without norms
+    norm = f"`{type(scheme.norm(NormSite(inside[0][0], 2, config))).__name__}`" if inside else "none"
+    return f"`{scheme.name}`", scheme.title, norm, places or "none", arxiv_links(scheme.paper)
 
 
 def metrics() -> str:
@@ -106,7 +110,7 @@ def _preset(preset: Preset) -> tuple[object, ...]:
 def shipped() -> str:
     """What lies in data/, counted from the manifests."""
     rows = []
-    for folder in ("runs", "gain_or_bound", "pilot"):
+    for folder in ("trained", "gain_or_bound", "pilot"):
         runs = normlab.load_configs(ROOT / "data" / folder)
         rows.append(
             (
@@ -119,6 +123,33 @@ def shipped() -> str:
             )
         )
     return table(("folder", "runs", "schemes", "depths", "seeds", "steps"), rows)
+
+
+STATUSES = ("measured", "partly", "refused", "not built")
+
+
+def _audit() -> pd.DataFrame:
+    return pd.read_csv(ROOT / "data" / "bench" / "architectures.csv", keep_default_na=False)
+
+
+def audited_tasks() -> str:
+    """How many classes of each task the audit of the probes found to be measured."""
+    counts = _audit().groupby("task", sort=False)["status"].value_counts().unstack(fill_value=0)[list(STATUSES)]
+    counts.loc["all"] = counts.sum()
+    return table(("task", *STATUSES), ((task, *row) for task, row in counts.iterrows()))
+
+
+def audited_classes() -> str:
+    """Every class that the audit looked at: largest relative errors of what was measured, or why it was not."""
+    head = ("class", "task", "status", "error of values", "of gradients", "what is not measured, or cannot be built")
+    audit = _audit()
+    audit = audit.sort_values(["status", "class"], key=lambda c: c.map(STATUSES.index) if c.name == "status" else c)
+    columns = ["class", "task", "status", "value_error", "gradient_error", "reason"]
+    rows = (
+        (f"`{name}`", *cells, f"`{why.replace('`', '')}`" if why else "")
+        for name, *cells, why in audit[columns].itertuples(index=False)
+    )
+    return table(head, rows)
 
 
 def notebooks() -> str:

@@ -1,9 +1,11 @@
-"""Run under torchrun: each rank measures its share of the rows; rank 0 saves the merged statistics to argv[1]."""
+"""Two ranks, under torchrun or forked: each measures its share of the rows; rank 0 saves the merged statistics to
+argv[1]."""
 
 from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -30,11 +32,17 @@ def threads() -> list[str]:
     return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 
 
-def main() -> None:
+def fork(rank: int, out: str) -> None:
+    """What torchrun does for a rank of two."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    main(f"file://{out}.group")
+
+
+def main(meet: str = "env://") -> None:
     faulthandler.dump_traceback_later(120, exit=True)  # a rank that waits for ever says where
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", meet, timedelta(seconds=60), world_size=ranks, rank=rank)
     model = torch.nn.parallel.DistributedDataParallel(tiny_llama())
     share = {name: value[rank::ranks] for name, value in whole_batch().items()}
     with record(model, METRIC_NAMES) as rec:
@@ -50,4 +58,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:
+        main()
+    else:
+        torch.multiprocessing.start_processes(fork, (sys.argv[1],), nprocs=2, start_method="fork")

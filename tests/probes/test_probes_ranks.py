@@ -41,29 +41,25 @@ def test_a_rank_that_hangs_is_not_left_behind(tmp_path):
     script = tmp_path / "hang.py"
     script.write_text(
         "import subprocess, sys\n"
-        "sleep = [sys.executable, '-c', 'import time; time.sleep(99)']\n"
+        "sleep = [sys.executable, '-IS', '-c', 'import time; time.sleep(99)']\n"
         "rank = subprocess.Popen(sleep, stderr=subprocess.DEVNULL, start_new_session=True)\n"
         "open(sys.argv[1], 'w').write(str(rank.pid))\n"
         "rank.wait()\n"
     )
     with pytest.raises(subprocess.TimeoutExpired):
-        run_with_descendants([sys.executable, str(script), str(tmp_path / "pid")], timeout=8)
+        run_with_descendants([sys.executable, "-IS", str(script), str(tmp_path / "pid")], timeout=3)
     rank = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
 
-def test_two_ranks_merge_to_the_table_of_one(tmp_path):
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+# Two forks of one process import torch once; torchrun starts three.
+@pytest.mark.parametrize("started", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["forked", "torchrun"])
+def test_two_ranks_merge_to_the_table_of_one(tmp_path, started):
     script, out = Path(__file__).parents[1] / "helpers" / "probe_ranks.py", tmp_path / "merged.parquet"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        str(out),
-    ]
+    command = [sys.executable, *started, str(script), str(out)]
     code, errors = run_with_descendants(command, timeout=240)
     assert code == 0, errors[-2000:]
     merged = LayerStats.load(out)

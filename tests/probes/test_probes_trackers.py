@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pandas
@@ -18,7 +15,7 @@ from normlab.errors import NormlabError
 from normlab.probes import callback as callback_module
 from normlab.probes.budget import Budget
 from normlab.probes.callback import LayerStatsCallback
-from normlab.probes.trackers import CELL, LABEL, WIDE, curves, heatmap_image
+from normlab.probes.trackers import CELL, LABEL, WIDE, Trackers, curves, heatmap_image
 
 METRICS = ["token_l2_mean", "rms"]
 
@@ -71,29 +68,18 @@ def test_wandb_holds_the_heat_map_offline(tmp_path, monkeypatch):
     assert len(images) == 3
 
 
-TRACKIO = """
-import sys
-from pathlib import Path
-import trackio
-sys.path.insert(0, sys.argv[1])
-from test_probes_trackers import history
-from normlab.probes.trackers import Trackers
-trackio.init(project="p", embed=False, auto_log_gpu=False, auto_log_cpu=False)
-Trackers().send(["trackio"], Path("."), history(), 5)
-trackio.finish()
-"""
-
-
-def test_trackio_holds_the_heat_map(tmp_path):
-    """In a process of its own: trackio fixes its folder when it is imported."""
+def test_trackio_holds_the_heat_map(tmp_path, monkeypatch):
+    """Imported anew: trackio fixes its folder when it is imported."""
     from PIL import Image
 
-    folder = Path(__file__).parent
-    helpers = str(folder.parent / "helpers")
-    env = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": helpers}
-    command = [sys.executable, "-c", TRACKIO, str(folder)]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    import trackio
+
+    trackio.init(project="p", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+    Trackers().send(["trackio"], tmp_path, history(), 5)
+    trackio.finish()
     (image,) = tmp_path.glob("media/p/*/5/*.png")
     assert np.array_equal(np.asarray(Image.open(image).convert("RGB")), heatmap_image(history()))
     assert (tmp_path / "p.db").is_file()

@@ -31,14 +31,15 @@ def hook_dictionaries(model):
     ]
 
 
-def test_200_contexts_some_left_by_exception_leave_the_hook_dictionaries_as_they_were(batch):
-    model = tiny_llama()
+@pytest.mark.parametrize("contexts", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_contexts_some_left_by_exception_leave_the_hook_dictionaries_as_they_were(batch, contexts):
+    model = tiny_llama(num_hidden_layers=2)
     seen = []
     model.model.layers[1].register_forward_hook(lambda m, a, o: seen.append(1))
     before = hook_dictionaries(model)
     small = {name: value[:1, :4] for name, value in batch.items()}
     small["attention_mask"] = torch.ones_like(small["attention_mask"])
-    for i in range(200):
+    for i in range(contexts):
         try:
             with record(model, EVERYTHING) as outer, record(model):
                 if i % 10 == 0:
@@ -49,7 +50,7 @@ def test_200_contexts_some_left_by_exception_leave_the_hook_dictionaries_as_they
             pass
         assert not outer._handles
     assert hook_dictionaries(model) == before
-    assert len(seen) == 20  # the user's own hook ran every time
+    assert len(seen) == contexts // 10  # the user's own hook ran every time
     assert torch.overrides._len_torch_function_stack() == 0
 
 
@@ -239,7 +240,7 @@ def test_variance_far_from_zero_does_not_cancel():
 
 
 def test_a_compiled_model_is_measured_although_hooks_come_after_the_first_compiled_call(batch):
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     with record(model, EVERYTHING) as rec:
         model(**batch).loss.backward()
     expected = values(rec.stats())
@@ -248,7 +249,7 @@ def test_a_compiled_model_is_measured_although_hooks_come_after_the_first_compil
     with record(compiled, EVERYTHING) as rec:
         compiled(**batch).loss.backward()
     assert values(rec.stats()) == pytest.approx(expected, rel=1e-6)
-    in_place = tiny_llama()
+    in_place = tiny_llama(num_hidden_layers=1)
     in_place.compile(backend="eager")
     in_place(**batch)
     with record(in_place, EVERYTHING) as rec:
