@@ -62,9 +62,12 @@ def check(configuration: Any) -> None:
 
 
 def described(cls: Any) -> str:
-    """A line for each field, as the docstring of `cls` has them."""
+    """The fields as the arguments of a docstring."""
     lines = (f"{spec.name}: {spec.metadata['help']}." for spec in dataclasses.fields(cls))
-    return "\n".join(textwrap.fill(line, 116, initial_indent="    ", subsequent_indent="        ") for line in lines)
+    inner, more = " " * 8, " " * 12
+    return "    Args:\n" + "\n".join(
+        textwrap.fill(line, 116, initial_indent=inner, subsequent_indent=more) for line in lines
+    )
 
 
 def flag_of(name: str) -> str:
