@@ -22,6 +22,7 @@ def get_scheme(name: str) -> Scheme:
 BASELINE = "pre_rmsnorm"  # what the others are compared with; stock Llama
 DEFAULT = "bhyt"  # of `normlab train`
 SHORT_LIST = (BASELINE, "lns", "rmsnorm_gain", "bhyt")  # of a sweep of minutes
+LEARN_SOON = (BASELINE, "lns")  # those of them that minutes are enough for
 CORE = (BASELINE, "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain")  # of the sweep of hours: with seeds
 FURTHER = ("peri_ln", "dyt", "pre_rmsnorm_scaled_init", "mix_ln", "post_rmsnorm", "bhyt_linear")
 DEEP = (BASELINE, "lns", "bhyt_exact", "rmsnorm_gain")  # at depth 32

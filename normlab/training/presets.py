@@ -15,6 +15,7 @@ from normlab.schemes import (
     DEEPEST,
     FURTHER,
     GAIN_CONTROL,
+    LEARN_SOON,
     PILOT,
     SETTINGS,
     SHORT_LIST,
@@ -217,7 +218,7 @@ PRESETS = {
     for preset in (
         Preset(
             "tiny",
-            parts=(Part({2: 1, 4: 1}, SHORT_LIST),),
+            parts=(Part({4: 1}, SHORT_LIST), Part({2: 1}, LEARN_SOON)),
             # Nearly bytes: there a small model comes below the trigram of the whole text within a minute, where its
             # gain is not small. Schemes that start with a small gain do not in so short a run.
             rate=2e-3,
@@ -228,6 +229,7 @@ PRESETS = {
                 "probe_every": 175,
                 "eval_every": 175,
                 "eval_blocks": 96,
+                "experiment_blocks": 4,
             },
         ),
         Preset(

@@ -11,7 +11,7 @@ from training_helpers import write_run, write_text
 
 import normlab
 from normlab import NormlabError, runs
-from normlab.schemes import BASELINE, BOUND_AND_CONTROL, GAIN_CONTROL, SCHEMES
+from normlab.schemes import BASELINE, BOUND_AND_CONTROL, GAIN_CONTROL, LEARN_SOON, SCHEMES
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.plan import plan
@@ -54,9 +54,10 @@ def test_preset_trained_is_the_promisedquiet_sweep() -> None:
 def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
     plan = planned(get_preset("tiny"))
     assert {what for what, _ in plan} == {"runs"}
-    schemes, depths = ({getattr(c, name) for _, c in plan} for name in ("scheme", "depth"))
-    assert len(schemes) >= 4 and len(depths) >= 2 and len(plan) == len(schemes) * len(depths)
-    assert {BASELINE, GAIN_CONTROL, BOUND_AND_CONTROL[0]} <= schemes
+    deep, shallow = ({c.scheme for _, c in plan if c.depth == depth} for depth in (4, 2))
+    assert deep >= {BASELINE, GAIN_CONTROL, BOUND_AND_CONTROL[0]} and len(deep) == 4
+    assert shallow == set(LEARN_SOON) and len(plan) == 6
+    assert all(c.experiment_blocks for _, c in plan), "notebooks 01 and 04 show what is measured after training"
     assert {c.width for _, c in plan} == {128}
 
 
