@@ -45,10 +45,11 @@ $(OUT)/explorer.html:
 	$(BIN)/python -c "import normlab; from normlab.export.notebooks import share_plotly; from normlab.widgets.page import explorer_page; \
 	  share_plotly(explorer_page(normlab.load_runs('$(RUNS)'), '$@', configs=normlab.read_configs('$(RUNS)')))"
 
+# One thread each: JOBS of them run side by side.
 .PRECIOUS: $(EXECUTED)/%.ipynb
 $(EXECUTED)/%.ipynb: notebooks/%.ipynb
 	@mkdir -p $(EXECUTED)
-	$(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(RUNS)) $< $@
+	OMP_NUM_THREADS=1 $(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(RUNS)) $< $@
 
 $(OUT)/%.html: $(EXECUTED)/%.ipynb
 	@mkdir -p $(OUT)
