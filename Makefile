@@ -57,7 +57,7 @@ $(OUT)/%.html: $(EXECUTED)/%.ipynb
 
 # What was executed before is not executed again unless the notebook has changed: remove build/shipped to have it so.
 site: $(VENV)/.installed-docs ## the documentation, the notebooks and the explorer on the shipped runs, as one web site: build/site/
-	@$(MAKE) --no-print-directory pages OUT=$(OUT)/site/notebooks EXECUTED=$(OUT)/shipped RUNS=data/trained
+	@$(MAKE) --no-print-directory pages OUT=$(OUT)/site/notebooks EXECUTED=$(OUT)/shipped RUNS=data/runs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --write-all --fresh-env -d $(OUT)/doctrees docs $(OUT)/site
 	$(BIN)/python docs/links.py $(OUT)/site
 	@echo "Open $(CURDIR)/$(OUT)/site/index.html, or put $(OUT)/site on any web server."
@@ -96,7 +96,7 @@ bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on 
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
 	$(BIN)/python -m normlab.bench.probes --out $(OUT)/bench
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows host --out $(OUT)/bench
-	$(BIN)/python -m normlab.bench.latency data/trained --out $(OUT)/bench/latency.csv
+	$(BIN)/python -m normlab.bench.latency data/runs --out $(OUT)/bench/latency.csv
 
 # With the packages that are there, PYTHON's if it is given: a GPU machine has its own torch and often no network.
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))

@@ -14,7 +14,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def shipped(name: str) -> Path:
-    """The folder of `name`: "trained" (a sweep), "models/pre_rmsnorm-d8" (a model).
+    """The folder of `name`: "runs" (a sweep), "models/pre_rmsnorm-d8" (a model).
 
     A checkout has it below data/. Elsewhere the archive `<last part of name>.tar.gz` of this version's release is
     fetched and kept in the user's cache; the project's address stands in the package's own metadata.

@@ -24,7 +24,7 @@ SMALL_GAIN, PLAIN = ("bhyt", "bhyt_exact", "rmsnorm_gain"), ("pre_rmsnorm", "lns
 
 @pytest.fixture(scope="module")
 def runs() -> pd.DataFrame:
-    return normlab.load_runs(ROOT / "data" / "trained")
+    return normlab.load_runs(ROOT / "data" / "runs")
 
 
 def quoted(pattern: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_the_last_layers_size_against_pre_ln(runs: pd.DataFrame, scheme: str, af
 def test_the_table_of_losses_and_of_what_deep_blocks_do(runs: pd.DataFrame):
     about = choose(runs, depth=None).runs
     mean = about.groupby(["scheme", "depth"])["eval_loss"].mean()
-    share = claims.depth_use(normlab.load_experiments(ROOT / "data" / "trained"), 8).set_index("a")["share"]
+    share = claims.depth_use(normlab.load_experiments(ROOT / "data" / "runs"), 8).set_index("a")["share"]
     for scheme in ("pre_rmsnorm", "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain"):
         cells = quoted(re.escape(f"| {title_of(scheme)} |") + " NUMBER |".replace("|", r"\|") * 3)
         expected = [mean[scheme, 4], mean[scheme, 8], share[scheme]]

@@ -249,7 +249,7 @@ def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path: Path) 
 
 def test_shipped_runs_of_every_schema_can_be_read() -> None:
     data = Path(__file__).resolve().parents[1] / "data"
-    for name, schema in (("trained", 2), ("gain_or_bound", 1)):
+    for name, schema in (("runs", 2), ("gain_or_bound", 1)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             table = load_runs(data / name)

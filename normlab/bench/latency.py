@@ -1,6 +1,6 @@
 """How long a reader waits: from a key on a slider to the redrawn plot, in JupyterLab and in the page without a kernel.
 
-    python -m normlab.bench.latency data/trained
+    python -m normlab.bench.latency data/runs
 
 A move begins with the browser's own time stamp of the key, and ends when the frame that shows the moved lines has been
 painted. The whole table is loaded; keys go to the step slider and, a quarter of them, to the depth slider. Beside the
@@ -179,7 +179,7 @@ def measure(
             page.goto(path.as_uri())
             page.wait_for_selector(f"{PAGE.plot} .main-svg")
             found = [summarize(time_moves(page, PAGE, moves), PAGE)]
-        text = notebook.read_text(encoding="utf-8").replace("../data/trained", json.dumps(str(runs))[1:-1])
+        text = notebook.read_text(encoding="utf-8").replace("../data/runs", json.dumps(str(runs))[1:-1])
         (folder / notebook.name).write_text(text, encoding="utf-8")
         cell: dict[str, Any] = {
             "cell_type": "code",
@@ -207,7 +207,7 @@ def measure(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write a CSV file when asked; 0 where there is no browser, with one line that says so."""
     parser = argparse.ArgumentParser(prog="python -m normlab.bench.latency", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="?", default="data/trained", help="directory of runs")
+    parser.add_argument("runs", nargs="?", default="data/runs", help="directory of runs")
     parser.add_argument("--notebook", default="notebooks/00_start_here.ipynb", help="notebook to open")
     parser.add_argument("--moves", type=int, default=200, help="moves of a slider on each surface")
     parser.add_argument("--out", help="CSV file for the times")

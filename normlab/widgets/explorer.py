@@ -48,7 +48,7 @@ class NormExplorer(widgets.VBox):
         configs: Mapping[str, Mapping[str, Any]] | None = None,
         published: pd.DataFrame | None = None,
         theme: str | None = None,
-        source: str = "data/trained",
+        source: str = "data/runs",
         folder: str | Path = ".",
     ) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator
     runs = write_runs(folder / "data" / "runs")
     for name in ("00_start_here", "03_norm_explorer", "06_your_own_model"):
         notebook = (NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8")
-        (folder / f"{name}.ipynb").write_text(notebook.replace("../data/trained", json.dumps(str(runs))[1:-1]))
+        (folder / f"{name}.ipynb").write_text(notebook.replace("../data/runs", json.dumps(str(runs))[1:-1]))
     slow = folder / "03_norm_explorer.ipynb"  # so slow a play that a busy machine shows every step
     slow.write_text(
         slow.read_text().replace('"explorer"', '"explorer.panes[0].play.interval = 2000\\n",\n    "explorer"')

@@ -159,15 +159,17 @@ def _kill_at_random(config: TrainConfig, out: Path, cache: Path, kills: int, sec
     return killed
 
 
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_a_run_ends_as_if_never_killed(
-    config: TrainConfig, cache: Path, undisturbed: tuple[runs.Run, float], tmp_path: Path
+    times: int, config: TrainConfig, cache: Path, undisturbed: tuple[runs.Run, float], tmp_path: Path
 ) -> None:
     reference, seconds = undisturbed
     kills, attempt = 0, 0
-    while kills < 10:
+    while kills < times:
         out = tmp_path / str(attempt)
-        kills += _kill_at_random(config, out, cache, 10 - kills, seconds, attempt)
+        kills += _kill_at_random(config, out, cache, min(10, times - kills), seconds, attempt)
         _assert_equal(runs.read_run(out / config.run_id), reference)
+        shutil.rmtree(out)
         attempt += 1
 
 
@@ -189,17 +191,3 @@ def test_killed_inside_a_checkpoint_write_a_run_ends_as_if_never_killed(
     assert not (out / config.run_id).exists()
     _finish(config, out, cache)
     _assert_equal(runs.read_run(out / config.run_id), undisturbed[0])
-
-
-@pytest.mark.slow
-def test_two_hundred_kills_at_random_moments(
-    config: TrainConfig, cache: Path, undisturbed: tuple[runs.Run, float], tmp_path: Path
-) -> None:
-    reference, seconds = undisturbed
-    kills, attempt = 0, 0
-    while kills < 200:
-        out = tmp_path / str(attempt)
-        kills += _kill_at_random(config, out, cache, 5, seconds, 1000 + attempt)
-        _assert_equal(runs.read_run(out / config.run_id), reference)
-        shutil.rmtree(out)
-        attempt += 1
