@@ -3,15 +3,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= build
 JOBS   ?= 2
-RUNS   ?= $(OUT)/runs
 
 BIN       := $(VENV)/bin
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
-PAGES     := $(NOTEBOOKS:notebooks/%.ipynb=$(OUT)/%.html)
-EXECUTED  ?= $(OUT)/executed
 
 .PHONY: help reproduce site notebooks lab voila test test-slow lint bench gpu clean
-.DELETE_ON_ERROR:
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -29,35 +25,16 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 
 reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the notebooks on it, write them as HTML to build/
 	$(BIN)/normlab sweep --preset tiny --out $(OUT)/runs --cache-dir $(OUT)/cache
-	@$(MAKE) --no-print-directory --always-make -j $(JOBS) pages
+	$(PAGES) --runs $(OUT)/runs --out $(OUT)
 	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
 	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
 
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
-.PHONY: pages
-pages: $(OUT)/index.html
-
-$(OUT)/index.html: $(PAGES) $(OUT)/explorer.html
-	$(BIN)/python -c "from normlab.export.notebooks import write_index; write_index('$(OUT)', 'notebooks')"
-
-$(OUT)/explorer.html:
-	@mkdir -p $(OUT)
-	$(BIN)/python -c "import normlab; from normlab.export.notebooks import share_plotly; from normlab.widgets.page import explorer_page; \
-	  share_plotly(explorer_page(normlab.load_runs('$(RUNS)'), '$@', configs=normlab.read_configs('$(RUNS)')))"
-
-# One thread each: JOBS of them run side by side.
-.PRECIOUS: $(EXECUTED)/%.ipynb
-$(EXECUTED)/%.ipynb: notebooks/%.ipynb
-	@mkdir -p $(EXECUTED)
-	OMP_NUM_THREADS=1 $(BIN)/papermill --cwd notebooks --progress-bar --log-level WARNING -p RUNS $(abspath $(RUNS)) $< $@
-
-$(OUT)/%.html: $(EXECUTED)/%.ipynb
-	@mkdir -p $(OUT)
-	$(BIN)/python -m nbconvert --to normlab.export.notebooks.NotebookPage --log-level WARN --output-dir $(OUT) $<
+PAGES = $(BIN)/python -m normlab.notebook.pages notebooks --jobs $(JOBS)
 
 # What was executed before is not executed again unless the notebook has changed: remove build/shipped to have it so.
 site: $(VENV)/.installed-docs ## the documentation, the notebooks and the explorer on the shipped runs, as one web site: build/site/
-	@$(MAKE) --no-print-directory pages OUT=$(OUT)/site/notebooks EXECUTED=$(OUT)/shipped RUNS=data/runs
+	$(PAGES) --runs data/runs --out $(OUT)/site/notebooks --executed $(OUT)/shipped --keep
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --write-all --fresh-env -d $(OUT)/doctrees docs $(OUT)/site
 	$(BIN)/python docs/links.py $(OUT)/site
 	@echo "Open $(CURDIR)/$(OUT)/site/index.html, or put $(OUT)/site on any web server."
@@ -66,7 +43,7 @@ notebooks: $(VENV)/.installed-notebooks ## run the notebooks on the shipped runs
 	@mkdir -p $(OUT)
 	@for name in $(basename $(notdir $(NOTEBOOKS))); do \
 	  $(BIN)/papermill --cwd notebooks --log-level WARNING -p IMAGES True notebooks/$$name.ipynb $(OUT)/$$name.ipynb && \
-	  $(BIN)/python -m nbconvert --to normlab.export.notebooks.ImageNotebook --log-level WARN --output-dir notebooks \
+	  $(BIN)/python -m nbconvert --to normlab.notebook.exporters.ImageNotebook --log-level WARN --output-dir notebooks \
 	    $(OUT)/$$name.ipynb || exit 1; \
 	done
 

@@ -16,7 +16,7 @@ import nbformat
 import pandas as pd
 
 import normlab
-from normlab.export.notebooks import claim_of
+from normlab.notebook.exporters import claim_of
 from normlab.figures import FIGURES
 from normlab.models import NormlabConfig
 from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric

@@ -23,6 +23,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from normlab.registration import register_with_transformers
+
 __version__ = "0.1.0"
 
 # Public name -> module that defines it; resolved at first use, so that importing normlab stays cheap.
@@ -116,5 +118,5 @@ if getattr(importlib.util.find_spec("normlab_kernels"), "origin", None) is None:
         name="normlab_kernels",
     )
 
-# Registers model_type="normlab" with transformers: AutoModelForCausalLM loads our models once normlab is imported.
-importlib.import_module("normlab.models")
+# model_type="normlab": transformers' AutoModelForCausalLM loads our models once normlab is imported.
+register_with_transformers()

@@ -144,6 +144,18 @@ def test_importing_normlab_loads_nothing_that_an_extra_brings():
     assert loaded & set(heavy.split()) == set()
 
 
+def test_transformers_is_imported_when_it_is_needed_and_then_knows_our_models():
+    code = (
+        "import sys, normlab\n"
+        "normlab.load_runs, normlab.figures.layer_growth, normlab.widgets.NormExplorer\n"
+        "early = 'transformers' in sys.modules\n"
+        "from transformers import AutoConfig\n"  # the outermost import of many, half-way through which ours would fail
+        "waiting = any('AfterTransformers' in str(finder) for finder in sys.meta_path)\n"
+        "print(early, type(AutoConfig.for_model('normlab')).__name__, waiting)"
+    )
+    assert python(code).split() == ["False", "NormlabConfig", "False"]
+
+
 def test_the_core_works_with_its_core_dependencies_alone():
     """Models, probes and runs need torch, transformers, numpy, pandas and pyarrow; no extra and no other dependency."""
     absent = "IPython accelerate anywidget datasets ipywidgets plotly ray transformer_lens triton".split()
@@ -194,7 +206,7 @@ def test_importing_any_module_changes_no_setting_and_prints_nothing():
         if path.name != "__main__.py"
     ]
     third_party = (
-        "datasets, accelerate, plotly.tools, ipywidgets, tokenizers, nbconvert.exporters, "
+        "datasets, accelerate, plotly.tools, ipywidgets, tokenizers, nbconvert.exporters, papermill.iorw, "
         "transformer_lens.model_bridge.sources"
     )
     code = (

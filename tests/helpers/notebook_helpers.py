@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pandas as pd
-import papermill
 from bs4 import BeautifulSoup
 from figures_helpers import GROWTH, UNIGRAM, table
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 
 from normlab.runs import EXPERIMENT_COLUMNS, EXPERIMENTS, MANIFEST, SCHEMA_VERSION, STATS, STATS_COLUMNS
 
@@ -58,17 +62,30 @@ def write_runs(root: Path, **options: Any) -> Path:
     return root
 
 
-def execute(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
-    """Run the notebook in a copy of the repository's layout, so that what it writes lands in `folder`; `then` is code
-    for a last cell of its own, such as a reader's move of a control."""
+@cache
+def _kernel() -> AsyncKernelManager:
+    """One kernel for all notebooks of a test process, as its imports take longer than most notebooks do."""
+    return AsyncKernelManager(kernel_name="python3")
+
+
+def run(notebook: nbformat.NotebookNode, folder: Path, parameters: dict[str, Any]) -> nbformat.NotebookNode:
+    """Execute it in a copy of the repository's layout, so that what it writes lands in `folder`, with no names left of
+    the notebook before."""
     here = folder / "notebooks"
     here.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, here / "asked.ipynb")
+    asked = parameterize_notebook(load_notebook_node(str(here / "asked.ipynb")), parameters)
+    asked.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(here)!r})"))
+    NotebookClient(asked, km=_kernel(), extra_arguments=["--log-level=ERROR"]).execute()
+    del asked.cells[0]
+    return asked
+
+
+def execute(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
+    """Run a notebook; `then` is code for a last cell of its own, such as a reader's move of a control."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     notebook.cells += [nbformat.v4.new_code_cell(then)] if then else []
-    source, out = here / f"{name}.ipynb", folder / f"{name}.ipynb"
-    nbformat.write(notebook, source)
-    papermill.execute_notebook(source, out, parameters=parameters, cwd=here, progress_bar=False, log_output=False)
-    return nbformat.read(out, as_version=4)
+    return run(notebook, folder, parameters)
 
 
 def figures_in(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:

@@ -6,25 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import papermill
 from bs4 import BeautifulSoup
-from notebook_helpers import NOTEBOOKS, WIDGET
+from notebook_helpers import NOTEBOOKS, WIDGET, run
 
 
 def execute_twice(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
     """`notebook_helpers.execute` with every cell twice; AssertionError where the second time gives something else."""
-    here = folder / "notebooks"
-    here.mkdir(parents=True, exist_ok=True)
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     cells = []
     for cell in notebook.cells:
         again = cell.cell_type == "code" and "parameters" not in cell.metadata.get("tags", ())
         cells += [cell, nbformat.v4.new_code_cell(cell.source, metadata={"tags": ["again"]})] if again else [cell]
     notebook.cells = cells + ([nbformat.v4.new_code_cell(then)] if then else [])
-    source, out = here / f"{name}.ipynb", folder / f"{name}.ipynb"
-    nbformat.write(notebook, source)
-    papermill.execute_notebook(source, out, parameters=parameters, cwd=here, progress_bar=False, log_output=False)
-    done = nbformat.read(out, as_version=4)
+    done = run(notebook, folder, parameters)
     for first, second in zip(done.cells, done.cells[1:], strict=False):
         if second.metadata.get("tags") == ["again"]:
             assert _shown(first) == _shown(second), f"{name}, run twice: {first.source}"

@@ -11,7 +11,7 @@ import pytest
 from notebook_helpers import NOTEBOOKS, PLOTLY
 from PIL import Image
 
-from normlab.export.notebooks import ImageNotebook
+from normlab.notebook.exporters import ImageNotebook
 
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 

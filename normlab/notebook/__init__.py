@@ -1,4 +1,4 @@
-"""What a notebook does first, in one call: how figures are shown, and which runs it reads.
+"""Notebooks: what each does first, in one call (how figures are shown, which runs it reads), and what becomes of them.
 
     RUNS = prepare(RUNS, fast=FAST, images=IMAGES)
 
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -45,9 +46,13 @@ def prepare(
     """
     import pandas as pd
     import plotly.io as pio
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a bar for every file of weights
+    # No bar for every file of weights: transformers reads the variable when it is imported, which takes long.
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     pd.set_option("display.max_colwidth", None)
     pio.renderers.default = "plotly_mimetype+png" if images else "plotly_mimetype"
     pio.renderers["png"].width = 1280

@@ -1,6 +1,6 @@
 """Executed notebooks for readers without a kernel, through nbconvert.
 
-NotebookPage    the notebook as a web page: `python -m nbconvert --to normlab.export.notebooks.NotebookPage FILE`
+NotebookPage    the notebook as a web page: `python -m nbconvert --to normlab.notebook.exporters.NotebookPage FILE`
 ImageNotebook   the notebook with its figures as plain images, as it is committed
 share_plotly    takes plotly.js out of a page that has it inside
 write_index     a page that leads to the notebooks' pages
@@ -175,7 +175,9 @@ def write_index(folder: str | Path, notebooks: str | Path) -> Path:
     lines = ["# normlab: what normalization does to a deep transformer, layer by layer", "## Notebooks"]
     found = [path for path in sorted(Path(notebooks).glob("*.ipynb")) if (folder / f"{path.stem}.html").exists()]
     if not found:
-        raise NormlabError(f"no page of a notebook of {notebooks} in {folder}: `make pages` makes them")
+        raise NormlabError(
+            f"no page of a notebook of {notebooks} in {folder}: `python -m normlab.notebook.pages` makes them"
+        )
     for path in found:
         title, claim = claim_of(nbformat.read(path, as_version=4))
         lines.append(f"### [{title or path.stem}]({path.stem}.html)\n\n{claim}")

@@ -15,8 +15,8 @@ from notebook_helpers import NOTEBOOKS, PLOTLY, WIDGET
 from plotly.offline import get_plotlyjs
 
 from normlab.errors import NormlabError
-from normlab.export.notebooks import NotebookPage, claim_of, share_plotly, write_index
 from normlab.figures import loss_curves
+from normlab.notebook.exporters import NotebookPage, claim_of, share_plotly, write_index
 from normlab.widgets import NormExplorer, explorer_page
 
 

@@ -1,0 +1,104 @@
+"""All notebooks, executed and made into pages that lead to each other: what `make reproduce` and `make site` call.
+
+    python -m normlab.notebook.pages notebooks --runs build/runs --out build
+
+One process does everything but the notebooks' own cells: what it imports takes longer than a page does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
+from tqdm import tqdm
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.notebook.exporters import EXPLORER_FILE, NotebookPage, share_plotly, write_index
+from normlab.widgets.page import explorer_page
+
+
+def write_pages(
+    notebooks: str | Path, runs: str | Path, out: str | Path, *, executed: str | Path, jobs: int = 2, keep: bool = False
+) -> dict[Path, str]:
+    """Execute every notebook of a folder on `runs` and write its page; then the explorer's page and the index.
+
+    Args:
+        notebooks: folder of the notebooks; their cells run in it.
+        runs: folder of runs that they read.
+        out: folder of the pages.
+        executed: folder of the executed notebooks.
+        jobs: notebooks at a time, with one CPU thread each where they are several.
+        keep: what was executed after its notebook was last changed is not executed again.
+
+    Returns:
+        What failed: notebook -> error. The others have their pages, and the index leads to these.
+
+    Raises:
+        NormlabError: there is no notebook, or none has a page.
+    """
+    runs, out, executed = Path(runs).resolve(), Path(out), Path(executed)
+    found = sorted(Path(notebooks).glob("*.ipynb"))
+    if not found:
+        raise NormlabError(f"no notebook in {notebooks}")
+    for folder in (out, executed):
+        folder.mkdir(parents=True, exist_ok=True)
+    share_plotly(explorer_page(normlab.load_runs(runs), out / EXPLORER_FILE, configs=normlab.read_configs(runs)))
+    environment = dict(os.environ, **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
+
+    def execute(notebook: Path) -> Path:
+        done = executed / notebook.name
+        if not (keep and done.exists() and done.stat().st_mtime > notebook.stat().st_mtime):
+            cells = parameterize_notebook(load_notebook_node(str(notebook)), {"RUNS": str(runs)})
+            where = {"metadata": {"path": str(notebook.parent)}}
+            NotebookClient(cells, resources=where, extra_arguments=["--log-level=ERROR"]).execute(env=environment)
+            nbformat.write(cells, done)
+        return done
+
+    failed: dict[Path, str] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = {pool.submit(execute, notebook): notebook for notebook in found}
+        for task in tqdm(as_completed(tasks), total=len(tasks), desc="notebooks", unit="notebook"):
+            notebook = tasks[task]
+            try:
+                page, _ = NotebookPage().from_filename(str(task.result()))
+            except CellExecutionError as error:
+                failed[notebook] = f"{error.ename}: {error.evalue}"
+            else:
+                (out / f"{notebook.stem}.html").write_text(page, encoding="utf-8")
+    write_index(out, notebooks)
+    return failed
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m normlab.notebook.pages", description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", help="folder of the notebooks")
+    parser.add_argument("--runs", required=True, help="folder of runs that they read")
+    parser.add_argument("--out", required=True, help="folder of the pages")
+    parser.add_argument("--executed", help="folder of the executed notebooks, default OUT/executed")
+    parser.add_argument("--jobs", type=int, default=2, help="notebooks at a time (default: 2)")
+    parser.add_argument("--keep", action="store_true", help="execute only notebooks that changed since")
+    options = parser.parse_args(argv)
+    executed = options.executed or Path(options.out) / "executed"
+    try:
+        failed = write_pages(
+            options.notebooks, options.runs, options.out, executed=executed, jobs=options.jobs, keep=options.keep
+        )
+    except NormlabError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for notebook, why in failed.items():
+        print(f"{notebook}: {why}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

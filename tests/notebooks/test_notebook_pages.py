@@ -1,0 +1,43 @@
+"""A folder of notebooks becomes a folder of pages; one that fails keeps no other from its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebook_helpers import write_runs
+
+from normlab.notebook.pages import main
+
+
+def notebook(path: Path, source: str) -> None:
+    cells = [
+        nbformat.v4.new_markdown_cell(f"# {path.stem}\n\n**Claim.** None."),
+        nbformat.v4.new_code_cell("RUNS = 'as it is shipped'", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell(source),
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
+
+
+def test_a_folder_of_notebooks_becomes_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    notebooks, out, runs = tmp_path / "notebooks", tmp_path / "pages", write_runs(tmp_path / "runs", depths=(2,))
+    notebooks.mkdir()
+    notebook(notebooks / "a.ipynb", "import os, time; print(RUNS, os.getcwd(), time.time_ns(), sep='|')")
+    notebook(notebooks / "b.ipynb", "raise ValueError('no such layer')")
+    arguments = [str(notebooks), "--runs", str(runs), "--out", str(out)]
+    assert main(arguments) == 1
+    assert "b.ipynb: ValueError: no such layer" in capsys.readouterr().err
+    assert sorted(path.name for path in out.glob("*.*")) == ["a.html", "explorer.html", "index.html", "plotly.min.js"]
+    index = (out / "index.html").read_text(encoding="utf-8")
+    assert 'href="a.html"' in index and 'href="explorer.html"' in index and "b.html" not in index
+
+    def printed() -> list[str]:
+        cells = nbformat.read(out / "executed" / "a.ipynb", as_version=4).cells
+        return cells[-1].outputs[0]["text"].strip().split("|")
+
+    first = printed()
+    assert first[:2] == [str(runs), str(notebooks)]
+    assert main([*arguments, "--keep"]) == 1 and printed() == first
+    assert main([str(tmp_path / "none"), "--runs", str(runs), "--out", str(out)]) == 2
