@@ -118,7 +118,7 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     Args:
         every: optimizer steps between measurements; the first one is measured.
         metrics: names from `METRICS`.
-        blocks: which modules are the blocks, if they are to be told (see `sites`).
+        blocks: which modules are the blocks, if structure does not show them (see `sites`).
         loss_tokens: as for `record`; by default counted, and what the Trainer divides or scales the loss by is undone.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
         path: write the table here (Parquet) when training ends.

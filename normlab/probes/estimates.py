@@ -114,7 +114,7 @@ class Runner:
         return labels
 
     def _labels_are_shifted(self, batch: dict[str, Any]) -> bool | None:
-        """Whether the model's own loss on these labels is of the next token; None when it returns none. Told once, by
+        """Whether the model's own loss on these labels is of the next token; None when it returns none. Found once, by
         comparing its loss with its logits."""
         if self._shifted == "unknown":
             inputs = {self._renamed.get(k, k): v for k, v in batch.items()}
@@ -122,15 +122,15 @@ class Runner:
                 loss, logits = loss_and_logits(self.model(**inputs, **self._options))
             except TypeError:  # it takes no labels
                 loss = logits = None
-            told = None
+            averaged = None
             if loss is not None and logits is not None:
-                told = labels_averaged(loss, logits, batch["labels"], batch.get("attention_mask"))
-                if told is None:
+                averaged = labels_averaged(loss, logits, batch["labels"], batch.get("attention_mask"))
+                if averaged is None:
                     raise NormlabError(
                         "the returned loss is no mean cross-entropy of the returned logits, shifted or not: leave out "
                         "`labels` to measure on the next token"
                     )
-            self._shifted = None if told is None else told[1]
+            self._shifted = None if averaged is None else averaged[1]
         return self._shifted  # type: ignore[return-value]
 
     @contextmanager

@@ -50,7 +50,9 @@ def find_output(output: Any) -> Tensor | None:
     returns none."""
     if isinstance(output, Tensor):
         return output
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    values = output if isinstance(output, tuple | list) else ()
     return next((value for value in values if _is_activation(value)), None)
 
 

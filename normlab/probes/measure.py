@@ -160,9 +160,8 @@ class Measurer:
         carry = _carried_on(flow.segments)
         if carry != 1.0:  # the stream itself is scaled in between: what is added is the rest, beside the scaled stream
             return at_least_float32(out) / carry - at_least_float32(h), absent
-        total = list(added.values())
-        update = total[0] if len(total) == 1 else total[0] + total[1] if len(total) == 2 else sum(total[1:], total[0])
-        return update, absent
+        first, *others = added.values()
+        return sum(others, first), absent
 
     def router(self, call: Call, flow: BlockFlow, routing: Routing, x: Tensor) -> None:
         """What a router reads."""

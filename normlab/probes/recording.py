@@ -34,7 +34,7 @@ def record(
     included), for the loss *summed* over labels: the gradient that arrives is multiplied by `loss_tokens`.
 
     Args:
-        model: a module, or `sites(model, ...)` when its parts had to be told. Of a compiled model the original modules
+        model: a module, or `sites(model, ...)` when its parts had to be named. Of a compiled model the original modules
             are run, uncompiled, inside the context, because compiled code ignores new hooks.
         metrics: names from `METRICS`; default: the cheap activation metrics.
         loss_tokens: how many labels the loss averages over: a number, or a function of the call's `CallInputs`.

@@ -192,8 +192,10 @@ class BlockFlow:
             return f"what {kinds} add is lost in the rounding of the stream"
         count = different(first)
         self.is_hopeless = count >= FEW
-        few = "" if self.is_hopeless else f", as far as {count} different tokens tell"
-        return f"the block's output is not its input + {kinds}{few}"
+        if not self.is_hopeless:
+            return f"the block's output is not its input + {kinds}, as far as {count} different tokens tell"
+        what = "if other modules add to it, name them: sites(model, attention=..., mlp=...)"
+        return f"the block's output is not its input + {kinds} ({what})"
 
     def _ends_in_projection(self, last: Tensor) -> bool:
         """Whether the block returns what a single matrix returned, bare or through a norm and an activation."""

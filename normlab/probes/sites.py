@@ -104,8 +104,8 @@ def sites(
 
     Args:
         model: any torch module; wrappers (DDP, PEFT, `torch.compile`, a TransformerLens bridge) are looked through.
-        blocks: the residual blocks, when they are to be told: modules in order, or a pattern over module names such as
-            `"encoder.layers.*"` (`*` stands for one name or index).
+        blocks: the residual blocks, when structure does not show them: modules in order, or a pattern over module names
+            such as `"encoder.layers.*"` (`*` stands for one name or index).
         attention, mlp, norms: names inside a block ("self_attn", "ff.out", ["norm1", "norm2"]) instead of what
             structure suggests.
 
@@ -150,25 +150,25 @@ def _sites(
     names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
     found = []
     for index, module in enumerate(chosen, start=1):
-        told = {kind: _inside(module, names, name) for kind, name in (("attn", attention), ("mlp", mlp)) if name}
+        named = {kind: _inside(module, names, name) for kind, name in (("attn", attention), ("mlp", mlp)) if name}
         inner = None if norms is None else [_inside(module, names, n) for n in norms]
-        found.append(_block(index, names[module], module, told, inner))
+        found.append(_block(index, names[module], module, named, inner))
     inside = {module for block in chosen for module in block.modules()}
     outer = tuple(module for module in norms_below(model) if module not in inside)
     return Sites(tuple(found), outer, _ancestors(model, names[chosen[0]]), names)
 
 
 def _block(
-    index: int, name: str, module: nn.Module, told: dict[str, nn.Module], told_norms: list[nn.Module] | None
+    index: int, name: str, module: nn.Module, named: dict[str, nn.Module], named_norms: list[nn.Module] | None
 ) -> Block:
-    known = set(told.values())
-    branches = [b for b in branches_of(module) if b.kind not in told and not {b.module, b.whole} & known]
-    branches += [Branch(kind, kind, part, part) for kind, part in told.items()]
+    known = set(named.values())
+    branches = [b for b in branches_of(module) if b.kind not in named and not {b.module, b.whole} & known]
+    branches += [Branch(kind, kind, part, part) for kind, part in named.items()]
     direct = [part for _, part in parts_of(module) if is_norm(part)]
     split = [norm for b in branches if b.module is not b.whole for norm in norms_below(b.whole)]
     adding = {norm for b in branches for norm in norms_below(b.module)}
-    norms = [*direct, *(norm for norm in split if norm not in adding)] if told_norms is None else told_norms
-    inner = [norm for norm in norms_below(module) if norm not in norms] if told_norms is None else []
+    norms = [*direct, *(norm for norm in split if norm not in adding)] if named_norms is None else named_norms
+    inner = [norm for norm in norms_below(module) if norm not in norms] if named_norms is None else []
     first = {kind: [b.module for b in branches if b.kind == kind] for kind in ("attn", "mlp")}
     return Block(
         index,

@@ -14,6 +14,11 @@ from normlab.probes.recorder import TRIES
 METRICS = ["relative_contribution", "token_l2_mean"]
 RATIO, SIZE = "relative_contribution", "token_l2_mean"
 
+DOES_NOT_ADD_UP = (
+    "the block's output is not its input + attn + mlp "
+    "(if other modules add to it, name them: sites(model, attention=..., mlp=...))"
+)
+
 
 class Part(nn.Module):
     """A branch of two matrices; the last one is zero when asked."""
@@ -146,7 +151,7 @@ def test_plain_sums_are_told_from_a_single_token(how):
 def test_where_a_block_does_not_add_up_the_lost_norm_sites_are_named():
     found, absent = recorded(Model(16, "bent"), tokens("many", 16))
     assert ("attn_norm_in", 1, SIZE, "all") in found and ("mlp_norm_in", 1, SIZE, "all") not in found
-    assert absent["mlp_norm_in 1"] == absent["mlp 1"] == "the block's output is not its input + attn + mlp"
+    assert absent["mlp_norm_in 1"] == absent["mlp 1"] == DOES_NOT_ADD_UP
 
 
 @pytest.mark.parametrize(
@@ -187,4 +192,4 @@ def test_a_block_that_does_not_add_up_is_given_up_after_a_few_calls(monkeypatch)
         for kind in ("one", *["many"] * 5):  # a single token proves nothing
             rec.sites.model(tokens(kind, 16))
     assert len(searched) == 1 + TRIES
-    assert rec.stats().manifest["absent"]["attn 1"] == "the block's output is not its input + attn + mlp"
+    assert rec.stats().manifest["absent"]["attn 1"] == DOES_NOT_ADD_UP
