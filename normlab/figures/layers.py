@@ -45,5 +45,5 @@ def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all") -> go.Figu
     axis = METRICS[metric].axis
     figure.update_yaxes(title_text=axis, exponentformat="power", **theme.value_axis(bounds, wide))
     figure.update_layout(showlegend=True)
-    subtitle = "<br>".join(wrap(METRICS[metric].definition, 90))
-    return theme.titled(figure, f"{metric} by layer", subtitle, 450)
+    subtitle = "<br>".join(wrap(f"{metric}: {METRICS[metric].definition}", 90))
+    return theme.titled(figure, f"{METRICS[metric].label} by layer", subtitle, 450)

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from normlab.figures import theme
+from normlab.figures.depth_use import BY_LAYER, BY_PAIR
 from normlab.figures.heatmap import layer_heatmap
 from normlab.figures.layers import COLORS, layer_figure
 from normlab.probes.metrics import METRICS, metric_row, site_label
@@ -201,8 +202,8 @@ def _skip_figure(table: pd.DataFrame) -> go.Figure:
             line={"color": color},
         )
     figure.update_layout(showlegend=True)
-    words = "loss with the part skipped minus loss of the whole model; bars: 95% interval"
-    return _titled(figure, "skip_delta_loss by layer", words, "nats a token")
+    words = "skip_delta_loss: loss with the part skipped minus loss of the whole model; bars: 95% interval"
+    return _titled(figure, "Loss added by leaving out a part", words, "nats a token")
 
 
 def _lens_figure(table: pd.DataFrame) -> go.Figure:
@@ -210,7 +211,8 @@ def _lens_figure(table: pd.DataFrame) -> go.Figure:
     figure.add_scatter(
         x=table["layer"].tolist(), y=table["value"].tolist(), mode="lines+markers", line={"color": COLORS[0]}
     )
-    return _titled(figure, "logit_lens_kl by layer", "KL(prediction from the layer || final prediction)", "nats")
+    words = "logit_lens_kl: KL(prediction from the layer || final prediction)"
+    return _titled(figure, BY_LAYER["logit_lens_kl"][0], words, "nats")
 
 
 def _angle_figure(table: pd.DataFrame) -> go.Figure:
@@ -222,6 +224,6 @@ def _angle_figure(table: pd.DataFrame) -> go.Figure:
         zmin=0,
         colorbar={"exponentformat": "power", "outlinewidth": 0},
     )
-    words = "arccos(cos(h_l, h_m))/pi, mean over tokens; 0 = embeddings"
+    words = "angular_distance: arccos(cos(h_l, h_m))/pi, mean over tokens; 0 = embeddings"
     figure = go.Figure(heat).update_yaxes(dtick=1 if len(table) <= WHOLE_TICKS else None)
-    return _titled(figure, "angular_distance between layers", words, "layer", 480)
+    return _titled(figure, BY_PAIR["angular_distance"][0], words, "layer", 480)
