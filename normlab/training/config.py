@@ -87,6 +87,7 @@ class TrainConfig:
     # These too change no more than the rounding of sums.
     accumulate: int = setting(1, "parts that a step's blocks are computed in, one by one", at_least(1), identity=False)
     gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass", identity=False)
+    fsdp: bool = setting(False, "split weights, gradients and optimizer over the ranks (FSDP2)", identity=False)
     device: str = setting("auto", "auto: a GPU where there is one", one_of("auto", "cpu", "cuda"), identity=False)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """One training run: from a `TrainConfig` to a finished run on disk.
 
 `train(config, out)`   train, or resume, or skip what is finished; returns the `Run`. Under `torchrun` or `accelerate
-                       launch`, each rank takes its share of every step's blocks (DDP); rank 0 alone writes
-`RunTrainer`           transformers' Trainer with our data order, decay rule, log and atomic checkpoints
+                       launch`, each rank takes its share of every step's blocks (DDP, or FSDP2 where the run says
+                       `fsdp`); rank 0 alone writes the run
 
 A run in progress is a directory of checkpoints, each of them staged, synced and renamed; the log of measurements is
 part of the checkpoint. So a process killed at any moment leaves the last whole checkpoint, and a resumed run repeats,
@@ -25,15 +25,13 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from torch import nn
-from torch.utils.data import Sampler
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from normlab import runs
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
-from normlab.training.batches import Blocks, SeededOrder
+from normlab.training.batches import Blocks
 from normlab.training.callbacks import (
     EvalCallback,
     ProbeCallback,
@@ -50,91 +48,13 @@ from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.experiments import experiments
 from normlab.training.manifest import manifest_of
-from normlab.training.precision import autocast, require_compiler, use_fast_attention
+from normlab.training.precision import require_compiler, use_fast_attention
+from normlab.training.run_trainer import STREAM, RunTrainer, checkpoint_step, checkpoints
+from normlab.training.sharded import gathered, shard
 from normlab.training.stream import StreamedBlocks
 
 EVAL_TOKENS = 4096  # at once, at most
-PARTIAL_MANIFEST, STREAM = "partial.json", "stream.json"
-
-
-class RunTrainer(Trainer):
-    """Trainer whose data order hangs on the seed alone, whose log is a `RunLog`, whose checkpoints are whole or absent,
-    and whose steps alone run in `dtype` (the engine's own autocast would reach what callbacks measure)."""
-
-    def __init__(self, *args: Any, log: RunLog, dtype: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.run_log = log
-        self.dtype = dtype
-        self._staging: Path | None = None
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return SeededOrder(len(cast(Blocks, self.train_dataset)), self.args.max_steps * batch, self.args.seed)
-
-    def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        stack = super().compute_loss_context_manager()
-        stack.enter_context(autocast(self.dtype, self.args.device))
-        return stack
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The model knows; transformers goes by the parameter's name, which is wrong for norms that are to be
-        decayed."""
-        return self.accelerator.unwrap_model(model).decay_parameter_names()
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """With the scheme's factors on learning rate, eps and weight decay."""
-        optimizer = super().create_optimizer(*args, **kwargs)
-        self.accelerator.unwrap_model(self.model).apply_rates(optimizer)
-        return optimizer
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not counted: transformers walks every module of the model at every step for it."""
-        return 0
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            for metric in ("loss", "grad_norm", "learning_rate"):
-                self.run_log.add(self.state.global_step, "train", metric, logs[metric])
-        super().log(logs, start_time)
-        self.state.log_history.clear()  # the run log has it; here it would be written again with every checkpoint
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._staging or self.args.output_dir)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's checkpoint and the log, written aside, synced, renamed; then older ones go. Every rank writes its
-        random state: not before an older staging directory is gone, and all before the new one is renamed."""
-        root = Path(str(self.args.output_dir))
-        self._staging = root / "staging"
-        try:
-            if self.args.should_save:
-                shutil.rmtree(self._staging, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                runs.write_stats(self._staging / name / runs.STATS, self.run_log.frame())
-                if isinstance(self.train_dataset, StreamedBlocks):
-                    blocks = self.state.global_step * self.run_log.tokens_per_step // self.train_dataset.length
-                    runs.write_json(self._staging / name / STREAM, self.train_dataset.position(blocks))
-                runs.publish(self._staging / name, root / name)
-                for old in checkpoints(root)[:-1]:
-                    shutil.rmtree(old)
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging = None
-
-
-def checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints in a run's working directory, oldest first."""
-    found = [p for p in root.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.rsplit("-", 1)[1].isdigit()]
-    return sorted(found, key=checkpoint_step)
-
-
-def checkpoint_step(path: Path) -> int:
-    return int(path.name.rsplit("-", 1)[1])
+PARTIAL_MANIFEST = "partial.json"
 
 
 def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
@@ -271,6 +191,9 @@ def _run(
     trainer.train(resume_from_checkpoint=str(latest) if latest else None)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
+    if config.fsdp:
+        model = gathered(model)
+        model.set_schedules(trainer.state.global_step, config.steps)
     counted = corpus.count_losses(config.eval_blocks, config.held_out)
     tokens = trainer.state.global_step * config.tokens_per_step
     manifest |= _outcome(log, stop.diverged, counted["trigram_loss"]) | counted
@@ -346,6 +269,9 @@ def build_trainer(
     with torch.no_grad():
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         embeddings.weight[:, : config.outlier_channels] = config.outlier_size
+    ranks = _ranks(config)
+    if config.fsdp and ranks.num_processes > 1:
+        shard(model, ranks.device)
     measured = functools.partial(corpus.spread, held_out=config.held_out)
     log = RunLog(config.tokens_per_step)
     stop = StopCallback()
@@ -365,7 +291,10 @@ def build_trainer(
         callbacks=callbacks,
         log=log,
         dtype=config.dtype,
+        fsdp=config.fsdp,
     )
+    if trainer.is_fsdp_enabled:
+        raise NormlabError("accelerate is configured to shard the model itself: take that out, and give --fsdp")
     use_fast_attention(model, config.dtype, trainer.args.device)
     if config.compile:
         require_compiler(trainer.args.device)
