@@ -6,6 +6,7 @@
 `RefreshCallback`   recomputes the carried statistic's constant on schedule and after the last step
 `ProbeCallback`     layer statistics on a fixed held-out batch
 `EvalCallback`      held-out loss
+`ScaleCallback`     the loss scale of float16 steps, and which of them were left out
 `StopCallback`      ends a run whose loss is no longer finite
 `ProgressCallback`  a bar with loss, tokens a second and time left
 `WatchCallback`     shows each step's measurements to a watcher, which may end the run at a checkpoint
@@ -171,6 +172,19 @@ def mean_token_loss(model: nn.Module, blocks: np.ndarray, batch_size: int) -> fl
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
+
+
+class ScaleCallback(TrainerCallback):
+    """Logs `loss_scale`, what the loss of the next step is multiplied by, and `skipped_step`, 1 where the gradients of
+    this one overflowed; nothing where no scaler is at work."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+        if optimizer.scaler is not None:
+            self.log.add(state.global_step, "train", "loss_scale", optimizer.scaler.get_scale())
+            self.log.add(state.global_step, "train", "skipped_step", optimizer.step_was_skipped)
 
 
 class StopCallback(TrainerCallback):

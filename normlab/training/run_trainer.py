@@ -22,7 +22,7 @@ from normlab import runs
 from normlab.training import sharded
 from normlab.training.batches import Blocks, SeededOrder
 from normlab.training.callbacks import RunLog
-from normlab.training.precision import autocast
+from normlab.training.precision import autocast, scaler_of
 from normlab.training.stream import StreamedBlocks
 
 STREAM, SHARDS, SCHEDULE = "stream.json", "shards", "scheduler.pt"
@@ -43,6 +43,9 @@ class RunTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         if self.fsdp:  # as a model to evaluate is prepared: not wrapped for DDP as well
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+        scaler = self.accelerator.scaler = scaler_of(self.dtype, self.args.device)
+        if scaler is not None:  # before gradients are clipped; by itself only where the scaler is of its own making
+            self.accelerator.unscale_gradients = lambda: scaler.unscale_(self._parts()[1])
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size

@@ -38,6 +38,7 @@ from normlab.training.callbacks import (
     ProgressCallback,
     RefreshCallback,
     RunLog,
+    ScaleCallback,
     SchemeCallback,
     StopCallback,
     Watch,
@@ -72,7 +73,8 @@ def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
         max_grad_norm=config.clip,
-        optim="adamw_torch_fused",
+        # The fused one leaves out a step by itself, unseen by the schedule, and takes no scaler with split weights.
+        optim="adamw_torch" if config.dtype == "float16" else "adamw_torch_fused",
         lr_scheduler_type="cosine_warmup_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": config.min_lr_ratio},
         warmup_steps=config.warmup,
@@ -282,6 +284,7 @@ def build_trainer(
         RefreshCallback(refresh_interval(config.steps)),
         ProbeCallback(log, measured(config.probe_blocks), config.probe_every, config.probe_metrics()),
         EvalCallback(log, measured(config.eval_blocks), _blocks_at_once(config), config.eval_every),
+        ScaleCallback(log),
         stop,
     ]
     trainer = RunTrainer(

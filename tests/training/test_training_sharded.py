@@ -114,6 +114,7 @@ def test_killed_ranks_leave_the_curve_of_a_split_model_as_it_was(
         {"scheme": "attn_residuals"},
         {"gradient_checkpointing": True, "accumulate": 2},
         {"dtype": "bfloat16"},
+        {"dtype": "float16"},
     ],
     ids=lambda fields: ",".join(map(str, fields.values())),
 )
