@@ -9,6 +9,7 @@
 `ScaleCallback`     the loss scale of float16 steps, and which of them were left out
 `StopCallback`      ends a run whose loss is no longer finite
 `ProgressCallback`  a bar with loss, tokens a second and time left
+`PublishCallback`   copies each checkpoint to where the run is published
 `WatchCallback`     shows each step's measurements to a watcher, which may end the run at a checkpoint
 
 They run in this order at a step's end, so that what is measured is the model as it goes on. None of them touches the
@@ -240,6 +241,17 @@ class ProgressCallback(TrainerCallback):
         if not self.seconds:
             return None
         return self.tokens_per_step / statistics.median(self.seconds[-200:])
+
+
+class PublishCallback(TrainerCallback):
+    """Calls `publish` after each checkpoint, on the first rank."""
+
+    def __init__(self, publish: Callable[[], None]) -> None:
+        self.publish = publish
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.publish()
 
 
 class RunStopped(Exception):

@@ -36,6 +36,7 @@ from normlab.training.callbacks import (
     EvalCallback,
     ProbeCallback,
     ProgressCallback,
+    PublishCallback,
     RefreshCallback,
     RunLog,
     ScaleCallback,
@@ -118,7 +119,9 @@ def train(
     progress: bool = True,
     watch: Watch | None = None,
 ) -> runs.Run:
-    """Train `config` under directory `out` and return the run; resume a killed one; return a finished one at once.
+    """Train `config` under directory `out` and return the run; resume a killed one; return a finished one at once. out
+    may be an address (`normlab.storage`): checkpoints and the finished run are published there, and the run that is
+    returned is the copy on this machine.
 
     watch(step, rows): called before the first step and after every one with the rows logged since; where it returns
     False the run is checkpointed and RunStopped raised.
@@ -126,7 +129,8 @@ def train(
     run of the same name made from other text, a number of ranks that does not divide the batch. A loss that becomes
     non-finite is no error: the run ends with status "diverged".
     """
-    root = Path(out)
+    place = runs.Place(out) if runs.is_address(out) else None
+    root = Path(out) if place is None else place.copy
     ranks = _ranks(config)
     if config.batch_size % (ranks.num_processes * config.accumulate):
         parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
@@ -134,6 +138,8 @@ def train(
             f"{ranks.num_processes} ranks{parts} do not divide batch_size {config.batch_size}, the blocks that all of "
             "them together take a step: change one of the two"
         )
+    if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_processes)) < ranks.num_processes:
+        raise NormlabError("ranks on several machines go on from one directory: name one that all of them see as --out")
     with ranks.main_process_first():  # the first reads, prepares and takes the lock; the others find it done
         runs.check_root(root)
         corpus = corpus_of(config, cache_dir, progress and ranks.is_main_process)
@@ -142,6 +148,8 @@ def train(
     with runs.full_disk_named(root), lock if ranks.is_main_process else contextlib.nullcontext():
         manifest = manifest_of(config, corpus)
         with ranks.main_process_first():
+            if place is not None and ranks.is_main_process:
+                place.fetch(config.run_id)
             finished = final.exists()
             if ranks.is_main_process and not finished:
                 _prepare(work, manifest)
@@ -149,9 +157,13 @@ def train(
             run = runs.read_run(final)
             require_same(run.manifest, config, corpus.identity())
             shutil.rmtree(work, ignore_errors=True)
+            if place is not None and ranks.is_main_process:
+                place.publish(config.run_id)
             return run
         with _settings(config.threads):
-            _run(config, corpus, work, final, manifest, progress and ranks.is_main_process, watch)
+            _run(config, corpus, work, final, manifest, progress and ranks.is_main_process, watch, place)
+        if place is not None and ranks.is_main_process:
+            place.publish(config.run_id)
         ranks.wait_for_everyone()
     return runs.read_run(final)
 
@@ -179,9 +191,12 @@ def _run(
     manifest: dict[str, Any],
     progress: bool,
     watch: Watch | None,
+    place: runs.Place | None,
 ) -> None:
     started = time.perf_counter()
     trainer, log, stop, bar = build_trainer(config, corpus, work, progress)
+    if place is not None:
+        trainer.add_callback(PublishCallback(lambda: place.publish_checkpoint(checkpoints(work)[-1])))
     if watch is not None:
         trainer.add_callback(WatchCallback(log, watch))
     latest = next(reversed(checkpoints(work)), None)
