@@ -18,6 +18,8 @@ from typing import Any
 
 from normlab.errors import NormlabError
 
+RUNS = "directory of runs, or an address that fsspec knows, such as s3://..."
+
 
 class _Parser(argparse.ArgumentParser):
     """argparse, with errors in our one-line form, and no flag that is guessed from its beginning."""
@@ -105,7 +107,7 @@ def _argument_type(annotation: Any) -> type:
     return {"int": int, "float": float}.get(name, str)
 
 
-def _add_output(parser: argparse.ArgumentParser, default: str | None, what: str = "directory of runs") -> None:
+def _add_output(parser: argparse.ArgumentParser, default: str | None, what: str = RUNS) -> None:
     parser.add_argument("--out", default=default, required=default is None, help=what)
     parser.add_argument("--cache-dir", help="directory for prepared corpora; default: the user's cache directory")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -212,7 +214,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from normlab.runs import COUNT_LOSSES
+    from normlab.runs import COUNT_LOSSES, child
     from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of
@@ -237,7 +239,7 @@ def _train(options: argparse.Namespace) -> int:
     losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"]}
     losses |= {name: run.manifest[name] for name in COUNT_LOSSES}
     beside = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
-    print(f"{run.path}: {run.status}, eval loss {run.eval_loss:.4f} ({beside}), nats a token")
+    print(f"{child(options.out, run.name)}: {run.status}, eval loss {run.eval_loss:.4f} ({beside}), nats a token")
     return 0
 
 

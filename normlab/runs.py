@@ -11,31 +11,67 @@
 `load_experiments(path)`   what was measured once, after training, of every run that has it
 `load_configs(path)`   what each of them was told to do, a row a run; `read_configs(path)`: the same as data, by run
 `read_run(path)`    one run
-`publish`           sync a finished directory to disk and rename it to its final name: it exists whole or not at all
+
+They all take addresses too; how runs are written, and where, is in `normlab.storage`.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from normlab.errors import NormlabError, first_line
+from normlab.storage import (
+    EXPERIMENTS,
+    MANIFEST,
+    PARTIAL,
+    SEARCH,
+    STATS,
+    Place,
+    check_root,
+    child,
+    exclusive,
+    full_disk_named,
+    is_address,
+    is_run,
+    publish,
+    write_json,
+    write_stats,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
+__all__ = [
+    "EXPERIMENTS",
+    "MANIFEST",
+    "PARTIAL",
+    "SEARCH",
+    "STATS",
+    "Place",
+    "check_root",
+    "child",
+    "exclusive",
+    "find_runs",
+    "full_disk_named",
+    "is_address",
+    "is_run",
+    "load_configs",
+    "load_experiments",
+    "load_runs",
+    "publish",
+    "read_configs",
+    "read_run",
+    "write_json",
+    "write_stats",
+]
 SCHEMA_VERSION = 2
-PARTIAL, SEARCH = ".partial", "search"
-MANIFEST, STATS, WEIGHTS = "manifest.json", "stats.parquet", "model.safetensors"
-EXPERIMENTS = "experiments.parquet"
+WEIGHTS = "model.safetensors"
 
 
 class Row(NamedTuple):
@@ -171,8 +207,9 @@ def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in directory `path`. NormlabError when it is no run, of another schema version, or damaged."""
-    path = Path(path)
+    """The run in directory `path`, or at an address, which is copied from there. NormlabError when it is no run, of
+    another schema version, or damaged."""
+    path = Place(path).fetch_run() if is_address(path) else Path(path)
     file = path / MANIFEST
     if not file.is_file():
         raise NormlabError(f"{path} holds no run: {MANIFEST} is missing")
@@ -222,7 +259,9 @@ def _check_weights(path: Path) -> None:
 
 def find_runs(root: str | Path) -> list[Path]:
     """Directories of finished runs at or below `root`, sorted; runs in progress are not among them, nor are those of a
-    search for learning rates."""
+    search for learning rates. Of an address: what was copied from there, without weights."""
+    if is_address(root):
+        return Place(root).fetch_tables()
     root = Path(root)
     if not root.exists():
         raise NormlabError(f"{root} does not exist")
@@ -241,8 +280,8 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     Columns: run scheme depth width seed lr status | step tokens split site layer metric mask value. step: optimizer
     steps done (0: before training). tokens: trained so far. split: "train", "eval" or "probe". site "model": loss,
     grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy, and bigram_loss and trigram_loss where
-    the run knows them; other sites as `normlab.probes` names them. layer: 0 the embeddings, 1..L the blocks, missing
-    where it means nothing. mask: "all", or "no_first" without each row's first token.
+    the run knows them, of float16 steps loss_scale and skipped_step; other sites as `normlab.probes` names them. layer:
+    0 the embeddings, 1..L the blocks, missing where it means nothing. mask: "all", or "no_first": no row's first token.
 
     A run that cannot be read is named in a warning and left out; NormlabError when none is left.
     """
@@ -313,88 +352,3 @@ def load_configs(path: str | Path) -> pd.DataFrame:
     table = pd.DataFrame.from_dict(rows, orient="index")
     table.index.name = "run"
     return table
-
-
-# --- writing ---
-
-
-def check_root(root: Path) -> None:
-    """NormlabError when `root` is a file, or a directory that holds something other than runs."""
-    if root.exists() and not root.is_dir():
-        raise NormlabError(f"output {root} is a file; name a directory")
-    if not root.is_dir() or (root / PARTIAL).is_dir():
-        return
-    entries = list(root.iterdir())
-    if entries and not any((entry / MANIFEST).is_file() or entry.name == SEARCH for entry in entries):
-        other = min(entry.name for entry in entries)
-        raise NormlabError(f"output directory {root} holds something else ({other}); name an empty or new one")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """JSON through a temporary name, so that a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def write_stats(path: Path, frame: pd.DataFrame) -> None:
-    frame.to_parquet(path, index=False, compression="zstd")
-
-
-def publish(staged: Path, final: Path) -> None:
-    """Sync everything in `staged` to disk and rename it to `final`, replacing what is there: whole or not at all."""
-    for path in (*staged.rglob("*"), staged):
-        _fsync(path)
-    if final.exists():
-        shutil.rmtree(final)
-    os.rename(staged, final)
-    _fsync(final.parent)
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock file that the operating system frees when the process dies; it is removed in the end, and so is its
-    directory when nothing else is in it. NormlabError when another process holds the lock."""
-    from filelock import FileLock, Timeout
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(path, timeout=0):
-            yield
-            path.unlink(missing_ok=True)
-    except Timeout:
-        raise NormlabError(f"another process is training {path.stem}; wait for it or stop it") from None
-    with suppress(OSError):  # another run is in progress
-        path.parent.rmdir()
-
-
-@contextmanager
-def full_disk_named(root: Path) -> Iterator[None]:
-    """A full disk as one line. The libraries that write do not agree on the exception: OSError, RuntimeError (PyTorch),
-    SafetensorError; only the first of them carries an error number."""
-    try:
-        yield
-    except Exception as error:
-        message = str(error)
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in message
-        # PyTorch's own words name a place in its source: it checks what it has written, not what the system said.
-        torch_write = isinstance(error, RuntimeError) and "inline_container" in message and "Reader" not in message
-        if full or torch_write:
-            raise NormlabError(
-                f"cannot write to {root}: no space left; free some and start again, runs go on from their checkpoints"
-            ) from error
-        raise
-
-
-def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory to sync it
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -7,6 +7,7 @@ from typing import Any
 import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
@@ -27,6 +28,11 @@ def _watched(module: nn.Module) -> bool:
 def _adds(norm: Any, x: Tensor) -> bool:
     """Whether the norm's kernel takes the addition before it along: kernels compute the norm, and nobody watches it."""
     return isinstance(norm, Norm) and nk.chooses_kernels(x, norm.kernels) and not _watched(norm)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """The weight, gathered from all ranks where it is split over them."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
@@ -95,14 +101,14 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         """c = ||W_V W_O||_F^2 / (T d), in float32, W_V's heads repeated to match the query heads; a scalar tensor.
 
         Times the variance of the attention's input it is the variance that attention adds to the residual stream when
-        every position averages T independent tokens (2601.09719).
+        every position averages T independent tokens (2601.09719). Of sharded weights all ranks have to ask for it.
         """
         attention = self.self_attn
-        value = attention.v_proj.weight.float()
+        value = _whole(attention.v_proj.weight).float()
         per_head = value.view(-1, attention.head_dim, value.shape[-1])
         value = per_head.repeat_interleave(attention.num_key_value_groups, dim=0).flatten(0, 1)
         with torch.autocast(value.device.type, enabled=False):  # float32 inside a mixed-precision step, too
-            product = attention.o_proj.weight.float() @ value
+            product = _whole(attention.o_proj.weight).float() @ value
         return product.square().sum() / (self.train_seq_len * value.shape[-1])
 
     def norm_at(self, place: str) -> Any:

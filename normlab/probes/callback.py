@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
 from normlab.probes.budget import Budget
@@ -69,6 +70,7 @@ class UpdateRatio:
         ratios = [
             torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before) for after, before in pairs
         ]
+        ratios = [r.full_tensor() if isinstance(r, DTensor) else r for r in ratios]  # of matrices split over ranks
         return dict(zip(names, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
 
 

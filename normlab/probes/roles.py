@@ -7,8 +7,12 @@ is measured, norms are named where they read the block's input, and the reason i
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
 from normlab.probes.readings import BranchRun, NormRead, Reading, Segment, find_reading, same_tensor
@@ -20,12 +24,19 @@ FEW = 6  # different tokens below which a sum that is not a plain one may not be
 
 
 def read_by(block: nn.Module, state: Tensor) -> Tensor:
-    """What a block reads of the state that it is given: all of it, or, of several streams, what its ``enter`` says."""
+    """What a block reads of the state that it is given: all of it, or, of several streams, what its ``enter`` says,
+    with the block's weights, gathered for it from the ranks that they are split over."""
     enter = getattr(block, "enter", None)
     if enter is None:
         return state
+    split = isinstance(block, FSDPModule) and any(isinstance(weight, DTensor) for weight in block.parameters())
+    if split:
+        cast(FSDPModule, block).unshard()
     with torch.no_grad():
-        return enter(state)
+        entered = enter(state)
+    if split:
+        cast(FSDPModule, block).reshard()
+    return entered
 
 
 class BlockFlow:

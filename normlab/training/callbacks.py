@@ -6,8 +6,10 @@
 `RefreshCallback`   recomputes the carried statistic's constant on schedule and after the last step
 `ProbeCallback`     layer statistics on a fixed held-out batch
 `EvalCallback`      held-out loss
+`ScaleCallback`     the loss scale of float16 steps, and which of them were left out
 `StopCallback`      ends a run whose loss is no longer finite
 `ProgressCallback`  a bar with loss, tokens a second and time left
+`PublishCallback`   copies each checkpoint to where the run is published
 `WatchCallback`     shows each step's measurements to a watcher, which may end the run at a checkpoint
 
 They run in this order at a step's end, so that what is measured is the model as it goes on. None of them touches the
@@ -173,6 +175,19 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
+class ScaleCallback(TrainerCallback):
+    """Logs `loss_scale`, what the loss of the next step is multiplied by, and `skipped_step`, 1 where the gradients of
+    this one overflowed; nothing where no scaler is at work."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+        if optimizer.scaler is not None:
+            self.log.add(state.global_step, "train", "loss_scale", optimizer.scaler.get_scale())
+            self.log.add(state.global_step, "train", "skipped_step", optimizer.step_was_skipped)
+
+
 class StopCallback(TrainerCallback):
     """Ends the run at the first training loss that is not finite."""
 
@@ -226,6 +241,17 @@ class ProgressCallback(TrainerCallback):
         if not self.seconds:
             return None
         return self.tokens_per_step / statistics.median(self.seconds[-200:])
+
+
+class PublishCallback(TrainerCallback):
+    """Calls `publish` after each checkpoint, on the first rank."""
+
+    def __init__(self, publish: Callable[[], None]) -> None:
+        self.publish = publish
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.publish()
 
 
 class RunStopped(Exception):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.runs import PARTIAL, Run, read_run
+from normlab.runs import PARTIAL, Run, is_address, read_run
 from normlab.training.config import TrainConfig
 
 Outcome = tuple[TrainConfig, "Run | Exception"]
@@ -93,6 +93,8 @@ class Slurm(Cluster):
 
     def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
         submitit = _import("submitit")
+        if is_address(arguments[0]):
+            raise NormlabError("--workers slurm: jobs start from --out: name a directory that all machines see")
         folder = Path(arguments[0]).resolve() / PARTIAL / "slurm"
         executor = submitit.AutoExecutor(folder=folder, cluster=self.address or "slurm")
         threads = max((config.threads for config in configs), default=1)

@@ -29,6 +29,7 @@ from normlab.training.fields import (
 )
 
 HEAD_SIZE = 32
+DTYPES = ("float32", "bfloat16", "float16")
 PROBE_METRICS = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis", "grad_l2_mean", "grad_l2_total")
 
 
@@ -78,7 +79,7 @@ class TrainConfig:
         0, "held-out blocks for normlab.training.experiments, after the last step; 0: none", NOT_NEGATIVE
     )
     log_every: int = setting(1, "steps that one logged training loss averages over", at_least(1))
-    dtype: str = setting("float32", "of a training step's matrix products (autocast)", one_of("float32", "bfloat16"))
+    dtype: str = setting("float32", "of a training step's matrix products (autocast)", one_of(*DTYPES))
     compile: bool = setting(False, "training steps by torch.compile")
     checkpoint_every: int = setting(100, "steps between checkpoints; 0: none", NOT_NEGATIVE, identity=False)
     keep_weights: bool = setting(True, "keep the trained model", identity=False)
@@ -87,6 +88,7 @@ class TrainConfig:
     # These too change no more than the rounding of sums.
     accumulate: int = setting(1, "parts that a step's blocks are computed in, one by one", at_least(1), identity=False)
     gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass", identity=False)
+    fsdp: bool = setting(False, "split weights, gradients and optimizer over the ranks (FSDP2)", identity=False)
     device: str = setting("auto", "auto: a GPU where there is one", one_of("auto", "cpu", "cuda"), identity=False)
 
     def __post_init__(self) -> None:

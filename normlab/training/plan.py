@@ -71,11 +71,10 @@ def plan(
 
     workers, threads = share_cores(workers, threads)
     order = planned(preset, threads=threads, keep_weights=False)
-    root = Path(out)
     done = {
         config.run_id: runs.read_run(path)
         for what, config in order
-        if (path := (root / runs.SEARCH if what == "search" else root) / config.run_id).is_dir()
+        if runs.is_run(path := runs.child(runs.child(out, runs.SEARCH) if what == "search" else out, config.run_id))
     }
     seconds = _Seconds([config for _, config in order], list(done.values()), cache_dir, progress)
     rows = [

@@ -29,7 +29,7 @@ class SweepResult:
     `out`/search. failures: run id -> one line saying why it failed. choices: learning rate and settings by scheme and
     searched depth, where the preset searched for them."""
 
-    out: Path
+    out: str | Path
     runs: list[runs.Run]
     failures: dict[str, str]
     choices: dict[tuple[str, int], Choice]
@@ -51,7 +51,7 @@ def sweep(
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> SweepResult:
-    """Train a preset (by name or as `Preset`) or a list of configurations under directory `out`.
+    """Train a preset (by name or as `Preset`) or a list of configurations under directory `out`, or at an address.
 
     workers: processes at once, default 2; "ray", "slurm", or one of `normlab.training.clusters` with its options: `out`
     is then where all machines see it. threads: CPU threads a run, default cores/workers. Runs of a preset keep no
@@ -60,10 +60,9 @@ def sweep(
     every worker imports the script.
     """
     exit_if_worker_imports_main()
-    root = Path(out)
-    runs.check_root(root)
+    runs.check_root(out)
     workers, threads = share_cores(workers, threads)
-    job = _Job(root, workers, cache_dir, progress)
+    job = _Job(out if runs.is_address(out) else Path(out), workers, cache_dir, progress)
     if not isinstance(what, (str, Preset)):
         configs = [dataclasses.replace(config, threads=threads) for config in what]
         job.expect(("runs", config) for config in configs)
@@ -114,7 +113,7 @@ class _Grid:
 class _Job:
     """The sweep's state: what is done, what failed, and the bar."""
 
-    def __init__(self, root: Path, workers: int | Cluster, cache_dir: Any, progress: bool) -> None:
+    def __init__(self, root: str | Path, workers: int | Cluster, cache_dir: Any, progress: bool) -> None:
         self.root, self.workers, self.cache_dir, self.progress = root, workers, cache_dir, progress
         self.done: dict[str, runs.Run] = {}
         self.failures: dict[str, str] = {}
@@ -149,7 +148,7 @@ class _Job:
             ]
             if any(grid.tried for grid, _ in wanted):  # the grids as they stood were expected with the whole sweep
                 self.expect(("search", config) for config in trials)
-            self.run(trials, self.root / runs.SEARCH)
+            self.run(trials, runs.child(self.root, runs.SEARCH))
             for (grid, rate), config in zip(wanted, trials, strict=True):
                 grid.tried.add(rate)
                 if (run := self.done.get(config.run_id)) is not None:
@@ -163,18 +162,19 @@ class _Job:
         best = {pair: min(losses) for pair, losses in ended.items()}  # of equal ones the first setting, the least rate
         return {pair: Choice(rate, grids[place].fields) for pair, (_, place, rate) in best.items()}
 
-    def run(self, configs: Sequence[TrainConfig], root: Path | None = None) -> None:
+    def run(self, configs: Sequence[TrainConfig], root: str | Path | None = None) -> None:
         """Train those of `configs` that are not finished under `root`, by default the sweep's."""
         root = root or self.root
         todo = [config for config in configs if config.run_id not in self.done and config.run_id not in self.failures]
         identities = self._corpus_identities(todo)
         waiting = []
         for config in todo:
-            if not (root / config.run_id).exists():
+            path = runs.child(root, config.run_id)
+            if not runs.is_run(path):
                 waiting.append(config)
                 continue
             try:
-                run = runs.read_run(root / config.run_id)
+                run = runs.read_run(path)
                 require_same(run.manifest, config, identities[CorpusSpec.of(config)])
                 self._finished(config, run, skipped=True)
             except NormlabError as error:

@@ -1,8 +1,8 @@
 """One training run: from a `TrainConfig` to a finished run on disk.
 
 `train(config, out)`   train, or resume, or skip what is finished; returns the `Run`. Under `torchrun` or `accelerate
-                       launch`, each rank takes its share of every step's blocks (DDP); rank 0 alone writes
-`RunTrainer`           transformers' Trainer with our data order, decay rule, log and atomic checkpoints
+                       launch`, each rank takes its share of every step's blocks (DDP, or FSDP2 where the run says
+                       `fsdp`); rank 0 alone writes the run
 
 A run in progress is a directory of checkpoints, each of them staged, synced and renamed; the log of measurements is
 part of the checkpoint. So a process killed at any moment leaves the last whole checkpoint, and a resumed run repeats,
@@ -25,21 +25,21 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from torch import nn
-from torch.utils.data import Sampler
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from normlab import runs
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
-from normlab.training.batches import Blocks, SeededOrder
+from normlab.training.batches import Blocks
 from normlab.training.callbacks import (
     EvalCallback,
     ProbeCallback,
     ProgressCallback,
+    PublishCallback,
     RefreshCallback,
     RunLog,
+    ScaleCallback,
     SchemeCallback,
     StopCallback,
     Watch,
@@ -50,91 +50,13 @@ from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.experiments import experiments
 from normlab.training.manifest import manifest_of
-from normlab.training.precision import autocast, require_compiler, use_fast_attention
+from normlab.training.precision import require_compiler, use_fast_attention
+from normlab.training.run_trainer import STREAM, RunTrainer, checkpoint_step, checkpoints
+from normlab.training.sharded import gathered, shard
 from normlab.training.stream import StreamedBlocks
 
 EVAL_TOKENS = 4096  # at once, at most
-PARTIAL_MANIFEST, STREAM = "partial.json", "stream.json"
-
-
-class RunTrainer(Trainer):
-    """Trainer whose data order hangs on the seed alone, whose log is a `RunLog`, whose checkpoints are whole or absent,
-    and whose steps alone run in `dtype` (the engine's own autocast would reach what callbacks measure)."""
-
-    def __init__(self, *args: Any, log: RunLog, dtype: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.run_log = log
-        self.dtype = dtype
-        self._staging: Path | None = None
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return SeededOrder(len(cast(Blocks, self.train_dataset)), self.args.max_steps * batch, self.args.seed)
-
-    def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        stack = super().compute_loss_context_manager()
-        stack.enter_context(autocast(self.dtype, self.args.device))
-        return stack
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The model knows; transformers goes by the parameter's name, which is wrong for norms that are to be
-        decayed."""
-        return self.accelerator.unwrap_model(model).decay_parameter_names()
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """With the scheme's factors on learning rate, eps and weight decay."""
-        optimizer = super().create_optimizer(*args, **kwargs)
-        self.accelerator.unwrap_model(self.model).apply_rates(optimizer)
-        return optimizer
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not counted: transformers walks every module of the model at every step for it."""
-        return 0
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            for metric in ("loss", "grad_norm", "learning_rate"):
-                self.run_log.add(self.state.global_step, "train", metric, logs[metric])
-        super().log(logs, start_time)
-        self.state.log_history.clear()  # the run log has it; here it would be written again with every checkpoint
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._staging or self.args.output_dir)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's checkpoint and the log, written aside, synced, renamed; then older ones go. Every rank writes its
-        random state: not before an older staging directory is gone, and all before the new one is renamed."""
-        root = Path(str(self.args.output_dir))
-        self._staging = root / "staging"
-        try:
-            if self.args.should_save:
-                shutil.rmtree(self._staging, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                runs.write_stats(self._staging / name / runs.STATS, self.run_log.frame())
-                if isinstance(self.train_dataset, StreamedBlocks):
-                    blocks = self.state.global_step * self.run_log.tokens_per_step // self.train_dataset.length
-                    runs.write_json(self._staging / name / STREAM, self.train_dataset.position(blocks))
-                runs.publish(self._staging / name, root / name)
-                for old in checkpoints(root)[:-1]:
-                    shutil.rmtree(old)
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging = None
-
-
-def checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints in a run's working directory, oldest first."""
-    found = [p for p in root.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.rsplit("-", 1)[1].isdigit()]
-    return sorted(found, key=checkpoint_step)
-
-
-def checkpoint_step(path: Path) -> int:
-    return int(path.name.rsplit("-", 1)[1])
+PARTIAL_MANIFEST = "partial.json"
 
 
 def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
@@ -152,7 +74,8 @@ def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
         max_grad_norm=config.clip,
-        optim="adamw_torch_fused",
+        # The fused one leaves out a step by itself, unseen by the schedule, and takes no scaler with split weights.
+        optim="adamw_torch" if config.dtype == "float16" else "adamw_torch_fused",
         lr_scheduler_type="cosine_warmup_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": config.min_lr_ratio},
         warmup_steps=config.warmup,
@@ -196,7 +119,9 @@ def train(
     progress: bool = True,
     watch: Watch | None = None,
 ) -> runs.Run:
-    """Train `config` under directory `out` and return the run; resume a killed one; return a finished one at once.
+    """Train `config` under directory `out` and return the run; resume a killed one; return a finished one at once. out
+    may be an address (`normlab.storage`): checkpoints and the finished run are published there, and the run that is
+    returned is the copy on this machine.
 
     watch(step, rows): called before the first step and after every one with the rows logged since; where it returns
     False the run is checkpointed and RunStopped raised.
@@ -204,7 +129,8 @@ def train(
     run of the same name made from other text, a number of ranks that does not divide the batch. A loss that becomes
     non-finite is no error: the run ends with status "diverged".
     """
-    root = Path(out)
+    place = runs.Place(out) if runs.is_address(out) else None
+    root = Path(out) if place is None else place.copy
     ranks = _ranks(config)
     if config.batch_size % (ranks.num_processes * config.accumulate):
         parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
@@ -212,6 +138,8 @@ def train(
             f"{ranks.num_processes} ranks{parts} do not divide batch_size {config.batch_size}, the blocks that all of "
             "them together take a step: change one of the two"
         )
+    if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_processes)) < ranks.num_processes:
+        raise NormlabError("ranks on several machines go on from one directory: name one that all of them see as --out")
     with ranks.main_process_first():  # the first reads, prepares and takes the lock; the others find it done
         runs.check_root(root)
         corpus = corpus_of(config, cache_dir, progress and ranks.is_main_process)
@@ -220,6 +148,8 @@ def train(
     with runs.full_disk_named(root), lock if ranks.is_main_process else contextlib.nullcontext():
         manifest = manifest_of(config, corpus)
         with ranks.main_process_first():
+            if place is not None and ranks.is_main_process:
+                place.fetch(config.run_id)
             finished = final.exists()
             if ranks.is_main_process and not finished:
                 _prepare(work, manifest)
@@ -227,9 +157,13 @@ def train(
             run = runs.read_run(final)
             require_same(run.manifest, config, corpus.identity())
             shutil.rmtree(work, ignore_errors=True)
+            if place is not None and ranks.is_main_process:
+                place.publish(config.run_id)
             return run
         with _settings(config.threads):
-            _run(config, corpus, work, final, manifest, progress and ranks.is_main_process, watch)
+            _run(config, corpus, work, final, manifest, progress and ranks.is_main_process, watch, place)
+        if place is not None and ranks.is_main_process:
+            place.publish(config.run_id)
         ranks.wait_for_everyone()
     return runs.read_run(final)
 
@@ -257,9 +191,12 @@ def _run(
     manifest: dict[str, Any],
     progress: bool,
     watch: Watch | None,
+    place: runs.Place | None,
 ) -> None:
     started = time.perf_counter()
     trainer, log, stop, bar = build_trainer(config, corpus, work, progress)
+    if place is not None:
+        trainer.add_callback(PublishCallback(lambda: place.publish_checkpoint(checkpoints(work)[-1])))
     if watch is not None:
         trainer.add_callback(WatchCallback(log, watch))
     latest = next(reversed(checkpoints(work)), None)
@@ -271,6 +208,9 @@ def _run(
     trainer.train(resume_from_checkpoint=str(latest) if latest else None)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
+    if config.fsdp:
+        model = gathered(model)
+        model.set_schedules(trainer.state.global_step, config.steps)
     counted = corpus.count_losses(config.eval_blocks, config.held_out)
     tokens = trainer.state.global_step * config.tokens_per_step
     manifest |= _outcome(log, stop.diverged, counted["trigram_loss"]) | counted
@@ -346,6 +286,9 @@ def build_trainer(
     with torch.no_grad():
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         embeddings.weight[:, : config.outlier_channels] = config.outlier_size
+    ranks = _ranks(config)
+    if config.fsdp and ranks.num_processes > 1:
+        shard(model, ranks.device)
     measured = functools.partial(corpus.spread, held_out=config.held_out)
     log = RunLog(config.tokens_per_step)
     stop = StopCallback()
@@ -356,6 +299,7 @@ def build_trainer(
         RefreshCallback(refresh_interval(config.steps)),
         ProbeCallback(log, measured(config.probe_blocks), config.probe_every, config.probe_metrics()),
         EvalCallback(log, measured(config.eval_blocks), _blocks_at_once(config), config.eval_every),
+        ScaleCallback(log),
         stop,
     ]
     trainer = RunTrainer(
@@ -365,7 +309,10 @@ def build_trainer(
         callbacks=callbacks,
         log=log,
         dtype=config.dtype,
+        fsdp=config.fsdp,
     )
+    if trainer.is_fsdp_enabled:
+        raise NormlabError("accelerate is configured to shard the model itself: take that out, and give --fsdp")
     use_fast_attention(model, config.dtype, trainer.args.device)
     if config.compile:
         require_compiler(trainer.args.device)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.runs import read_run
+from normlab.runs import child, read_run
 from normlab.training.clusters import Cluster, Outcome
 from normlab.training.config import TrainConfig
 
@@ -33,10 +33,10 @@ def exit_if_worker_imports_main() -> None:
 
 
 def train_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
-    """What a worker does; returns the run's directory. The transformers stack is imported here, in the worker."""
+    """What a worker does; returns where the run is. The transformers stack is imported here, in the worker."""
     from normlab.training.trainer import train
 
-    return str(train(config, out, cache_dir=cache_dir, progress=False).path)
+    return str(child(out, train(config, out, cache_dir=cache_dir, progress=False).name))
 
 
 def finish_in_any_order(

@@ -91,6 +91,23 @@ def die_the_first_time(config: TrainConfig, out: str, cache_dir: str | None) -> 
     return work_at_once(config, out, cache_dir)
 
 
+def train_and_die_once(config: TrainConfig, out: str, cache_dir: str | None) -> str:
+    """Train; the first to train seed 1 is killed two steps after a checkpoint. A run that is trained twice fails."""
+    from normlab.training.trainer import train
+
+    place = Path(out).parent
+
+    def watch(step: int, rows: list) -> bool:
+        if config.seed == 1 and step == 5 and not (place / "killed").exists():
+            (place / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    run = train(config, out, cache_dir=cache_dir, progress=False, watch=watch)
+    (place / f"trained-{config.seed}").touch(exist_ok=False)
+    return str(run.path)
+
+
 def always_die(config: TrainConfig, out: str, cache_dir: str | None) -> str:
     if config.seed == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -84,6 +84,22 @@ def test_a_lost_worker_is_replaced_and_one_that_always_dies_is_reported(
     assert list(result.failures) == [configs[1].run_id]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "count"), [("ray", 40), ("slurm", 6)], indirect=["place"])
+def test_a_worker_killed_in_the_middle_of_a_sweep_costs_the_steps_since_a_checkpoint(
+    place: Cluster, count: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's two workers train forty runs; submitit's local executor starts all jobs at once, so there are six."""
+    configs = [tiny(text, seed=seed) for seed in range(count)]
+    monkeypatch.setattr(workers_module, "train_one", training_helpers.train_and_die_once)
+    result = quiet_sweep(configs, tmp_path, workers=place)
+    assert [run.name for run in result.runs] == [config.run_id for config in configs] and not result.failures
+    assert len(list(tmp_path.glob("trained-*"))) == count and (tmp_path / "killed").exists()
+    resumed = [run.manifest["measured"]["resumed_from_step"] for run in result.runs]
+    assert resumed == [0, 3, *[0] * (count - 2)]
+    assert set(runs.load_runs(result.out)["run"]) == {config.run_id for config in configs}
+
+
 def test_clusters_that_cannot_serve_are_one_line(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
     return found
 
 
-def test_steps_run_in_bfloat16_and_what_is_measured_in_float32(
-    text: Path, go: Callable, tmp_path: Path, seen: dict[str, set[torch.dtype]]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_steps_run_in_half_precision_and_what_is_measured_in_float32(
+    dtype: torch.dtype, text: Path, go: Callable, tmp_path: Path, seen: dict[str, set[torch.dtype]]
 ) -> None:
-    run = go(tiny(text, dtype="bfloat16"), tmp_path)
-    assert seen == {"training": {torch.bfloat16}, "measuring": {torch.float32}}
+    run = go(tiny(text, dtype=str(dtype).removeprefix("torch.")), tmp_path)
+    assert seen == {"training": {dtype}, "measuring": {torch.float32}}
     weights = run.load_model().state_dict()
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
@@ -50,6 +53,30 @@ def test_bfloat16_ends_near_float32_and_not_on_its_bits(text: Path, go: Callable
     full, half = (go(tiny(text, dtype=dtype, steps=30, lr=1e-2), tmp_path) for dtype in ("float32", "bfloat16"))
     assert full.name != half.name
     assert half.eval_loss != full.eval_loss and half.eval_loss == pytest.approx(full.eval_loss, abs=0.05)
+
+
+def test_a_float16_step_that_overflows_is_left_out_and_halves_the_scale_and_a_resumed_run_knows_it(
+    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**24))
+    config = tiny(text, dtype="float16", steps=12, lr=1e-2)
+    run = go(config, tmp_path / "whole")
+    steps = run.table().query("split == 'train'").pivot(index="step", columns="metric", values="value").iloc[:12]
+    skipped = steps["skipped_step"].astype(bool)
+    assert skipped.iloc[0] and 1 < skipped.sum() < 8
+    expected = 2.0 ** (24 - skipped.cumsum())
+    assert steps["loss_scale"].tolist() == expected.tolist()
+    assert (
+        not steps["grad_norm"][skipped].map(math.isfinite).any() and steps["grad_norm"][~skipped].between(0, 10).all()
+    )
+    assert steps["learning_rate"][: skipped.sum() + 1].nunique() == 1, "the schedule waits for the first step"
+    assert run.eval_loss < run.table().query("split == 'eval'")["value"].iloc[0]
+    with pytest.raises(RunStopped):
+        go(config, tmp_path / "cut", watch=lambda step, rows: step != 2)
+    resumed = go(config, tmp_path / "cut")
+    assert resumed.manifest["measured"]["resumed_from_step"] == 2
+    assert (resumed.path / runs.STATS).read_bytes() == (run.path / runs.STATS).read_bytes()
+    assert (resumed.path / runs.WEIGHTS).read_bytes() == (run.path / runs.WEIGHTS).read_bytes()
 
 
 def test_attention_in_float32_is_attention(text: Path) -> None:
@@ -105,7 +132,7 @@ def test_a_logged_loss_is_the_mean_since_the_last_one(text: Path, go: Callable, 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"dtype": "float16"}, "dtype is 'float16'; choose one of float32, bfloat16"),
+        ({"dtype": "int8"}, "dtype is 'int8'; choose one of float32, bfloat16, float16"),
         ({"held_out": "train"}, "held_out is 'train'; choose one of all, validation, test"),
         ({"log_every": 0}, "log_every is 0; it must be at least 1"),
         ({"log_every": 2}, "checkpoint_every is 3, no multiple of log_every 2"),

@@ -47,7 +47,9 @@ def _train_rank(environment: dict[str, str], config: TrainConfig, out: Path, cac
         train(config, out, cache_dir=cache, progress=False, watch=lambda step, _: step != stop_at)
 
 
-def start(config: TrainConfig, out: Path, cache: Path, ranks: int = 2, stop_at: int = -1) -> list[Any]:
+def start(
+    config: TrainConfig, out: Path, cache: Path, ranks: int = 2, stop_at: int = -1, target: Callable = _train_rank
+) -> list[Any]:
     """Processes that see what a launcher tells them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -56,7 +58,7 @@ def start(config: TrainConfig, out: Path, cache: Path, ranks: int = 2, stop_at: 
     processes = []
     for rank in range(ranks):
         environment = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        processes.append(FORKS.Process(target=_train_rank, args=(environment, config, out, cache, stop_at)))
+        processes.append(FORKS.Process(target=target, args=(environment, config, out, cache, stop_at)))
         processes[-1].start()
     return processes
 
@@ -103,13 +105,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     assert_same(run, alone)
 
 
-def kill_a_rank(config: TrainConfig, out: Path, cache: Path, step: int) -> None:
-    """Kill the second rank after checkpoint `step`, and the first as a launcher does."""
+def kill_a_rank(config: TrainConfig, out: Path, cache: Path, step: int, wait: float = 0.0) -> None:
+    """Kill the second rank `wait` seconds after checkpoint `step`, and the first as a launcher does."""
     processes = start(config, out, cache)
     work = out / runs.PARTIAL / config.run_id
     while not list(work.glob(f"checkpoint-{step}")):
         assert all(process.exitcode is None for process in processes)
         time.sleep(0.002)
+    time.sleep(wait)
     for process in reversed(processes):
         os.kill(process.pid, signal.SIGKILL)
         process.join()

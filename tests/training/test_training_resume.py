@@ -74,9 +74,9 @@ def _pause(where: str, marker: Path) -> None:
 
         normlab.runs.write_stats = half
     elif where == "written, not renamed":
-        normlab.runs.os.rename = stop_before(os.rename)
+        os.rename = stop_before(os.rename)
     elif where == "renamed, older one not deleted":
-        normlab.runs.os.rename = stop_after(os.rename)
+        os.rename = stop_after(os.rename)
     else:
         raise AssertionError(where)
 

@@ -1,0 +1,123 @@
+"""Runs at an address: published, gone on with and read by machines that share nothing else."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import fsspec
+import pandas as pd
+import pytest
+from training_helpers import tiny
+
+import normlab
+from normlab import NormlabError, runs
+from normlab.training import trainer as trainer_module
+from normlab.training.callbacks import RunStopped
+from normlab.training.clusters import Cluster, Outcome, Slurm
+from normlab.training.config import TrainConfig
+from normlab.training.sweep import sweep
+
+pytest_plugins = ["training_fixtures"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this process another machine: one with a cache of its own."""
+
+    def machine(number: int) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"machine-{number}"))
+
+    machine(0)
+    return machine
+
+
+def names(address: str) -> set[str]:
+    files, root = fsspec.core.url_to_fs(address)
+    files.invalidate_cache()
+    return {name[len(root.rstrip("/")) + 1 :] for name in files.find(root)}
+
+
+def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_the_run(
+    machine: Callable,
+    text: Path,
+    done: runs.Run,
+    go: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address, config = "memory://bucket/runs", tiny(text)
+    with pytest.raises(RunStopped):
+        go(config, address, watch=lambda step, rows: step != 5)
+    work = f".partial/{config.run_id}"
+    assert {name.rsplit("/", 1)[0] for name in names(address)} == {work, f"{work}/checkpoint-5"}
+    machine(1)
+    run = go(config, address)
+    assert run.manifest["measured"]["resumed_from_step"] == 5
+    assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
+    assert names(address) == {f"{config.run_id}/{path.name}" for path in run.path.iterdir()}
+    assert not any(path.name == runs.PARTIAL for path in run.path.parent.iterdir())
+    machine(2)
+    columns = runs.STATS_COLUMNS
+    measured = normlab.load_runs(address).query("metric != 'tokens_per_s'")
+    assert measured[columns].equals(done.table().query("metric != 'tokens_per_s'")[columns])
+    assert list(runs.read_configs(address)) == [config.run_id]
+    monkeypatch.setattr(trainer_module, "_run", lambda *_: pytest.fail("trained again"))
+    assert go(config, address).load_model().config.scheme == config.scheme
+
+
+def test_what_is_half_published_is_not_taken(
+    machine: Callable, text: Path, done: runs.Run, go: Callable, tmp_path: Path
+) -> None:
+    address, config = f"file://{tmp_path}/bucket", tiny(text)
+    with pytest.raises(RunStopped):
+        go(config, address, watch=lambda step, rows: step != 5)
+    (tmp_path / "bucket" / ".partial" / config.run_id / "checkpoint-5" / "trainer_state.json").unlink()
+    (tmp_path / "bucket" / config.run_id).mkdir()
+    (tmp_path / "bucket" / config.run_id / runs.STATS).touch()
+    machine(1)
+    with pytest.raises(NormlabError, match="no runs in file://"):
+        normlab.load_runs(address)
+    run = go(config, address)
+    assert run.manifest["measured"]["resumed_from_step"] == 0
+    assert pd.read_parquet(f"{address}/{config.run_id}/{runs.STATS}").equals(pd.read_parquet(done.path / runs.STATS))
+
+
+class _Here(Cluster):
+    """A cluster of this process."""
+
+    def check(self) -> None: ...
+
+    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
+        for config in configs:
+            yield config, runs.read_run(train_one(config, *arguments))
+
+
+def test_a_sweep_publishes_its_runs_and_skips_those_of_other_machines(
+    machine: Callable, text: Path, cache: Path
+) -> None:
+    address, configs = "memory://sweep", [tiny(text, steps=2, seed=seed) for seed in range(2)]
+    first = sweep(configs[:1], address, workers=_Here(), cache_dir=cache, progress=False)
+    assert [run.name for run in first.runs] == [configs[0].run_id] and first.out == address
+    machine(1)
+    both = sweep(configs, address, workers=_Here(), cache_dir=cache, progress=False)
+    assert [run.name for run in both.runs] == [config.run_id for config in configs]
+    assert both.runs[0].manifest["measured"] == first.runs[0].manifest["measured"], "trained again"
+    assert set(normlab.load_runs(address)["run"]) == {config.run_id for config in configs}
+    with pytest.raises(NormlabError, match="name a directory that all machines see"):
+        sweep([tiny(text, seed=2)], address, workers=Slurm(address="local"), cache_dir=cache, progress=False)
+
+
+def test_addresses_that_cannot_be_used_are_one_line(
+    machine: Callable, text: Path, go: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with monkeypatch.context() as patch, pytest.raises(NormlabError, match="^ranks on several machines .* as --out$"):
+        patch.setattr(trainer_module, "PartialState", lambda **_: types.SimpleNamespace(num_processes=2))
+        go(tiny(text), "memory://empty")
+    with pytest.raises(NormlabError, match="^cannot use nowhere://runs: "):
+        normlab.load_runs("nowhere://runs")
+    with pytest.raises(NormlabError, match="^memory://empty does not exist, or is empty$"):
+        normlab.load_runs("memory://empty")
+    with pytest.raises(NormlabError, match="^memory://empty/run holds no run"):
+        runs.read_run("memory://empty/run")

@@ -1,0 +1,129 @@
+"""A model split over the ranks (FSDP2): the same curve and tables as one process, resumed on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from test_training_ranks import assert_same, finish, kill_a_rank
+from training_helpers import tiny
+
+from normlab import LayerStatsCallback, runs
+from normlab.training.callbacks import RunStopped
+from normlab.training.config import TrainConfig
+from normlab.training.corpus import corpus_of
+from normlab.training.trainer import build_trainer
+
+pytest_plugins = ["training_fixtures"]
+
+
+@pytest.fixture(scope="module")
+def config(text: Path) -> TrainConfig:
+    fields = dict(steps=50, lr=1e-3, batch_size=4, probe_every=25, eval_every=25, checkpoint_every=5)
+    return tiny(text, fsdp=True, probe_also="carried_var_ratio", **fields)
+
+
+@pytest.fixture(scope="module")
+def alone(config: TrainConfig, go: Callable, tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
+    """The same run of one process, which has nothing to split."""
+    return go(config, tmp_path_factory.mktemp("alone"))
+
+
+def test_a_split_model_goes_on_with_another_number_of_ranks(
+    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    finish(config, tmp_path, cache, stop_at=12)
+    with pytest.raises(RunStopped):
+        go(config, tmp_path, watch=lambda step, rows: step != 31)
+    (checkpoint,) = (tmp_path / runs.PARTIAL / config.run_id).glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-31" and not list(checkpoint.rglob("*.safetensors"))
+    finish(config, tmp_path, cache)
+    run = runs.read_run(tmp_path / config.run_id)
+    assert run.manifest["measured"]["resumed_from_step"] == 31
+    assert_same(run, alone)
+    assert list(tmp_path.iterdir()) == [run.path]
+
+
+def _watch_rank(environment: dict[str, str], config: TrainConfig, out: Path, cache: Path, _: int) -> None:
+    """Train with the callback that anyone's Trainer takes; write its table, and how much of the weights is here."""
+    os.environ.update(environment)
+    trainer = build_trainer(config, corpus_of(config, cache), out / "work", False)[0]
+    callback = LayerStatsCallback(every=2, metrics=["token_l2_mean", "feature_var_mean", "grad_l2_mean"])
+    trainer.add_callback(callback)
+    trainer.train()
+    here = sum(p.to_local().numel() for p in trainer.model.parameters()) if environment else 0
+    table = callback.to_pandas().assign(here=here / sum(p.numel() for p in trainer.model.parameters()))
+    table.to_parquet(out / f"{environment.get('RANK', 'alone')}.parquet")
+
+
+def test_the_callback_merges_the_ranks_of_a_split_model_into_one_table(
+    config: TrainConfig, cache: Path, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, steps=4, probe_every=0, eval_every=0, checkpoint_every=0)
+    _watch_rank({}, config, tmp_path, cache, -1)
+    finish(config, tmp_path, cache, target=_watch_rank)
+    expected, *found = (pd.read_parquet(tmp_path / f"{name}.parquet") for name in ("alone", "0", "1"))
+    keys = ["step", "site", "layer", "metric", "mask"]
+    assert {"update_ratio", "grad_l2_mean"} <= set(expected["metric"])
+    for table in found:
+        assert (table["here"] < 0.6).all()
+        assert table[keys].equals(expected[keys])
+        assert table["value"].to_numpy() == pytest.approx(expected["value"].to_numpy(), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_part_each_train_and_measure_at_the_end_as_one_process(
+    config: TrainConfig, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, experiment_blocks=2)
+    alone = go(config, tmp_path / "alone")
+    finish(config, tmp_path / "ranks", cache)
+    run = runs.read_run(tmp_path / "ranks" / config.run_id)
+    assert_same(run, alone)
+    found, expected = (pd.read_parquet(each.path / runs.EXPERIMENTS) for each in (run, alone))
+    keys = ["metric", "part", "layer", "other"]
+    assert found[keys].equals(expected[keys])
+    assert found["value"].to_numpy() == pytest.approx(expected["value"].to_numpy(), rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 20])
+def test_killed_ranks_leave_the_curve_of_a_split_model_as_it_was(
+    count: int, config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    choose = random.Random(count)
+    for attempt in range(count):
+        out = tmp_path / str(attempt)
+        kill_a_rank(config, out, cache, 5 * choose.randint(1, 7), wait=choose.uniform(0, 0.3))
+        run = go(config, out)
+        assert run.manifest["measured"]["resumed_from_step"] > 0
+        assert_same(run, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scheme": "ngpt"},
+        {"scheme": "attn_residuals"},
+        {"gradient_checkpointing": True, "accumulate": 2},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+    ],
+    ids=lambda fields: ",".join(map(str, fields.values())),
+)
+def test_what_acts_on_weights_and_saves_memory_works_on_a_split_model(
+    fields: dict[str, Any], config: TrainConfig, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, steps=6, probe_every=3, eval_every=3, checkpoint_every=3, **fields)
+    alone = go(config, tmp_path / "alone")
+    finish(config, tmp_path / "ranks", cache)
+    run = runs.read_run(tmp_path / "ranks" / config.run_id)
+    losses = [each.table().query("metric == 'loss'")["value"].to_numpy() for each in (run, alone)]
+    assert losses[0] == pytest.approx(losses[1], abs=5e-3 if "dtype" in fields else 1e-5)
