@@ -16,9 +16,9 @@ import nbformat
 import pandas as pd
 
 import normlab
-from normlab.notebook.exporters import claim_of
 from normlab.figures import FIGURES
 from normlab.models import NormlabConfig
+from normlab.notebook.exporters import claim_of
 from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric
 from normlab.schemes import NormSite, Scheme
 from normlab.training.presets import PRESETS, Choice, Preset, Search
