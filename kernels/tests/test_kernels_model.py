@@ -93,6 +93,11 @@ def test_kernels_and_torch_agree_on_logits_and_gradients(scheme: str, monkeypatc
     assert_same(got, expected)
 
 
+def test_a_learned_correction_and_a_fixed_factor_reach_the_kernel() -> None:
+    fields = {"correction": "residual_aware", "calibration": [0.5, 2.0]}
+    assert_same(outcome(tiny("bhyt", "triton", **fields)), outcome(tiny("bhyt", "torch", **fields)))
+
+
 @every_scheme
 def test_every_addition_before_a_norm_in_a_block_is_the_norms_own(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks: the sum before each MLP's norm, and in Post-LN both sums; no norm of a block runs unfused there."""

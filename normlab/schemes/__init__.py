@@ -9,7 +9,7 @@ costs      `table()`: every scheme with formula, paper, parameters and cost
 """
 
 from normlab.schemes.costs import table
-from normlab.schemes.parts import KAPPA_POWERS, is_bounded
+from normlab.schemes.parts import CORRECTIONS, KAPPA_POWERS, correction_factors, is_bounded
 from normlab.schemes.registry import (
     BASELINE,
     BOUND_AND_CONTROL,
@@ -44,6 +44,7 @@ __all__ = [
     "BASELINE",
     "BOUND_AND_CONTROL",
     "CORE",
+    "CORRECTIONS",
     "DEEP",
     "DEEPEST",
     "DEFAULT",
@@ -66,6 +67,7 @@ __all__ = [
     "Rate",
     "Scheme",
     "Sublayer",
+    "correction_factors",
     "get_scheme",
     "is_bounded",
     "table",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +96,26 @@ def derf(site: NormSite) -> nn.Module:
 
 # kappa in block l is kappa l^power.
 KAPPA_POWERS = {"constant": 0.0, "inverse_sqrt": -0.5, "sqrt": 0.5, "fourth_root": 0.25}
+
+
+# A learned correction of BHyT's carried statistic: its parameters, scalars of the block under the names of released
+# checkpoints, and where they start (2601.09719, released code).
+CORRECTIONS: dict[str, dict[str, float]] = {
+    "none": {},
+    "beta": {"var_beta": 1.0},
+    "eta": {"var_eta": 0.0},
+    "residual_aware": {"var_cross_beta": 0.0, "var_alpha": 1.0},
+}
+
+
+def correction_factors(kind: str, learned: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(s, a) of the corrected statistic s ms + a correction, from the values of a kind's parameters: "none" (1, 1),
+    "beta" (1, b), "eta" (1 + e, 0), "residual_aware" (1 + x, a)."""
+    if kind == "eta":
+        return 1 + learned["var_eta"], 0.0
+    if kind == "residual_aware":
+        return 1 + learned["var_cross_beta"], learned["var_alpha"]
+    return 1.0, learned.get("var_beta", 1.0)
 
 
 def is_bounded(config: Any, layer: int) -> bool:
