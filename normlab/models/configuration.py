@@ -65,6 +65,7 @@ class NormlabConfig(LlamaConfig):
         qk_norm: norm of queries and keys, of any scheme: "none", "l2", "rms_head", "rms_width" (see
             ``normlab.schemes.Branches``). None: the scheme's default.
         zero_centred: every norm's gain is 1 + its parameter, and weight decay acts on the parameter.
+        taper_final: TaperNorm at the final norm too.
         residual_warmup: T0 of ProRes, optimizer steps until the first layer's branches are wholly on.
         streams: residual streams of hyper-connections.
 
@@ -97,6 +98,7 @@ class NormlabConfig(LlamaConfig):
     alpha0: float | int | None = None
     qk_norm: str | None = None
     zero_centred: bool = False
+    taper_final: bool = False
     residual_warmup: int = 1000
     streams: int = 4
 

@@ -162,8 +162,9 @@ def compressed(site: NormSite) -> nn.Module:
 
 
 def taper(site: NormSite) -> nn.Module:
-    """The final norm stays: it anchors the scale of the stream (2602.10408)."""
-    return rms(site) if site.place == "final" else TaperNorm(site.width, site.config.rms_norm_eps)
+    """The final norm stays, unless ``taper_final``: it anchors the scale of the stream (2602.10408)."""
+    stays = site.place == "final" and not site.config.taper_final
+    return rms(site) if stays else TaperNorm(site.width, site.config.rms_norm_eps)
 
 
 def nothing(site: NormSite) -> nn.Module:

@@ -36,5 +36,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
 STUDIED = tuple(row.name for row in studied.ROWS)  # of the shipped runs
 PILOT = ("lns",)  # which text is learned furthest
 BOUND_AND_CONTROL = ("bhyt", "bhyt_linear")  # the same parameters, with the tanh and without
+REMOVABLE = "tapernorm"  # whose norms can each become a fixed gain
 GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it
 TIMED = ("bhyt", "bhyt_exact", "lns", "peri_ln", "dyt")  # whose training step is timed against the baseline's
