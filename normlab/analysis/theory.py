@@ -270,6 +270,8 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     if config.hidden_act != "silu":
         raise NormlabError(f"hidden_act is {config.hidden_act!r}: the prediction is for SwiGLU, hidden_act 'silu'")
     why = get_scheme(config.scheme).unpredicted
+    if not why and config.affine_attention:
+        why = "attention is not uniform at the start where its weights are scaled and shifted"
     if not why and config.qk_norm != "none":
         why = "attention is not uniform at the start where queries and keys are normalized"
     if why:

@@ -64,6 +64,8 @@ class NormlabConfig(LlamaConfig):
         alpha0: what DyT's and Derf's alpha starts at, at every site; None: as the paper has it.
         qk_norm: norm of queries and keys, of any scheme: "none", "l2", "rms_head", "rms_width" (see
             ``normlab.schemes.Branches``). None: the scheme's default.
+        affine_attention: attention weights are scaled and shifted by what the query's token says (2602.23057; see
+            ``normlab.models.branches.NormedAttention``), in any scheme.
         zero_centred: every norm's gain is 1 + its parameter, and weight decay acts on the parameter.
         taper_final: TaperNorm at the final norm too.
         residual_warmup: T0 of ProRes, optimizer steps until the first layer's branches are wholly on.
@@ -97,6 +99,7 @@ class NormlabConfig(LlamaConfig):
     post_fraction: float | int = 0.25
     alpha0: float | int | None = None
     qk_norm: str | None = None
+    affine_attention: bool = False
     zero_centred: bool = False
     taper_final: bool = False
     residual_warmup: int = 1000

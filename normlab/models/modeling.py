@@ -175,10 +175,10 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         refresh_carried(self)
 
     def set_schedules(self, step: int, total: int) -> None:
-        """Tell norms and residual rules that change in training that `step` of `total` optimizer steps are done. To be
-        called before the first step; ``after_step`` does it from there on."""
+        """Tell norms, residual rules and attention that change in training that `step` of `total` optimizer steps are
+        done. To be called before the first step; ``after_step`` does it from there on."""
         for module in self.modules():
-            if isinstance(module, Norm | Residual):
+            if isinstance(module, Norm | Residual | NormedAttention):
                 module.at_step(step, total)
 
     def after_step(self, step: int, total: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from normlab.errors import NormlabError
+from normlab.models.branches import changes_attention
 from normlab.models.configuration import NormlabConfig
 from normlab.models.folding import fold_norms
 from normlab.models.kept import model_folder
@@ -125,11 +126,11 @@ def as_llama(model: NormlabForCausalLM) -> LlamaForCausalLM:
     is 0.
 
     Raises:
-        NormlabError: normalized queries and keys, which would read the same eps.
+        NormlabError: attention that is more than Llama's; norms of queries and keys would read the same eps.
     """
     config = model.config
-    if config.qk_norm != "none":
-        raise NormlabError("as_llama: a stock Llama has no norms of queries and keys")
+    if changes_attention(config):
+        raise NormlabError("as_llama: a stock Llama has no norms of queries and keys, and no affine attention")
     fields = {name: value for name, value in config.to_dict().items() if name in LlamaConfig().to_dict()}
     fields |= {"model_type": LlamaConfig.model_type, "rms_norm_eps": HUGE_EPS}
     llama = LlamaForCausalLM(LlamaConfig.from_dict(fields))

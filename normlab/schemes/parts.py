@@ -18,10 +18,12 @@ from normlab.norms import (
     GatedNorm,
     LayerNorm,
     NoNorm,
+    PowerNorm,
     RMSNorm,
     ScaleNorm,
     SeeDNorm,
     TaperNorm,
+    UnifiedNorm,
 )
 from normlab.residuals import (
     BlockInput,
@@ -167,6 +169,14 @@ def taper(site: NormSite) -> nn.Module:
     return rms(site) if stays else TaperNorm(site.width, site.config.rms_norm_eps)
 
 
+def power(site: NormSite) -> nn.Module:
+    return PowerNorm(site.width, site.config.rms_norm_eps)
+
+
+def unified(site: NormSite) -> nn.Module:
+    return UnifiedNorm(site.width, site.config.rms_norm_eps)
+
+
 def nothing(site: NormSite) -> nn.Module:
     return NoNorm()
 
@@ -265,6 +275,8 @@ def fan(name: str, config: Any) -> tuple[int, int]:
         (config.num_key_value_heads or config.num_attention_heads) * head,
     )
     d, f = config.hidden_size, config.intermediate_size
+    if name == "affine_gate":
+        return d, config.num_attention_heads
     shapes = {"q_proj": (d, heads), "k_proj": (d, kv_heads), "v_proj": (d, kv_heads), "o_proj": (heads, d)}
     return {**shapes, "gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}[name]
 

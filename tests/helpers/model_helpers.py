@@ -86,7 +86,7 @@ def lively(model: NormlabForCausalLM, seed: int = 0) -> NormlabForCausalLM:
             uniform(tensor, 0.2, 0.8)
         elif name.endswith((".lam", ".alpha")):
             uniform(tensor, 0.6, 3.1)
-        elif name.endswith(".square"):  # what stands under a root: smaller is steep
+        elif name.endswith(("square", "squares")):  # what stands under a root: smaller is steep
             uniform(tensor, 8.0, 20.0)
         elif name.endswith("shared_scale"):
             uniform(tensor, 2.0, 4.0)
