@@ -17,6 +17,7 @@ from normlab.schemes.registry import (
     DEEP,
     DEEPEST,
     DEFAULT,
+    FAR,
     FURTHER,
     GAIN_CONTROL,
     LEARN_SOON,
@@ -28,6 +29,7 @@ from normlab.schemes.registry import (
     SIZED,
     STUDIED,
     TIMED,
+    TO_THE_LIMIT,
     get_scheme,
 )
 from normlab.schemes.scheme import (
@@ -49,6 +51,7 @@ __all__ = [
     "DEEP",
     "DEEPEST",
     "DEFAULT",
+    "FAR",
     "FURTHER",
     "GAIN_CONTROL",
     "KAPPA_POWERS",
@@ -62,6 +65,7 @@ __all__ = [
     "SIZED",
     "STUDIED",
     "TIMED",
+    "TO_THE_LIMIT",
     "Branches",
     "Ends",
     "Layout",
