@@ -1,4 +1,4 @@
-"""The command `normlab`: train, sweep, plan, compare, probe, figures, export, bench.
+"""The command `normlab`: train, sweep, plan, compare, probe, figures, export, remove-norms, bench, schemes.
 
 Bad input ends with one line on standard error and exit code 2.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import warnings
@@ -62,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_figures(commands)
     _add_probe(commands)
     _add_export(commands)
+    _add_remove_norms(commands)
     _add_bench(commands)
     schemes = commands.add_parser("schemes", help="every scheme with formula, paper, parameters and cost")
     schemes.set_defaults(act=_schemes)
@@ -76,35 +76,19 @@ def _schemes(options: argparse.Namespace) -> int:
 
 
 def _add_train(commands: Any) -> None:
-    """A flag for every field of a run. transformers' HfArgumentParser reads such a dataclass too, but has no
-    `--no-compile`, takes no FIELD=VALUE, and fills in defaults: which flags were given beside a manifest is lost."""
     from normlab.training.config import TrainConfig
-    from normlab.training.fields import flag_of
+    from normlab.training.fields import add_flags
 
     ranks = (
         "several processes or GPUs: torchrun --nproc-per-node N -m normlab train ... (--batch-size is of all together)"
     )
     parser = commands.add_parser("train", help="train one model and measure its layers", epilog=ranks)
-    for spec in dataclasses.fields(TrainConfig):
-        flag, text = flag_of(spec.name), spec.metadata["help"]
-        if spec.name == "model":
-            parser.add_argument(flag, action="append", metavar="FIELD=VALUE", help=text)
-            continue
-        text += "" if spec.default is None else f" (default: {spec.default})"
-        if isinstance(spec.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            parser.add_argument(flag, type=_argument_type(spec.type), help=text)
+    add_flags(parser, TrainConfig)
     parser.add_argument("--from-manifest", metavar="PATH", help="repeat the run of this manifest.json or run directory")
     follow = "print what is measured as lines of JSON; take pause, train and stop from standard input, and end with it"
     parser.add_argument("--follow", action="store_true", help=follow)
     _add_output(parser, "runs")
     parser.set_defaults(act=_train)
-
-
-def _argument_type(annotation: Any) -> type:
-    name = str(annotation).split(" ")[0]
-    return {"int": int, "float": float}.get(name, str)
 
 
 def _add_output(parser: argparse.ArgumentParser, default: str | None, what: str = RUNS) -> None:
@@ -204,6 +188,19 @@ def _add_export(commands: Any) -> None:
     parser.set_defaults(act=_export)
 
 
+def _add_remove_norms(commands: Any) -> None:
+    from normlab.training.fields import add_flags
+    from normlab.training.removal import RemovalConfig
+
+    parser = commands.add_parser(
+        "remove-norms", help="a trained model's norms made fixed gains one by one, fine-tuned after each"
+    )
+    parser.add_argument("model", help="a Llama, a run that kept its weights, or a model that comes with normlab")
+    add_flags(parser, RemovalConfig)
+    _add_output(parser, None, "folder for the model and the table of losses; the same command goes on in it")
+    parser.set_defaults(act=_remove_norms)
+
+
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="time whole training steps against each other")
     parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs; at least 9 for a result to quote")
@@ -217,19 +214,18 @@ def _train(options: argparse.Namespace) -> int:
     from normlab.runs import COUNT_LOSSES, child
     from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
-    from normlab.training.fields import flag_of
+    from normlab.training.fields import flag_of, given
     from normlab.training.trainer import train, train_from_manifest
 
     shared = {"cache_dir": options.cache_dir, "progress": not options.quiet}
-    given = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(TrainConfig)}
-    given = {name: value for name, value in given.items() if value is not None}
-    if options.from_manifest and (given or options.follow):
-        flags = ", ".join([*map(flag_of, given), *["--follow"] * options.follow])
+    fields = given(options, TrainConfig)
+    if options.from_manifest and (fields or options.follow):
+        flags = ", ".join([*map(flag_of, fields), *["--follow"] * options.follow])
         raise NormlabError(f"--from-manifest sets the whole configuration; leave out {flags}")
     if options.from_manifest:
         run = train_from_manifest(options.from_manifest, options.out, **shared)
     else:
-        config = TrainConfig(**{**given, "model": _fields(options.model or [], "--model")})
+        config = TrainConfig(**fields)
         if options.follow:
             train_followed(config, options.out, options.cache_dir)
             return 0
@@ -241,19 +237,6 @@ def _train(options: argparse.Namespace) -> int:
     beside = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
     print(f"{child(options.out, run.name)}: {run.status}, eval loss {run.eval_loss:.4f} ({beside}), nats a token")
     return 0
-
-
-def _fields(pairs: Sequence[str], flag: str) -> dict[str, Any]:
-    fields = {}
-    for pair in pairs:
-        name, sign, value = pair.partition("=")
-        if not sign:
-            raise NormlabError(f"{flag} takes FIELD=VALUE, not {pair!r}")
-        try:
-            fields[name] = json.loads(value)
-        except ValueError:
-            fields[name] = value
-    return fields
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -279,12 +262,13 @@ def _sweep(options: argparse.Namespace) -> int:
 
 def _workers(options: argparse.Namespace) -> Any:
     from normlab.training.clusters import cluster
+    from normlab.training.fields import pairs
 
     if options.workers not in ("ray", "slurm"):
         return options.workers and _whole(options.workers, "--workers")
     given: dict[str, Any] = {"address": options.address, "gpus": options.gpus}
     if options.slurm:
-        given["options"] = _fields(options.slurm, "--slurm")
+        given["options"] = pairs(options.slurm, "--slurm")
     return cluster(options.workers, **given)
 
 
@@ -367,6 +351,17 @@ def _export(options: argparse.Namespace) -> int:
     from normlab.models.exported import export_model
 
     print(export_model(options.run, options.out))
+    return 0
+
+
+def _remove_norms(options: argparse.Namespace) -> int:
+    from normlab.training.fields import given
+    from normlab.training.removal import MODEL, RemovalConfig, remove_norms
+
+    config = RemovalConfig(**given(options, RemovalConfig))
+    shared = {"cache_dir": options.cache_dir, "progress": not options.quiet}
+    print(remove_norms(options.model, options.out, config, **shared).round(4).to_string(index=False))
+    print(Path(options.out) / MODEL)
     return 0
 
 

@@ -93,6 +93,21 @@ def test_kernels_and_torch_agree_on_logits_and_gradients(scheme: str, monkeypatc
     assert_same(got, expected)
 
 
+@pytest.mark.parametrize("scheme", ["scalenorm", pytest.param("osp_rmsnorm", marks=pytest.mark.slow)])
+def test_one_gain_for_all_channels_takes_the_kernel_of_a_gain_each(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = Launches(monkeypatch)
+    got = outcome(tiny(scheme, "triton"))
+    assert [residual for residual, *_ in launches.norms] == [False, True] * 2 + [False]
+    assert_same(got, outcome(tiny(scheme, "torch")))
+
+
+def test_a_learned_correction_and_a_fixed_factor_reach_the_kernel() -> None:
+    fields = {"correction": "residual_aware", "calibration": [0.5, 2.0]}
+    assert_same(outcome(tiny("bhyt", "triton", **fields)), outcome(tiny("bhyt", "torch", **fields)))
+
+
 @every_scheme
 def test_every_addition_before_a_norm_in_a_block_is_the_norms_own(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks: the sum before each MLP's norm, and in Post-LN both sums; no norm of a block runs unfused there."""

@@ -34,7 +34,7 @@ import torch
 
 from normlab.errors import NormlabError
 from normlab.runs import FINISHED
-from normlab.schemes import SCHEMES, NormSite, Sublayer, get_scheme
+from normlab.schemes import CORRECTIONS, SCHEMES, NormSite, Sublayer, correction_factors, get_scheme
 
 if TYPE_CHECKING:
     import pandas
@@ -164,7 +164,9 @@ class _Recursion:
         entered = np.diag(self.kernel).copy()
         carried = None
         if self.config.carries_at(layer):
-            carried = entered + self._correction(norms["attn_in"])
+            stays, adds = correction_factors(self.config.correction, CORRECTIONS[self.config.correction])
+            carried = stays * entered + adds * self._correction(norms["attn_in"])
+            carried = carried * (self.config.calibration[layer - 1] if self.config.calibration else 1.0)
         self._branch("attn", layer, norms, None, self._attention)
         self._branch("mlp", layer, norms, carried, self._mlp)
 
@@ -268,6 +270,8 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     if config.hidden_act != "silu":
         raise NormlabError(f"hidden_act is {config.hidden_act!r}: the prediction is for SwiGLU, hidden_act 'silu'")
     why = get_scheme(config.scheme).unpredicted
+    if not why and config.affine_attention:
+        why = "attention is not uniform at the start where its weights are scaled and shifted"
     if not why and config.qk_norm != "none":
         why = "attention is not uniform at the start where queries and keys are normalized"
     if why:

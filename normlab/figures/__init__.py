@@ -7,6 +7,7 @@ layer_growth          a metric by layer, one panel a scheme, colour = training s
 gradient_growth       gradient norms, drawn the same way (B3)
 loss_curves           training and held-out loss by step (B2)
 depth_scaling         held-out loss against depth, and differences paired by seed (C5)
+trains_at_depth       who trains, stalls or diverges at a depth, with its layers' sizes and gradients (N3)
 growth_before_after   the last layer before and after training, with the controls (N1)
 profile               one training step, all schemes in one panel: what the explorer shows
 published_ratios      every scheme over a base: what papers print, and these runs
@@ -47,6 +48,7 @@ from normlab.figures.depth_use import by_layer, by_pair
 from normlab.figures.endpoints import growth_before_after
 from normlab.figures.growth import gradient_growth, layer_growth
 from normlab.figures.kernels import call_times, copy_share, one_call, registers_by_width
+from normlab.figures.limit import trains_at_depth
 from normlab.figures.profile import profile
 from normlab.figures.published import published_ratios
 from normlab.figures.registry import FIGURES, FigureRow, draw_all, register
@@ -86,6 +88,7 @@ __all__ = [
     "shares_and_effects",
     "skip_cost",
     "themed",
+    "trains_at_depth",
     "variant_differences",
 ]
 

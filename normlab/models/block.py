@@ -16,7 +16,7 @@ from normlab.errors import NormlabError
 from normlab.models.branches import NormedAttention, NormedMLP, changes_attention, changes_mlp
 from normlab.models.configuration import NormlabConfig
 from normlab.norms import Norm
-from normlab.schemes import NormSite, get_scheme
+from normlab.schemes import CORRECTIONS, NormSite, correction_factors, get_scheme
 
 
 def _watched(module: nn.Module) -> bool:
@@ -53,7 +53,8 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
 
     With a carried statistic the MLP norm divides by sqrt(ms + c lambda_in^2/kappa^2 + eps), ms being the attention
     norm's mean square: no second reduction. c = ||W_V W_O||_F^2 / (T d) is the persistent float32 buffer ``c_attn``;
-    it and lambda are constants there, ms is not: its gradient reaches the block's input.
+    it and lambda are constants there, ms is not: its gradient reaches the block's input. ``NormlabConfig.correction``
+    adds scalars that are learned, ``calibration`` a fixed factor.
 
     Where kernels compute the norms, a sum and the norm that reads it are one kernel, with the bits of two. A norm with
     hooks is run by itself.
@@ -84,6 +85,10 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             self.register_buffer("c_attn", torch.zeros((), dtype=torch.float32))
             self.register_load_state_dict_pre_hook(_note_state_prefix)
             self.register_load_state_dict_post_hook(_complete_constant)
+            self.correction = config.correction
+            self.calibration = config.calibration[layer_idx] if config.calibration else 1.0
+            for name, start in CORRECTIONS[config.correction].items():
+                self.register_parameter(name, nn.Parameter(torch.tensor(start)))
         self.kept_growth: tuple[Tensor, Tensor, tuple[Any, ...], Tensor] | None = None
 
     def _apply(self, fn, recurse: bool = True):
@@ -133,6 +138,8 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         if _adds(norm, residual):
             if mean_square is None:
                 return norm.add(branch, residual)
+            if self.correction != "none" or self.calibration != 1.0:
+                return norm.add(branch, residual, self.carried_mean_square(mean_square, position_ids))
             correction = self.carried_correction(position_ids)
             if correction.numel() > 1:  # positions may be one sequence's, for all
                 correction = correction.expand_as(mean_square)
@@ -143,9 +150,15 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         return s, s if norm is None else norm(s)
 
     def carried_mean_square(self, mean_square: Tensor, position_ids: Tensor | None) -> Tensor:
-        """ms + c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch, tokens, 1),
-        float32."""
-        return mean_square + self.carried_correction(position_ids)
+        """ms' = f (s ms + a r), r = c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch,
+        tokens, 1), float32. The learned s and a (see ``NormlabConfig.correction``) and the fixed f are 1 unless asked
+        for."""
+        correction = self.carried_correction(position_ids)
+        if self.correction == "none" and self.calibration == 1.0:
+            return mean_square + correction
+        learned = {name: getattr(self, name).float() for name in CORRECTIONS[self.correction]}
+        stays, adds = correction_factors(self.correction, learned)
+        return (mean_square * stays + correction * adds) * self.calibration
 
     def carried_correction(self, position_ids: Tensor | None) -> Tensor:
         """What `carried_mean_square` adds, a constant: one number, or (batch, tokens, 1) when carried="causal"."""

@@ -23,15 +23,22 @@ from normlab.schemes import get_scheme
 
 
 class NormedAttention(LlamaAttention):
-    """Llama's attention with norms on queries, keys, values or the heads' output, and nGPT's scales.
+    """Llama's attention with norms on queries, keys, values or the heads' output, nGPT's scales, and affine weights.
 
     - qk_norm "rms_width": RMSNorm over all heads of q and k; "rms_head": of each head; both before the rotary
       embedding, under the names of OLMo 2 and Qwen 3. "l2" (2010.04245): q.k of unit vectors times a learned g of each
       head, from log2(T^2 - T) for T = ``train_seq_len``, in place of 1/sqrt(d_head).
     - value_norm, output_norm: RMSNorm of each head's values (``v_norm``), of all heads before o_proj (``o_norm``).
+    - affine_attention (2602.23057): weights a P + (m - a)/n in place of P, for a query that sees n keys. a = clip(0.1 W
+      x + 0.5, 0, 1) of each head, W = ``affine_gate``; m = ``affine_mean`` is the running mean of a over the steps,
+      from 0, momentum 0.9 (``at_step``; of this rank). n is read as the keys that the mask leaves: the second term is
+      then a mean of the values seen, which attention with zero queries gives under any mask.
     - spherical (2410.01131): unit q and k, each times s = ``qk_scale`` a channel, and the scores times sqrt(d_head).
       Only s^2 enters, so q takes it and keys that heads share stay what they are.
     """
+
+    affine_mean: Tensor
+    affine_seen: Tensor
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config=config, layer_idx=layer_idx)
@@ -49,6 +56,10 @@ class NormedAttention(LlamaAttention):
         if self.unit:
             self.qk_scale = nn.Parameter(torch.empty(heads, self.head_dim if own.spherical else 1).flatten())
             self.scaling = math.sqrt(self.head_dim) if own.spherical else 1.0
+        if config.affine_attention:
+            self.affine_gate = nn.Linear(config.hidden_size, heads, bias=False)
+            self.register_buffer("affine_mean", torch.empty(heads))
+            self.register_buffer("affine_seen", torch.empty(heads + 1), persistent=False)  # sums, and how many
         length = max(config.train_seq_len, 2)
         self.initial_scale = config.hidden_size**-0.5 if own.spherical else math.log2(length**2 - length)
         self.reset_parameters()
@@ -57,6 +68,25 @@ class NormedAttention(LlamaAttention):
         """Starting values of what the norms do not hold."""
         if self.unit:
             nn.init.constant_(self.qk_scale, self.initial_scale)
+        if self.config.affine_attention:
+            nn.init.zeros_(self.affine_mean)
+            nn.init.zeros_(self.affine_seen)
+
+    def at_step(self, step: int, total: int) -> None:
+        """As of a norm: takes in what the training passes since the last step saw."""
+        if self.config.affine_attention and self.affine_seen[-1] > 0:
+            self.affine_mean.lerp_(self.affine_seen[:-1] / self.affine_seen[-1], 0.1)
+            self.affine_seen.zero_()
+
+    def _affine(self, x: Tensor, mixed: Tensor, uniform: Tensor) -> Tensor:
+        """a P V + (m - a) mean(V) from P V and mean(V), each (batch, tokens, heads, d_head)."""
+        a = (0.1 * self.affine_gate(x) + 0.5).clamp(0, 1)
+        if self.training:
+            with torch.no_grad():
+                mean = a.flatten(0, -2).float().mean(0)
+                self.affine_seen.add_(torch.cat([mean, mean.new_ones(1)]).to(self.affine_seen.dtype))
+        m = self.affine_mean.to(a.dtype)
+        return a[..., None] * mixed + (m - a)[..., None] * uniform
 
     def _unit_scaled(self, query: Tensor) -> Tensor:
         scale = self.qk_scale.view(self.config.num_attention_heads, 1, -1)
@@ -95,6 +125,10 @@ class NormedAttention(LlamaAttention):
         mixed, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
+        if self.config.affine_attention:
+            nothing = torch.zeros_like(query)
+            uniform, _ = attend(self, nothing, key, value, attention_mask, dropout=0.0, scaling=1.0, **kwargs)
+            mixed = self._affine(hidden_states, mixed, uniform)
         mixed = mixed.reshape(*shape, -1).contiguous()
         return self.o_proj(mixed if self.o_norm is None else self.o_norm(mixed)), weights
 
@@ -127,7 +161,7 @@ class NormedMLP(LlamaMLP):
 def changes_attention(config: Any) -> bool:
     """Whether attention is more than Llama's."""
     own = get_scheme(config.scheme).branches
-    return config.qk_norm != "none" or own.value_norm or own.output_norm or own.spherical
+    return config.qk_norm != "none" or config.affine_attention or own.value_norm or own.output_norm or own.spherical
 
 
 def changes_mlp(config: Any) -> bool:

@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from normlab.errors import NormlabError
-from normlab.schemes import BASELINE, KAPPA_POWERS, QK_NORMS, SCHEMES, get_scheme, is_bounded
+from normlab.schemes import BASELINE, CORRECTIONS, KAPPA_POWERS, QK_NORMS, SCHEMES, get_scheme, is_bounded
 
 # Field of a released BHyT configuration -> ours.
 RELEASED_FIELDS = {
@@ -20,6 +20,15 @@ RELEASED_FIELDS = {
     "bhyt_kappa": "kappa",
     "seq_len": "train_seq_len",
 }
+RELEASED_SCHEDULES = {"decay": "inverse_sqrt", "grow": "sqrt", "mild_grow": "fourth_root"}
+RELEASED_OPTIONS = (
+    "bhyt_kappa_schedule",
+    "var_approx_method",
+    "var_approx_calibration",
+    "var_approx_exact_layers",
+    "var_approx_exact_layer_list",
+    "bhyt_layer_range",
+)
 # What a `model_type` has beside the scheme that it is released as.
 FAMILIES = {"qwen3": {"qk_norm": "rms_head"}}
 
@@ -46,12 +55,19 @@ class NormlabConfig(LlamaConfig):
         bounded_layers: first and last block (from 1) that are BHyT's; the others have RMSNorm. None: all.
         kappa_schedule: kappa in block l: "constant"; "inverse_sqrt", kappa/sqrt(l); "sqrt", kappa sqrt(l);
             "fourth_root", kappa l^(1/4).
+        correction: what a block learns of its carried statistic ms', with r = c (lambda_in/kappa)^2: "none", ms' = ms +
+            r; "beta", ms + b r; "eta", ms (1 + e); "residual_aware", ms (1 + x) + a r. b and a start at 1, e and x at
+            0.
+        calibration: a factor on ms' for every block, fixed; None: 1.
         train_seq_len: T of the carried statistic; None: ``max_position_embeddings``.
         post_fraction: share of the first blocks that are Post-LN in Mix-LN.
         alpha0: what DyT's and Derf's alpha starts at, at every site; None: as the paper has it.
         qk_norm: norm of queries and keys, of any scheme: "none", "l2", "rms_head", "rms_width" (see
             ``normlab.schemes.Branches``). None: the scheme's default.
+        affine_attention: attention weights are scaled and shifted by what the query's token says (2602.23057; see
+            ``normlab.models.branches.NormedAttention``), in any scheme.
         zero_centred: every norm's gain is 1 + its parameter, and weight decay acts on the parameter.
+        taper_final: TaperNorm at the final norm too.
         residual_warmup: T0 of ProRes, optimizer steps until the first layer's branches are wholly on.
         streams: residual streams of hyper-connections.
 
@@ -77,11 +93,15 @@ class NormlabConfig(LlamaConfig):
     exact_layers: list[int] | None = None
     bounded_layers: list[int] | None = None
     kappa_schedule: str = "constant"
+    correction: str = "none"
+    calibration: list[float | int] | None = None
     train_seq_len: int | None = None
     post_fraction: float | int = 0.25
     alpha0: float | int | None = None
     qk_norm: str | None = None
+    affine_attention: bool = False
     zero_centred: bool = False
+    taper_final: bool = False
     residual_warmup: int = 1000
     streams: int = 4
 
@@ -125,6 +145,15 @@ class NormlabConfig(LlamaConfig):
             self.kappa_schedule in KAPPA_POWERS,
             f"kappa_schedule is {self.kappa_schedule!r}: choose one of {', '.join(KAPPA_POWERS)}",
         )
+        _require(
+            self.correction in CORRECTIONS,
+            f"correction is {self.correction!r}: choose one of {', '.join(CORRECTIONS)}",
+        )
+        _require(
+            self.calibration is None
+            or (len(self.calibration) == self.num_hidden_layers and all(0 < f < math.inf for f in self.calibration)),
+            f"calibration is {self.calibration}: give a positive factor for each of {self.num_hidden_layers} blocks",
+        )
         layers = [*(self.exact_layers or []), *(self.bounded_layers or [])]
         _require(
             all(1 <= layer <= self.num_hidden_layers for layer in layers)
@@ -161,7 +190,7 @@ class NormlabConfig(LlamaConfig):
             NormlabError: nothing names a scheme, or a part of the model is one that ours does not have.
         """
         if differs := _differs(released):
-            raise NormlabError(f"{released.get('model_type')} cannot be loaded: {differs}")
+            raise NormlabError(f"{released.get('norm_type') or released.get('model_type')} cannot be loaded: {differs}")
         by_release = {kind: name for name, row in SCHEMES.items() for kind in row.released_as}
         norm_type, model_type = str(released.get("norm_type")), str(released.get("model_type"))
         scheme = scheme or by_release.get(norm_type) or by_release.get(model_type)
@@ -170,16 +199,39 @@ class NormlabConfig(LlamaConfig):
                 f"norm_type is {norm_type} and model_type {model_type}, neither one of {', '.join(by_release)}: "
                 f"pass scheme=... ({', '.join(SCHEMES)})"
             )
-        skipped = {"norm_type", "model_type", "architectures", "auto_map", *RELEASED_FIELDS}
+        skipped = {"norm_type", "model_type", "architectures", "auto_map", *RELEASED_FIELDS, *RELEASED_OPTIONS}
         fields = {name: value for name, value in released.items() if name not in skipped}
         fields |= {
             ours: released[theirs] for theirs, ours in RELEASED_FIELDS.items() if released.get(theirs) is not None
         }
+        fields |= _released_options(released)
         return cls(**{**fields, **FAMILIES.get(model_type, {}), "scheme": scheme})
+
+
+def _released_options(released: dict) -> dict:
+    """BHyT's options in our fields; blocks are counted from 0 there."""
+    options: dict = {}
+    if schedule := released.get("bhyt_kappa_schedule"):
+        options["kappa_schedule"] = RELEASED_SCHEDULES.get(schedule, schedule)
+    if (method := released.get("var_approx_method")) not in (None, "baseline"):
+        options["correction"] = method
+    if factors := released.get("var_approx_calibration"):
+        options["calibration"] = [*factors, *[1.0] * (released["num_hidden_layers"] - len(factors))]
+    listed = str(released.get("var_approx_exact_layer_list") or "").split(",")
+    exact = {*range(released.get("var_approx_exact_layers") or 0), *(int(text) for text in listed if text.strip())}
+    if exact:
+        options["exact_layers"] = sorted(block + 1 for block in exact)
+    if blocks := released.get("bhyt_layer_range"):
+        options["bounded_layers"] = [block + 1 for block in blocks]
+    return options
 
 
 def _differs(released: dict) -> str | None:
     """What a released model computes that no scheme changes and ours does not have; None for nothing."""
+    if released.get("use_gamma_var"):
+        return "its correction holds mean(gamma^2), ours does not"
+    if released.get("bhyt_layer_range") and released.get("fallback_norm_type", "rms") != "rms":
+        return f"blocks outside its range have the norm {released['fallback_norm_type']!r}, ours have RMSNorm"
     if str(released.get("model_type")).startswith("gemma3"):
         return (
             "five in six of Gemma 3's blocks attend within a window and turn by a RoPE base of their own; "

@@ -90,6 +90,8 @@ def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLay
     for _, name in rebuilt.layout.places():
         norm = getattr(rebuilt, name)
         _hand_over(getattr(block, name), norm) if hasattr(block, name) else norm.to(template.device, template.dtype)
+    for parameter in rebuilt.parameters(recurse=False):
+        parameter.data = parameter.data.to(template.device, template.dtype)
     if rebuilt.carried:
         rebuilt.c_attn = rebuilt.attention_variance_constant()
     return rebuilt.train(block.training)

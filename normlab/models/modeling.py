@@ -24,7 +24,7 @@ from normlab.models.ends import EmbeddingEnd, Head, Projection, changes_embeddin
 from normlab.models.joins import FinalNorm, decoder_layer
 from normlab.norms import Norm
 from normlab.residuals import Residual
-from normlab.schemes import NormSite, Rate, get_scheme
+from normlab.schemes import CORRECTIONS, NormSite, Rate, get_scheme
 
 KERNELS = ("auto", "triton", "torch")
 
@@ -54,6 +54,8 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
         elif isinstance(module, NormlabDecoderLayer):
             if module.carried:  # called after the block's matrices have their weights, whether drawn or loaded
                 init.copy_(module.c_attn, module.attention_variance_constant())
+                for name, start in CORRECTIONS[module.correction].items():
+                    init.constant_(getattr(module, name), start)
         elif isinstance(module, NormlabModel):
             if module.shared_scale is not None:
                 nn.init.constant_(module.shared_scale, module.initial_scale)
@@ -173,10 +175,10 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         refresh_carried(self)
 
     def set_schedules(self, step: int, total: int) -> None:
-        """Tell norms and residual rules that change in training that `step` of `total` optimizer steps are done. To be
-        called before the first step; ``after_step`` does it from there on."""
+        """Tell norms, residual rules and attention that change in training that `step` of `total` optimizer steps are
+        done. To be called before the first step; ``after_step`` does it from there on."""
         for module in self.modules():
-            if isinstance(module, Norm | Residual):
+            if isinstance(module, Norm | Residual | NormedAttention):
                 module.at_step(step, total)
 
     def after_step(self, step: int, total: int) -> None:

@@ -11,6 +11,8 @@ SeeDNorm    (tanh(x . b) a + gamma) * x / rms(x)
 GatedNorm   RMSNorm times a low-rank sigmoid gate of itself
 CRMSNorm    LayerNorm of a zero-mean vector, from all its numbers but the last
 TaperNorm   RMSNorm that becomes a fixed gain while it trains
+PowerNorm   a batch norm without a mean, its statistics running ones
+UnifiedNorm the same of the last few batches, smoothed
 NoNorm      x
 
 Norm        their base: what models, theory and the TransformerLens bridge ask of any norm
@@ -34,10 +36,12 @@ from normlab.norms.gated import GatedNorm
 from normlab.norms.identity import NoNorm
 from normlab.norms.isru import DyISRU
 from normlab.norms.layer_norm import LayerNorm
+from normlab.norms.power import PowerNorm
 from normlab.norms.rms import RMSNorm
 from normlab.norms.scale_norm import ScaleNorm
 from normlab.norms.seed_norm import SeeDNorm
 from normlab.norms.taper import TaperNorm
+from normlab.norms.unified import UnifiedNorm
 
 __all__ = [
     "BHyT",
@@ -49,9 +53,11 @@ __all__ = [
     "LayerNorm",
     "NoNorm",
     "Norm",
+    "PowerNorm",
     "RMSNorm",
     "ScaleNorm",
     "SeeDNorm",
     "StartingMap",
     "TaperNorm",
+    "UnifiedNorm",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 
@@ -46,12 +47,24 @@ class ScaleNorm(Norm):
         return StartingMap(eps=self.eps)
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False):
+        if mean_square is None and not return_mean_square and nk.chooses_kernels(x, self.kernels):
+            return nk.rms_norm(x, self._gains(), self.eps, kernels=self.kernels)
         x32 = x.float()
         ms = x32.square().mean(-1, keepdim=True) if mean_square is None else mean_square
         unit = x32 * torch.rsqrt(ms + self.eps)
-        gain = self.gamma() if self.rms else self.gamma() * self.hidden_size**-0.5
-        y = gain * unit.to(x.dtype)
+        y = self._gain() * unit.to(x.dtype)
         return (y, ms) if return_mean_square else y
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
+        return nk.add_rms_norm(x, residual, self._gains(), self.eps, kernels=self.kernels)
+
+    def _gain(self) -> Tensor:
+        return self.gamma() if self.rms else self.gamma() * self.hidden_size**-0.5
+
+    def _gains(self) -> Tensor:
+        """The gain once a channel, as RMSNorm's kernel reads it."""
+        return self._gain().expand(self.hidden_size).contiguous()
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, rms={self.rms}"

@@ -9,7 +9,7 @@ costs      `table()`: every scheme with formula, paper, parameters and cost
 """
 
 from normlab.schemes.costs import table
-from normlab.schemes.parts import KAPPA_POWERS, is_bounded
+from normlab.schemes.parts import CORRECTIONS, KAPPA_POWERS, correction_factors, is_bounded
 from normlab.schemes.registry import (
     BASELINE,
     BOUND_AND_CONTROL,
@@ -17,16 +17,19 @@ from normlab.schemes.registry import (
     DEEP,
     DEEPEST,
     DEFAULT,
+    FAR,
     FURTHER,
     GAIN_CONTROL,
     LEARN_SOON,
     PILOT,
+    REMOVABLE,
     SCHEMES,
     SETTINGS,
     SHORT_LIST,
     SIZED,
     STUDIED,
     TIMED,
+    TO_THE_LIMIT,
     get_scheme,
 )
 from normlab.schemes.scheme import (
@@ -44,14 +47,17 @@ __all__ = [
     "BASELINE",
     "BOUND_AND_CONTROL",
     "CORE",
+    "CORRECTIONS",
     "DEEP",
     "DEEPEST",
     "DEFAULT",
+    "FAR",
     "FURTHER",
     "GAIN_CONTROL",
     "KAPPA_POWERS",
     "PILOT",
     "QK_NORMS",
+    "REMOVABLE",
     "SCHEMES",
     "SETTINGS",
     "LEARN_SOON",
@@ -59,6 +65,7 @@ __all__ = [
     "SIZED",
     "STUDIED",
     "TIMED",
+    "TO_THE_LIMIT",
     "Branches",
     "Ends",
     "Layout",
@@ -66,6 +73,7 @@ __all__ = [
     "Rate",
     "Scheme",
     "Sublayer",
+    "correction_factors",
     "get_scheme",
     "is_bounded",
     "table",

@@ -49,6 +49,7 @@ def _config(width: int, depth: int) -> Any:
     }
     lam["bounded_layers"], lam["kappa_schedule"] = None, "constant"
     own = {"alpha0": None, "post_fraction": 0.25, "residual_warmup": 1000, "streams": 4, "zero_centred": False}
+    own["taper_final"] = False
     return SimpleNamespace(hidden_size=width, num_hidden_layers=depth, rms_norm_eps=1e-6, **lam, **own)
 
 

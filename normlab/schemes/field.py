@@ -109,6 +109,22 @@ ROWS = (
         NORM,
     ),
     Scheme(
+        "powernorm",
+        "PowerNorm",
+        "x + f(g x/sqrt(s) + b), s a running mean of x^2 by feature",
+        "PowerNorm (2003.07845)",
+        parts.power,
+        NORM,
+    ),
+    Scheme(
+        "unified_norm",
+        "Unified normalization",
+        "x + f(g x/sqrt(s) + b), s a geometric mean of x^2 by feature over batches",
+        "Unified Normalization (2208.01313)",
+        parts.unified,
+        NORM,
+    ),
+    Scheme(
         "dssn",
         "Depth-scaled sandwich",
         "x + N'(f(N(x))), gain of N' from 1/sqrt(L)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from normlab.norms import (
     GatedNorm,
     LayerNorm,
     NoNorm,
+    PowerNorm,
     RMSNorm,
     ScaleNorm,
     SeeDNorm,
     TaperNorm,
+    UnifiedNorm,
 )
 from normlab.residuals import (
     BlockInput,
@@ -98,6 +100,26 @@ def derf(site: NormSite) -> nn.Module:
 KAPPA_POWERS = {"constant": 0.0, "inverse_sqrt": -0.5, "sqrt": 0.5, "fourth_root": 0.25}
 
 
+# A learned correction of BHyT's carried statistic: its parameters, scalars of the block under the names of released
+# checkpoints, and where they start (2601.09719, released code).
+CORRECTIONS: dict[str, dict[str, float]] = {
+    "none": {},
+    "beta": {"var_beta": 1.0},
+    "eta": {"var_eta": 0.0},
+    "residual_aware": {"var_cross_beta": 0.0, "var_alpha": 1.0},
+}
+
+
+def correction_factors(kind: str, learned: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(s, a) of the corrected statistic s ms + a correction, from the values of a kind's parameters: "none" (1, 1),
+    "beta" (1, b), "eta" (1 + e, 0), "residual_aware" (1 + x, a)."""
+    if kind == "eta":
+        return 1 + learned["var_eta"], 0.0
+    if kind == "residual_aware":
+        return 1 + learned["var_cross_beta"], learned["var_alpha"]
+    return 1.0, learned.get("var_beta", 1.0)
+
+
 def is_bounded(config: Any, layer: int) -> bool:
     """Whether a block, from 1, is within ``bounded_layers``."""
     first, last = config.bounded_layers or (1, config.num_hidden_layers)
@@ -142,8 +164,17 @@ def compressed(site: NormSite) -> nn.Module:
 
 
 def taper(site: NormSite) -> nn.Module:
-    """The final norm stays: it anchors the scale of the stream (2602.10408)."""
-    return rms(site) if site.place == "final" else TaperNorm(site.width, site.config.rms_norm_eps)
+    """The final norm stays, unless ``taper_final``: it anchors the scale of the stream (2602.10408)."""
+    stays = site.place == "final" and not site.config.taper_final
+    return rms(site) if stays else TaperNorm(site.width, site.config.rms_norm_eps)
+
+
+def power(site: NormSite) -> nn.Module:
+    return PowerNorm(site.width, site.config.rms_norm_eps)
+
+
+def unified(site: NormSite) -> nn.Module:
+    return UnifiedNorm(site.width, site.config.rms_norm_eps)
 
 
 def nothing(site: NormSite) -> nn.Module:
@@ -244,6 +275,8 @@ def fan(name: str, config: Any) -> tuple[int, int]:
         (config.num_key_value_heads or config.num_attention_heads) * head,
     )
     d, f = config.hidden_size, config.intermediate_size
+    if name == "affine_gate":
+        return d, config.num_attention_heads
     shapes = {"q_proj": (d, heads), "k_proj": (d, kv_heads), "v_proj": (d, kv_heads), "o_proj": (heads, d)}
     return {**shapes, "gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}[name]
 

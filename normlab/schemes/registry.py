@@ -27,6 +27,13 @@ CORE = (BASELINE, "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain")  # of
 FURTHER = ("peri_ln", "dyt", "pre_rmsnorm_scaled_init", "mix_ln", "post_rmsnorm", "bhyt_linear")
 DEEP = (BASELINE, "lns", "bhyt_exact", "rmsnorm_gain")  # at depth 32
 DEEPEST = (BASELINE, "rmsnorm_gain")  # at depth 64
+# At 256 layers: all whose cost does not grow as the square of depth.
+FAR = tuple(name for name in SCHEMES if name != "attn_residuals")
+# At 1,000: those whose papers speak of great depth, what they are compared with, and BHyT with its control.
+TO_THE_LIMIT = (
+    *(BASELINE, "post_rmsnorm", "pre_rmsnorm_scaled_init", "lns", "peri_ln", "bhyt_exact", "rmsnorm_gain"),
+    *("deepnorm", "keel", "complete_p", "residual_dual", "skip_init"),
+)
 SIZED = ("lns", "bhyt")  # of the two papers' own sizes, unless another is named
 # What a search tries beside the learning rate, where a scheme is known to hang on it: fields of TrainConfig.
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -36,5 +43,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
 STUDIED = tuple(row.name for row in studied.ROWS)  # of the shipped runs
 PILOT = ("lns",)  # which text is learned furthest
 BOUND_AND_CONTROL = ("bhyt", "bhyt_linear")  # the same parameters, with the tanh and without
+REMOVABLE = "tapernorm"  # whose norms can each become a fixed gain
 GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it
 TIMED = ("bhyt", "bhyt_exact", "lns", "peri_ln", "dyt")  # whose training step is timed against the baseline's

@@ -6,6 +6,7 @@ documents.py    where the text comes from; stdlib.py and english.py: texts at ha
 config.py       TrainConfig, what decides a run's numbers
 batches.py      which blocks a run trains on, in which order
 trainer.py      train: one run; callbacks.py: what is measured on the way; experiments.py: what is measured at its end
+removal.py      remove_norms: an existing model's norms made fixed gains; fine_tune.py: the training in between
 background.py   BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
 presets.py      PRESETS: sweeps as data
 sizes.py        SIZES: the papers' models with their recipes; needs.py: what a run needs before it starts

@@ -13,6 +13,7 @@ from normlab.schemes import (
     CORE,
     DEEP,
     DEEPEST,
+    FAR,
     FURTHER,
     GAIN_CONTROL,
     LEARN_SOON,
@@ -20,6 +21,7 @@ from normlab.schemes import (
     SETTINGS,
     SHORT_LIST,
     STUDIED,
+    TO_THE_LIMIT,
     get_scheme,
 )
 from normlab.training.config import TrainConfig
@@ -259,6 +261,26 @@ PRESETS = {
             ),
             rate=1e-3,
             fields=_TRAINED | {"steps": 3000, "held_out": "validation", "experiment_blocks": 0},
+        ),
+        Preset(
+            "depth",
+            parts=(Part({256: 1}, FAR), Part({1000: 1}, TO_THE_LIMIT)),
+            # So small that a core trains a thousand layers in minutes; nearly bytes, as in `tiny`. One rate for all: it
+            # shows which schemes need no care of their own, not what each can reach.
+            rate=3e-3,
+            fields={
+                "width": 32,
+                "vocab_size": 320,
+                "batch_size": 4,
+                "block_length": 64,
+                "steps": 150,
+                "probe_every": 150,
+                "probe_blocks": 4,
+                "eval_every": 75,
+                "eval_blocks": 32,
+                "checkpoint_every": 0,
+                "keep_weights": False,
+            },
         ),
         Preset(
             "trained",

@@ -46,6 +46,9 @@ VARIANTS = [
     ("bhyt", {"carried": "exact"}),
     ("bhyt", {"lam_last": 1.4}),
     ("bhyt", {"learnable_lam": False}),
+    ("bhyt", {"correction": "beta"}),
+    ("bhyt", {"correction": "eta", "calibration": [0.5, 1.5, 2.0]}),
+    ("bhyt", {"correction": "residual_aware", "carried": "causal"}),
     ("bhyt_linear", {"carried": "causal", "lam_last": 1.4}),
     ("bhyt_exact", {"lam_last": 1.4}),
     ("rmsnorm_gain", {"lam_last": 1.4}),
@@ -79,9 +82,11 @@ def lively(model: NormlabForCausalLM, seed: int = 0) -> NormlabForCausalLM:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.endswith("c_attn"):
             uniform(tensor, 0.02, 0.12)  # a correction about as large as the mean square it corrects
+        elif ".var_" in name:  # of BHyT's learned corrections
+            uniform(tensor, 0.2, 0.8)
         elif name.endswith((".lam", ".alpha")):
             uniform(tensor, 0.6, 3.1)
-        elif name.endswith(".square"):  # what stands under a root: smaller is steep
+        elif name.endswith(("square", "squares")):  # what stands under a root: smaller is steep
             uniform(tensor, 8.0, 20.0)
         elif name.endswith("shared_scale"):
             uniform(tensor, 2.0, 4.0)

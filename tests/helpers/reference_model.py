@@ -78,6 +78,22 @@ def correction(state: State, name: str, config, positions: Tensor) -> Tensor:
     return grown
 
 
+def estimate(ms: Tensor, grown: Tensor, layer: int, state: State, config) -> Tensor:
+    """The carried statistic, with what a block learns of it and its fixed factor."""
+    learned = {
+        name: state.get(f"model.layers.{layer - 1}.var_{name}") for name in ("beta", "eta", "cross_beta", "alpha")
+    }
+    if config.correction == "beta":
+        ms = ms + learned["beta"] * grown
+    elif config.correction == "eta":
+        ms = ms * (1 + learned["eta"])
+    elif config.correction == "residual_aware":
+        ms = ms * (1 + learned["cross_beta"]) + learned["alpha"] * grown
+    else:
+        ms = ms + grown
+    return ms * (config.calibration[layer - 1] if config.calibration else 1.0)
+
+
 def block(x: Tensor, layer: int, state: State, config, positions: Tensor, allowed: Tensor) -> Tensor:
     """Block ``layer`` = 1..L of ``config.scheme``."""
     name, scheme, eps = f"model.layers.{layer - 1}", config.scheme, config.rms_norm_eps
@@ -125,7 +141,7 @@ def block(x: Tensor, layer: int, state: State, config, positions: Tensor, allowe
     if config.carried == "exact":
         ms = mean_square(x)
     else:
-        ms = ms + correction(state, name, config, positions)
+        ms = estimate(ms, correction(state, name, config, positions), layer, state, config)
     return x + ffn(bhyt(x, gamma("post_attention_layernorm"), lam_post, config.kappa, ms, bounded))
 
 

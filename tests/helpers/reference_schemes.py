@@ -66,6 +66,9 @@ class Model:
             query, factor = s * unit(query), torch.full((self.heads, 1), self.head**0.5, dtype=torch.float64)
             key = unit(key)
         group = self.heads // self.config.num_key_value_heads
+        if self.config.affine_attention:
+            a = (0.1 * x @ self.get(f"{name}.affine_gate.weight").T + 0.5).clamp(0, 1)[..., None]
+            m = self.get(f"{name}.affine_mean")
         allowed = torch.ones(length, length, dtype=torch.bool).tril()
         mixed = []
         for head in range(self.heads):
@@ -73,7 +76,11 @@ class Model:
             if self.scheme == "ngpt":
                 keys = s[head] * keys
             score = query[:, head] @ keys.transpose(1, 2) * factor[head]
-            mixed.append(score.masked_fill(~allowed, -math.inf).softmax(-1) @ value[:, head // group])
+            weights = score.masked_fill(~allowed, -math.inf).softmax(-1)
+            if self.config.affine_attention:
+                own = a[:, :, head]
+                weights = (own * weights + (m[head] - own) / allowed.sum(-1, keepdim=True)) * allowed
+            mixed.append(weights @ value[:, head // group])
         heads = torch.cat(mixed, dim=-1)
         if self.scheme == "sub_ln":
             heads = self.rms(heads, f"{name}.o_norm")
@@ -171,6 +178,10 @@ def tapered(m: Model, x: Tensor, name: str) -> Tensor:
     return g * m.rms(x, name) + (1 - g) * c * m.get(f"{name}.weight") * x
 
 
+def running(m: Model, x: Tensor, name: str) -> Tensor:
+    return m.get(f"{name}.weight") * x / torch.sqrt(m.get(f"{name}.mean_square") + m.eps) + m.get(f"{name}.bias")
+
+
 NORMS: dict[str, Norm] = {
     "derf": derf,
     "dyisru": dyisru,
@@ -181,6 +192,8 @@ NORMS: dict[str, Norm] = {
     "gatednorm": gated,
     "pre_crmsnorm": compressed,
     "tapernorm": tapered,
+    "powernorm": running,
+    "unified_norm": running,
 }
 QK = {"reordered_norm": "rms_width", "hybridnorm": "rms_head", "hybridnorm_star": "rms_head"}
 FINAL = dict.fromkeys(("residual_dual", "ngpt", "skip_init", "fixup"), "") | dict.fromkeys(

@@ -1,12 +1,14 @@
-"""BHyT's own options: which blocks reduce again, which are bounded at all, and kappa by depth."""
+"""BHyT's own options: which blocks reduce again, which are bounded at all, kappa by depth, and what is learned or fixed
+of the carried statistic."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from model_helpers import assert_bits, assert_near, fresh_model, tiny_config, tiny_model, tokens
+from model_helpers import LLAMA, assert_bits, assert_near, fresh_model, tiny_config, tiny_model, tokens
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from normlab import NormlabError
+from normlab import NormlabConfig, NormlabError, NormlabForCausalLM, swap_norms
 from normlab.analysis import theory
 from normlab.norms import BHyT, RMSNorm
 
@@ -67,9 +69,100 @@ def test_theory_takes_the_options():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"exact_layers": [4]}, {"bounded_layers": [0, 2]}, {"bounded_layers": [2]}, {"kappa_schedule": "cube"}]
+    "fields",
+    [
+        {"exact_layers": [4]},
+        {"bounded_layers": [0, 2]},
+        {"bounded_layers": [2]},
+        {"kappa_schedule": "cube"},
+        {"correction": "gamma"},
+        {"calibration": [1.0, 2.0]},
+        {"calibration": [1.0, 0.0, 1.0]},
+    ],
 )
 def test_options_out_of_range_are_refused_in_one_line(fields):
     with pytest.raises(NormlabError) as caught:
         tiny_config("bhyt", **fields)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+STARTS = {
+    "beta": {"var_beta": 1.0},
+    "eta": {"var_eta": 0.0},
+    "residual_aware": {"var_alpha": 1.0, "var_cross_beta": 0.0},
+}
+
+
+@pytest.mark.parametrize("carried", ["uniform", "causal"])
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_learned_correction_starts_as_plain_bhyt_bit_for_bit(kind, carried):
+    """eta replaces the correction: it starts as the statistic carried over as it is."""
+    plain, learned, ids = (
+        tiny_model("bhyt", carried=carried),
+        fresh_model("bhyt", carried=carried, correction=kind),
+        tokens(),
+    )
+    added = learned.load_state_dict(plain.state_dict(), strict=False).missing_keys
+    assert sorted(added) == sorted(f"model.layers.{i}.{name}" for i in range(3) for name in STARTS[kind])
+    for name, start in STARTS[kind].items():
+        assert all(getattr(layer, name).item() == start for layer in learned.model.layers)
+    assert not set(added) & set(learned.decay_parameter_names())
+    with torch.no_grad():
+        if kind == "eta":
+            assert (learned(ids).logits - plain(ids).logits).abs().max() > 1e-3
+            for layer in plain.model.layers:
+                layer.c_attn.zero_()
+        assert_bits(learned(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_learned_correction_is_saved_and_starts_anew_where_weights_lack_it(kind, tmp_path):
+    model, plain, ids = tiny_model("bhyt", correction=kind), tiny_model("bhyt"), tokens()
+    model.save_pretrained(tmp_path / "learned")
+    assert_bits(NormlabForCausalLM.from_pretrained(tmp_path / "learned").eval()(ids).logits, model(ids).logits)
+    plain.save_pretrained(tmp_path / "plain")
+    config = tiny_config("bhyt", correction=kind)
+    loaded = NormlabForCausalLM.from_pretrained(tmp_path / "plain", config=config)
+    for name, start in STARTS[kind].items():
+        assert all(getattr(layer, name).item() == start for layer in loaded.model.layers)
+
+
+def test_factors_of_one_change_no_bit_and_others_multiply_the_statistic():
+    plain, ones, ids = tiny_model("bhyt"), tiny_model("bhyt", calibration=[1.0, 1.0, 1.0]), tokens()
+    assert_bits(ones(ids).logits, plain(ids).logits)
+    doubled, ms = tiny_model("bhyt", calibration=[1.0, 2.0, 1.0]), torch.full((1, 1, 1), 0.3)
+    for layer, own, factor in zip(plain.model.layers, doubled.model.layers, (1, 2, 1), strict=True):
+        assert_bits(own.carried_mean_square(ms, None), factor * layer.carried_mean_square(ms, None))
+
+
+def test_theory_takes_corrections_and_calibration():
+    def ratio(**fields):
+        table = theory.predict(tiny_config("bhyt", num_hidden_layers=1, **fields))
+        return table[table["metric"] == "carried_var_ratio"]["value"].to_numpy()
+
+    plain = ratio()
+    assert (ratio(correction="beta") == plain).all() and (ratio(calibration=[2.0]) == plain / 2).all()
+    assert (ratio(correction="eta") > plain).all()
+
+
+def test_a_release_with_options_is_read_as_ours_and_what_is_not_ours_is_refused():
+    released = {**LlamaConfig(num_hidden_layers=4).to_dict(), "norm_type": "bhytline", "seq_len": 32}
+    theirs = {"bhyt_kappa_schedule": "mild_grow", "var_approx_method": "residual_aware", "bhyt_layer_range": [0, 2]}
+    theirs |= {"var_approx_calibration": [0.5, 2.0], "var_approx_exact_layers": 1, "var_approx_exact_layer_list": "2"}
+    config = NormlabConfig.from_released(released | theirs)
+    ours = {"kappa_schedule": "fourth_root", "correction": "residual_aware", "bounded_layers": [1, 3]}
+    ours |= {"calibration": [0.5, 2.0, 1.0, 1.0], "exact_layers": [1, 3]}
+    assert {name: getattr(config, name) for name in ours} == ours
+    for field, words in (({"use_gamma_var": True}, "gamma"), ({"fallback_norm_type": "dyt"}, "outside its range")):
+        with pytest.raises(NormlabError, match=words):
+            NormlabConfig.from_released(released | theirs | field)
+
+
+def test_an_existing_model_is_given_a_learned_correction_in_its_own_precision():
+    fields = {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"}
+    model = swap_norms(LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16), "bhyt", correction="beta")
+    assert all(
+        layer.var_beta.dtype == torch.bfloat16 and layer.c_attn.dtype == torch.float32 for layer in model.model.layers
+    )
+    model(tokens(), labels=tokens()).loss.backward()
+    assert all(layer.var_beta.grad is not None for layer in model.model.layers)

@@ -58,6 +58,18 @@ def test_normalized_queries_and_keys_are_an_option_of_any_scheme(kind):
     assert_near(model(ids).logits, expected_logits(model.config, state, ids), 5e-5)
 
 
+@pytest.mark.parametrize("scheme", ["gpas", pytest.param("deepnorm", marks=pytest.mark.slow)])
+def test_affine_attention_is_an_option_of_any_scheme(scheme):
+    model, ids = tiny_model(scheme, affine_attention=True), tokens(2, 7)
+    state = as_float64(model.state_dict(), grad=True)
+    wanted = expected_logits(model.config, state, ids)
+    assert_near(model(ids).logits, wanted, 5e-5)
+    ours = gradients(model, model(ids, labels=ids).loss)
+    targets = torch.autograd.grad(next_token_loss(wanted, ids), [state[name] for name in ours])
+    for (name, gradient), target in zip(ours.items(), targets, strict=True):
+        assert_near(gradient, target, 5e-3, name)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_zero_centred_gain_is_the_same_function_and_decays(scheme):
     plain, centred = (

@@ -1,0 +1,148 @@
+"""PowerNorm and Unified Normalization in training: steps written out in float64, and what a pass may not change."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from model_helpers import assert_bits, assert_near, fresh_model, tokens
+from torch import Tensor
+
+from normlab.norms import PowerNorm, UnifiedNorm
+
+EPS, STEPS, WIDTH = 1e-5, 40, 6
+KINDS = {"power": PowerNorm, "unified": UnifiedNorm}
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Inputs whose features' sizes differ and drift, and gradients of the output."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([0.1, 0.3, 1.0, 1.0, 3.0, 9.0], dtype=torch.float64)
+
+    def drawn() -> Tensor:
+        return torch.randn(2, 5, WIDTH, generator=draw, dtype=torch.float64)
+
+    return [(drawn() * sizes * (1 + step / STEPS), 0.3 * drawn() + 0.2) for step in range(STEPS)]
+
+
+def power(gamma: Tensor, beta: Tensor):
+    """(y, dL/dx) of each step by algorithm 2 of PowerNorm, in turn, then s."""
+    s, nu, found = None, torch.zeros(WIDTH, dtype=torch.float64), []
+    for step, (x, up) in enumerate(batches()):
+        own = (x**2).mean((0, 1))
+        divisor = ((own if step < 0.1 * STEPS else s) + EPS).sqrt()
+        z, g = x / divisor, gamma * up
+        found.append((gamma * z + beta, (g - nu * z) / divisor))
+        nu = nu * (1 - 0.1 * (z**2).mean((0, 1))) + 0.1 * (g * z).mean((0, 1))
+        rate = max(0.1, 1 / (step + 1))
+        s = own if s is None else (1 - rate) * s + rate * own
+    return found, s
+
+
+def unified(gamma: Tensor, beta: Tensor):
+    """The same by Unified Normalization's forward and backward pass, four batches wide."""
+    seen, gradients, s, psi, found = [], [], None, torch.zeros(WIDTH, dtype=torch.float64), []
+    for step, (x, up) in enumerate(batches()):
+        seen.append((x**2).mean((0, 1)))
+        warming = step < 0.1 * STEPS
+        used = seen[-1] if warming else torch.stack(seen[-4:]).log().mean(0).exp()
+        divisor = (used + EPS).sqrt()
+        z, g = x / divisor, gamma * up
+        gradients.append((g * z).mean((0, 1)))
+        latest = gradients[-1] if warming else torch.stack(gradients[-4:]).mean(0)
+        psi = 0.9 * psi + 0.1 * latest
+        found.append((gamma * z + beta, (g - psi * z) / divisor))
+        rate = max(0.1, 1 / (step + 1))
+        s = used if s is None else (1 - rate) * s + rate * used
+    return found, s
+
+
+@pytest.mark.parametrize(("kind", "reference"), [("power", power), ("unified", unified)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_forward_backward_and_statistics_follow_the_formulas_step_by_step(kind, reference, parts):
+    """In two parts, as an accumulated batch: past the warm-up a part's statistics are not the batch's in Unified
+    Normalization, so that only PowerNorm's passes are the same; the statistics are."""
+    norm = KINDS[kind](WIDTH, EPS).train()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.uniform_(-0.5, 0.5)
+    expected, s = reference(norm.weight.detach().double(), norm.bias.detach().double())
+    norm.at_step(0, STEPS)
+    for step, ((x, up), (y, gradient)) in enumerate(zip(batches(), expected, strict=True), 1):
+        outputs, inputs = [], []
+        for own, up_ in zip(x.float().chunk(parts), up.float().chunk(parts), strict=True):
+            inputs.append(own.requires_grad_())
+            outputs.append(norm(own))
+            outputs[-1].backward(up_)
+        if parts == 1:
+            assert_near(outputs[0], y, 2e-5, f"output of step {step}")
+            assert_near(inputs[0].grad, gradient, 1e-4, f"gradient of step {step}")
+        norm.at_step(step, STEPS)
+    if parts == 1 or kind == "power":
+        assert_near(norm.mean_square, s, 1e-5)
+    x = torch.randn(3, WIDTH)
+    y = norm.weight * x / (norm.mean_square + EPS).sqrt() + norm.bias
+    assert_near(norm.eval()(x), y, 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_changes_no_statistic_and_evaluation_notes_nothing(kind):
+    norm, (x, up) = KINDS[kind](WIDTH).train(), batches()[0]
+    before = copy.deepcopy(norm.state_dict())
+    first = norm(x.float().requires_grad_())
+    first.backward(up.float())
+    assert_bits(norm(x.float()), first)
+    for name, tensor in norm.state_dict().items():
+        assert_bits(tensor, before[name], name)
+    noted = dict(norm.noted)
+    norm.eval()(x.float())
+    assert noted == norm.noted
+    norm.at_step(1, 10)
+    assert norm.mean_square.ne(before["mean_square"]).all() and not norm.noted
+
+
+@pytest.mark.parametrize("scheme", ["powernorm", "unified_norm"])
+def test_a_trained_model_is_causal_and_a_resumed_one_goes_on_alike(scheme, tmp_path):
+    ids = tokens(2, 12)
+
+    def steps(model, numbers):
+        model.set_schedules(numbers[0] - 1, 20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in numbers:
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.after_step(step, 20)
+
+    model = fresh_model(scheme).train()
+    steps(model, range(1, 6))
+    model.save_pretrained(tmp_path)
+    resumed = type(model).from_pretrained(tmp_path).train()
+    for each in (model, resumed):
+        steps(each, range(6, 9))
+    for name, tensor in model.state_dict().items():
+        assert_bits(resumed.state_dict()[name], tensor, name)
+    model.eval()
+    assert_near(model(ids[:, :5]).logits, model(ids).logits[:, :5], 1e-5)
+    assert math.isfinite(model(ids, labels=ids).loss.item())
+
+
+def _rank(rank: int, kind: str, address: str, results) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{address}", rank=rank, world_size=2)
+    norm, (x, up) = KINDS[kind](WIDTH).train(), batches()[3]
+    norm(x[rank : rank + 1].float().requires_grad_()).backward(up[rank : rank + 1].float())
+    norm.at_step(1, 10)
+    results[rank] = {name: tensor.tolist() for name, tensor in norm.state_dict().items()}
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_share_the_statistics_of_a_step(kind, tmp_path):
+    results = torch.multiprocessing.Manager().dict()
+    torch.multiprocessing.spawn(_rank, (kind, str(tmp_path / "store"), results), nprocs=2)
+    assert results[0] == results[1]
+    own = (batches()[3][0].float() ** 2).mean((0, 1))
+    assert_near(torch.tensor(results[0]["mean_square"]), own, 1e-5)
