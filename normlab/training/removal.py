@@ -46,7 +46,7 @@ class RemovalConfig:
     """Fine-tuning after each norm. NormlabError for values out of range."""
 
     steps: int = setting(100, "optimizer steps after each norm", NOT_NEGATIVE)
-    lr: float = setting(3e-4, "learning rate, constant after a tenth of the steps", POSITIVE)
+    lr: float = setting(1e-4, "learning rate, constant after a tenth of the steps", POSITIVE)
     batch_size: int = setting(8, "blocks a step", at_least(1))
     seed: int = setting(0, "order of the text", NOT_NEGATIVE)
     weight_decay: float = setting(0.0, "AdamW's, for matrices", NOT_NEGATIVE)
