@@ -1,5 +1,5 @@
 """Two ranks, under torchrun or forked: each measures its share of the rows; rank 0 saves the merged statistics to
-argv[1]."""
+argv[1]. With argv[2], a backend, in a step compiled by it ("eager": hooks alone)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from probe_zoo import tiny_llama, token_batch
 
-from normlab.probes import METRICS, record
+from normlab.probes import METRICS, Recorder, record, sites
+from normlab.probes.compiled import IN_GRAPH, CompiledRecorder
+from normlab.probes.metrics import resolve_metrics
 
 METRIC_NAMES = list(METRICS)
 
@@ -45,11 +47,20 @@ def main(meet: str = "env://") -> None:
     dist.init_process_group("gloo", meet, timedelta(seconds=60), world_size=ranks, rank=rank)
     model = torch.nn.parallel.DistributedDataParallel(tiny_llama())
     share = {name: value[rank::ranks] for name, value in whole_batch().items()}
-    with record(model, METRIC_NAMES) as rec:
-        model(**share).loss.backward()
+    rec: Recorder | CompiledRecorder
+    if len(sys.argv) > 2:
+        rec = CompiledRecorder(sites(model), resolve_metrics(IN_GRAPH))
+        rec.start()
+        compiled = torch.compile(model.train(), backend=sys.argv[2])
+        compiled(**share).loss.backward()
+        rec.stop()
+    else:
+        with record(model, METRIC_NAMES) as rec:
+            model(**share).loss.backward()
     merged = rec.stats().across_ranks()
     if rank == 0:
         merged.save(sys.argv[1])
+    compiled = None
     del model, rec  # they hold the group too
     gc.collect()
     dist.destroy_process_group()
