@@ -9,12 +9,13 @@ DistributedDataParallel does not overwrite them with rank 0's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 from normlab.errors import NormlabError
 from normlab.probes.calls import CallInputs, LossTokens, Place, token_masks
@@ -50,6 +51,14 @@ def require_in_graph(metrics: Sequence[Metric]) -> None:
                 f"{metric.name} cannot be accumulated in a compiled step: {NOT_IN_GRAPH[metric.kind]}; "
                 f"choose from {', '.join(IN_GRAPH)}"
             )
+
+
+def _alone_uncompiled(hook: Callable) -> Callable:
+    """A hook that is traced with its module when that is inlined, and runs as it is between parts that are compiled
+    apart (blocks one by one, FSDP): a graph of the hook alone would not see the backward pass."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return hook
 
 
 @torch.fx.has_side_effect  # else the tracer drops a call whose result nobody reads
@@ -157,8 +166,8 @@ class CompiledRecorder:
         self._loss_labels = torch.zeros((), device=device)
         static = [self._calls, self._scales, self._loss_labels]
         owner = self.sites.ancestors[-1]
-        self._handles.append(root.register_forward_pre_hook(self._enter, with_kwargs=True))
-        self._handles.append(owner.register_forward_pre_hook(self._begin))
+        self._handles.append(root.register_forward_pre_hook(_alone_uncompiled(self._enter), with_kwargs=True))
+        self._handles.append(owner.register_forward_pre_hook(_alone_uncompiled(self._begin)))
         for watch in self._found.watches:
             own = next((parameter.device for parameter in watch.module.parameters()), device)
             masks = len(self._mask_names)
@@ -169,8 +178,8 @@ class CompiledRecorder:
             self._handles.append(self._hook(accumulators))
         for tensor in static:
             torch._dynamo.mark_static_address(tensor)  # else CUDA graphs would refuse a graph that writes to it
-        self._handles.append(owner.register_forward_hook(self._end))
-        self._handles.append(root.register_forward_hook(self._leave))
+        self._handles.append(owner.register_forward_hook(_alone_uncompiled(self._end)))
+        self._handles.append(root.register_forward_hook(_alone_uncompiled(self._leave)))
 
     def stop(self) -> None:
         """Take the hooks away: from then on the model is compiled anew, without them."""
@@ -226,10 +235,11 @@ class CompiledRecorder:
         watch = accumulators.watch
         if watch.is_output:
             return watch.module.register_forward_hook(
-                lambda module, args, output: self._measure(accumulators, output_tensor(output))
+                _alone_uncompiled(lambda module, args, output: self._measure(accumulators, output_tensor(output)))
             )
         return watch.module.register_forward_pre_hook(
-            lambda module, args, kwargs: self._measure(accumulators, hidden_state(args, kwargs)[0]), with_kwargs=True
+            _alone_uncompiled(lambda module, args, kwargs: self._measure(accumulators, hidden_state(args, kwargs)[0])),
+            with_kwargs=True,
         )
 
     def _measure(self, accumulators: _Accumulators, x: Tensor) -> None:

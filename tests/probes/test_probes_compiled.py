@@ -156,6 +156,17 @@ def test_trying_a_model_out_leaves_its_modes_and_the_random_state_as_they_are():
 
 
 @pytest.mark.slow
+def test_blocks_compiled_one_by_one_give_the_values_of_record():
+    model = tiny_llama(num_hidden_layers=2).train()
+    expected, recorder = recorded(model, [token_batch()]), recorder_of(model)
+    for block in model.model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+    step(model, model, token_batch())
+    assert_once(recorder.stats(), expected)
+    recorder.stop()
+
+
+@pytest.mark.slow
 def test_code_compiled_before_is_not_taken_for_code_with_statistics():
     model, other = (tiny_llama(num_hidden_layers=1).train() for _ in range(2))
     without = torch.compile(other, backend="eager")
@@ -261,9 +272,9 @@ def test_a_compiled_trainer_breaks_no_graph_and_measures_what_an_uncompiled_one_
 
 
 @pytest.mark.slow  # two ranks that compile; rank 0's accumulators would be broadcast if they were buffers
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_two_ranks_merge_to_the_table_of_one_process(tmp_path, backend):
-    merged = LayerStats.load(run_on_two_ranks(tmp_path / "merged.parquet", backend))
+@pytest.mark.parametrize("sharding", [(), ("fsdp",)], ids=["ddp", "fsdp"])
+def test_two_ranks_merge_to_the_table_of_one_process(tmp_path, sharding):
+    merged = LayerStats.load(run_on_two_ranks(tmp_path / "merged.parquet", "aot_eager", *sharding))
     model = tiny_llama()
     assert values(merged) == pytest.approx(recorded(model, [whole_batch()]), rel=1e-5)
     assert merged.manifest["forward_passes"] == 2
