@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m normlab.bench.compiled", description="what statistics in a compiled training step cost"
     )
-    defaults = {"width": 512, "depth": 4, "rows": 4, "length": 256, "vocabulary": 4096, "threads": 1, "pairs": 40}
+    defaults = {"width": 512, "depth": 4, "rows": 4, "length": 256, "vocabulary": 4096, "threads": 1, "pairs": 100}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")

@@ -30,15 +30,15 @@ from normlab.probes.survey import Watch, root_of, survey
 # Why a kind of metric is not accumulated in a graph.
 NOT_IN_GRAPH = {
     "branch": "what a branch adds is told by comparing values while the model runs",
-    "change": "it compares a block's output with its input, which compiled code need not keep",
-    "attention": "a compiled step never holds attention's scores",
-    "bounded": "the argument of tanh is inside the norm's kernel",
-    "tanh": "the argument of tanh is inside the norm's kernel",
-    "carried": "the statistic that a norm is handed is folded into its kernel",
-    "router": "which experts are taken is told by comparing values while the model runs",
-    "load": "which experts are taken is told by comparing values while the model runs",
-    "spectrum": "it needs singular values of a matrix, no sum over tokens",
-    "coordinate": "it needs a maximum for every feature, which costs another pass over each activation",
+    "change": "it needs a block's input at the block's end, which compiled code need not keep",
+    "attention": "fused attention never holds its scores",
+    "bounded": "the argument of tanh is computed inside the norm, and would be computed twice",
+    "tanh": "the argument of tanh is computed inside the norm, and would be computed twice",
+    "carried": "it needs the exact statistic, which a carried one spares",
+    "router": "what a router takes is told from values while the model runs",
+    "load": "what a router takes is told from values while the model runs",
+    "spectrum": "it needs a product of matrices at every block",
+    "coordinate": "it needs a maximum of every feature, another pass over each activation",
 }
 IN_GRAPH = tuple(name for name, metric in METRICS.items() if metric.kind not in NOT_IN_GRAPH)
 
