@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from normlab.errors import NormlabError
 from normlab.probes.budget import Budget
 from normlab.probes.calls import CallInputs
+from normlab.probes.compiled import CompiledRecorder, require_in_graph
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.recorder import Recorder
 from normlab.probes.recording import record
@@ -103,6 +104,16 @@ def _callback_base() -> type:
     return TrainerCallback
 
 
+def _loss_scales(args: Any, optimizer: Any) -> tuple[float, float]:
+    """What the number of labels is to be multiplied by for the summed loss, in calls without and with
+    `num_items_in_batch`: without, the Trainer divides the mean loss itself; with it, of all ranks' items, it multiplies
+    the loss by the number of ranks."""
+    scaler = getattr(optimizer, "scaler", None)
+    unscaled = 1.0 if scaler is None else 1.0 / scaler.get_scale()
+    ranks = max(1, args.world_size) if args.average_tokens_across_devices else 1
+    return unscaled * args.gradient_accumulation_steps, unscaled / ranks
+
+
 class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     """Layer statistics of the training batch every so many steps, in any `transformers.Trainer`.
 
@@ -117,8 +128,16 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     heat map of all layers, metrics and steps so far, and the curves of the first and last layer. The Trainer must pass
     labels to the model, or give `loss_tokens`.
 
+    A measured step runs uncompiled. With `compiled=True` every step is measured, in the code that it is compiled to,
+    forward and backward, under DDP, gradient checkpointing and autocast too; what it has accumulated is read every so
+    many steps:
+
+        callback = LayerStatsCallback(every=100, compiled=True)
+        Trainer(model, TrainingArguments(..., torch_compile=True), callbacks=[callback]).train()
+        callback.to_pandas()        # at step 99: means, maxima and norms over the tokens of steps 0 to 99
+
     Args:
-        every: optimizer steps between measurements; the first one is measured.
+        every: optimizer steps between measurements; the first one is measured. With `compiled`, between readings.
         metrics: names from `METRICS`.
         blocks: which modules are the blocks, if structure does not show them (see `sites`).
         loss_tokens: as for `record`; by default counted, and what the Trainer divides or scales the loss by is undone.
@@ -126,9 +145,15 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         path: write the table here (Parquet) when training ends.
         max_overhead: the share of training time that measuring may take, e.g. 0.02; what is due beyond it is put off
             to a later step, counted in `put_off`, and said when training ends. Default: no limit.
+        compiled: accumulate inside the compiled step. For models of tokens whose activations are (batch, length,
+            features), and for metrics that are sums or maxima over tokens: of activations and of gradients. Training
+            begins with an uncompiled pass over a few random tokens, which tells sites and loss; what had been compiled
+            in this process before is compiled anew. The accumulators are not part of the model: a checkpoint does not
+            hold them, and a resumed run begins with empty ones.
 
     Raises:
-        NormlabError: `every` below 1, an unknown metric, a `max_overhead` that is not positive.
+        NormlabError: `every` below 1, an unknown metric, a `max_overhead` that is not positive; with `compiled`, a
+            metric that cannot be accumulated, or a `max_overhead`.
     """
 
     def __init__(
@@ -141,16 +166,24 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         update_ratio: bool = True,
         path: str | Path | None = None,
         max_overhead: float | None = None,
+        compiled: bool = False,
     ):
         if every < 1:
             raise NormlabError(f"every is {every}: measure every 1 step or more")
         if max_overhead is not None and not max_overhead > 0:
             raise NormlabError(f"max_overhead is {max_overhead}: give a share of the training time, such as 0.02")
-        self._metrics = [metric.name for metric in resolve_metrics(metrics)]
+        if compiled and max_overhead is not None:
+            raise NormlabError("compiled statistics are taken at every step, none is put off: leave out max_overhead")
+        rows = resolve_metrics(metrics)
+        if compiled:
+            require_in_graph(rows)
+        self._metrics = [metric.name for metric in rows]
         self._every, self._blocks, self._loss_tokens = every, blocks, loss_tokens
         self._wants_ratio, self._path = update_ratio, path
         self._sites: Sites | None = None
         self._recorder: Recorder | None = None
+        self._compiled, self._accumulating = compiled, False  # whether steps have ended since the last reading
+        self._accumulated: CompiledRecorder | None = None
         self._ratio: UpdateRatio | None = None
         self._trackers, self._budget = Trackers(), Budget(max_overhead)
         self._due, self._began = False, perf_counter()
@@ -173,9 +206,21 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
 
     # -- the Trainer's events; it calls them with keywords -----------------------------------------------------------
 
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Put the hooks of compiled statistics in place, before anything is compiled."""
+        self._stop_accumulating()
+        if self._compiled and model is not None:
+            where = sites(model, self._blocks)
+            self._accumulated = CompiledRecorder(where, resolve_metrics(self._metrics), self._loss_tokens)
+            self._accumulated.start()
+
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Start recording if this step is to be measured, and the budget allows it."""
         self._stop()
+        if self._accumulated is not None:
+            if self._loss_tokens is None:
+                self._accumulated.scale_loss(*_loss_scales(args, kwargs.get("optimizer")))
+            return
         self._began = perf_counter()
         self._due |= state.global_step % self._every == 0
         if self._due and not self._budget.allows():
@@ -193,28 +238,36 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         labels = inputs.loss_tokens()
         if labels is None:
             return None
-        scaler = getattr(optimizer, "scaler", None)
-        factor = 1.0 if scaler is None else 1.0 / scaler.get_scale()
-        if "num_items_in_batch" not in inputs.found:  # the Trainer divides the mean loss itself
-            factor *= args.gradient_accumulation_steps
-        elif args.average_tokens_across_devices:  # all ranks' items, and the loss times the number of ranks
-            factor /= max(1, args.world_size)
-        return labels * factor
+        alone, with_items = _loss_scales(args, optimizer)
+        return labels * (with_items if "num_items_in_batch" in inputs.found else alone)
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """All micro-batches are in: stop recording, and remember the weights."""
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)
-            if self._wants_ratio and model is not None:
-                self._ratio = UpdateRatio(model)
+        is_read = self._accumulated is not None and (state.global_step + 1) % self._every == 0
+        if self._wants_ratio and model is not None and (self._recorder is not None or is_read):
+            self._ratio = UpdateRatio(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        """Tabulate the step."""
+        """Tabulate the step, or what has been accumulated until now."""
+        if self._accumulated is not None:
+            self._accumulating = True
+            if state.global_step % self._every == 0:
+                self._tabulate(args, state, self._accumulated)
+            return
         if self._recorder is None:
             self._budget.add(perf_counter() - self._began, measured=False)
             return
-        recorder, ratio = self._recorder, self._ratio
-        self._stop()
+        self._recorder.__exit__(None, None, None)
+        self._tabulate(args, state, self._recorder)
+        self._budget.add(perf_counter() - self._began, measured=True)
+
+    def _tabulate(self, args: Any, state: Any, recorder: Recorder | CompiledRecorder) -> None:
+        """Merge all ranks' statistics into the table, with the update ratios if the weights were kept."""
+        ratio = self._ratio
+        self._recorder = self._ratio = None
+        self._accumulating = False
         step = state.global_step - 1  # the step that has just ended began with this number done
         table = recorder.stats(step=step).across_ranks().to_pandas()
         self._tables.append(table)
@@ -224,7 +277,6 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         if state.is_world_process_zero:
             report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
             self._trackers.send(report_to, Path(args.output_dir) / "layers", self.to_pandas(), step)
-        self._budget.add(perf_counter() - self._began, measured=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Look out for loss spikes."""
@@ -236,6 +288,9 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     def on_train_end(self, args, state, control, **kwargs):
         """Write the table; say how often the budget put a measurement off."""
         self._stop()
+        if self._accumulated is not None and self._accumulating:
+            self._tabulate(args, state, self._accumulated)
+        self._stop_accumulating()
         self._trackers.close()
         if self.put_off:
             _log.warning(
@@ -250,3 +305,8 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)
         self._recorder = self._ratio = None
+
+    def _stop_accumulating(self) -> None:
+        if self._accumulated is not None:
+            self._accumulated.stop()
+        self._accumulated, self._accumulating = None, False

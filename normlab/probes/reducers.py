@@ -3,6 +3,7 @@
 `token_statistics`  per-token numbers of one activation, in float32: on a GPU one kernel that reads it once, elsewhere
                     chunk by chunk, so that temporaries stay small
 `RunningMoments`    stacked (rows x masks x statistics) count, mean, M2, max on one device, merged by Chan's rule
+`with_batch`        the same as a function of the stacked moments
 `merge_moments`     Chan's rule itself, for tensors or floats
 """
 
@@ -39,10 +40,11 @@ def token_statistics(x: Tensor, names: Sequence[str]) -> Tensor:
     if nk.chooses_kernels(rows, "auto"):
         return _kernel_statistics(rows, names)
     step = max(1, CHUNK_ELEMENTS // max(1, rows.shape[-1]))
-    return torch.cat([_chunk_statistics(rows[i : i + step], names) for i in range(0, max(1, len(rows)), step)], dim=1)
+    return torch.cat([row_statistics(rows[i : i + step], names) for i in range(0, max(1, len(rows)), step)], dim=1)
 
 
-def _chunk_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
+def row_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
+    """`token_statistics` of (tokens, d) at once and by PyTorch alone, as compiled code takes them."""
     rows = at_least_float32(rows)
     found: dict[str, Tensor] = {}
     if "l2" in names:
@@ -82,6 +84,27 @@ def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
     return total, mean_a + delta * share, m2_a + m2_b + delta * delta * count_a * share
 
 
+def with_batch(state: Tensor, values: Tensor, masks: Tensor) -> Tensor:
+    """Running moments `state`, (4, rows, masks, statistics), with a batch of values, (rows, statistics, tokens), of the
+    tokens that each of `masks`, (masks, tokens), counts."""
+    keep = masks[None, :, None, :]
+    wide = values.to(state.dtype)[:, None]
+    count = keep.sum(-1).to(state.dtype).expand(len(values), -1, values.shape[1])
+    mean = torch.where(keep, wide, 0).sum(-1) / count.clamp(min=1)
+    m2 = torch.where(keep, wide - mean[..., None], 0).square().sum(-1)
+    peak = torch.where(keep, wide, -torch.inf).amax(-1)
+    merged = merge_moments(state[0], state[1], state[2], count, mean, m2)
+    return torch.stack([*merged, torch.maximum(state[3], peak)])
+
+
+def empty_moments(rows: int, masks: int, statistics: int, device: torch.device) -> Tensor:
+    """Moments of no token: (4, rows, masks, statistics), float64 where the device has it."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    state = torch.zeros(4, rows, masks, statistics, dtype=dtype, device=device)
+    state[3] = -torch.inf
+    return state
+
+
 class RunningMoments:
     """Count, mean, M2 and maximum of per-token statistics: `state`, (4, rows, masks, statistics), on one device.
 
@@ -90,33 +113,19 @@ class RunningMoments:
     """
 
     def __init__(self, masks: int, statistics: int, device: torch.device):
-        self._shape, self._device = (masks, statistics), device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.state = self._empty(0)
-
-    def _empty(self, rows: int) -> Tensor:
-        state = torch.zeros(4, rows, *self._shape, dtype=self._dtype, device=self._device)
-        state[3] = -torch.inf
-        return state
+        self._about = (masks, statistics, device)
+        self.state = empty_moments(0, *self._about)
 
     def reserve(self, rows: int) -> None:
         """Make room for rows 0 .. rows-1."""
         missing = rows - self.state.shape[1]
         if missing > 0:
             with torch.inference_mode(False), torch.no_grad():
-                self.state = torch.cat([self.state, self._empty(missing)], dim=1)
+                self.state = torch.cat([self.state, empty_moments(missing, *self._about)], dim=1)
 
     def update(self, rows: Sequence[int], values: Tensor, masks: Tensor) -> None:
         """Add one batch. `values`: (rows, statistics, tokens); `masks`: (masks, tokens) bool. A masked-out token may
         hold NaN."""
         with torch.inference_mode(False), torch.no_grad():
             index = torch.as_tensor(list(rows), device=values.device)
-            keep = masks[None, :, None, :]
-            wide = values.to(self._dtype)[:, None]
-            count = keep.sum(-1).to(self._dtype).expand(len(index), -1, values.shape[1])
-            mean = torch.where(keep, wide, 0).sum(-1) / count.clamp(min=1)
-            m2 = torch.where(keep, wide - mean[..., None], 0).square().sum(-1)
-            peak = torch.where(keep, wide, -torch.inf).amax(-1)
-            old = self.state[:, index]
-            merged = merge_moments(old[0], old[1], old[2], count, mean, m2)
-            self.state[:, index] = torch.stack([*merged, torch.maximum(old[3], peak)])
+            self.state[:, index] = with_batch(self.state[:, index], values, masks)

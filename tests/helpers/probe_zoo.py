@@ -118,12 +118,11 @@ def ours(scheme: str, **options) -> normlab.NormlabForCausalLM:
         vocab_size=64,
         hidden_size=WIDTH,
         intermediate_size=48,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=16,
         initializer_range=0.3,
-        **options,
+        **{"num_hidden_layers": 2, **options},
     )
     return normlab.NormlabForCausalLM(config).eval()
 

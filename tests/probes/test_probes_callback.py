@@ -33,18 +33,19 @@ def train(model, tmp_path, callbacks, **options):
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3,
     } | options
+    resume = settings.pop("resume", None)
     args = TrainingArguments(
         output_dir=str(tmp_path),
         report_to=settings.pop("report_to", []),
         use_cpu=True,
-        save_strategy="no",
+        save_strategy=settings.pop("save_strategy", "no"),
         logging_steps=1,
         disable_tqdm=True,
         seed=0,
         **settings,
     )
     trainer = Trainer(model=model, args=args, train_dataset=data(), callbacks=callbacks)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -52,17 +53,22 @@ def test_a_rank_that_hangs_is_not_left_behind(tmp_path):
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
 
+def run_on_two_ranks(out: Path, *arguments: str, started: Sequence[str] = ()) -> Path:
+    """The helper `probe_ranks.py`, forked or under `started`; returns the file of the merged statistics."""
+    script = Path(__file__).parents[1] / "helpers" / "probe_ranks.py"
+    command = [sys.executable, *started, str(script), str(out), *arguments]
+    code, errors = run_with_descendants(command, timeout=240)
+    assert code == 0, errors[-2000:]
+    return out
+
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 # Two forks of one process import torch once; torchrun starts three.
 @pytest.mark.parametrize("started", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["forked", "torchrun"])
 def test_two_ranks_merge_to_the_table_of_one(tmp_path, started):
-    script, out = Path(__file__).parents[1] / "helpers" / "probe_ranks.py", tmp_path / "merged.parquet"
-    command = [sys.executable, *started, str(script), str(out)]
-    code, errors = run_with_descendants(command, timeout=240)
-    assert code == 0, errors[-2000:]
-    merged = LayerStats.load(out)
+    merged = LayerStats.load(run_on_two_ranks(tmp_path / "merged.parquet", started=started))
     model = tiny_llama()
     with record(model, METRIC_NAMES) as rec:
         model(**whole_batch()).loss.backward()
