@@ -17,6 +17,7 @@ from normlab import NormlabError, NormlabForCausalLM, cli
 from normlab.schemes import BASELINE
 from normlab.training import needs as needs_module
 from normlab.training.config import TrainConfig
+from normlab.training.fields import given
 from normlab.training.needs import needs
 from normlab.training.sizes import LEFT_OUT, SIZES, get_size
 
@@ -66,6 +67,7 @@ MEASURE = """
 import gc, sys, torch
 from normlab import NormlabForCausalLM
 from normlab.training.config import TrainConfig
+from normlab.training.fields import given
 from normlab.training.precision import autocast
 torch.set_num_threads(1)
 
@@ -142,9 +144,7 @@ def test_the_command_of_a_plan_is_its_configuration(name: str, capsys: pytest.Ca
     launcher, _, arguments = command.partition(" -m normlab ")
     assert launcher == "torchrun --nproc-per-node 4"
     options = cli.build_parser().parse_args(shlex.split(arguments))
-    given = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(TrainConfig)}
-    given = {key: value for key, value in given.items() if value is not None}
-    config = TrainConfig(**{**given, "model": cli._fields(options.model, "--model")})
+    config = TrainConfig(**given(options, TrainConfig))
     assert dataclasses.replace(config, accumulate=1) == SIZES[name].config
     assert config.batch_size % (4 * config.accumulate) == 0
 

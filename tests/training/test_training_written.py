@@ -62,12 +62,12 @@ def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(done: r
 
 
 def test_the_command_in_a_manifest_gives_its_configuration(text: Path) -> None:
-    from normlab.cli import _fields, build_parser
+    from normlab.cli import build_parser
+    from normlab.training.fields import given
 
     config = tiny(text, keep_weights=False, model={"lam_input": 3.0, "carried": "causal"}, tokenizer="some/where")
-    options = vars(build_parser().parse_args(["train", *config.to_arguments()]))
-    given = {name: options[name] for name in config.to_dict() if options[name] is not None}
-    assert TrainConfig(**{**given, "model": _fields(given["model"], "--model")}) == config
+    options = build_parser().parse_args(["train", *config.to_arguments()])
+    assert TrainConfig(**given(options, TrainConfig)) == config
 
 
 def test_the_same_manifest_gives_the_same_numbers(done: runs.Run, cache: Path, tmp_path: Path) -> None:
