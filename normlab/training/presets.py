@@ -228,6 +228,7 @@ PRESETS = {
                 "vocab_size": 320,
                 "steps": 700,
                 "dtype": "bfloat16",
+                "checkpoint_every": 350,
                 "probe_every": 175,
                 "eval_every": 175,
                 "eval_blocks": 96,
