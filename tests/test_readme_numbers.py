@@ -103,6 +103,20 @@ def test_which_text_the_pilot_chose():
     assert all(round(gap, 2) in (0.12, 0.13) for gap in ahead["stdlib"]) and max(ahead["english"]) < 0
 
 
+def test_precision_moves_the_loss_less_than_a_seed():
+    text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(rf"ends at {NUMBER}\. Its twin in float32, not compiled, ends at {NUMBER}; .* at {NUMBER}:", text)
+    paths = [*normlab.runs.find_runs(ROOT / "data" / "precision"), *normlab.runs.find_runs(ROOT / "data" / "pilot")]
+    found = {}
+    for manifest in (normlab.runs.read_run(path).manifest for path in paths):
+        config = manifest["config"]
+        if config["depth"] == 4 and config["corpus"] == "stdlib":
+            found[config["dtype"], config["seed"]] = manifest["eval_loss"]
+    half, full, seed = found["bfloat16", 0], found["float32", 0], found["bfloat16", 1]
+    assert said is not None and [float(text) for text in said.groups()] == [round(x, 3) for x in (half, full, seed)]
+    assert abs(half - full) < abs(half - seed)
+
+
 def test_no_short_run_beats_a_bigram_of_its_text():
     pilot = [normlab.runs.read_run(path).manifest for path in normlab.runs.find_runs(ROOT / "data" / "pilot")]
     bigram = {m["corpus"]["content_hash"]: m["bigram_loss"] for m in pilot}
