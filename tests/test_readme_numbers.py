@@ -117,6 +117,15 @@ def test_precision_moves_the_loss_less_than_a_seed():
     assert abs(half - full) < abs(half - seed)
 
 
+def test_what_a_model_loses_with_its_norms():
+    text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
+    table = pd.read_csv(ROOT / "data" / "removal" / "pre_rmsnorm-d8.csv")
+    (said,) = re.findall(rf"held-out loss {NUMBER} to {NUMBER} nats a token", text)
+    assert list(map(float, said)) == [round(table["loss_before"].iloc[0], 3), round(table["loss_tuned"].iloc[-1], 3)]
+    dear = table.assign(cost=table["loss_removed"] - table["loss_before"]).nlargest(2, "cost")
+    assert sorted(dear["step"]) == [1, 17] and len(table) == 17 and (dear["cost"].round(1) == 0.1).all()
+
+
 def test_no_short_run_beats_a_bigram_of_its_text():
     pilot = [normlab.runs.read_run(path).manifest for path in normlab.runs.find_runs(ROOT / "data" / "pilot")]
     bigram = {m["corpus"]["content_hash"]: m["bigram_loss"] for m in pilot}

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
+from normlab.bench.probes import llama
 from normlab.errors import NormlabError
 from normlab.probes.callback import DEFAULT
 from normlab.probes.compiled import IN_GRAPH, CompiledRecorder
@@ -42,20 +43,8 @@ CASES: dict[str, Sequence[str]] = {
 
 def step_of(options: argparse.Namespace, metrics: Sequence[str]) -> tuple[Step, float, CompiledRecorder | None]:
     """A compiled step with these statistics, run once; the seconds that took, mostly compiling; what takes them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.width,
-        intermediate_size=int(options.width * 8 / 3) // 32 * 32,
-        num_hidden_layers=options.depth,
-        num_attention_heads=max(1, options.width // 64),
-        num_key_value_heads=max(1, options.width // 64),
-        max_position_embeddings=options.length,
-    )
-    model = LlamaForCausalLM(config).train()
-    ids = torch.randint(3, options.vocabulary, (options.rows, options.length))
+    model, ids = llama(options, queries_a_key=1)
+    model.train()
     recorder = CompiledRecorder(sites(model), resolve_metrics(metrics)) if metrics else None
     if recorder is not None:
         recorder.start()

@@ -39,7 +39,8 @@ ANGLES, ANGLE_DEPTH, ANGLE_WIDTH = "normlab, angular_distance, all pairs of 64 l
 Case = Callable[[], Any]
 
 
-def _model(options: argparse.Namespace) -> tuple[Any, torch.Tensor]:
+def llama(options: argparse.Namespace, queries_a_key: int = 2) -> tuple[Any, torch.Tensor]:
+    """A stock Llama of random weights in evaluation mode, heads of 64, and a batch of random tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -49,7 +50,7 @@ def _model(options: argparse.Namespace) -> tuple[Any, torch.Tensor]:
         intermediate_size=int(options.width * 8 / 3) // 32 * 32,
         num_hidden_layers=options.depth,
         num_attention_heads=max(1, options.width // 64),
-        num_key_value_heads=max(1, options.width // 128),
+        num_key_value_heads=max(1, options.width // (64 * queries_a_key)),
         max_position_embeddings=options.length,
         bos_token_id=1,
         eos_token_id=2,
@@ -65,7 +66,7 @@ def _recorded(run: Case, model: Any, metrics: Sequence[str]) -> None:
 
 def forward_cases(options: argparse.Namespace, only: str | None = None) -> dict[str, Case]:
     """Forward passes without gradients: bare, recorded, and by the other tools that are installed."""
-    model, ids = _model(options)
+    model, ids = llama(options)
 
     def bare() -> Any:
         with torch.no_grad():
@@ -84,7 +85,7 @@ def forward_cases(options: argparse.Namespace, only: str | None = None) -> dict[
         with contextlib.suppress(ImportError):
             import torchlens
 
-            plain, _ = _model(options)
+            plain, _ = llama(options)
             unlimited = torchlens.options.CaptureOptions(save_budget=None)  # else it refuses at half the free memory
 
             def torchlens_pass() -> None:
@@ -98,7 +99,7 @@ def forward_cases(options: argparse.Namespace, only: str | None = None) -> dict[
 def _lens_cases(options: argparse.Namespace) -> dict[str, Case]:
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    model, ids = _model(options)
+    model, ids = llama(options)
     bridge = build_bridge_from_module(model, "LlamaForCausalLM", hf_config=model.config)
 
     def cached(names_filter: Callable[[str], bool] | None) -> None:
@@ -116,7 +117,7 @@ def _lens_cases(options: argparse.Namespace) -> dict[str, Case]:
 
 def training_cases(options: argparse.Namespace) -> dict[str, Case]:
     """Forward and backward passes: bare, and recorded with ever more metrics."""
-    model, ids = _model(options)
+    model, ids = llama(options)
 
     def bare() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -169,7 +170,7 @@ def _peak() -> float:
 
 
 def _angle_cases(options: argparse.Namespace) -> dict[str, Case]:
-    model, ids = _model(argparse.Namespace(**{**vars(options), "depth": ANGLE_DEPTH, "width": ANGLE_WIDTH}))
+    model, ids = llama(argparse.Namespace(**{**vars(options), "depth": ANGLE_DEPTH, "width": ANGLE_WIDTH}))
 
     def bare() -> None:
         with torch.no_grad():

@@ -38,7 +38,6 @@ PARTS = {
     "mlp": "MLP skipped",
     "deleted": "block deleted, the others renumbered",
 }
-_SCALE = ((0.0, "#f3f6fb"), (0.5, "#5b8def"), (1.0, "#3b1f6b"))  # dark is much, legible on both pages
 
 
 @register("skip_cost", "C2", "loss added by leaving out one block", reads="experiments", metric="skip_delta_loss")
@@ -154,7 +153,9 @@ def by_pair(
         figure.add_trace(_heat(wide, theme.style_of(name).title, upwards, across, unit), row=line, col=column)
     high = float(np.nanquantile(rows["value"], 0.995))
     bar = dict(title=dict(text=unit, side="top"), thickness=10, outlinewidth=0)
-    figure.update_layout(coloraxis=dict(colorscale=[list(stop) for stop in _SCALE], cmin=0.0, cmax=high, colorbar=bar))
+    figure.update_layout(
+        coloraxis=dict(colorscale=[list(stop) for stop in theme.SEQUENTIAL], cmin=0.0, cmax=high, colorbar=bar)
+    )
     figure.update_xaxes(showgrid=False).update_yaxes(showgrid=False)
     figure.update_xaxes(title_text=across, row=lines).update_yaxes(title_text=upwards, col=1)
     figure.update_layout(margin=dict(l=72, r=60, t=130, b=58))

@@ -17,9 +17,9 @@ from normlab.probes.metrics import metric_row
 
 TRAINS, STALLS, DIVERGES = "trains", "stalls", "diverges"
 _MARKS = {TRAINS: "circle", STALLS: "circle-open", DIVERGES: "x"}
+_WORDS = {TRAINS: "train", STALLS: "stall", DIVERGES: "diverge"}
 _ROW = 22  # pixels a scheme
 _COLUMNS = 48  # of a profile: layers are drawn to the nearest of so many places between the first and the last
-_SCALE = ((0.0, "#f3f6fb"), (0.5, "#5b8def"), (1.0, "#3b1f6b"))  # dark is much, legible on both pages
 # (site, metric, which step, title)
 _PROFILES = (
     ("block_in_grad", "grad_l2_total", "first", "Gradient before training, log10"),
@@ -89,9 +89,6 @@ def trains_at_depth(
     return theme.titled(figure, title, subtitle, 220 + _ROW * len(table))
 
 
-_WORDS = {TRAINS: "train", STALLS: "stall", DIVERGES: "diverge"}
-
-
 def outcomes(about: pd.DataFrame) -> pd.DataFrame:
     """By scheme, best first: ``loss`` (mean of the seeds that have one), ``entropy``, ``outcome``, and ``shown``, where
     a point stands: the loss, at most a nat above the entropy; a diverged scheme there, too."""
@@ -128,7 +125,7 @@ def _profile(chosen: Selection, names: list[str], site: str, metric: str, when: 
         x=places,
         y=[theme.style_of(name).title for name in names],
         z=values,
-        colorscale=[list(stop) for stop in _SCALE],
+        colorscale=[list(stop) for stop in theme.SEQUENTIAL],
         colorbar=dict(thickness=8, len=0.5, x=0.653 if column == 2 else 1.01, y=0.75, tickfont=dict(size=10)),
         hovertemplate="%{y}, %{x:.0%} of the layers: 10^%{z:.2f}<extra>" + metric_row(metric).label + "</extra>",
         meta={"metric": metric},

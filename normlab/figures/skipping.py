@@ -12,9 +12,6 @@ from plotly.subplots import make_subplots
 from normlab.figures import theme as look
 from normlab.figures.labels import EndLabel, label_ends, label_room
 
-# Dark is much, in both themes legible on the page.
-_SCALE = ((0.0, "#f3f6fb"), (0.5, "#5b8def"), (1.0, "#3b1f6b"))
-
 
 def skip_cost(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     """Loss with block l skipped minus loss of the whole model, by layer, a line a model with its 95% interval.
@@ -70,7 +67,7 @@ def future_effect(table: pd.DataFrame, title: str = "What later blocks do when o
             x=[int(s) for s in wide.columns],
             y=[int(layer) for layer in wide.index],
             z=[look.finite(row) for row in wide.to_numpy(float)],
-            colorscale=[list(stop) for stop in _SCALE],
+            colorscale=[list(stop) for stop in look.SEQUENTIAL],
             zmin=0.0,
             zmax=float(known.max()) if len(known) else 1.0,
             colorbar=dict(title=dict(text="relative<br>change", side="top"), thickness=10, outlinewidth=0),

@@ -21,6 +21,8 @@ NEUTRAL = "#8a8f98"
 # Training step, early to late. Blue to orange is safe for colour-blind readers, and no stop fades into either
 # background.
 STEPS = ((0.0, "#5b8def"), (0.5, "#a55cc7"), (1.0, "#e8590c"))
+# Of a heat map: dark is much, legible on both pages.
+SEQUENTIAL = ((0.0, "#f3f6fb"), (0.5, "#5b8def"), (1.0, "#3b1f6b"))
 # Scheme colours too dark for a dark page, or too near to one that becomes brighter there, and what they become.
 _ON_DARK = {
     "#000000": "#f4f4f5",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
@@ -68,12 +68,15 @@ def write_pages(
         tasks = {pool.submit(execute, notebook): notebook for notebook in found}
         for task in tqdm(as_completed(tasks), total=len(tasks), desc="notebooks", unit="notebook"):
             notebook = tasks[task]
+            written = out / f"{notebook.stem}.html"
+            written.unlink(missing_ok=True)  # that of another time would pass for this one's
             try:
                 page, _ = NotebookPage().from_filename(str(task.result()))
+                written.write_text(page, encoding="utf-8")
             except CellExecutionError as error:
                 failed[notebook] = f"{error.ename}: {error.evalue}"
-            else:
-                (out / f"{notebook.stem}.html").write_text(page, encoding="utf-8")
+            except DeadKernelError as error:
+                failed[notebook] = str(error)
     write_index(out, notebooks)
     return failed
 

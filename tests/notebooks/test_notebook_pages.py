@@ -40,4 +40,6 @@ def test_a_folder_of_notebooks_becomes_pages(tmp_path: Path, capsys: pytest.Capt
     first = printed()
     assert first[:2] == [str(runs), str(notebooks)]
     assert main([*arguments, "--keep"]) == 1 and printed() == first
+    notebook(notebooks / "a.ipynb", "import os; os._exit(1)")  # its page goes, and no other is left
+    assert main(arguments) == 2 and not (out / "a.html").exists()
     assert main([str(tmp_path / "none"), "--runs", str(runs), "--out", str(out)]) == 2
