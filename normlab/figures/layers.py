@@ -46,4 +46,5 @@ def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all") -> go.Figu
     figure.update_yaxes(title_text=axis, exponentformat="power", **theme.value_axis(bounds, wide))
     figure.update_layout(showlegend=True)
     subtitle = "<br>".join(wrap(f"{metric}: {METRICS[metric].definition}", 90))
-    return theme.titled(figure, f"{METRICS[metric].label} by layer", subtitle, 450)
+    label = METRICS[metric].label
+    return theme.titled(figure, f"{label[0].upper()}{label[1:]} by layer", subtitle, 450)
