@@ -154,8 +154,23 @@ def _sites(
         inner = None if norms is None else [_inside(module, names, n) for n in norms]
         found.append(_block(index, names[module], module, named, inner))
     inside = {module for block in chosen for module in block.modules()}
-    outer = tuple(module for module in norms_below(model) if module not in inside)
+    own = [names[block] for block in chosen]
+    others = [name for pairs in stacks_of(model).values() if not inside & {m for _, m in pairs} for name, _ in pairs]
+    outer = tuple(m for m in norms_below(model) if m not in inside and _is_beside(names[m], own, others))
     return Sites(tuple(found), outer, _ancestors(model, names[chosen[0]]), names)
+
+
+def _is_beside(norm: str, own: list[str], others: list[str]) -> bool:
+    """Whether the nearest module above a norm that holds any stack's blocks holds these: the final norm of an encoder
+    is none of its decoder's."""
+    parents = norm.split(".")[:-1]
+    for cut in range(len(parents), -1, -1):
+        above = "".join(f"{part}." for part in parents[:cut])
+        if any(block.startswith(above) for block in own):
+            return True
+        if any(block.startswith(above) for block in others):
+            return False
+    return True
 
 
 def _block(

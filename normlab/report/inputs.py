@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normlab.errors import NormlabError, first_line
+from normlab.errors import NormlabError, first_line, in_one_line
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASKED_SHARE = 0.15  # of the tokens of a masked language model's batch, as BERT was trained
@@ -79,8 +79,9 @@ def load(
             what = "image processor" if task == "image" else "tokenizer"
             kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
             reader = kind.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise NormlabError(f"no {what} could be loaded from {source}: {first_line(error)}") from error
+    except Exception as error:  # a configuration that a class cannot be built from may raise any
+        reason = first_line(error) if isinstance(error, OSError | ValueError | ImportError) else in_one_line(error)
+        raise NormlabError(f"no {what} could be loaded from {source}: {reason}") from error
     if device != "auto":
         try:
             loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

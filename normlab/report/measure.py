@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, in_one_line
 from normlab.probes.calls import IGNORED_LABEL, CallInputs
 from normlab.probes.geometry import angular_distance, logit_lens_kl
 from normlab.probes.metrics import FORWARD_METRICS, METRICS
@@ -73,12 +73,22 @@ def _recorded(where: Sites, loaded: Loaded, batches: Batches, metrics: list[str]
     coarse = partial(_labels_averaged, loaded.task) if torch.finfo(dtype).bits < 32 else None
     with record(where, metrics, loss_tokens=coarse) as recorder, torch.set_grad_enabled("labels" in batches[0]):
         for batch in batches:
-            pixels = {name: x.to(dtype) for name, x in batch.items() if x.is_floating_point()}
-            output: Any = loaded.model(**{**batch, **pixels})
+            output = _called(loaded, batch, dtype)
             if "labels" in batch:
                 recorder.backward(output.loss)
                 losses.append(float(output.loss.detach()))
     return recorder.stats(), sum(losses) / len(losses) if losses else None
+
+
+def _called(loaded: Loaded, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
+    pixels = {name: x.to(dtype) for name, x in batch.items() if x.is_floating_point()}
+    try:
+        return loaded.model(**{**batch, **pixels})
+    except NormlabError:
+        raise
+    except Exception as error:  # the model's own code: what it raises cannot be known
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
+        raise NormlabError(f"{type(loaded.model).__name__} does not run on {shapes}: {in_one_line(error)}") from error
 
 
 def _labels_averaged(task: str, inputs: CallInputs) -> float | None:

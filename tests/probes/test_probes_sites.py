@@ -10,7 +10,7 @@ from torch import nn
 
 import normlab
 from normlab.errors import NormlabError
-from normlab.probes import record, sites
+from normlab.probes import record, sites, stacks
 from normlab.schemes import STUDIED
 
 PRE_NORM = {"block_out": 4, "attn_norm_in": 3, "mlp_norm_in": 3, "final_norm_in": 1, "attn": 3, "mlp": 3, "block": 3}
@@ -187,6 +187,15 @@ def test_what_is_not_found_is_said_with_likely_candidates():
         sites(two)
     assert sites(two, "decoder.block.*").depth == 2
     assert sites(Plain(), "stage*").missing == ("attention", "norm after the blocks")
+
+
+def test_the_norms_of_another_stack_are_none_of_this_ones():
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    for name, found in stacks(model).items():
+        stack = name.removesuffix(".block")
+        assert [found.names[norm] for norm in found.outer_norms] == [f"{stack}.final_layer_norm"]
+        assert sites(model, f"{name}.*").outer_norms == found.outer_norms
 
 
 def test_a_layer_scale_and_a_query_norm_are_no_norm_sites():

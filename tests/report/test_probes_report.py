@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pandas
 import pytest
 import torch
@@ -214,8 +216,17 @@ def test_a_text_that_cannot_be_used_is_refused_in_one_line(saved, tmp_path, cont
 def test_a_model_or_tokenizer_that_cannot_be_loaded_is_named(saved, tmp_path):
     with pytest.raises(NormlabError, match="no model could be loaded from .*nowhere"):
         probe_report(str(tmp_path / "nowhere"), saved / "text.txt")
+    config = hf.AutoConfig.from_pretrained(shutil.copytree(saved, tmp_path / "broken"))
+    config.num_key_value_heads = 0  # no class can be built from this: transformers divides by it
+    config.save_pretrained(tmp_path / "broken")
+    with pytest.raises(NormlabError, match=r"no model could be loaded from .*broken: ZeroDivisionError: "):
+        probe_report(str(tmp_path / "broken"), saved / "text.txt")
     tiny_llama().save_pretrained(tmp_path / "bare")
     with pytest.raises(NormlabError, match="no tokenizer could be loaded"):
         probe_report(str(tmp_path / "bare"), saved / "text.txt", out=tmp_path / "out")
+    loaded = load(str(saved))
+    wrong = [{"input_ids": torch.full((2, 16), 10_000)}]  # no such row of the embeddings
+    with pytest.raises(NormlabError, match=r"LlamaForCausalLM does not run on input_ids \(2, 16\): IndexError: "):
+        measure(loaded, wrong)
     with pytest.raises(NormlabError, match="pass tokenizer="):
         probe_report(tiny_llama(), saved / "text.txt")
