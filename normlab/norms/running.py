@@ -4,6 +4,7 @@ step, and a backward pass that puts a running mean in place of a batch's own."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from normlab.norms.base import Norm, StartingMap
 from normlab.norms.rms import check_width
 
 Mean = tuple[Tensor, int]
+_DISABLED: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
 
 
 class _Divided(torch.autograd.Function):
@@ -35,6 +37,18 @@ class _Divided(torch.autograd.Function):
 
 def _over_tokens(x: Tensor) -> Tensor:
     return x.flatten(0, -2).mean(0)
+
+
+def _never_compiled(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.compiler.disable`, at the first call: it loads the compiler, which takes longer than all of normlab."""
+
+    @wraps(method)
+    def call(*args: Any) -> Tensor:
+        if method not in _DISABLED:
+            _DISABLED[method] = torch.compiler.disable(method)
+        return _DISABLED[method](*args)
+
+    return call
 
 
 class RunningNorm(Norm):
@@ -91,7 +105,7 @@ class RunningNorm(Norm):
             z = x.float() * torch.rsqrt(self.mean_square.float() + self.eps)
         return self.gamma() * z.to(x.dtype) + self.bias
 
-    @torch.compiler.disable
+    @_never_compiled
     def _divided(self, x: Tensor) -> Tensor:
         own = _over_tokens(x.detach().square())
         self._note("mean_square", own)

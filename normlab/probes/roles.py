@@ -11,8 +11,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
 from normlab.probes.readings import BranchRun, NormRead, Reading, Segment, find_reading, same_tensor
@@ -29,6 +27,9 @@ def read_by(block: nn.Module, state: Tensor) -> Tensor:
     enter = getattr(block, "enter", None)
     if enter is None:
         return state
+    from torch.distributed.fsdp import FSDPModule  # here, because they take a second to load
+    from torch.distributed.tensor import DTensor
+
     split = isinstance(block, FSDPModule) and any(isinstance(weight, DTensor) for weight in block.parameters())
     if split:
         cast(FSDPModule, block).unshard()

@@ -7,9 +7,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from normlab.models import NormlabConfig
 from normlab.probes import METRICS
 from normlab.schemes import DEFAULT, get_scheme
 from normlab.training.corpus import HELD_OUT, CorpusSpec
@@ -27,6 +26,9 @@ from normlab.training.fields import (
     setting,
     shared,
 )
+
+if TYPE_CHECKING:
+    from normlab.models import NormlabConfig
 
 HEAD_SIZE = 32
 DTYPES = ("float32", "bfloat16", "float16")
@@ -118,8 +120,11 @@ class TrainConfig:
             self.outlier_channels <= self.width,
             f"outlier_channels is {self.outlier_channels}; width {self.width} has no more than {self.width}",
         )
-        unknown = set(self.model) - {spec.name for spec in dataclasses.fields(NormlabConfig)}
-        require(not unknown, f"unknown model fields {', '.join(sorted(unknown))}")
+        if self.model:
+            from normlab.models import NormlabConfig  # here, because it loads transformers
+
+            unknown = set(self.model) - {spec.name for spec in dataclasses.fields(NormlabConfig)}
+            require(not unknown, f"unknown model fields {', '.join(sorted(unknown))}")
 
     def _filled_in(self) -> dict[str, Any]:
         heads = self.heads or self.width // HEAD_SIZE
@@ -187,6 +192,8 @@ class TrainConfig:
 
     def model_config(self, vocab_size: int, eos_token_id: int) -> NormlabConfig:
         """Tied embeddings, eps 1e-6, context and T equal to the block length; fields of `model` come last."""
+        from normlab.models import NormlabConfig
+
         fields = {
             "scheme": self.scheme,
             "vocab_size": vocab_size,
