@@ -121,6 +121,7 @@ def _add_sweep(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
+    from normlab.training.config import TrainConfig
     from normlab.training.needs import MEMORY_GIB, MFU, PEAK_TFLOPS
     from normlab.training.sizes import SIZES
 
@@ -128,6 +129,8 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("size", help=", ".join(SIZES))
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of one machine (default: 1)")
     parser.add_argument("--scheme", help="default: the paper's own")
+    (fsdp,) = (spec.metadata["help"] for spec in dataclasses.fields(TrainConfig) if spec.name == "fsdp")
+    parser.add_argument("--fsdp", action="store_true", help=fsdp)
     parser.add_argument("--mfu", type=float, default=MFU, help=f"share of --tflops reached (default: {MFU})")
     parser.add_argument(
         "--tflops",
@@ -277,7 +280,7 @@ def _plan(options: argparse.Namespace) -> int:
     from normlab.training.sizes import get_size
 
     size = get_size(options.size)
-    config = dataclasses.replace(size.config, scheme=options.scheme) if options.scheme else size.config
+    config = dataclasses.replace(size.config, scheme=options.scheme or size.config.scheme, fsdp=options.fsdp)
     given = {"mfu": options.mfu, "tflops": options.tflops, "memory_gib": options.memory}
     print(f"{options.size}   ({size.source})\n{needs(config, options.gpus, **given).in_words()}")
     if size.swept:

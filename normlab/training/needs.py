@@ -7,6 +7,8 @@
     memory a rank   weights 4 B and AdamW's two moments 8 B a parameter, what autograd keeps for the backward pass, and
                     at its first step two float32 copies of the logits; several ranks: 4 B for gradients in transit; a
                     step in parts: 4 B for their sum
+    split (fsdp)    16 B a parameter of the rank's share, weights, gradients and moments, the gradients in the room that
+                    what autograd keeps leaves behind; what is gathered around a block: `held`
     disk            two checkpoints (one is written while the last is kept) of 12 B a parameter, the model 4 B
 
 Parameters are those of the model itself, built on the meta device; what autograd keeps is counted on fake tensors at
@@ -18,6 +20,7 @@ between blocks of memory comes on top.
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +37,23 @@ PEAK_TFLOPS, MFU, MEMORY_GIB = 989.0, 0.4, 72.0  # an H100 (SXM): bfloat16; a co
 
 
 @dataclass(frozen=True)
+class Held:
+    """Parameters on a rank: those that it keeps, with their optimizer state, and those gathered at the peak, 0 unless
+    the model is split."""
+
+    kept: int
+    gathered: int = 0
+
+
+@dataclass(frozen=True)
 class Needs:
-    """config: with the number of parts that a rank's memory asks for. memory: bytes a rank at the peak. seconds: of the
-    whole run. disk: bytes."""
+    """config: with the number of parts that a rank's memory asks for. held: parameters on a rank. memory: bytes a rank
+    at the peak. seconds: of the whole run. disk: bytes."""
 
     config: TrainConfig
     gpus: int
     parameters: int
+    held: Held
     flops_a_step: float
     memory: float
     seconds: float
@@ -57,12 +70,15 @@ class Needs:
         step = f"{config.batch_size} blocks of {config.block_length}"
         short = "" if self.fits else "; more than a rank has"
         parts = f"{part} blocks at a time, a step in {config.accumulate} parts{short}"
+        kept, gathered = 4 * self.held.kept / GIB, 4 * self.held.gathered / GIB
+        split = f"split        {kept:.1f} GiB a rank of weights, as much of gradients, {2 * kept:.1f} GiB of moments"
         return "\n".join(
             (
                 f"parameters   {self.parameters / 1e6:,.1f}M",
                 f"tokens       {tokens / 1e9:.2f}B: {config.steps:,} steps of {step}",
                 f"FLOPs        {self.flops_a_step:.3g} a step, {self.flops_a_step * config.steps:.3g} in all",
                 f"memory       {self.memory / GIB:.1f} GiB a rank: {parts}",
+                *([f"{split}; {gathered:.1f} GiB gathered"] if gathered else []),
                 f"time         {self.seconds / 3600:,.1f} hours on {self.gpus} GPUs",
                 f"disk         {self.disk / GIB:.1f} GiB for checkpoints and the model",
                 "",
@@ -99,16 +115,18 @@ def needs(
     vocab_size = vocab_size or config.model.get("vocab_size") or config.vocab_size
     model_config = config.model_config(vocab_size, 0)
     parameters = count_parameters(model_config)
+    held = held_when_split(model_config, gpus) if config.fsdp and gpus > 1 else Held(parameters)
     each = config.batch_size // gpus
     fixed, a_block = _kept(model_config, config.block_length, config.dtype)
     parts = [n for n in range(1, each + 1) if each % n == 0]
-    peaks = {n: _peak(parameters, fixed + a_block * (each // n), gpus, n) for n in parts}
+    peaks = {n: _peak(held, fixed + a_block * (each // n), gpus, n) for n in parts}
     chosen = next((n for n in parts if peaks[n] <= memory_gib * GIB), parts[-1])
     flops = flops_a_step(model_config, parameters, config)
     return Needs(
         config=dataclasses.replace(config, accumulate=chosen),
         gpus=gpus,
         parameters=parameters,
+        held=held,
         flops_a_step=flops,
         memory=peaks[chosen],
         seconds=flops * config.steps / (gpus * tflops * 1e12 * mfu),
@@ -122,6 +140,18 @@ def count_parameters(config: NormlabConfig) -> int:
         return sum(p.numel() for p in NormlabForCausalLM(config).parameters())
 
 
+def held_when_split(config: NormlabConfig, ranks: int) -> Held:
+    """The first rank's under `sharded.shard`, no other's is larger: of every tensor its share of the rows. Gathered are
+    what lies outside the blocks, and three times a block: the weights of one and of the next, and the gradients of one
+    before they are dealt out."""
+    with torch.device("meta"):
+        model = NormlabForCausalLM(config)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+    kept = sum(math.ceil(p.shape[0] / ranks) * p[0].numel() for p in model.parameters())
+    outside = sum(p.numel() for p in model.parameters()) - sum(blocks)
+    return Held(kept, outside + 3 * max(blocks))
+
+
 def flops_a_step(model: NormlabConfig, parameters: int, config: TrainConfig) -> float:
     """See the head of this file."""
     looked_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
@@ -130,9 +160,13 @@ def flops_a_step(model: NormlabConfig, parameters: int, config: TrainConfig) -> 
     return float(a_token * config.tokens_per_step)
 
 
-def _peak(parameters: int, activations: float, gpus: int, parts: int) -> float:
+def _peak(held: Held, activations: float, gpus: int, parts: int) -> float:
+    if held.gathered:
+        gradients = 4 * held.kept
+        passing = activations + gradients if parts > 1 else max(activations, gradients)
+        return 12 * held.kept + passing + 4 * held.gathered
     static = 12 + 4 * (gpus > 1) + 4 * (parts > 1)
-    return static * parameters + activations
+    return static * held.kept + activations
 
 
 def _kept(config: NormlabConfig, length: int, dtype: str) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_training_ranks import environments
 from torch.utils.flop_counter import FlopCounterMode
 
 from normlab import NormlabError, NormlabForCausalLM, cli
@@ -18,12 +19,14 @@ from normlab.schemes import BASELINE
 from normlab.training import needs as needs_module
 from normlab.training.config import TrainConfig
 from normlab.training.fields import given
-from normlab.training.needs import needs
+from normlab.training.needs import Held, needs
 from normlab.training.sizes import LEFT_OUT, SIZES, get_size
 
 SMALL = TrainConfig(
     scheme="bhyt", depth=4, width=256, intermediate=704, batch_size=8, block_length=256, vocab_size=8192, steps=10
 )
+
+WIDE = dict(depth=8, width=512, intermediate=1408, batch_size=4, vocab_size=2048)
 
 
 @pytest.mark.parametrize("name, printed", [("bhyt-1b", 1_235_814_400), ("bhyt-3b", 3_212_749_824)])
@@ -64,17 +67,24 @@ def test_what_autograd_keeps_grows_by_the_same_amount_a_block() -> None:
 
 
 MEASURE = """
-import gc, sys, torch
+import gc, os, torch
 from normlab import NormlabForCausalLM
 from normlab.training.config import TrainConfig
 from normlab.training.fields import given
 from normlab.training.precision import autocast
+from normlab.training.sharded import shard
 torch.set_num_threads(1)
+ranks = int(os.environ.get("WORLD_SIZE", 1))
+if ranks > 1:
+    torch.distributed.init_process_group("gloo")
 
 def steps(config, parts=1):
     model = NormlabForCausalLM(config.model_config(config.vocab_size, 0))
+    if ranks > 1:
+        shard(model, torch.device("cpu"))
+        gc.collect()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids = torch.zeros(config.batch_size // parts, config.block_length, dtype=torch.long)
+    ids = torch.zeros(config.batch_size // (ranks * parts), config.block_length, dtype=torch.long)
     for step in range(2):
         for part in range(parts):
             with autocast(config.dtype, ids.device):
@@ -87,7 +97,7 @@ def status(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
 
 config, parts = TrainConfig(**{config!r}), {parts}
-steps(TrainConfig(depth=1, width=32, batch_size=2, block_length=8, vocab_size=64, dtype=config.dtype))
+steps(TrainConfig(depth=1, width=32, batch_size=2 * ranks, block_length=8, vocab_size=64, dtype=config.dtype))
 gc.collect()
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
@@ -96,7 +106,27 @@ print(status("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="measures the peak as Linux counts it")
+MEASURED = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="measures the peak as Linux counts it"
+)
+
+
+def measured_peaks(config: TrainConfig, parts: int, ranks: int = 1) -> list[int]:
+    """Of every rank."""
+    code = MEASURE.replace("{config!r}", repr(config.to_dict())).replace("{parts}", str(parts))
+    # Large pieces straight from the system, as a GPU's allocator has them: what is freed does not stay in the heap.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    started = []
+    for launched in environments(ranks) if ranks > 1 else [{}]:
+        command = [sys.executable, "-c", code]
+        pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen(command, env=environment | launched, **pipes))
+    answers = [process.communicate() for process in started]
+    assert not any(process.returncode for process in started), answers
+    return [int(output) for output, _ in answers]
+
+
+@MEASURED
 @pytest.mark.parametrize(
     "fields, parts",
     [
@@ -108,22 +138,50 @@ print(status("VmHWM") - before)
 )
 def test_memory_is_the_measured_peak_within_a_tenth(fields: dict[str, Any], parts: int) -> None:
     config = dataclasses.replace(SMALL, **fields)
-    code = MEASURE.replace("{config!r}", repr(config.to_dict())).replace("{parts}", str(parts))
-    # Large pieces straight from the system, as a GPU's allocator has them: what is freed does not stay in the heap.
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-    )
-    assert done.returncode == 0, done.stderr
     one_part = needs(config)
     assert one_part.config.accumulate == 1
     expected = one_part.memory
     if parts > 1:
         fixed, a_block = needs_module._kept(config.model_config(8192, 0), 256, config.dtype)
         expected = 16 * one_part.parameters + fixed + a_block * 8 / parts
-    assert int(done.stdout) == pytest.approx(expected, rel=0.1)
+    assert measured_peaks(config, parts) == pytest.approx([expected], rel=0.1)
+
+
+@MEASURED
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields, parts",
+    [
+        ({}, 1),
+        ({"dtype": "bfloat16"}, 1),
+        ({"dtype": "bfloat16"}, 2),
+        (WIDE, 1),
+        (WIDE, 2),
+        (WIDE | {"block_length": 32}, 1),  # gradients are more than what autograd keeps
+    ],
+)
+def test_memory_of_a_split_model_is_the_measured_peak_within_a_tenth(fields: dict[str, Any], parts: int) -> None:
+    config = dataclasses.replace(SMALL, fsdp=True, **fields)
+    planned = needs(config, 2)
+    assert planned.config.accumulate == 1
+    fixed, a_block = needs_module._kept(config.model_config(config.vocab_size, 0), config.block_length, config.dtype)
+    kept = fixed + a_block * config.batch_size / (2 * parts)
+    expected = planned.memory if parts == 1 else needs_module._peak(planned.held, kept, 2, parts)
+    assert measured_peaks(config, parts, ranks=2) == pytest.approx([expected] * 2, rel=0.1)
+
+
+def test_a_split_model_needs_its_share_and_what_is_gathered() -> None:
+    whole, split = needs(SMALL, 2), needs(dataclasses.replace(SMALL, fsdp=True), 2)
+    assert (split.parameters, split.disk) == (whole.parameters, whole.disk) and split.memory < whole.memory
+    assert " --fsdp " in split.command() and "gathered" in split.in_words() and "gathered" not in whole.in_words()
+    outside = 8192 * 256 + 256  # embeddings and the last norm, with its gains of tanh
+    block = (whole.parameters - outside) // 4
+    assert split.held.gathered == pytest.approx(outside + 3 * block, rel=1e-5)
+    assert needs_module.held_when_split(SMALL.model_config(8192, 0), 4).kept == pytest.approx(
+        whole.parameters / 4, rel=1e-4
+    )
+    alone = needs(dataclasses.replace(SMALL, fsdp=True))
+    assert alone.held == Held(alone.parameters), "one process has nothing to split"
 
 
 def test_a_step_is_computed_in_as_few_parts_as_fit_the_memory() -> None:
@@ -137,15 +195,17 @@ def test_a_step_is_computed_in_as_few_parts_as_fit_the_memory() -> None:
     assert several.memory == 16 * whole.parameters + fixed + 4 * a_block
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_the_command_of_a_plan_is_its_configuration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", name, "--gpus", "4"]) == 0
+@pytest.mark.parametrize("name, flags", [*((name, []) for name in SIZES), ("curse-130m", ["--fsdp"])])
+def test_the_command_of_a_plan_is_its_configuration(
+    name: str, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", name, "--gpus", "4", *flags]) == 0
     (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchrun")]
     launcher, _, arguments = command.partition(" -m normlab ")
     assert launcher == "torchrun --nproc-per-node 4"
     options = cli.build_parser().parse_args(shlex.split(arguments))
     config = TrainConfig(**given(options, TrainConfig))
-    assert dataclasses.replace(config, accumulate=1) == SIZES[name].config
+    assert dataclasses.replace(config, accumulate=1) == dataclasses.replace(SIZES[name].config, fsdp=bool(flags))
     assert config.batch_size % (4 * config.accumulate) == 0
 
 

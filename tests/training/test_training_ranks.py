@@ -47,19 +47,26 @@ def _train_rank(environment: dict[str, str], config: TrainConfig, out: Path, cac
         train(config, out, cache_dir=cache, progress=False, watch=lambda step, _: step != stop_at)
 
 
-def start(
-    config: TrainConfig, out: Path, cache: Path, ranks: int = 2, stop_at: int = -1, target: Callable = _train_rank
-) -> list[Any]:
-    """Processes that see what a launcher tells them."""
+def environments(ranks: int) -> list[dict[str, str]]:
+    """What a launcher tells each of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = []
-    for rank in range(ranks):
-        environment = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        processes.append(FORKS.Process(target=target, args=(environment, config, out, cache, stop_at)))
-        processes[-1].start()
+    each = (shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks))
+    return [{name: str(value) for name, value in told.items()} for told in each]
+
+
+def start(
+    config: TrainConfig, out: Path, cache: Path, ranks: int = 2, stop_at: int = -1, target: Callable = _train_rank
+) -> list[Any]:
+    """Processes that see what a launcher tells them."""
+    processes = [
+        FORKS.Process(target=target, args=(environment, config, out, cache, stop_at))
+        for environment in environments(ranks)
+    ]
+    for process in processes:
+        process.start()
     return processes
 
 

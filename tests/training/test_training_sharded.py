@@ -11,13 +11,16 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from test_training_ranks import assert_same, finish, kill_a_rank
+from test_training_ranks import _train_rank, assert_same, finish, kill_a_rank
 from training_helpers import tiny
+from transformers import TrainingArguments
 
 from normlab import LayerStatsCallback, runs
+from normlab.training import trainer as trainer_module
 from normlab.training.callbacks import RunStopped
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import corpus_of
+from normlab.training.needs import needs
 from normlab.training.trainer import build_trainer
 
 pytest_plugins = ["training_fixtures"]
@@ -51,30 +54,76 @@ def test_a_split_model_goes_on_with_another_number_of_ranks(
 
 
 def _watch_rank(environment: dict[str, str], config: TrainConfig, out: Path, cache: Path, _: int) -> None:
-    """Train with the callback that anyone's Trainer takes; write its table, and how much of the weights is here."""
+    """Train with the callback that anyone's Trainer takes; write its table, and the bytes of weights and of the
+    optimizer's moments that are here."""
     os.environ.update(environment)
     trainer = build_trainer(config, corpus_of(config, cache), out / "work", False)[0]
     callback = LayerStatsCallback(every=2, metrics=["token_l2_mean", "feature_var_mean", "grad_l2_mean"])
     trainer.add_callback(callback)
     trainer.train()
-    here = sum(p.to_local().numel() for p in trainer.model.parameters()) if environment else 0
-    table = callback.to_pandas().assign(here=here / sum(p.numel() for p in trainer.model.parameters()))
-    table.to_parquet(out / f"{environment.get('RANK', 'alone')}.parquet")
+    name = environment.get("RANK", "alone")
+    callback.to_pandas().to_parquet(out / f"{name}.parquet")
+    if environment:
+        weights = sum(p.to_local().nbytes for p in trainer.model.parameters())
+        states = trainer._parts()[1].state.values()
+        moments = sum(state[moment].to_local().nbytes for state in states for moment in ("exp_avg", "exp_avg_sq"))
+        (out / f"bytes-{name}").write_text(f"{weights} {moments}")
 
 
-def test_the_callback_merges_the_ranks_of_a_split_model_into_one_table(
-    config: TrainConfig, cache: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def watched(config: TrainConfig, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process and two ranks wrote."""
     config = dataclasses.replace(config, steps=4, probe_every=0, eval_every=0, checkpoint_every=0)
-    _watch_rank({}, config, tmp_path, cache, -1)
-    finish(config, tmp_path, cache, target=_watch_rank)
-    expected, *found = (pd.read_parquet(tmp_path / f"{name}.parquet") for name in ("alone", "0", "1"))
+    out = tmp_path_factory.mktemp("watched")
+    _watch_rank({}, config, out, cache, -1)
+    finish(config, out, cache, target=_watch_rank)
+    return out
+
+
+def test_the_callback_merges_the_ranks_of_a_split_model_into_one_table(watched: Path) -> None:
+    expected, *found = (pd.read_parquet(watched / f"{name}.parquet") for name in ("alone", "0", "1"))
     keys = ["step", "site", "layer", "metric", "mask"]
     assert {"update_ratio", "grad_l2_mean"} <= set(expected["metric"])
     for table in found:
-        assert (table["here"] < 0.6).all()
         assert table[keys].equals(expected[keys])
         assert table["value"].to_numpy() == pytest.approx(expected["value"].to_numpy(), rel=1e-3, abs=1e-6)
+
+
+def test_a_rank_keeps_the_weights_and_moments_that_were_planned(
+    watched: Path, config: TrainConfig, cache: Path
+) -> None:
+    planned = needs(config, 2, vocab_size=corpus_of(config, cache).vocab_size)
+    first, second = (list(map(int, (watched / f"bytes-{rank}").read_text().split())) for rank in range(2))
+    assert first == [4 * planned.held.kept, 8 * planned.held.kept]
+    assert [a + b for a, b in zip(first, second, strict=True)] == [4 * planned.parameters, 8 * planned.parameters]
+    assert second == pytest.approx(first, rel=0.1)
+
+
+def _train_compiled_rank(
+    environment: dict[str, str], config: TrainConfig, out: Path, cache: Path, stop_at: int
+) -> None:
+    """Train by captured graphs without inductor, which takes long; write how many there were."""
+    from torch._dynamo.utils import counters
+
+    trainer_module.TrainingArguments = lambda **given: TrainingArguments(
+        **given, torch_compile_backend="eager" if given["torch_compile"] else None
+    )
+    _train_rank(environment, config, out, cache, stop_at)
+    (out.parent / f"graphs-{environment['RANK']}").write_text(str(counters["stats"]["unique_graphs"]))
+
+
+def test_the_compiled_steps_of_a_split_model_are_those_of_one_process(
+    config: TrainConfig, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    eager = dataclasses.replace(config, depth=9, steps=3, probe_every=0, eval_every=0, checkpoint_every=0)
+    alone = go(eager, tmp_path / "runs")
+    compiled = dataclasses.replace(eager, compile=True)
+    finish(compiled, tmp_path / "runs", cache, target=_train_compiled_rank)
+    run = runs.read_run(tmp_path / "runs" / compiled.run_id)
+    losses = [each.table().query("metric == 'loss'")["value"].to_numpy() for each in (run, alone)]
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    # Blocks share a graph: PyTorch leaves code alone that it has compiled eight times.
+    assert all(1 < int((tmp_path / f"graphs-{rank}").read_text()) < eager.depth for rank in range(2))
 
 
 @pytest.mark.slow
@@ -115,6 +164,8 @@ def test_killed_ranks_leave_the_curve_of_a_split_model_as_it_was(
         {"gradient_checkpointing": True, "accumulate": 2},
         {"dtype": "bfloat16"},
         {"dtype": "float16"},
+        {"compile": True},
+        {"compile": True, "dtype": "bfloat16"},
     ],
     ids=lambda fields: ",".join(map(str, fields.values())),
 )
@@ -127,3 +178,18 @@ def test_what_acts_on_weights_and_saves_memory_works_on_a_split_model(
     run = runs.read_run(tmp_path / "ranks" / config.run_id)
     losses = [each.table().query("metric == 'loss'")["value"].to_numpy() for each in (run, alone)]
     assert losses[0] == pytest.approx(losses[1], abs=5e-3 if "dtype" in fields else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_split_model_goes_on_with_another_number_of_ranks(
+    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, compile=True)
+    finish(config, tmp_path, cache, stop_at=12)
+    with pytest.raises(RunStopped):
+        go(config, tmp_path, watch=lambda step, rows: step != 31)
+    finish(config, tmp_path, cache)
+    run = runs.read_run(tmp_path / config.run_id)
+    assert run.manifest["measured"]["resumed_from_step"] == 31
+    losses = [each.table().query("metric == 'loss'")["value"].to_numpy() for each in (run, alone)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
