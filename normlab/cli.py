@@ -11,9 +11,9 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from normlab.errors import NormlabError
 
@@ -30,13 +30,21 @@ class _Parser(argparse.ArgumentParser):
         raise NormlabError(f"{message} (see `{self.prog} --help`)")
 
 
+class Command(NamedTuple):
+    """A row of the command's table."""
+
+    help: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    act: Callable[[argparse.Namespace], int]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 (some runs of a sweep failed) or 2 (bad input, full disk)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _one_line_warning  # type: ignore[assignment]
-            options = build_parser().parse_args(arguments)
+            options = parse(arguments)
             return int(options.act(options))
     except NormlabError as error:
         return _fail(str(error))
@@ -48,47 +56,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("stopped; the same command goes on from the last checkpoint", 130)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line as a namespace whose `act` is what to do. Only the flags of a command that is named are made:
+    some are a training field each, which takes torch to know."""
     import normlab
 
     parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
     parser.add_argument("--version", action="version", version=f"normlab {normlab.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_train(commands)
-    _add_sweep(commands)
-    _add_plan(commands)
-    _add_compare(commands)
-    _add_figures(commands)
-    _add_probe(commands)
-    _add_export(commands)
-    _add_remove_norms(commands)
-    _add_bench(commands)
-    schemes = commands.add_parser("schemes", help="every scheme with formula, paper, parameters and cost")
-    schemes.set_defaults(act=_schemes)
-    return parser
+    for name, command in COMMANDS.items():
+        below = commands.add_parser(name, help=command.help)
+        if name in arguments:
+            command.add_flags(below)
+        below.set_defaults(act=command.act)
+    return parser.parse_args(arguments)
 
 
-def _schemes(options: argparse.Namespace) -> int:
-    from normlab.schemes import table
-
-    print(table().to_string(index=False))
-    return 0
-
-
-def _add_train(commands: Any) -> None:
+def _train_flags(parser: argparse.ArgumentParser) -> None:
     from normlab.training.config import TrainConfig
     from normlab.training.fields import add_flags
 
-    ranks = (
+    parser.epilog = (
         "several processes or GPUs: torchrun --nproc-per-node N -m normlab train ... (--batch-size is of all together)"
     )
-    parser = commands.add_parser("train", help="train one model and measure its layers", epilog=ranks)
     add_flags(parser, TrainConfig)
     parser.add_argument("--from-manifest", metavar="PATH", help="repeat the run of this manifest.json or run directory")
     follow = "print what is measured as lines of JSON; take pause, train and stop from standard input, and end with it"
     parser.add_argument("--follow", action="store_true", help=follow)
     _add_output(parser, "runs")
-    parser.set_defaults(act=_train)
 
 
 def _add_output(parser: argparse.ArgumentParser, default: str | None, what: str = RUNS) -> None:
@@ -97,12 +92,9 @@ def _add_output(parser: argparse.ArgumentParser, default: str | None, what: str 
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
-def _add_sweep(commands: Any) -> None:
+def _sweep_flags(parser: argparse.ArgumentParser) -> None:
     from normlab.training.presets import PRESETS
 
-    parser = commands.add_parser(
-        "sweep", help="train many models: scheme x depth x seed x learning rate; finished runs are skipped"
-    )
     parser.add_argument("--preset", default="tiny", help=f"{', '.join(PRESETS)}; --dry-run tells how long it takes")
     parser.add_argument("--schemes", help="only these, comma-separated")
     parser.add_argument("--depths", help="only these, comma-separated")
@@ -117,15 +109,13 @@ def _add_sweep(commands: Any) -> None:
         "--dry-run", action="store_true", help="print runs, order and hours; train nothing but a few steps"
     )
     _add_output(parser, None)
-    parser.set_defaults(act=_sweep)
 
 
-def _add_plan(commands: Any) -> None:
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
     from normlab.training.config import TrainConfig
     from normlab.training.needs import MEMORY_GIB, MFU, PEAK_TFLOPS
     from normlab.training.sizes import SIZES
 
-    parser = commands.add_parser("plan", help="what a model of a paper's size needs, and the commands that train it")
     parser.add_argument("size", help=", ".join(SIZES))
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of one machine (default: 1)")
     parser.add_argument("--scheme", help="default: the paper's own")
@@ -141,11 +131,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--memory", type=float, default=MEMORY_GIB, help=f"GiB a GPU has for training (default: {MEMORY_GIB:g})"
     )
-    parser.set_defaults(act=_plan)
 
 
-def _add_compare(commands: Any) -> None:
-    parser = commands.add_parser("compare", help="difference between two schemes, paired by seed, with its interval")
+def _compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help="scheme, or the name or directory of a run")
     parser.add_argument("b", help="what it is compared with")
     parser.add_argument("--runs", nargs="+", default=["runs"], help="runs, or directories of runs (default: runs)")
@@ -158,19 +146,15 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("--split", help="train, eval or probe; default for the loss: eval")
     parser.add_argument("--step", type=int, help="optimizer steps done; default: the last")
     parser.add_argument("--level", type=float, default=0.95, help="of confidence (default: 0.95)")
-    parser.set_defaults(act=_compare)
 
 
-def _add_figures(commands: Any) -> None:
-    parser = commands.add_parser("figures", help="draw every figure of some runs")
+def _figures_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", help="runs, or directories of runs")
     parser.add_argument("--out", required=True, help="directory for the figures: HTML, and PNG where a Chrome is found")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(act=_figures)
 
 
-def _add_probe(commands: Any) -> None:
-    parser = commands.add_parser("probe", help="measure the layers of any model on texts or images")
+def _probe_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="directory or hub name: causal, masked, sequence-to-sequence, or of images")
     parser.add_argument("--text", required=True, nargs="+", help="text files, or folders of images, to run it on")
     parser.add_argument("--against", metavar="MODEL", help="another model, set beside it on one page")
@@ -181,36 +165,27 @@ def _add_probe(commands: Any) -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens a row")
     parser.add_argument("--rows", type=int, default=16, help="rows at most")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(act=_probe)
 
 
-def _add_export(commands: Any) -> None:
-    parser = commands.add_parser("export", help="a trained model as a folder that lm-eval and transformers load")
+def _export_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="directory of a run that kept its weights, or a model that comes with normlab")
     parser.add_argument("out", help="new folder; whoever loads it needs normlab and says trust_remote_code")
-    parser.set_defaults(act=_export)
 
 
-def _add_remove_norms(commands: Any) -> None:
+def _remove_norms_flags(parser: argparse.ArgumentParser) -> None:
     from normlab.training.fields import add_flags
     from normlab.training.removal import RemovalConfig
 
-    parser = commands.add_parser(
-        "remove-norms", help="a trained model's norms made fixed gains one by one, fine-tuned after each"
-    )
     parser.add_argument("model", help="a Llama, a run that kept its weights, or a model that comes with normlab")
     add_flags(parser, RemovalConfig)
     _add_output(parser, None, "folder for the model and the table of losses; the same command goes on in it")
-    parser.set_defaults(act=_remove_norms)
 
 
-def _add_bench(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="time whole training steps against each other")
+def _bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs; at least 9 for a result to quote")
     parser.add_argument("--schemes", help="schemes to set against Pre-LN, comma-separated")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     _add_output(parser, "bench.csv", "CSV file for the ratios")
-    parser.set_defaults(act=_bench)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -380,6 +355,31 @@ def _bench(options: argparse.Namespace) -> int:
         table.to_csv(options.out, index=False)
         print(options.out)
     return 0
+
+
+def _schemes(options: argparse.Namespace) -> int:
+    from normlab.schemes import table
+
+    print(table().to_string(index=False))
+    return 0
+
+
+COMMANDS = {
+    "train": Command("train one model and measure its layers", _train_flags, _train),
+    "sweep": Command(
+        "train many models: scheme x depth x seed x learning rate; finished runs are skipped", _sweep_flags, _sweep
+    ),
+    "plan": Command("what a model of a paper's size needs, and the commands that train it", _plan_flags, _plan),
+    "compare": Command("difference between two schemes, paired by seed, with its interval", _compare_flags, _compare),
+    "figures": Command("draw every figure of some runs", _figures_flags, _figures),
+    "probe": Command("measure the layers of any model on texts or images", _probe_flags, _probe),
+    "export": Command("a trained model as a folder that lm-eval and transformers load", _export_flags, _export),
+    "remove-norms": Command(
+        "a trained model's norms made fixed gains one by one, fine-tuned after each", _remove_norms_flags, _remove_norms
+    ),
+    "bench": Command("time whole training steps against each other", _bench_flags, _bench),
+    "schemes": Command("every scheme with formula, paper, parameters and cost", lambda parser: None, _schemes),
+}
 
 
 def _one_line_warning(message: Any, category: Any, *rest: Any) -> None:

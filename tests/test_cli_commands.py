@@ -257,10 +257,21 @@ def test_help_names_every_command_and_what_a_run_can_be_told(capsys: pytest.Capt
     assert "--min-lr-ratio" in capsys.readouterr().out
 
 
-def test_the_command_needs_no_training_stack_to_refuse(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments, unneeded, line",
+    [
+        (["train", "--frob"], {"transformers", "torch._dynamo"}, "unrecognized arguments: --frob"),
+        (["frain"], {"torch", "numpy"}, "argument command: invalid choice: 'frain'"),
+        (["figures", "nowhere", "--out", "x"], {"transformers", "torch._dynamo"}, "nowhere does not exist"),
+    ],
+)
+def test_a_command_loads_only_what_it_needs_to_refuse(
+    arguments: list[str], unneeded: set[str], line: str, tmp_path: Path
+) -> None:
     code = (
-        "import sys; from normlab.cli import main; code = main(['figures', 'nowhere', '--out', 'x']);"
-        "assert 'transformers.trainer' not in sys.modules; sys.exit(code)"
+        f"import sys; from normlab.cli import main; code = main({arguments});"
+        f"sys.exit(f'loaded {{found}}' if (found := {unneeded} & set(sys.modules)) else code)"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 2 and process.stderr == "normlab: error: nowhere does not exist\n"
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.startswith(f"normlab: error: {line}") and process.stderr.count("\n") == 1

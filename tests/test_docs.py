@@ -88,7 +88,7 @@ def test_every_command_of_a_page_exists(path: Path):
     lines = [line.split("#")[0].strip() for block in blocks(path, "bash") for line in block.splitlines()]
     for line in lines:
         if line.startswith("normlab "):
-            cli.build_parser().parse_args(line.split()[1:])
+            cli.parse(line.split()[1:])
     made = re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8"))
     made += [line.split()[1] for line in lines if line.startswith("make ")]
     assert set(made) <= TARGETS

@@ -45,7 +45,7 @@ def test_the_commands_of_continuous_integration_are_the_readmes():
 @pytest.mark.parametrize("line", re.findall(r"^normlab .*", "\n".join(blocks("bash")), flags=re.MULTILINE))
 def test_every_normlab_command_in_the_readme_is_understood(line: str):
     arguments = line.split("#")[0].split()[1:]
-    cli.build_parser().parse_args(arguments)
+    cli.parse(arguments)
 
 
 def test_the_links_within_the_repository_lead_somewhere():

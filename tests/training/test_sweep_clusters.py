@@ -121,5 +121,5 @@ def test_clusters_that_cannot_serve_are_one_line(
 def test_flags_reach_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slurm, "check", lambda self: None)
     flags = ["--workers", "slurm", "--gpus", "1", "--slurm", "timeout_min=60", "--slurm", "slurm_partition=night"]
-    options = cli.build_parser().parse_args(["sweep", *flags, "--out", "runs"])
+    options = cli.parse(["sweep", *flags, "--out", "runs"])
     assert cli._workers(options) == Slurm(None, 1.0, {"timeout_min": 60, "slurm_partition": "night"})

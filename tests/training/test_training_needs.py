@@ -203,7 +203,7 @@ def test_the_command_of_a_plan_is_its_configuration(
     (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchrun")]
     launcher, _, arguments = command.partition(" -m normlab ")
     assert launcher == "torchrun --nproc-per-node 4"
-    options = cli.build_parser().parse_args(shlex.split(arguments))
+    options = cli.parse(shlex.split(arguments))
     config = TrainConfig(**given(options, TrainConfig))
     assert dataclasses.replace(config, accumulate=1) == dataclasses.replace(SIZES[name].config, fsdp=bool(flags))
     assert config.batch_size % (4 * config.accumulate) == 0

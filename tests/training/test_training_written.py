@@ -62,11 +62,11 @@ def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(done: r
 
 
 def test_the_command_in_a_manifest_gives_its_configuration(text: Path) -> None:
-    from normlab.cli import build_parser
+    from normlab.cli import parse
     from normlab.training.fields import given
 
     config = tiny(text, keep_weights=False, model={"lam_input": 3.0, "carried": "causal"}, tokenizer="some/where")
-    options = build_parser().parse_args(["train", *config.to_arguments()])
+    options = parse(["train", *config.to_arguments()])
     assert TrainConfig(**given(options, TrainConfig)) == config
 
 
