@@ -78,6 +78,7 @@ def test_the_example_of_the_kernels_runs():
     names: dict[str, object] = dict(
         x=x, residual=residual, a=a, weight=weight, bias=bias, alpha=alpha, shift=shift, lam=lam
     )
+    names |= dict(alphas=torch.ones(width), betas=torch.zeros(width), square=torch.ones(1))
     names |= dict(proj_weight=torch.eye(width), mean_square=x.detach().square().mean(-1, keepdim=True))
     exec(compile(example, "README.md", "exec"), names)
     assert torch.equal(names["l2"], torch.linalg.vector_norm(x.detach(), dim=-1))

@@ -66,7 +66,7 @@ def formula(name: str) -> Call:
     def call(a: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         x = a["residual"] + a["x"] if "residual" in a else a["x"]
         one = (a.get("scale"), a.get("shift"), a.get("given"))
-        y = row_norm_reference(x, a["weight"], a.get("bias"), *one, formulas)[0]
+        y = row_norm_reference(x, a["weight"], a.get("bias"), *one, formulas, a.get("direction"))[0]
         return (x, y) if "residual" in a else y
 
     return call
@@ -150,9 +150,10 @@ def arguments(name: str, rows: int, width: int, dtype: torch.dtype, device: torc
         "x": lambda: torch.randn(rows, width, device=device, dtype=dtype),
         "residual": lambda: torch.randn(rows, width, device=device, dtype=dtype),
         "weight": lambda: torch.ones(width, device=device, dtype=dtype),
-        "bias": lambda: torch.zeros(width, device=device, dtype=dtype),
+        "bias": lambda: torch.randn(width, device=device, dtype=dtype),
         "scale": lambda: torch.ones(1, device=device, dtype=dtype),
         "shift": lambda: torch.zeros(1, device=device, dtype=dtype),
+        "direction": lambda: torch.randn(width, device=device, dtype=dtype) / width**0.5,
         "given": lambda: torch.ones(rows, 1, device=device),
     }
     return {key: everything[key]().requires_grad_() for key in FUNCTIONS[name].inputs}

@@ -14,7 +14,7 @@ SECTIONS = ("rows", "launch", "linear", "decode", "host", "compiled", "step", "g
 FUNCTIONS = (
     "rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "layer_norm", "dyt", "derf", "row_moments",
     "add_bhyt_carried", "bhyt_carried unbounded", "add_layer_norm", "add_dyt", "bhyt unbounded",
-    "add_bhyt_carried unbounded",
+    "add_bhyt_carried unbounded", "crms_norm", "seed_norm", "isru", "add_crms_norm", "add_seed_norm", "add_isru",
 )  # fmt: skip
 ONE_PASS = ("row_moments",)  # no gradients
 # Who has which function, besides this package and the plain formula, which have all.
@@ -22,9 +22,12 @@ PEERS = {
     "torch": ("rms_norm", "layer_norm"),
     "liger": ("rms_norm", "add_rms_norm", "layer_norm", "dyt"),
     "quack": ("rms_norm", "add_rms_norm"),
-    "compile": ("rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "layer_norm", "dyt", "derf"),
+    "compile": (
+        "rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "layer_norm", "dyt", "derf", "crms_norm",
+        "seed_norm", "isru",
+    ),
     "released": ("bhyt", "add_bhyt"),  # decoding only
-}
+}  # fmt: skip
 CLAIMED = ((16_384, 2048), (16_384, 4096), (16_384, 8192))
 OTHER_SHAPES = tuple(
     (rows, width)

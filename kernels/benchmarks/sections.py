@@ -141,15 +141,18 @@ def launch_row(planned: plan.Planned, device: Device) -> Row:
     rows, width = device.sizes(planned.rows, planned.width)
     changed: dict[str, Any] = plan.launch_fields(planned.launch)
     changed |= {"whole": bool(changed["whole"])} if "whole" in changed else {}
-    chosen_forward = choices.forward(width, spec.stat in (Stat.RMS, Stat.LAYER))
-    chosen_backward = choices.backward(width, spec.stat != Stat.NONE)
+    chosen_forward = choices.forward(width, spec.reduces)
+    chosen_backward = choices.backward(
+        width, spec.has_row_statistic, "direction" in peers.FUNCTIONS[planned.function].inputs
+    )
 
     def make(changed: dict[str, Any]) -> Callable[[], object]:
         made = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
         a = {name: tensor.detach() for name, tensor in made.items()}
         x, residual, weight = a["x"], a.get("residual"), a["weight"]
-        bias, scale, shift, given = a.get("bias"), a.get("scale"), a.get("shift"), a.get("given")
-        forward_arguments = (x, residual, weight, bias, scale, shift, given, spec)
+        parameters = [weight, *(a.get(name) for name in ("bias", "scale", "shift", "direction"))]
+        given = a.get("given")
+        forward_arguments = (x, residual, *parameters, given, spec)
         if planned.direction == "forward":
             launch = replace(chosen_forward, **changed)
             return lambda: ops.launch_forward(*forward_arguments, chosen=launch)
@@ -157,8 +160,8 @@ def launch_row(planned: plan.Planned, device: Device) -> Row:
         kept = x if total is None else total
         grad = torch.randn_like(x)
         grad_sum = None if residual is None else torch.randn_like(x)
-        wants = [tensor is not None for tensor in (weight, bias, scale, shift, given)]
-        saved = (kept, weight, bias, scale, shift, mean, given if ms is None else ms)
+        wants = [tensor is not None for tensor in (*parameters, given)]
+        saved = (kept, *parameters, mean, given if ms is None else ms)
         launch = replace(chosen_backward, **changed)
         return lambda: ops.launch_backward(grad, grad_sum, None, *saved, spec, wants, chosen=launch)
 

@@ -105,6 +105,7 @@ def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list
         "bias": vector,
         "scale": one,
         "shift": one,
+        "direction": vector,
     }
     kinds = {"given": torch.float32}
     a = {k: torch.empty(shapes[k], dtype=kinds.get(k, DTYPES[dtype]), device="meta").requires_grad_() for k in shapes}
@@ -211,10 +212,10 @@ WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 def all_builds(target: str) -> Iterator[Build]:
     """What a target's rows are: every launch of the table, of tiles by Derf's, of whole and split rows by LayerNorm's
-    with the addition, which holds most; every function at 4,096; some beside it; on sm_90 also the fused product and
-    what is not chosen."""
+    with the addition, which holds most, and by SeeDNorm's, whose launches are its own; every function at 4,096; some
+    beside it; on sm_90 also the fused product and what is not chosen."""
     where = [(name, width, "bf16") for name in ("derf", "dyt") for width in WIDTHS[:5]]
-    where += [(name, width, "bf16") for name in ("add_layer_norm", "row_moments") for width in WIDTHS]
+    where += [(name, width, "bf16") for name in ("add_layer_norm", "add_seed_norm", "row_moments") for width in WIDTHS]
     where += [(name, 4096, "bf16") for name in FUNCTIONS]
     where += [("bhyt", 65_536, "bf16"), ("add_bhyt", 8192, "bf16"), ("add_bhyt", 2048, "fp32")]
     if target == "sm_90":

@@ -9,7 +9,8 @@ The thresholds rest on counting, not on timing (nothing here has been timed on a
   latency;
 * forward, a row up to 32,768 wide stays in registers, 32 elements a thread at most. Backward keeps x, the gradient,
   the weight and the weight-gradient sum at once, and 8,192 is the last width whose ahead-of-time build for sm_80 and
-  sm_90 does not spill;
+  sm_90 does not spill. With a direction there are three vectors and three sums: half the elements a thread, so that
+  as many warps share a multiprocessor, and 4,096 columns at most (8,192 spill 80 bytes);
 * backward, a loop's next rows are fetched to shared memory: two tiles ahead (3 stages) up to 4,096 columns, where
   three operands in fp32 take 98 KB of it, and one beyond;
 * wider rows are split over programs: reductions first, then column tiles, at the price of reading the row twice.
@@ -64,15 +65,16 @@ def forward(width: int, reduces: bool) -> Launch:
 
 
 @functools.cache
-def backward(width: int, has_statistic: bool) -> Launch:
+def backward(width: int, has_statistic: bool, has_direction: bool = False) -> Launch:
     """The backward kernel, whose programs walk over many rows: whole ones where a statistic ties them together and a
     program can hold them. Tiles are twice as wide without a statistic, so that more bytes are on their way (with one,
     LayerNorm with the addition spills)."""
-    whole = has_statistic and width <= MAX_BACKWARD_WIDTH
+    registers = 2 if has_direction else 1  # of an element, against those of other functions
+    whole = has_statistic and width <= MAX_BACKWARD_WIDTH // registers
     tile = TILE_WIDTH if has_statistic else 2 * TILE_WIDTH
     block = power_of_two(width if whole else min(tile, width))
     rows = max(1, min(8, 1024 // block))
-    return Launch(block, rows, _warps(block * rows, 16), whole, stages=3 if block <= 4096 else 2)
+    return Launch(block, rows, _warps(block * rows * registers, 16), whole, stages=3 if block <= 4096 else 2)
 
 
 @functools.cache

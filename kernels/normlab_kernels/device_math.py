@@ -75,3 +75,15 @@ def gain(p_scale, inv_kappa):
     if p_scale is not None:
         a = a * tl.load(p_scale).to(tl.float32)
     return a
+
+
+@triton.jit
+def compressed_mean_square(ms, mean, count):
+    """(sum(x^2) + sum(x)^2) / (count + 1) from the mean square and the mean of `count` numbers."""
+    return (ms + mean * mean * count) * (count / (count + 1.0))
+
+
+@triton.jit
+def own_rstd(b_x, p_scale, count):
+    """rsqrt((x^2 + |scale|) / count) of each number."""
+    return tl.rsqrt((b_x * b_x + tl.abs(tl.load(p_scale).to(tl.float32))) / count)

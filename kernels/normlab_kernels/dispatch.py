@@ -29,8 +29,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None, given: Tensor | None
-) -> None:
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    direction: Tensor | None, given: Tensor | None,
+) -> None:  # fmt: skip
     """ValueError with a sentence if the arguments do not fit."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
         raise ValueError("the norms take any leading shape: call them on the whole tensor instead of under torch.vmap")
@@ -39,7 +40,7 @@ def check(
         raise ValueError(
             f"a norm needs a floating-point tensor of shape (..., d) with d >= 1, got {x.dtype} {tuple(shape)}"
         )
-    for name, vector in (("weight", weight), ("bias", bias)):
+    for name, vector in (("weight", weight), ("bias", bias), ("direction", direction)):
         if vector is not None and vector.shape != shape[-1:]:
             raise ValueError(
                 f"{name} must have shape ({shape[-1]},), the last dimension of x, got {tuple(vector.shape)}"
@@ -90,24 +91,24 @@ class _CpuRowNorm(torch.autograd.Function):
 
 def row_norm(
     x: Tensor, weight: Tensor, *, spec: RowSpec, bias: Tensor | None = None, scale: Tensor | None = None,
-    shift: Tensor | None = None, given: Tensor | None = None, correction: Tensor | None = None,
-    residual: Tensor | None = None, kernels: str = "auto",
+    shift: Tensor | None = None, direction: Tensor | None = None, given: Tensor | None = None,
+    correction: Tensor | None = None, residual: Tensor | None = None, kernels: str = "auto",
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """(y, ms, s) of any row norm; s = residual + x when there is a residual, and then y is the norm of s; a
     `correction` is a constant that is added to the given mean square. None for what a norm does not have."""
-    check(x, weight, bias, scale, shift, given)
+    check(x, weight, bias, scale, shift, direction, given)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
     if correction is not None and correction.numel() != 1 and correction.shape != (*x.shape[:-1], 1):
         raise ValueError(f"correction must have one element or mean_square's shape, got {tuple(correction.shape)}")
     if chooses_kernels(x, kernels, weight, residual):
-        return _triton_path(x, residual, weight, bias, scale, shift, given, correction, spec)
+        return _triton_path(x, residual, weight, bias, scale, shift, direction, given, correction, spec)
     if given is not None and correction is not None:
         given = given + correction.detach()
     s = None
     if residual is not None:
         s = x = residual + x
-    return *_torch_path(x, weight, bias, scale, shift, given, spec), s
+    return *_torch_path(x, weight, bias, scale, shift, direction, given, spec), s
 
 
 def takes_kernels(x: Tensor, *others: Tensor | None) -> bool:
@@ -132,21 +133,21 @@ def chooses_kernels(x: Tensor, kernels: str, *others: Tensor | None) -> bool:
 
 def _triton_path(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
-    shift: Tensor | None, given: Tensor | None, correction: Tensor | None, spec: RowSpec,
+    shift: Tensor | None, direction: Tensor | None, given: Tensor | None, correction: Tensor | None, spec: RowSpec,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """By the custom op where something looks on (a compiler, functorch), by the same launches without it otherwise."""
-    refuse_forward_mode(x, residual, weight, bias, scale, shift, given)
+    refuse_forward_mode(x, residual, weight, bias, scale, shift, direction, given)
     shape = x.shape
     if len(shape) != 2:
         x = x.reshape(-1, shape[-1])
         residual = None if residual is None else residual.reshape(-1, shape[-1])
-    tensors = (x, residual, weight, bias, scale, shift, given)
+    tensors = (x, residual, weight, bias, scale, shift, direction, given)
     watched = torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active()
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if given is not None:
         if correction is not None and (watched or graph):
             given, correction = given + correction.detach(), None
-        tensors = *tensors[:6], given.reshape(-1, 1).float()
+        tensors = *tensors[:7], given.reshape(-1, 1).float()
     total: Tensor | None
     ms: Tensor | None
     if watched:
@@ -165,18 +166,20 @@ def _triton_path(
 
 def _torch_path(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    given: Tensor | None, spec: RowSpec,
+    direction: Tensor | None, given: Tensor | None, spec: RowSpec,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(y, ms) without Triton; ms only where the row was reduced for it. LayerNorm is PyTorch's own, one fused pass each
-    way on a CPU already; in fp32, because it sums 16-bit weight gradients in 16 bits."""
+    way on a CPU already; in fp32, because it sums 16-bit weight gradients in 16 bits. What `cpu.py` has not is the
+    plain formula, of dense columns as everywhere: the order of a sum depends on its strides."""
     width = x.shape[-1]
     if spec.stat == Stat.LAYER:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         wide_bias = None if bias is None else bias.to(wide)
         y = torch.nn.functional.layer_norm(x.to(wide), (width,), weight.to(wide), wide_bias, spec.eps)
         return y.to(torch.promote_types(x.dtype, weight.dtype)), None
-    if x.device.type != "cpu" or x.dtype == torch.float64 or x.numel() == 0 or torch.compiler.is_compiling():
-        y, ms = row_norm_reference(x, weight, bias, scale, shift, given, spec)
+    fused = spec.stat in (Stat.NONE, Stat.RMS, Stat.GIVEN) and direction is None and x.device.type == "cpu"
+    if not fused or x.dtype == torch.float64 or x.numel() == 0 or torch.compiler.is_compiling():
+        y, ms = row_norm_reference(cpu.unit_stride(x), weight, bias, scale, shift, given, spec, direction)
         return y, (ms if spec.stat == Stat.RMS else None)
     rows = None if given is None else given.reshape(-1, 1).float()
     refuse_forward_mode(x, weight, bias, scale, shift, rows)

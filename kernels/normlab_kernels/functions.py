@@ -119,6 +119,51 @@ def add_layer_norm(
     return s, y
 
 
+def crms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, kernels: str = "auto") -> Tensor:
+    """y = weight * x rsqrt((sum(x^2) + sum(x)^2) / (d + 1) + eps) (arXiv 2305.14858)."""
+    return row_norm(x, weight, spec=RowSpec(Stat.COMPRESSED, Act.IDENTITY, eps), kernels=kernels)[0]
+
+
+def add_crms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """s = residual + x and `crms_norm` of s in one pass: (s, y)."""
+    y, _, s = row_norm(x, weight, residual=residual, spec=RowSpec(Stat.COMPRESSED, Act.IDENTITY, eps), kernels=kernels)
+    return s, y
+
+
+def seed_norm(
+    x: Tensor, weight: Tensor, alpha: Tensor, beta: Tensor, eps: float = 1e-6, *, kernels: str = "auto"
+) -> Tensor:
+    """y = (tanh(x . beta) alpha + weight) * x rsqrt(mean(x^2) + eps), alpha and beta (d,) (arXiv 2510.22777)."""
+    spec = RowSpec(Stat.RMS, Act.IDENTITY, eps)
+    return row_norm(x, weight, bias=alpha, direction=beta, spec=spec, kernels=kernels)[0]
+
+
+def add_seed_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, alpha: Tensor, beta: Tensor, eps: float = 1e-6, *,
+    kernels: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """s = residual + x and `seed_norm` of s in one pass: (s, y)."""
+    spec = RowSpec(Stat.RMS, Act.IDENTITY, eps)
+    y, _, s = row_norm(x, weight, bias=alpha, direction=beta, residual=residual, spec=spec, kernels=kernels)
+    return s, y
+
+
+def isru(x: Tensor, weight: Tensor, square: Tensor, *, kernels: str = "auto") -> Tensor:
+    """DyISRU: y = weight * sqrt(d) x rsqrt(|square| + x^2), square one element (arXiv 2503.21708)."""
+    return row_norm(x, weight, scale=square, spec=RowSpec(Stat.OWN, Act.IDENTITY), kernels=kernels)[0]
+
+
+def add_isru(
+    x: Tensor, residual: Tensor, weight: Tensor, square: Tensor, *, kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """s = residual + x and `isru` of s in one pass: (s, y)."""
+    spec = RowSpec(Stat.OWN, Act.IDENTITY)
+    y, _, s = row_norm(x, weight, scale=square, residual=residual, spec=spec, kernels=kernels)
+    return s, y
+
+
 def dyt(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: Tensor, *, kernels: str = "auto") -> Tensor:
     """y = weight * tanh(alpha x) + bias, alpha one element (arXiv 2503.10622)."""
     return row_norm(x, weight, bias=bias, scale=alpha, spec=RowSpec(Stat.NONE, Act.TANH), kernels=kernels)[0]

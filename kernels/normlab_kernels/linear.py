@@ -55,7 +55,7 @@ def _linear_add_norm(
             f"a (..., k), proj_weight (d, k) and residual (..., d) do not fit: "
             f"{tuple(a.shape)}, {tuple(proj.shape)}, {tuple(residual.shape)}"
         )
-    dispatch.check(residual, weight, bias, scale, None, given)
+    dispatch.check(residual, weight, bias, scale, None, None, given)
     dispatch.refuse_forward_mode(a, proj, residual, weight, bias, scale, given)
     if fused and (reason := cannot_fuse(a, proj, residual, weight)):
         raise ValueError(f"linear_add: the fused kernel cannot run here, {reason}; use fused=None")

@@ -88,8 +88,8 @@ def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[A
     dh, dweight, dbias, dscale, dms = grad_h, None, None, None, None
     need_a, need_proj, _, *wants, want_ms = ctx.needs_input_grad[:7]
     if grad_y is not None:
-        saved, wants = (h, weight, bias, scale, None, None, given), [*wants, False, want_ms]
-        dh, dweight, dbias, dscale, _, dms = backward_op(grad_y, grad_h, None, *saved, ctx.spec, wants)
+        saved, wants = (h, weight, bias, scale, None, None, None, given), [*wants, False, False, want_ms]
+        dh, dweight, dbias, dscale, _, _, dms = backward_op(grad_y, grad_h, None, *saved, ctx.spec, wants)
     da = dh @ proj if need_a and dh is not None else None
     dproj = dh.t() @ a if need_proj and dh is not None else None
     return da, dproj, dh, dweight, dbias, dscale, dms, None, None, None, None

@@ -61,23 +61,23 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
-    shift: Tensor | None, given: Tensor | None, spec: RowSpec, *, correction: Tensor | None = None,
-    chosen: choices.Launch | None = None,
+    shift: Tensor | None, direction: Tensor | None, given: Tensor | None, spec: RowSpec, *,
+    correction: Tensor | None = None, chosen: choices.Launch | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(y, residual + x, mean, ms) of 2-D x; no gradients. `correction` is added to `given`."""
     device, stat = x.device, spec.stat
     rows, width = x.shape
-    y, total, mean, ms = made = _outputs(x, residual, weight, stat)
+    y, total, mean, ms = made = _outputs(x, residual, weight, direction, spec)
     if rows == 0:
         return made
     chosen = chosen or choices.forward(width, ms is not None)
     p_x, stride_x = _rows(x)
     p_residual, stride_residual = _rows(residual)
-    p_total = total
+    p_total, direction = total, dense(direction)
     if ms is not None and not chosen.whole:
         reduction = choices.reduction(width)
         launch(
-            row_statistics_kernel, (rows,), device, p_x, p_residual, total, mean, ms,
+            row_statistics_kernel, (rows,), device, p_x, p_residual, direction, total, mean, ms,
             rows, width, stride_x, stride_residual,
             STAT=stat, BLOCK=reduction.block, num_warps=reduction.warps,
         )  # fmt: skip
@@ -85,8 +85,8 @@ def launch_forward(
             p_x, stride_x, p_residual, p_total = total, width, None, None
     launch(
         norm_forward_kernel, (-(-rows // chosen.rows), -(-width // chosen.block)), device,
-        p_x, p_residual, weight.contiguous(), dense(bias), scale, shift, mean, dense(given) if ms is None else ms,
-        dense(correction), y, p_total,
+        p_x, p_residual, weight.contiguous(), dense(bias), scale, shift, direction, mean,
+        dense(given) if ms is None else ms, dense(correction), y, p_total,
         rows, width, stride_x, stride_residual, int(correction is not None and correction.numel() > 1),
         spec.eps, 1.0 / spec.kappa,
         STAT=stat, ACT=spec.act, FORM=tanh_form(y.dtype),
@@ -97,60 +97,69 @@ def launch_forward(
 
 
 def _outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor, stat: int
+    x: Tensor, residual: Tensor | None, weight: Tensor, direction: Tensor | None, spec: RowSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     dtype, total, mean, ms = x.dtype, None, None, None
     if residual is not None:
         dtype = torch.promote_types(dtype, residual.dtype)
         total = _like(x, dtype)
-    if stat == Stat.RMS or stat == Stat.LAYER:
+    if spec.reduces:
         ms = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
-        mean = torch.empty_like(ms) if stat == Stat.LAYER else None
+        mean = torch.empty_like(ms) if _keeps_mean(spec.stat, direction) else None
     return _like(x, torch.promote_types(dtype, weight.dtype)), total, mean, ms
+
+
+def _keeps_mean(stat: int, direction: Tensor | None) -> bool:
+    """Whether a row keeps a number beside its mean square: its mean, or x . direction."""
+    return stat == Stat.LAYER or stat == Stat.COMPRESSED or direction is not None
 
 
 def launch_backward(
     grad: Tensor, grad_sum: Tensor | None, grad_ms: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
-    scale: Tensor | None, shift: Tensor | None, mean: Tensor | None, ms: Tensor | None, spec: RowSpec,
-    wants: Sequence[bool], *, chosen: choices.Launch | None = None,
+    scale: Tensor | None, shift: Tensor | None, direction: Tensor | None, mean: Tensor | None, ms: Tensor | None,
+    spec: RowSpec, wants: Sequence[bool], *, chosen: choices.Launch | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(dx, dweight, dbias, dscale, dshift, dms), each of its tensor's shape and dtype. `wants` says which of the last
-    five; what is not wanted is not computed, and None."""
+    """(dx, dweight, dbias, dscale, dshift, ddirection, dms), each of its tensor's shape and dtype. `wants` says which
+    of the last six; what is not wanted is not computed, and None."""
     device, stat = x.device, spec.stat
     rows, width = x.shape
-    want_weight, want_bias, want_scale, want_shift, _ = wants
-    dx, *gradients, dms = made = _gradients(x, weight, bias, scale, shift, wants)
+    want_weight, want_bias, want_scale, want_shift, want_direction, _ = wants
+    dx, *gradients, dms = made = _gradients(x, weight, bias, scale, shift, direction, wants)
     if rows == 0:
         return dx, *(None if g is None else g.zero_() for g in gradients), dms
-    chosen = chosen or choices.backward(width, stat != Stat.NONE)
+    chosen = chosen or choices.backward(width, ms is not None, direction is not None)
     (x_, stride_x), (grad_, stride_grad), (grad_sum, stride_sum) = _rows(x), _rows(grad), _rows(grad_sum)
     weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), spec.eps, 1.0 / spec.kappa
     columns = -(-width // chosen.block)
     programs = choices.backward_programs(-(-rows // chosen.rows), max(1, multiprocessors(device) // columns), chosen)
     functions = {"STAT": stat, "ACT": spec.act, "FORM": tanh_form(x.dtype, backward=True)}
-    along = mean_q = None
-    if stat != Stat.NONE and not chosen.whole and (stat != Stat.GIVEN or dms is not None):
-        along, mean_q = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
+    gated = None if direction is None else dense(bias)
+    along = second = None
+    if ms is not None and not chosen.whole and (stat != Stat.GIVEN or dms is not None):
+        along, second = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
         reduction = choices.reduction(width)
         launch(
-            row_pull_kernel, (rows,), device, grad_, x_, weight, scale, shift, mean, ms, along, mean_q,
+            row_pull_kernel, (rows,), device, grad_, x_, weight, scale, shift, gated, mean, ms, along, second,
             width, stride_grad, stride_x, eps, inv_kappa,
             **functions, BLOCK=reduction.block, num_warps=reduction.warps,
         )  # fmt: skip
-    size = programs * ((want_weight + want_bias) * width + (want_scale + want_shift) * columns)
+    vectors = want_weight + want_bias + want_direction
+    size = programs * (vectors * width + (want_scale + want_shift) * columns)
     parts = torch.empty(size, dtype=torch.float32, device=device) if size else None
     launch(
         norm_backward_kernel, (programs, columns), device,
-        grad_, grad_sum, dense(grad_ms), x_, weight, scale, shift, mean, ms, along, mean_q, dx, dms, parts,
+        grad_, grad_sum, dense(grad_ms), x_, weight, scale, shift, gated, dense(direction), mean, ms,
+        along, second, dx, dms, parts,
         rows, width, stride_grad, stride_sum, stride_x, eps, inv_kappa,
         **functions, WANT_WEIGHT=want_weight, WANT_BIAS=want_bias, WANT_SCALE=want_scale, WANT_SHIFT=want_shift,
+        WANT_DIRECTION=want_direction,
         WHOLE=chosen.whole, EVEN=width % chosen.block == 0, BLOCK=chosen.block, ROWS=chosen.rows,
         STAGES=chosen.stages, num_warps=chosen.warps,
     )  # fmt: skip
     if size:
         finish = choices.finish(width)
         launch(
-            parameter_gradients_kernel, (-(-width // finish.block) if want_weight or want_bias else 1,), device,
+            parameter_gradients_kernel, (-(-width // finish.block) if vectors else 1,), device,
             parts, *gradients, programs, width, columns,
             BLOCK=finish.block, ROWS=finish.rows, num_warps=finish.warps,
         )  # fmt: skip
@@ -158,37 +167,38 @@ def launch_backward(
 
 
 def _gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None, wants: Sequence[bool]
-) -> tuple[Any, ...]:
-    """Room for dx, dweight, dbias, dscale, dshift and dms; None for what is not wanted."""
-    parameters = (weight, bias, scale, shift)
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    direction: Tensor | None, wants: Sequence[bool],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Room for dx, dweight, dbias, dscale, dshift, ddirection and dms; None for what is not wanted."""
+    parameters = (weight, bias, scale, shift, direction)
     made = [None if p is None or not want else _like(p, p.dtype) for p, want in zip(parameters, wants, strict=False)]
-    dms = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device) if wants[4] else None
+    dms = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device) if wants[5] else None
     return _like(x, x.dtype), *made, dms
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], total: Tensor | None, mean: Tensor | None, ms: Tensor | None) -> None:
-    x, residual, weight, bias, scale, shift, given, ctx.spec = inputs
+    x, residual, weight, bias, scale, shift, direction, given, ctx.spec = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
-        x if residual is None else total, weight, bias, scale, shift, mean, ms if given is None else given
+        x if residual is None else total, weight, bias, scale, shift, direction, mean, ms if given is None else given
     )
 
 
 def _backward(
     ctx: Any, run: Any, grad: Tensor | None, grad_sum: Tensor | None, grad_ms: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the seven tensors; `run` is `launch_backward` or the custom op over it. dx goes to x and to the
+    """Gradients of the eight tensors; `run` is `launch_backward` or the custom op over it. dx goes to x and to the
     residual; autograd gives each its dtype."""
-    x, weight, bias, scale, shift, mean, ms = ctx.saved_tensors
-    _, added, *wants = ctx.needs_input_grad[:7]
+    x, *parameters, mean, ms = ctx.saved_tensors
+    _, added, *wants = ctx.needs_input_grad[:8]
     if grad is None:  # no parameter has a part in s or in ms, whatever a row holds
-        dx, parameters, dms = grad_sum, (None,) * 4, None
+        dx, gradients, dms = grad_sum, [None] * 5, None
         if grad_ms is not None:
             dx = mean_square_gradient(x, grad_ms, grad_sum)
     else:
-        dx, *parameters, dms = run(grad, grad_sum, grad_ms, x, weight, bias, scale, shift, mean, ms, ctx.spec, wants)
-    return dx, dx if added else None, *parameters, dms
+        dx, *gradients, dms = run(grad, grad_sum, grad_ms, x, *parameters, mean, ms, ctx.spec, wants)
+    return dx, dx if added else None, *gradients, dms
 
 
 class RowNorm(_SingleLevelFunction):
@@ -199,7 +209,7 @@ class RowNorm(_SingleLevelFunction):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
         y, total, mean, ms = launch_forward(*inputs)
         _save(ctx, inputs, total, mean, ms)
-        return y, total, ms if inputs[7].stat == Stat.RMS else None
+        return y, total, ms if inputs[8].stat == Stat.RMS else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -218,33 +228,33 @@ def _full(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[Any, 
 @torch.library.custom_op("normlab_kernels::row_norm", mutates_args=())
 def row_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
-    shift: Tensor | None, given: Tensor | None, stat: int, act: int, eps: float, kappa: float,
+    shift: Tensor | None, direction: Tensor | None, given: Tensor | None, stat: int, act: int, eps: float, kappa: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`launch_forward` for the compiler; empty where the function has no such output."""
     spec = RowSpec(stat, act, eps, kappa)
-    return _full(launch_forward(x, residual, weight, bias, scale, shift, given, spec), x.device)
+    return _full(launch_forward(x, residual, weight, bias, scale, shift, direction, given, spec), x.device)
 
 
 @row_norm.register_fake
-def _(x, residual, weight, bias, scale, shift, given, stat, act, eps, kappa):
-    return _full(_outputs(x, residual, weight, stat), x.device)
+def _(x, residual, weight, bias, scale, shift, direction, given, stat, act, eps, kappa):
+    return _full(_outputs(x, residual, weight, direction, RowSpec(stat, act, eps, kappa)), x.device)
 
 
 @torch.library.custom_op("normlab_kernels::row_norm_backward", mutates_args=())
 def row_norm_backward(
     grad: Tensor, grad_sum: Tensor | None, grad_ms: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
-    scale: Tensor | None, shift: Tensor | None, mean: Tensor | None, ms: Tensor | None, stat: int, act: int,
-    eps: float, kappa: float, wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scale: Tensor | None, shift: Tensor | None, direction: Tensor | None, mean: Tensor | None, ms: Tensor | None,
+    stat: int, act: int, eps: float, kappa: float, wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`launch_backward` for the compiler; empty where nothing is wanted."""
     spec = RowSpec(stat, act, eps, kappa)
-    arguments = (grad, grad_sum, grad_ms, x, weight, bias, scale, shift, mean, ms, spec, wants)
+    arguments = (grad, grad_sum, grad_ms, x, weight, bias, scale, shift, direction, mean, ms, spec, wants)
     return _full(launch_backward(*arguments), x.device)
 
 
 @row_norm_backward.register_fake
-def _(grad, grad_sum, grad_ms, x, weight, bias, scale, shift, mean, ms, stat, act, eps, kappa, wants):
-    return _full(_gradients(x, weight, bias, scale, shift, wants), x.device)
+def _(grad, grad_sum, grad_ms, x, weight, bias, scale, shift, direction, mean, ms, stat, act, eps, kappa, wants):
+    return _full(_gradients(x, weight, bias, scale, shift, direction, wants), x.device)
 
 
 def backward_op(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -255,9 +265,10 @@ def backward_op(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    spec, (_, total, mean, ms) = RowSpec(*inputs[7:]), output
+    spec, (_, total, mean, ms) = RowSpec(*inputs[8:]), output
     ctx.added = inputs[1] is not None
-    _save(ctx, (*inputs[:7], spec), total, mean if spec.stat == Stat.LAYER else None, ms if spec.reduces else None)
+    kept = mean if _keeps_mean(spec.stat, inputs[6]) else None
+    _save(ctx, (*inputs[:8], spec), total, kept, ms if spec.reduces else None)
 
 
 def _op_backward(ctx: Any, grad: Any, grad_sum: Any, _: Any, grad_ms: Any) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """The formulas in plain PyTorch: what every kernel is checked against, and what a compiler is given.
 
 Rounding is Llama's: the statistic, z and the activation in fp32 (fp64 for fp64 input), one rounding to x's dtype, then
-the product with the weight in the dtype the two promote to.
+the product with the weight in the dtype the two promote to. With a direction the gain is the row's own, of fp32: one
+rounding, to that dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def row_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None,
-    shift: torch.Tensor | None, given: torch.Tensor | None, spec: RowSpec,
+    shift: torch.Tensor | None, given: torch.Tensor | None, spec: RowSpec, direction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(y, ms) of x (..., d); ms (..., 1) is the statistic used, None where there is none.
 
@@ -26,7 +27,7 @@ def row_norm_reference(
     >>> ms.flatten().tolist()
     [1.0, 1.0]
     """
-    z = _wide(x)
+    z = wide = _wide(x)
     ms = None
     if spec.stat == Stat.RMS:
         ms = z.pow(2).mean(-1, keepdim=True)
@@ -36,9 +37,14 @@ def row_norm_reference(
     elif spec.stat == Stat.GIVEN:
         assert given is not None
         ms = _wide(given)
+    elif spec.stat == Stat.COMPRESSED:
+        ms = (z.pow(2).sum(-1, keepdim=True) + z.sum(-1, keepdim=True).pow(2)) / (x.shape[-1] + 1)
     if ms is not None:
         rstd = torch.rsqrt(ms + spec.eps)
         z = z * (rstd if scale is None else rstd * (_wide(scale) / spec.kappa))
+    elif spec.stat == Stat.OWN:
+        assert scale is not None
+        z = z * torch.rsqrt(_wide(scale).abs() + z.pow(2)) * x.shape[-1] ** 0.5
     elif scale is not None:
         z = z * (_wide(scale) / spec.kappa)
     if shift is not None:
@@ -47,5 +53,10 @@ def row_norm_reference(
         z = torch.tanh(z)
     elif spec.act == Act.ERF:
         z = torch.erf(z)
+    if direction is not None:
+        assert bias is not None
+        gate = torch.tanh((wide * _wide(direction)).sum(-1, keepdim=True))
+        gain = gate * _wide(bias) + _wide(weight)
+        return (gain * z).to(torch.promote_types(x.dtype, weight.dtype)), ms
     y = z.to(x.dtype) * weight
     return (y if bias is None else y + bias), ms

@@ -2,10 +2,11 @@
 
 All of them are, for one row x of width d,
 
-    y = weight * act(z) + bias,   z = gain * (x - mean) * rstd + shift,
+    y = weight * act(z) + bias * h,   z = gain * (x - mean) * rstd + shift,
 
 with `gain = scale / kappa` (BHyT's lambda, DyT's and Derf's alpha with kappa 1, or absent), `rstd = rsqrt(ms + eps)`
-of a statistic that is reduced from the row, given by the caller, or absent.
+of a statistic that is reduced from the row, given by the caller, each number's own, or absent. h is 1, and
+tanh(x . direction) act(z) for a function with a direction (SeeDNorm, whose alpha is the bias).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class Stat:
     RMS = 1  # ms = mean(x^2)
     LAYER = 2  # mean(x) and the biased variance
     GIVEN = 3  # ms is an input
+    COMPRESSED = 4  # ms = (sum(x^2) + sum(x)^2) / (d + 1): of x and the one number more that makes its mean 0
+    OWN = 5  # ms = (x^2 + |scale|) / d, of each number by itself: the scale is the others' sum of squares, the gain 1
 
 
 class Act:
@@ -40,8 +43,13 @@ class RowSpec(NamedTuple):
 
     @property
     def reduces(self) -> bool:
-        """Whether the statistic is the row's own."""
-        return self.stat in (Stat.RMS, Stat.LAYER)
+        """Whether the statistic is reduced from the row."""
+        return self.stat in (Stat.RMS, Stat.LAYER, Stat.COMPRESSED)
+
+    @property
+    def has_row_statistic(self) -> bool:
+        """Whether one number of the row, reduced or given, is in all its outputs."""
+        return self.stat not in (Stat.NONE, Stat.OWN)
 
 
 class Function(NamedTuple):
@@ -64,6 +72,9 @@ _PLAIN = {
     "bhyt_carried": Function(RowSpec(Stat.GIVEN, Act.TANH, **_BHYT), ("x", "weight", "scale", "given")),
     "rms_norm": Function(RowSpec(Stat.RMS, Act.IDENTITY, 1e-6), ("x", "weight")),
     "layer_norm": Function(RowSpec(Stat.LAYER, Act.IDENTITY, 1e-5), ("x", "weight", "bias")),
+    "crms_norm": Function(RowSpec(Stat.COMPRESSED, Act.IDENTITY, 1e-6), ("x", "weight")),
+    "seed_norm": Function(RowSpec(Stat.RMS, Act.IDENTITY, 1e-6), ("x", "weight", "bias", "direction")),
+    "isru": Function(RowSpec(Stat.OWN, Act.IDENTITY), ("x", "weight", "scale")),
     "dyt": Function(RowSpec(Stat.NONE, Act.TANH), ("x", "weight", "bias", "scale")),
     "derf": Function(RowSpec(Stat.NONE, Act.ERF), ("x", "weight", "bias", "scale", "shift")),
     "bhyt unbounded": Function(RowSpec(Stat.RMS, Act.IDENTITY, **_BHYT), ("x", "weight", "scale"), ("y", "ms")),

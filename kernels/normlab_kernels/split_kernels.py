@@ -8,16 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normlab_kernels.device_math import activate, gain, slope
+from normlab_kernels.device_math import activate, compressed_mean_square, gain, slope, tanh
 
 
 @triton.jit
 def row_statistics_kernel(
-    p_x, p_residual, p_sum, p_mean, p_ms, rows, width, stride_x, stride_residual,
+    p_x, p_residual, p_direction, p_sum, p_mean, p_ms, rows, width, stride_x, stride_residual,
     STAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """mean and ms of one row a program, and the sum residual + x. LayerNorm's two moments are merged block by block
-    (Chan), so that a large mean does not swallow the variance."""
+    """mean (or x . direction) and ms of one row a program, and the sum residual + x. LayerNorm's two moments are merged
+    block by block (Chan), so that a large mean does not swallow the variance."""
     row = tl.program_id(0).to(tl.int64)
     seen = tl.zeros([], tl.float32)
     mean = tl.zeros([], tl.float32)
@@ -41,26 +41,38 @@ def row_statistics_kernel(
             seen += here
         else:
             total += tl.sum(b_x * b_x, 0)
-    tl.store(p_ms + row, total / tl.cast(width, tl.float32))
-    if STAT == 2:
+            if STAT == 4:
+                mean += tl.sum(b_x, 0)
+            if p_direction is not None:
+                mean += tl.sum(b_x * tl.load(p_direction + o_col, mask=m_col, other=0.0).to(tl.float32), 0)
+    count = tl.cast(width, tl.float32)
+    ms = total / count
+    if STAT == 4:
+        mean = mean / count
+        ms = compressed_mean_square(ms, mean, count)
+    tl.store(p_ms + row, ms)
+    if p_mean is not None:
         tl.store(p_mean + row, mean)
 
 
 @triton.jit
 def row_pull_kernel(
-    p_grad, p_x, p_weight, p_scale, p_shift, p_mean, p_ms, p_along, p_mean_q,
+    p_grad, p_x, p_weight, p_scale, p_shift, p_gated, p_mean, p_ms, p_along, p_second,
     width, stride_grad, stride_x, eps, inv_kappa,
     STAT: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sum(q (x - mean)) and, for LayerNorm, mean(q) of one row a program: the two numbers dx needs from the whole
-    row."""
+    """sum(q (x - mean)) and, for LayerNorm, mean(q) or, with a direction, turn of one row a program: the two numbers
+    dx needs from the whole row (see `norm_backward_kernel`)."""
     row = tl.program_id(0).to(tl.int64)
     b_factor = gain(p_scale, inv_kappa) * tl.rsqrt(tl.load(p_ms + row) + tl.cast(eps, tl.float32))
     b_mean = tl.zeros([], tl.float32)
     if STAT == 2:
         b_mean = tl.load(p_mean + row)
+    b_gate = tl.zeros([], tl.float32)
+    if p_gated is not None:
+        b_gate = tanh(tl.load(p_mean + row), 0)
     along = tl.zeros([], tl.float32)
-    total_q = tl.zeros([], tl.float32)
+    second = tl.zeros([], tl.float32)
     for start in range(0, width, BLOCK):
         o_col = start + tl.arange(0, BLOCK)
         m_col = o_col < width
@@ -70,9 +82,17 @@ def row_pull_kernel(
         b_z = b_x * b_factor
         if p_shift is not None:
             b_z += tl.load(p_shift).to(tl.float32)
-        b_q = b_g * b_w * slope(b_z, activate(b_z, ACT, FORM), ACT)
+        b_t = activate(b_z, ACT, FORM)
+        if p_gated is not None:
+            b_gated = tl.load(p_gated + o_col, mask=m_col, other=0.0).to(tl.float32)
+            b_w += b_gate * b_gated
+            second += tl.sum(b_g * b_t * b_gated, 0)
+        b_q = b_g * b_w * slope(b_z, b_t, ACT)
         along += tl.sum(b_q * b_x, 0)
-        total_q += tl.sum(b_q, 0)
+        if STAT == 2:
+            second += tl.sum(b_q, 0)
     tl.store(p_along + row, along)
     if STAT == 2:
-        tl.store(p_mean_q + row, total_q / tl.cast(width, tl.float32))
+        tl.store(p_second + row, second / tl.cast(width, tl.float32))
+    if p_gated is not None:
+        tl.store(p_second + row, second * (1.0 - b_gate * b_gate))

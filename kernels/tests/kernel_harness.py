@@ -61,6 +61,12 @@ def _named(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 CASES = {name: Case(_named(name), f.inputs, f.spec, f.residual, f.outputs) for name, f in FUNCTIONS.items()}
 
 
+# In the interpreter the addition before these, whose code is that of all, is left to `-m slow`.
+NAMES = sorted(CASES)
+QUICK = tuple(name for name in NAMES if name not in ("add_crms_norm", "add_isru", "add_seed_norm"))
+ALL = full_if_slow(NAMES, QUICK)
+
+
 def make_inputs(case: Case, rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """Random arguments of a case; the scale is large enough for tanh to bend."""
     generator = torch.Generator().manual_seed(seed)
@@ -76,6 +82,7 @@ def make_inputs(case: Case, rows: int, width: int, dtype: torch.dtype, seed: int
         "scale": torch.tensor([8.0 if case.spec.kappa > 1 else 0.7]),
         "shift": torch.tensor([0.3]),
         "given": 0.5 + torch.rand(rows, 1, generator=generator),
+        "direction": normal(width) / width**0.5,
     }
     wide = ("given",)
     return {k: everything[k].to(DEVICE, torch.float32 if k in wide else dtype) for k in case.inputs}
@@ -84,7 +91,8 @@ def make_inputs(case: Case, rows: int, width: int, dtype: torch.dtype, seed: int
 def formula(case: Case, a: dict[str, Tensor]) -> dict[str, Tensor]:
     """The case's outputs by the plain formula, at the dtype of the arguments."""
     x = a["residual"] + a["x"] if case.residual else a["x"]
-    y, ms = row_norm_reference(x, a["weight"], a.get("bias"), a.get("scale"), a.get("shift"), a.get("given"), case.spec)
+    one = (a["weight"], a.get("bias"), a.get("scale"), a.get("shift"), a.get("given"))
+    y, ms = row_norm_reference(x, *one, case.spec, a.get("direction"))
     out = {"y": y}
     if "ms" in case.outputs:
         assert ms is not None

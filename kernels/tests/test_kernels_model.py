@@ -103,6 +103,24 @@ def test_one_gain_for_all_channels_takes_the_kernel_of_a_gain_each(
     assert_same(got, outcome(tiny(scheme, "torch")))
 
 
+@pytest.mark.parametrize("scheme", ["pre_crmsnorm", "seednorm", "dyisru"])
+def test_norms_of_the_field_take_their_kernels(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+
+    def of(kernels: str) -> Any:
+        model = tiny(scheme, kernels, num_hidden_layers=1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("beta"):  # starts at 0
+                    parameter.copy_(torch.linspace(-0.3, 0.4, len(parameter)))
+        return outcome(model)
+
+    got = of("triton")
+    assert [residual for residual, *_ in launches.norms] == [False, True, False]
+    assert_same(got, of("torch"))
+    assert len(launches.norms) == 3
+
+
 def test_a_learned_correction_and_a_fixed_factor_reach_the_kernel() -> None:
     fields = {"correction": "residual_aware", "calibration": [0.5, 2.0]}
     assert_same(outcome(tiny("bhyt", "triton", **fields)), outcome(tiny("bhyt", "torch", **fields)))

@@ -7,20 +7,21 @@ import sys
 import kernel_harness
 import pytest
 import torch
-from kernel_harness import CASES, DTYPES, INTERPRETING, check, formula, full_if_slow, make_inputs, results
+from kernel_harness import ALL, CASES, DTYPES, INTERPRETING, check, formula, full_if_slow, make_inputs, results
 from normlab_kernels import choices
 
-ALL = sorted(CASES)
-BOUNDED = [name for name in ALL if "unbounded" not in name]  # the slowest tests leave out what is one branch less
+NAMES, QUICK = kernel_harness.NAMES, kernel_harness.QUICK
+BOUNDED = [name for name in NAMES if "unbounded" not in name]  # the slowest tests leave out what is one branch less
 # In the interpreter: each statistic, with the addition and without.
 FEW = ("add_bhyt", "add_layer_norm", "bhyt_carried", "derf", "add_dyt", "rms_norm")
+FIELD = ("crms_norm", "seed_norm", "isru")
 
 
 @pytest.mark.parametrize(
     "name, dtype",
     full_if_slow(
-        [(name, dtype) for name in ALL for dtype in sorted(DTYPES)],
-        (*((name, "fp32") for name in ALL), *((name, dtype) for name in FEW for dtype in DTYPES)),
+        [(name, dtype) for name in NAMES for dtype in sorted(DTYPES)],
+        (*((name, "fp32") for name in QUICK), *((name, dtype) for name in FEW for dtype in DTYPES)),
     ),
 )
 def test_many_short_rows_agree_with_float64(name: str, dtype: str) -> None:
@@ -30,7 +31,7 @@ def test_many_short_rows_agree_with_float64(name: str, dtype: str) -> None:
         check(name, 199 if full or dtype != "fp32" else 67, width, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("name", full_if_slow(ALL, FEW))
+@pytest.mark.parametrize("name", full_if_slow(NAMES, FEW))
 def test_wide_rows_agree_with_float64(name: str) -> None:
     check(name, 5 if kernel_harness.FULL else 2, 4096, torch.float32)
     check(name, 4, 8192, torch.float16)
@@ -43,7 +44,7 @@ def test_rows_wider_than_a_program_agree_with_float64(name: str) -> None:
     check(name, 2, width, torch.float32)
 
 
-@pytest.mark.parametrize("name", full_if_slow(BOUNDED, FEW))
+@pytest.mark.parametrize("name", full_if_slow(BOUNDED, FEW + FIELD))
 def test_split_rows_agree_with_float64_at_odd_widths_and_many_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "MAX_FORWARD_WIDTH", 16)
     monkeypatch.setattr(choices, "MAX_BACKWARD_WIDTH", 16)
@@ -55,7 +56,7 @@ def test_split_rows_agree_with_float64_at_odd_widths_and_many_rows(name: str, mo
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETING, reason="the tests above have their full shapes already")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_full_shapes_in_the_interpreter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_harness, "FULL", True)
     here = sys.modules[__name__]
@@ -162,7 +163,9 @@ def test_any_leading_shape(name: str) -> None:
         assert torch.equal(value.view(2, 3, -1), case.call(shaped)[key]), key
 
 
-@pytest.mark.parametrize("name", ["bhyt", "rms_norm", "dyt"])
+@pytest.mark.parametrize(
+    "name", ["bhyt", "rms_norm", "dyt", *(pytest.param(name, marks=pytest.mark.kernels) for name in FIELD)]
+)
 def test_nothing_of_the_size_of_x_is_kept_but_x(name: str) -> None:
     case = CASES[name]
     arguments = {k: v.requires_grad_() for k, v in make_inputs(case, 40, 30, torch.float32).items()}

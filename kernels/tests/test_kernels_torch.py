@@ -10,20 +10,22 @@ from typing import Any
 import normlab_kernels as nk
 import pytest
 import torch
-from kernel_harness import CASES, DEVICE, KERNELS, formula, make_inputs, results
+from kernel_harness import CASES, DEVICE, KERNELS, NAMES, QUICK, formula, full_if_slow, make_inputs, results
 from normlab_kernels import cpu
 from normlab_kernels.reference import row_norm_reference
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-ALL = sorted(CASES)
-NAMES = ("x", "residual", "weight", "bias", "scale", "shift", "given")
+# To PyTorch CRMSNorm and DyISRU are what RMSNorm and DyT are.
+ALL = full_if_slow(NAMES, tuple(name for name in QUICK if name not in ("crms_norm", "isru")))
+FORMULAS = ("layer_norm", "crms_norm", "seed_norm", "isru")  # on a CPU with PyTorch's own derivatives
+INPUTS = ("x", "residual", "weight", "bias", "scale", "shift", "direction", "given")
 
 
 def op_arguments(name: str, requires_grad: bool) -> tuple[object, ...]:
     case = CASES[name]
     a = {k: v.requires_grad_(requires_grad) for k, v in make_inputs(case, 5, 9, torch.float32).items()}
-    return (*(a.get(k) for k in NAMES), *case.spec)
+    return (*(a.get(k) for k in INPUTS), *case.spec)
 
 
 @pytest.mark.kernels
@@ -35,15 +37,16 @@ def test_opcheck_passes(name: str) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ["add_bhyt", "bhyt_carried", "layer_norm", "derf"])
+@pytest.mark.parametrize("name", ["add_bhyt", "bhyt_carried", "layer_norm", "derf", "seed_norm"])
 def test_opcheck_passes_on_the_backward(name: str) -> None:
     from normlab_kernels import ops
 
     case = CASES[name]
-    x, residual, weight, bias, scale, shift, given, *constants = op_arguments(name, requires_grad=False)
+    x, residual, *parameters, given = op_arguments(name, requires_grad=False)[: len(INPUTS)]
+    constants = case.spec
     assert isinstance(x, torch.Tensor)
-    wants = [weight is not None, bias is not None, scale is not None, shift is not None, given is not None]
-    _, total, mean, ms = ops.row_norm(x, residual, weight, bias, scale, shift, given, *constants)
+    wants = [tensor is not None for tensor in (*parameters, given)]
+    _, total, mean, ms = ops.row_norm(x, residual, *parameters, given, *constants)
     grad = torch.randn_like(x)
     grad_sum = None if residual is None else torch.randn_like(x)
     rows = x if residual is None else total
@@ -52,11 +55,8 @@ def test_opcheck_passes_on_the_backward(name: str) -> None:
         grad_sum,
         torch.randn_like(ms) if case.spec.stat == 1 else None,
         rows,
-        weight,
-        bias,
-        scale,
-        shift,
-        mean if case.spec.stat == 2 else None,
+        *parameters,
+        mean if case.spec.stat == 2 or "direction" in case.inputs else None,
         given if case.spec.stat == 3 else (None if case.spec.stat == 0 else ms),
         *constants,
         wants,
@@ -190,7 +190,7 @@ def test_vmap_is_refused_with_a_sentence(name: str) -> None:
         torch.vmap(CASES[name].call, in_dims=(batched,))(arguments)
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if KERNELS or "layer_norm" not in n])
+@pytest.mark.parametrize("name", ALL if KERNELS else [n for n in NAMES if not n.endswith(FORMULAS)])
 def test_forward_mode_is_refused_with_a_sentence(name: str) -> None:
     """A custom op gives tangents of zero."""
     arguments = make_inputs(CASES[name], 5, 12, torch.float32)
@@ -207,7 +207,7 @@ def test_rows_in_float32_join_a_stream_in_float64_in_float64() -> None:
         torch.testing.assert_close(got[key], value, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["bhyt", "add_bhyt", "layer_norm", "derf"])
+@pytest.mark.parametrize("name", ["bhyt", "add_bhyt", "layer_norm", "derf", "seed_norm"])
 @pytest.mark.parametrize("frozen", [("weight",), ("weight", "bias", "scale", "shift")])
 def test_what_is_frozen_gets_no_gradient_and_changes_none(name: str, frozen: tuple[str, ...]) -> None:
     case = CASES[name]
@@ -236,7 +236,7 @@ def test_two_launches_make_a_backward_pass_and_one_where_the_parameters_are_froz
         launch.launch(kernel, *arguments, **constants)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ops, "launch", counting)
-    for name in ("bhyt", "layer_norm", "derf"):
+    for name in ("bhyt", "layer_norm", "derf", "crms_norm", "seed_norm", "isru"):
         for frozen in (False, True):
             a = make_inputs(CASES[name], 5, 12, torch.float32)
             y = CASES[name].call({k: v.requires_grad_(k == "x" or not frozen) for k, v in a.items()})["y"]
@@ -271,6 +271,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: nk.bhyt(x, torch.ones(3, device=DEVICE), lam), "weight must have shape"),
         (lambda: nk.bhyt(x, weight, torch.ones(2, device=DEVICE)), "scale must have one element"),
         (lambda: nk.bhyt_carried(x, weight, lam, torch.ones(2, device=DEVICE)), "mean_square must have shape"),
+        (lambda: nk.seed_norm(x, weight, weight, x), "direction must have shape"),
         (lambda: nk.add_rms_norm(x, x[:1], weight), "residual must have the shape of x"),
         (lambda: nk.rms_norm(x.int(), weight), "floating-point"),
         (lambda: nk.rms_norm(x[:, :0], weight[:0]), "with d >= 1"),

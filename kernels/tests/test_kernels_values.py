@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_harness import CASES, DEVICE, formula, full_if_slow, make_inputs, results
+from kernel_harness import ALL, CASES, DEVICE, NAMES, formula, full_if_slow, make_inputs, results
 
-ALL = sorted(CASES)
 INFINITY, NAN = float("inf"), float("nan")
 
 
@@ -29,7 +28,7 @@ def test_a_bad_row_stays_in_its_row(name: str, bad: float) -> None:
     torch.testing.assert_close(got["y"][7], expected, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name, output", [(n, o) for n in ALL for o in ("s", "ms") if o in CASES[n].outputs])
+@pytest.mark.parametrize("name, output", [(n, o) for n in NAMES for o in ("s", "ms") if o in CASES[n].outputs])
 def test_a_bad_row_reaches_no_parameter_that_an_output_does_not_depend_on(name: str, output: str) -> None:
     """As autograd has it for the formula: the sum alone passes its gradient on, the statistic alone its row's."""
     case = CASES[name]
@@ -49,7 +48,9 @@ def test_a_bad_row_reaches_no_parameter_that_an_output_does_not_depend_on(name: 
             torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("name", ["bhyt", "add_bhyt", "rms_norm", "add_rms_norm", "layer_norm"])
+@pytest.mark.parametrize(
+    "name", ["bhyt", "add_bhyt", "rms_norm", "add_rms_norm", "layer_norm", "crms_norm", "seed_norm", "isru"]
+)
 def test_fp16_inputs_of_ten_thousand_give_right_answers(name: str) -> None:
     case = CASES[name]
     arguments = make_inputs(case, 6, 96, torch.float16)
@@ -77,6 +78,17 @@ def test_rows_of_zeros_and_denormals_are_finite(name: str, fill: float) -> None:
     for key, value in ours.items():
         size = exact[key].abs().max().clamp(min=1.0)
         assert (value.double() - exact[key]).abs().max() <= 1e-5 * size, key
+
+
+@pytest.mark.parametrize("square", [0.0, -2.0])
+def test_a_square_of_isru_that_is_no_positive_number(square: float) -> None:
+    """At a width that is no power of two: what lies past it is no 0/0."""
+    case = CASES["isru"]
+    arguments = make_inputs(case, 5, 11, torch.float32) | {"scale": torch.tensor([square], device=DEVICE)}
+    ours, upstream = results(case.call, arguments, None)
+    exact, _ = results(lambda a: formula(case, a), arguments, upstream, torch.float64)
+    for key, value in exact.items():
+        torch.testing.assert_close(ours[key].double(), value, rtol=1e-5, atol=1e-5, msg=key)
 
 
 def test_rows_beyond_two_to_the_thirty_one_elements(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 
@@ -41,9 +42,11 @@ class CRMSNorm(Norm):
         return StartingMap(gain=0.6557**0.5, eps=self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        squares = x32.square().sum(-1, keepdim=True) + x32.sum(-1, keepdim=True).square()
-        return self.gamma() * (x32 * torch.rsqrt(squares / (x.shape[-1] + 1) + self.eps)).to(x.dtype)
+        return nk.crms_norm(x, self.gamma(), self.eps, kernels=self.kernels)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
+        return nk.add_crms_norm(x, residual, self.gamma(), self.eps, kernels=self.kernels)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 
@@ -45,9 +46,11 @@ class DyISRU(Norm):
         return StartingMap(function=lambda x: d**0.5 * x * (b + x * x).rsqrt())
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        unit = x32 * torch.rsqrt(self.square.float().abs() + x32.square()) * self.weight.numel() ** 0.5
-        return self.gamma() * unit.to(x.dtype)
+        return nk.isru(x, self.gamma(), self.square, kernels=self.kernels)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
+        return nk.add_isru(x, residual, self.gamma(), self.square, kernels=self.kernels)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, square={self.initial_square:g}"

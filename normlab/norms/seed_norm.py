@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 
@@ -42,10 +43,11 @@ class SeeDNorm(Norm):
         return StartingMap(eps=self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        unit = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        gate = torch.tanh((x32 * self.beta.float()).sum(-1, keepdim=True))
-        return ((gate * self.alpha.float() + self.gamma().float()) * unit).to(x.dtype)
+        return nk.seed_norm(x, self.gamma(), self.alpha, self.beta, self.eps, kernels=self.kernels)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
+        return nk.add_seed_norm(x, residual, self.gamma(), self.alpha, self.beta, self.eps, kernels=self.kernels)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
