@@ -168,7 +168,7 @@ def depth_gain(
     """Held-out loss at depth `shallow` minus that at depth `deep`, paired by seed: above zero, depth pays.
 
     Each scheme and depth at its chosen learning rate. Depths default to the shallowest and the deepest at which a
-    scheme has more than one seed.
+    scheme has more than one seed, or to those of all runs where these are not two.
 
     Returns:
         The columns of `growth`, without `first_half`; a row a scheme that was run at both depths. Runs of a single
@@ -180,10 +180,11 @@ def depth_gain(
     chosen = choose(runs, depth=None)
     values = last_values(chosen, "loss")
     seeds = values.groupby(["scheme", "depth"])["seed"].nunique()
-    several = sorted({depth for (_, depth), count in seeds.items() if count > 1}) or chosen.depths
-    if shallow is None and deep is None and len(several) < 2:
+    several = sorted({depth for (_, depth), count in seeds.items() if count > 1})
+    depths = several if len(several) > 1 else chosen.depths
+    if shallow is None and deep is None and len(depths) < 2:
         return pd.DataFrame()
-    shallow, deep = several[0] if shallow is None else shallow, several[-1] if deep is None else deep
+    shallow, deep = depths[0] if shallow is None else shallow, depths[-1] if deep is None else deep
     wide = values.pivot_table(index=["scheme", "seed"], columns="depth", values="value")
     if shallow == deep or not {shallow, deep} <= set(wide.columns):
         raise NormlabError(f"no scheme was run at depths {shallow} and {deep}; there is {chosen.depths}")

@@ -56,6 +56,13 @@ def test_what_depth_buys_is_each_schemes_own_mean_with_a_pooled_interval(losses)
     assert words["LNS"] == "above 0" and words["BHyT"] == "below 0"
 
 
+def test_a_depth_with_one_seed_is_compared_where_only_one_depth_has_several(losses):
+    runs = with_losses(losses)
+    found = claims.depth_gain(runs[(runs["depth"] == 4) | (runs["seed"] == 0)]).set_index("a")
+    assert found.loc["lns", "estimate"] == pytest.approx(losses["lns", 4, 0] - losses["lns", 16, 0])
+    assert set(found["seeds"]) == {1} and set(found["verdict"]) == {"undecided"}
+
+
 def test_one_schemes_interval_is_scipys_one_sample_t():
     values = pd.DataFrame({"depth": 8, "scheme": "lns", "seed": range(5), "value": [0.1, 0.3, 0.2, 0.15, 0.4]})
     row = claims.means(values, "loss").iloc[0]
