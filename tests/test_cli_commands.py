@@ -222,7 +222,7 @@ def test_the_bench_writes_ratios_of_interleaved_pairs(tmp_path: Path, monkeypatc
     def side(name: str, seconds: float) -> Any:
         return lambda: order.append(name) or seconds
 
-    times = bench.interleaved(side("a", 3.0), side("b", 2.0), 3, lambda: None)
+    times = bench.interleaved([side("a", 3.0), side("b", 2.0)], 3, lambda: None)
     assert order == ["a", "b", "a", "b", "b", "a", "a", "b"] and times == [(3.0, 2.0)] * 3
     row = bench._row("a", "b", [(1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
     assert (row["ratio"], row["low"], row["high"], row["pairs"]) == (2.0, 1.0, 9.0, 3)

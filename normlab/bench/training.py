@@ -1,7 +1,8 @@
 """Whole training steps timed against each other, on this machine.
 
 `bench(pairs)`   a table of ratios: each scheme that exists in a cheaper form against Pre-LN, `normlab train` against a
-                 bare loop, and a step in each precision, compiled and not, against the core's peak
+                 bare loop; at the sweep's smallest depth, bfloat16 against float32, compiled against not, and each of
+                 these steps against the core's peak
 
 A ratio is the median over interleaved pairs: one side, then the other, a few steps each, so that a machine that slows
 down slows both. Statistics are off on both sides; what BHyT's schedule refreshes is part of its step.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 STEPS = 6  # a side of a pair: as many as lie between two refreshes of a 300-step run
+SMALLEST = 4  # depth of the sweep's smallest models
 PEAK_SIZE = 2048  # of the square matrices whose product is the peak: far beyond a core's caches, so blocked and busy
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -43,6 +45,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16 compiled": {"dtype": "bfloat16", "compile": True},
 }
+COMPARED = (
+    ("bfloat16", "float32"),
+    ("bfloat16 compiled", "float32 compiled"),
+    ("float32 compiled", "float32"),
+    ("bfloat16 compiled", "bfloat16"),
+    ("bfloat16 compiled", "float32"),
+)
 
 
 class BareLoop:
@@ -121,21 +130,39 @@ def trainer_seconds(config: TrainConfig, corpus: Corpus, steps: int) -> float:
     return watch.seconds
 
 
-def interleaved(
-    left: Callable[[], float], right: Callable[[], float], pairs: int, tick: Callable[[], Any]
-) -> list[tuple[float, float]]:
-    """Times (left, right) of `pairs` pairs, the side that goes first alternating, after one of each that does not
+def interleaved(sides: Sequence[Callable[[], float]], rounds: int, tick: Callable[[], Any]) -> list[tuple[float, ...]]:
+    """Times of all sides, round by round, every second round in the opposite order, after one of each that does not
     count."""
-    left(), right()
+    for side in sides:
+        side()
     times = []
-    for index in range(pairs):
-        if index % 2:
-            b, a = right(), left()
-        else:
-            a, b = left(), right()
-        times.append((a, b))
+    for index in range(rounds):
+        order = range(len(sides))[:: -1 if index % 2 else 1]
+        found = {number: sides[number]() for number in order}
+        times.append(tuple(found[number] for number in range(len(sides))))
         tick()
     return times
+
+
+def precisions(config: TrainConfig, corpus: Corpus, rounds: int, tick: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Rows of COMPARED, then of each precision against the core's peak, all from the same rounds."""
+    loops = {name: BareLoop(replace(config, **fields), corpus) for name, fields in PRECISIONS.items()}
+    flops = step_flops(loops["float32"].model, config)
+    sides: dict[str, Callable[[], float]] = {f"{name} step": partial(loop.run, STEPS) for name, loop in loops.items()}
+    for loop in loops.values():
+        sides[_peak_name(loop)] = partial(peak_seconds, flops, loop.config.dtype)
+    times = dict(zip(sides, zip(*interleaved(list(sides.values()), rounds, tick), strict=True), strict=True))
+
+    def row(what: str, base: str) -> dict[str, Any]:
+        return _row(what, base, list(zip(times[what], times[base], strict=True))) | {"depth": config.depth}
+
+    rows = [row(f"{what} step", f"{base} step") for what, base in COMPARED]
+    peaks = [row(f"{name} step", _peak_name(loop)) for name, loop in loops.items()]
+    return rows + [found | {"peak_share": 1 / found["ratio"]} for found in peaks]
+
+
+def _peak_name(loop: BareLoop) -> str:
+    return f"{loop.config.dtype} matrix product"
 
 
 def bench(
@@ -143,12 +170,13 @@ def bench(
     *,
     schemes: Sequence[str] = TIMED,
     depth: int = 16,
+    precision_depth: int = SMALLEST,
     width: int = 128,
     threads: int = 1,
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Columns: what, base, ratio (median of what/base), low, high (the middle half of the pairs), seconds,
+    """Columns: what, base, depth, ratio (median of what/base), low, high (the middle half of the pairs), seconds,
     base_seconds, pairs, tokens_per_s (of `what`, a core); peak_share, where the base is a matrix product: the share of
     the core's peak that the step's `step_flops` reach, 1/ratio."""
     import pandas as pd
@@ -169,30 +197,21 @@ def bench(
     require_compiler(torch.device("cpu"))
     corpus = corpus_of(config, cache_dir, progress)
     rows = []
-    total = pairs * (len(schemes) + 1 + len(PRECISIONS))
+    total = pairs * (len(schemes) + 2)
     with _threads(threads), tqdm(total=total, desc="bench", disable=not progress) as bar:
         for scheme in schemes:
             left, right = (BareLoop(replace(config, scheme=name), corpus) for name in (scheme, BASELINE))
-            times = interleaved(partial(left.run, STEPS), partial(right.run, STEPS), pairs, bar.update)
-            rows.append(_row(f"{scheme} step", f"{BASELINE} step", times))
-        times = interleaved(
-            partial(trainer_seconds, config, corpus, STEPS),
-            lambda: BareLoop(config, corpus).run(STEPS),
-            pairs,
-            bar.update,
-        )
-        rows.append(_row("normlab train", "bare PyTorch loop", times))
-        for name, fields in PRECISIONS.items():
-            loop = BareLoop(replace(config, **fields), corpus)
-            peak = partial(peak_seconds, step_flops(loop.model, config), loop.config.dtype)
-            times = interleaved(partial(loop.run, STEPS), peak, pairs, bar.update)
-            row = _row(f"{name} step", f"{loop.config.dtype} matrix product", times)
-            rows.append(row | {"peak_share": 1 / row["ratio"]})
+            times = interleaved([partial(left.run, STEPS), partial(right.run, STEPS)], pairs, bar.update)
+            rows.append(_row(f"{scheme} step", f"{BASELINE} step", times) | {"depth": depth})
+        whole = partial(trainer_seconds, config, corpus, STEPS)
+        times = interleaved([whole, lambda: BareLoop(config, corpus).run(STEPS)], pairs, bar.update)
+        rows.append(_row("normlab train", "bare PyTorch loop", times) | {"depth": depth})
+        rows += precisions(replace(config, depth=precision_depth), corpus, pairs, bar.update)
     table = pd.DataFrame(rows)
     return table.assign(tokens_per_s=config.tokens_per_step / table["seconds"] / threads)
 
 
-def _row(what: str, base: str, times: list[tuple[float, float]]) -> dict[str, Any]:
+def _row(what: str, base: str, times: Sequence[tuple[float, ...]]) -> dict[str, Any]:
     ratios = sorted(a / b for a, b in times)
     quarter = len(ratios) // 4
     return {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,6 +13,7 @@ from training_helpers import tiny
 
 from normlab.bench import training as bench
 from normlab.models import NormlabForCausalLM
+from normlab.training.config import TrainConfig
 
 
 def test_operations_of_a_step_are_those_that_pytorch_counts() -> None:
@@ -23,11 +26,56 @@ def test_operations_of_a_step_are_those_that_pytorch_counts() -> None:
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == bench.step_flops(model, config) - attention
 
 
+def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps that take 1 s, 2 s ... and twice that in the second round, as on a machine that slows down."""
+    order: list[str] = []
+
+    def took(name: str, seconds: float) -> float:
+        order.append(name)
+        return seconds * (2 if len(order) > 2 * 6 else 1)
+
+    class Loop:
+        def __init__(self, config: TrainConfig, corpus: Any) -> None:
+            self.config, self.model = config, torch.nn.Linear(1, 1)
+            self.name = f"{config.dtype} compiled" if config.compile else config.dtype
+
+        def run(self, steps: int) -> float:
+            return took(self.name, 1.0 + list(bench.PRECISIONS).index(self.name))
+
+    monkeypatch.setattr(bench, "BareLoop", Loop)
+    monkeypatch.setattr(bench, "peak_seconds", lambda flops, dtype: took(dtype, 0.5))
+    table = pd.DataFrame(bench.precisions(TrainConfig(depth=4), None, 2, lambda: None))
+    names = [*bench.PRECISIONS, "float32", "bfloat16"]
+    assert order == names + names + names[::-1]
+    ratios = dict(zip(zip(table["what"], table["base"], strict=True), table["ratio"], strict=True))
+    assert ratios == {
+        ("bfloat16 step", "float32 step"): 3.0,
+        ("bfloat16 compiled step", "float32 compiled step"): 2.0,
+        ("float32 compiled step", "float32 step"): 2.0,
+        ("bfloat16 compiled step", "bfloat16 step"): 4 / 3,
+        ("bfloat16 compiled step", "float32 step"): 4.0,
+        ("float32 step", "float32 matrix product"): 2.0,
+        ("float32 compiled step", "float32 matrix product"): 4.0,
+        ("bfloat16 step", "bfloat16 matrix product"): 6.0,
+        ("bfloat16 compiled step", "bfloat16 matrix product"): 8.0,
+    }
+    assert table["peak_share"].dropna().tolist() == [1 / 2, 1 / 4, 1 / 6, 1 / 8]
+
+
 @pytest.mark.slow
-def test_the_bench_sets_each_precision_against_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_sets_each_precision_against_the_others_and_the_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench, "PEAK_SIZE", 256)
-    table = bench.bench(1, schemes=(), depth=1, width=32, cache_dir=tmp_path, progress=False).set_index("what")
-    shares = table["peak_share"].dropna()
+    table = bench.bench(1, schemes=(), depth=1, precision_depth=1, width=32, cache_dir=tmp_path, progress=False)
+    steps = table[~table["base"].str.endswith("product")].iloc[1:]
+    assert list(zip(steps["what"], steps["base"], strict=True)) == [
+        (f"{what} step", f"{base} step") for what, base in bench.COMPARED
+    ]
+    table = table[table["base"].str.endswith("product")].set_index("what")
+    shares = table["peak_share"]
     assert list(shares.index) == [f"{name} step" for name in bench.PRECISIONS]
     assert (shares == 1 / table.loc[shares.index, "ratio"]).all() and (table["tokens_per_s"] > 0).all()
     step = table.loc["float32 step"]

@@ -1,0 +1,111 @@
+"""What a second Ray worker gains: runs a minute of two workers over one, the same short runs.
+
+    python -m normlab.bench.clusters --out data/bench/ray_workers.csv
+
+Runs are of one thread and of the sweep's shape at depth 4, without what is measured on the way. The clock runs from
+Ray's start to its end, so the time in which a worker does not train (Ray and the workers start, import, and wait for
+the last run) is in it, and its share is in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normlab.errors import NormlabError
+from normlab.training.clusters import Ray
+from normlab.training.config import TrainConfig
+from normlab.training.corpus import corpus_of
+from normlab.training.sweep import sweep
+
+if TYPE_CHECKING:
+    import pandas
+
+WORKERS = (1, 2)
+
+
+def timed(configs: Sequence[TrainConfig], workers: int, cache_dir: str | None) -> tuple[float, list[float]]:
+    """(wall seconds of all, seconds of each) of the runs of `normlab sweep --workers ray` where Ray has `workers`
+    CPUs."""
+    import ray
+
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as out:
+        ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
+        try:
+            result = sweep(configs, out, workers=Ray(), cache_dir=cache_dir, progress=False)
+        finally:
+            ray.shutdown()
+        wall = time.perf_counter() - started
+    if result.failures:
+        raise NormlabError(f"a run failed: {next(iter(result.failures.values()))}")
+    return wall, [run.manifest["measured"]["wall_s"] for run in result.runs]
+
+
+def bench(count: int, cache_dir: str | None = None, **fields: Any) -> pandas.DataFrame:
+    """A row for one worker and one for two: workers, runs, wall_s, runs_a_minute, ratio (over one worker),
+    not_training (share of the workers' time), run_s (median of a run), and what was run on."""
+    import pandas
+
+    Ray().check()
+    never: dict[str, Any] = dict.fromkeys(("probe_every", "eval_every", "checkpoint_every"), 0)
+    configs = [TrainConfig(seed=seed, keep_weights=False, **never, **fields) for seed in range(count)]
+    corpus_of(configs[0], cache_dir)  # built here, not while the clock runs
+    rows: list[dict[str, Any]] = []
+    for workers in WORKERS:
+        wall, seconds = timed(configs, workers, cache_dir)
+        rows.append(
+            {
+                "workers": workers,
+                "runs": len(seconds),
+                "wall_s": wall,
+                "runs_a_minute": 60 * len(seconds) / wall,
+                "not_training": 1 - sum(seconds) / (workers * wall),
+                "run_s": statistics.median(seconds),
+            }
+        )
+    table = pandas.DataFrame(rows)
+    table.insert(4, "ratio", table["runs_a_minute"] / table["runs_a_minute"][0])
+    import ray
+
+    config = configs[0]
+    about = {name: getattr(config, name) for name in ("depth", "width", "steps", "threads")}
+    about |= {"tokens": config.tokens_per_step, "cores": os.cpu_count(), "ray": ray.__version__}
+    about |= {"torch": torch.__version__, "processor": platform.machine()}
+    return table.assign(**about, load_1min=round(os.getloadavg()[0], 1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and write it to --out."""
+    parser = argparse.ArgumentParser(
+        prog="python -m normlab.bench.clusters", description="runs a minute of two Ray workers over one"
+    )
+    for name, value in {"runs": 4, "depth": 4, "width": 128, "steps": 300}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--cache-dir", help="directory for prepared corpora; default: the user's cache directory")
+    parser.add_argument("--out", type=Path, help="a CSV file")
+    options = parser.parse_args(argv)
+    shape = {name: getattr(options, name) for name in ("depth", "width", "steps")}
+    table = bench(options.runs, options.cache_dir, **shape)
+    print(table.round(3).to_string(index=False))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(options.out, index=False)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except NormlabError as error:
+        sys.exit(f"normlab: error: {error}")
