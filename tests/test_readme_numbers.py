@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -126,6 +127,14 @@ def test_which_text_the_pilot_chose():
         assert own[4]["trigram_loss"] == own[16]["trigram_loss"]
         ahead[corpus] = [own[depth]["trigram_loss"] - own[depth]["eval_loss"] for depth in (4, 16)]
     assert all(round(gap, 2) in (0.12, 0.13) for gap in ahead["stdlib"]) and max(ahead["english"]) < 0
+
+
+def test_the_hours_that_the_sweep_took():
+    text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
+    manifests = [json.loads(path.read_bytes()) for path in (ROOT / "data" / "runs").rglob("manifest.json")]
+    hours = sum(manifest["measured"]["wall_s"] for manifest in manifests) / 3600
+    assert f"So far {len(manifests)} runs took {hours:.1f} hours of a core" in text
+    assert len({manifest["commit"] for manifest in manifests}) == 1
 
 
 def test_precision_moves_the_loss_less_than_a_seed():

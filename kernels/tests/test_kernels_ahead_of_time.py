@@ -43,7 +43,7 @@ def check(build: aot.Build, target: str) -> aot.Report:
     return report
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("target", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", "gfx942"])
 @pytest.mark.parametrize("function", ["add_bhyt", "add_layer_norm"])
 def test_the_widest_rows_of_a_launch_do_not_spill(function: str, target: str) -> None:
     for width in (aot.choices.MAX_BACKWARD_WIDTH, aot.choices.MAX_FORWARD_WIDTH):
@@ -109,7 +109,13 @@ def refusal(dtype: torch.dtype) -> str:
         return linear.cannot_fuse(matrix, matrix, matrix, weight)
 
 
-@pytest.mark.parametrize("launch", plan.LINEAR_LAUNCHES[1:])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        plan.LINEAR_LAUNCHES[-1],
+        *(pytest.param(launch, marks=pytest.mark.slow) for launch in plan.LINEAR_LAUNCHES[1:-1]),
+    ],
+)
 def test_the_launches_to_be_timed_fit_and_do_not_spill(launch: str) -> None:
     """By the benchmark's table, at most as many programs as share a multiprocessor's memory."""
     (build,) = aot.builds("linear_add_bhyt", 2048, launch=launch)
