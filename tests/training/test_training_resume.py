@@ -145,18 +145,24 @@ def _assert_equal(run: runs.Run, reference: runs.Run) -> None:
     }
 
 
-def _kill_at_random(config: TrainConfig, out: Path, cache: Path, kills: int, seconds: float, seed: int) -> int:
-    """Start and kill until `kills` processes died or the run is finished; then finish it."""
+def _kill_at_random(
+    config: TrainConfig, out: Path, cache: Path, kills: int, seconds: float, seed: int
+) -> tuple[int, float]:
+    """Start and kill until `kills` processes died or the run is finished; then finish it. How many died, and how long a
+    whole run takes: `seconds`, unless one ended sooner, because a machine may be busy while the first is timed."""
     choose = random.Random(seed)
     killed = 0
     while killed < kills and not (out / config.run_id).exists():
+        is_whole, started = not (out / runs.PARTIAL / config.run_id).exists(), time.perf_counter()
         process = _start(config, out, cache)
-        time.sleep(choose.uniform(0.2, 1.0) * seconds)
+        process.join(choose.uniform(0.2, 1.0) * seconds)
+        if is_whole and process.exitcode is not None:
+            seconds = time.perf_counter() - started
         killed += _kill(process)
         _assert_whole(out, config)
     _finish(config, out, cache)
     assert not (out / runs.PARTIAL / config.run_id).exists()
-    return killed
+    return killed, seconds
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
@@ -167,7 +173,8 @@ def test_killed_at_random_moments_a_run_ends_as_if_never_killed(
     kills, attempt = 0, 0
     while kills < times:
         out = tmp_path / str(attempt)
-        kills += _kill_at_random(config, out, cache, min(10, times - kills), seconds, attempt)
+        killed, seconds = _kill_at_random(config, out, cache, min(10, times - kills), seconds, attempt)
+        kills += killed
         _assert_equal(runs.read_run(out / config.run_id), reference)
         shutil.rmtree(out)
         attempt += 1
