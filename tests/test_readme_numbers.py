@@ -137,6 +137,13 @@ def test_the_hours_that_the_sweep_took():
     assert len({manifest["commit"] for manifest in manifests}) == 1
 
 
+def test_what_a_second_ray_worker_gains():
+    text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    two = pd.read_csv(ROOT / "data" / "bench" / "ray_workers.csv").set_index("workers").loc[2]
+    said = f"{two['ratio']:.2f} times as many, {100 * two['not_training']:.0f}% of the two workers' time"
+    assert said in text and f"--runs {two['runs']:.0f} " in text and int(two["cores"]) == 2
+
+
 def test_precision_moves_the_loss_less_than_a_seed():
     text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
     said = re.search(rf"ends at {NUMBER}\. Its twin in float32, not compiled, ends at {NUMBER}; .* at {NUMBER}:", text)

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m normlab.bench.clusters", description="runs a minute of two Ray workers over one"
     )
-    for name, value in {"runs": 4, "depth": 4, "width": 128, "steps": 300}.items():
+    for name, value in {"runs": 6, "depth": 4, "width": 128, "steps": 300}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--cache-dir", help="directory for prepared corpora; default: the user's cache directory")
     parser.add_argument("--out", type=Path, help="a CSV file")
