@@ -83,6 +83,9 @@ def test_the_table_of_losses_and_of_what_deep_blocks_do(runs: pd.DataFrame):
     assert (about["eval_loss"] < about["trigram_loss"]).all()
     assert share[8].idxmin() == "lns" and min(share[8][list(SMALL_GAIN)]) > 2 * max(share[8][list(PLAIN)])
     assert share[4].between(0.2, 0.3).all()
+    skipped = experiments[(experiments["metric"] == "skip_delta_loss") & (experiments["part"] == "block")]
+    costs = skipped[skipped["depth"] == 8].pivot_table(index="scheme", columns="layer", values="value")
+    assert (costs.loc[list(SMALL_GAIN), 7:8].sum(axis=1) > 0.85 * costs.loc[list(SMALL_GAIN), 5:8].sum(axis=1)).all()
     pays = claims.depth_gain(runs)
     assert len(pays) == 6 and (pays["estimate"] > 0).all() and set(pays["seeds"]) == {1}
     for names, said in ((SMALL_GAIN, "gains by up to NUMBER nats"), (PLAIN, r"other three by up to NUMBER\.")):
