@@ -140,6 +140,13 @@ def test_the_hours_that_the_sweep_took():
     assert len({manifest["commit"] for manifest in manifests}) == 1
 
 
+def test_what_bfloat16_and_the_compiler_gain():
+    text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    table = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index(["what", "base"])
+    ratio = table.loc[("bfloat16 compiled step", "float32 step"), "ratio"]
+    assert f"bfloat16 and compiled takes {ratio:.2f} of a float32 step" in text
+
+
 def test_what_a_second_ray_worker_gains():
     text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     two = pd.read_csv(ROOT / "data" / "bench" / "ray_workers.csv").set_index("workers").loc[2]
