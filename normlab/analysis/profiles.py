@@ -281,6 +281,7 @@ def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray
         gaps = np.where(both[..., None], values - values[reference], 0.0)
         counts = np.where(seeds, seeds, np.nan)[:, :, None]
         mean, half = gaps.sum(axis=1) / counts, t_quantile(LEVEL, freedom) * np.sqrt(2 * variance) / np.sqrt(counts)
+        half[reference] *= 0.0
         return undo(mean), undo(mean - half), undo(mean + half), seeds
 
 

@@ -134,6 +134,15 @@ def test_the_numbers_are_those_of_the_explorer_at_every_layer(metric: str):
             assert (found["estimate"], found["low"], found["high"], found["seeds"]) == pytest.approx(shown)
 
 
+def test_a_scheme_against_itself_is_one_whatever_seeds_do():
+    profiles = Profiles(with_noise())
+    view = View("token_l2_mean", "block_out", "all", 4, 20, ("lns", "bhyt"), reference="lns")
+    itself, other = profiles.lines(view)
+    for values in (itself.values, itself.low, itself.high):
+        assert values.tolist() == [1.0] * len(values)
+    assert itself.seeds == 3 and (other.high > other.low).all()
+
+
 def test_losses_are_those_of_each_schemes_own_learning_rate_and_magnitudes_of_the_shared_one():
     runs = with_noise()
     loss, size = compare(runs, "bhyt", "lns"), compare(runs, "bhyt", "lns", "token_l2_mean")
