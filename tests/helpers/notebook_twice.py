@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from bs4 import BeautifulSoup
-from notebook_helpers import NOTEBOOKS, WIDGET, run
+from notebook_helpers import NOTEBOOKS, WIDGET, execute, run
 
 
 def execute_twice(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
@@ -24,6 +26,13 @@ def execute_twice(name: str, folder: Path, *, then: str = "", **parameters: Any)
             assert _shown(first) == _shown(second), f"{name}, run twice: {first.source}"
     done.cells = [cell for cell in done.cells if cell.metadata.get("tags") != ["again"]]
     return done
+
+
+Executed = Callable[..., nbformat.NotebookNode]
+# Executed as it stands, and every cell twice, which takes twice as long.
+once_and_twice = pytest.mark.parametrize(
+    "executed", [execute, pytest.param(execute_twice, marks=pytest.mark.slow)], ids=["once", "twice"]
+)
 
 
 def _shown(cell: nbformat.NotebookNode) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, widgets_in
-from notebook_twice import execute_twice, row_of, rows_in
+from notebook_twice import Executed, once_and_twice, row_of, rows_in
 
 BENCH = NOTEBOOKS.parent / "data" / "bench"
 # A reader's move of the widget's controls, and what its plot shows then.
@@ -20,8 +20,9 @@ steer.call.value = "layer_norm"
 print("MOVED", json.dumps([chain, {trace.name: [list(trace.x), list(trace.y)] for trace in steer.figure.data}]))"""
 
 
-def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path: Path):
-    notebook = execute_twice("05_kernels", tmp_path, then=MOVE, BENCH=str(BENCH))
+@once_and_twice
+def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path: Path, executed: Executed):
+    notebook = executed("05_kernels", tmp_path, then=MOVE, BENCH=str(BENCH))
     registers, times, shares, bars = figures_in(notebook)[:4]
     assert {trace["name"] for trace in registers["data"]} >= {"bhyt", "rms_norm", "layer_norm", "add_bhyt"}
     for figure in (times, shares):

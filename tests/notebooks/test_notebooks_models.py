@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, widgets_in, write_runs
-from notebook_twice import execute_twice, row_of, rows_in
+from notebook_twice import Executed, once_and_twice, row_of, rows_in
 
 DATA = NOTEBOOKS.parent / "data"
 GRID = str(DATA / "gain_or_bound")
 
 
-def test_your_own_model_measures_three_kinds_of_models(tmp_path: Path):
-    notebook = execute_twice("06_your_own_model", tmp_path)
+@once_and_twice
+def test_your_own_model_measures_three_kinds_of_models(tmp_path: Path, executed: Executed):
+    notebook = executed("06_your_own_model", tmp_path)
     size, contribution, by_hand, skipped = figures_in(notebook)
     depth = int(row_of(notebook, "LlamaForCausalLM")[1])
     lines = {trace["name"]: trace for trace in size["data"]}
@@ -37,9 +38,10 @@ def test_your_own_model_measures_three_kinds_of_models(tmp_path: Path):
     assert len(widgets_in(notebook)) == 1
 
 
-def test_transformer_lens_adds_up_and_only_the_slope_predicts_a_change(tmp_path: Path):
+@once_and_twice
+def test_transformer_lens_adds_up_and_only_the_slope_predicts_a_change(tmp_path: Path, executed: Executed):
     pytest.importorskip("transformer_lens")
-    notebook = execute_twice("07_transformer_lens", tmp_path)
+    notebook = executed("07_transformer_lens", tmp_path)
     assert "logits are bit for bit the model's: True" in printed(notebook)
     loss, unigram, trigram = map(float, row_of(notebook, "bhyt")[2:5])
     assert loss < unigram and (row_of(notebook, "bhyt")[5] == "finished") == (loss < trigram)
@@ -91,9 +93,10 @@ def test_without_transformer_lens_the_notebook_says_in_one_line_what_to_install(
     assert [trace["name"] for trace in figure["data"]] == ["normlab.record"]
 
 
-def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path: Path):
+@once_and_twice
+def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path: Path, executed: Executed):
     runs = write_runs(tmp_path / "data" / "runs", statuses={("lns", 4): "not_learned"})
-    notebook = execute_twice("08_gain_or_bound", tmp_path, RUNS=str(runs), GRID=GRID)
+    notebook = executed("08_gain_or_bound", tmp_path, RUNS=str(runs), GRID=GRID)
     growth, curves, loss, size, kurtosis = figures_in(notebook)
     assert schemes_of(growth) == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
     assert schemes_of(curves) == {"bhyt", "bhyt_linear"}

@@ -210,11 +210,11 @@ def test_bhyt_stability_trains_two_models_and_says_whether_they_learned(stabilit
     trained = {trace["name"]: trace for trace in stage["data"]}
     final = tables_in(stability)[-1]
     for scheme, title in (("bhyt", "BHyT"), ("rmsnorm_gain", "Pre-LN, gain λ/κ")):
-        assert list(trained[f"{scheme} first"]["x"]) == list(range(9)) and trained[f"{scheme} train"]["y"]
-        (shown,) = rows_of(final, scheme=title)["8"]
+        assert list(trained[f"{scheme} first"]["x"]) == list(range(5)) and trained[f"{scheme} train"]["y"]
+        (shown,) = rows_of(final, scheme=title)["4"]
         held_out = trained[f"{scheme} held out"]["y"][-1]
         assert shown.startswith(f"{held_out:.3f}")
-        (trigram,) = rows_of(final, scheme="trigram model")["8"]
+        (trigram,) = rows_of(final, scheme="trigram model")["4"]
         assert ("not learned" in shown) == (held_out >= float(trigram))
     pairs = list(zip(bends["data"][1]["x"], bends["data"][1]["y"], strict=True))
     assert {(0.2, 1.0), (1.0, 1.0), (5.0, 0.04)} <= set(pairs) and len(pairs) == 5
