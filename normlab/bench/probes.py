@@ -2,8 +2,10 @@
 
     python -m normlab.bench.probes --out data/bench
 
-Times are medians over interleaved rounds, in CPU seconds of this process (all its threads) and in wall seconds; CPU
-seconds are the ones to read on a machine that does other work. Extra memory is the growth of peak resident memory over
+Times are medians over interleaved rounds, every second one in the opposite order, in CPU seconds of this process (all
+its threads) and in wall seconds; CPU seconds are the ones to read on a machine that does other work. A ratio is the
+median of the rounds' own: a case over the bare pass of the same round. The case "the same again" is a second bare pass:
+how far two equal things are apart here. Extra memory is the growth of peak resident memory over
 a bare pass, one process a case; `kept_mib` is what a case must hold by its own account: for angles between all pairs of
 layers, one batch of every layer's output.
 """
@@ -128,12 +130,12 @@ def training_cases(options: argparse.Namespace) -> dict[str, Case]:
         "normlab, all forward metrics but effective rank": ALL_BUT_RANK,
         "normlab, effective rank": ("update_effective_rank",),
     }
-    cases: dict[str, Case] = {"bare": bare}
+    cases: dict[str, Case] = {"bare": bare, "the same again": bare}
     return cases | {name: partial(_recorded, bare, model, metrics) for name, metrics in recorded.items()}
 
 
-def interleaved(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median (CPU seconds, wall seconds) of each case, run in turns; a first round warms up and drops what fails."""
+def interleaved(cases: dict[str, Case], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(CPU seconds, wall seconds) of each case in every round; a first round warms up and drops what fails."""
     found: dict[str, list[tuple[float, float]]] = {}
     for name, case in cases.items():
         try:
@@ -141,13 +143,13 @@ def interleaved(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, f
             found[name] = []
         except Exception as error:
             print(f"{name} left out: {type(error).__name__}", file=sys.stderr)
-    for _ in range(rounds):
-        for name in found:
+    for number in range(rounds):
+        for name in list(found)[:: -1 if number % 2 else 1]:
             gc.collect()  # what the others leave in cycles is theirs
             cpu, wall = time.process_time(), time.perf_counter()
             cases[name]()
             found[name].append((time.process_time() - cpu, time.perf_counter() - wall))
-    return {name: tuple(map(statistics.median, zip(*times, strict=True))) for name, times in found.items()}
+    return found
 
 
 def extra_memory(options: argparse.Namespace, case: str) -> float | None:
@@ -201,15 +203,12 @@ def _table(options: argparse.Namespace) -> Any:
     rows = []
     for kind, cases in (("forward", forward_cases(options)), ("forward and backward", training_cases(options))):
         times = interleaved(cases, options.rounds)
-        for name, (cpu, wall) in times.items():
-            row = {
-                "pass": kind,
-                "case": name,
-                "cpu_s": cpu,
-                "cpu_ratio": cpu / times["bare"][0],
-                "wall_s": wall,
-                "wall_ratio": wall / times["bare"][1],
-            }
+        for name, own in times.items():
+            row: dict[str, Any] = {"pass": kind, "case": name}
+            for place, clock in enumerate(("cpu", "wall")):
+                row[f"{clock}_s"] = statistics.median(each[place] for each in own)
+                pairs = zip(own, times["bare"], strict=True)
+                row[f"{clock}_ratio"] = statistics.median(a[place] / b[place] for a, b in pairs)
             row["extra_peak_mib"] = extra_memory(options, name) if kind == "forward" else float("nan")
             rows.append(row)
     kept = (ANGLE_DEPTH + 1) * options.rows * options.length * ANGLE_WIDTH * 4 / 2**20

@@ -63,11 +63,13 @@ def training_progress(
     levels = {name: level for run in runs.values() for name, level in run.levels.items()}
     for name in NGRAM_LOSSES:
         _add_level(figure, name, levels.get(name), reach)
-    losses = {name: run.held_out or thinned(run.train) for name, run in runs.items()}
+    ends = _ends({name: run.held_out or thinned(run.train) for name, run in runs.items()}, theme)
+    words = {name: metric_row(name).label.split()[0] for name in levels}
+    ends += [EndLabel(level, words[name], look.NEUTRAL, x=reach[1]) for name, level in levels.items()]
     drawn = [value for run in runs.values() for _, value in (*thinned(run.train), *run.held_out)]
-    _fit(figure, 1, [*drawn, *levels.values()], losses, theme)
+    _fit(figure, 1, [*drawn, *levels.values()], ends)
     shown = [value for run in runs.values() for _, value in (*run.first, *run.last)]
-    _fit(figure, 2, shown, {name: run.last for name, run in runs.items()}, theme)
+    _fit(figure, 2, shown, _ends({name: run.last for name, run in runs.items()}, theme))
     figure.update_xaxes(title_text="training step", range=reach, col=1)
     figure.update_xaxes(title_text="layer", range=[0, depth], dtick=max(1, round(depth / 8)), col=2)
     figure.update_yaxes(title_text=metric_row("loss").axis, col=1)
@@ -117,27 +119,28 @@ def _add_level(figure: go.Figure, name: str, level: float | None, reach: list[in
         name=row.label,
         x=[] if level is None else reach,
         y=[] if level is None else [level] * 2,
-        mode="lines+text",
+        mode="lines",
         line=dict(color=look.NEUTRAL, width=1.4, dash="dot"),
-        text=["", f" {row.label.split()[0]}"],
-        textposition="middle right",
-        textfont=dict(color=look.NEUTRAL, size=12),
-        cliponaxis=False,
         hovertemplate=f"{row.label} %{{y:.3f}}<br><i>{row.definition}</i><extra></extra>",
         row=1,
         col=1,
     )
 
 
-def _fit(figure: go.Figure, column: int, values: Sequence[float], lines: Mapping[str, Pairs], theme: str) -> None:
-    """Fit a panel's axis to its values, and write each line's name at its end."""
-    bounds = look.axis_bounds(values, False)
+def _ends(lines: Mapping[str, Pairs], theme: str) -> list[EndLabel]:
+    """Each line's name, for its end."""
     labels = []
     for name, pairs in lines.items():
         known = [(x, y) for x, y in pairs if math.isfinite(y)]
         if known:
             style = look.style_of(name)
             labels.append(EndLabel(known[-1][1], style.title, look.ink(style.color, theme), x=known[-1][0]))
+    return labels
+
+
+def _fit(figure: go.Figure, column: int, values: Sequence[float], labels: Sequence[EndLabel]) -> None:
+    """Fit a panel's axis to its values, and write the labels at the ends of its lines."""
+    bounds = look.axis_bounds(values, False)
     figure.update_yaxes(**look.value_axis(bounds, False), col=column)
     if trace := label_trace(labels, bounds, _PANEL, False):
         figure.add_trace(trace, row=1, col=column)

@@ -200,3 +200,14 @@ def test_a_long_curve_is_thinned_by_means_and_gaps_stay_gaps():
     assert figure.layout.xaxis.range == (0, 20)
     assert figure.layout.yaxis2.type == "linear"
     assert figure.layout.yaxis.range[0] < 4.0 < figure.layout.yaxis.range[1]
+
+
+def test_the_names_of_lines_and_of_levels_do_not_cover_each_other():
+    progress = Progress(held_out=[(0, 6.0), (120, 4.01)], levels={"unigram_entropy": 4.0, "bigram_loss": 3.0})
+    figure = training_progress({"bhyt": progress}, "token_l2_mean", "block_out", depth=2)
+    (labels,) = [trace for trace in figure.data if trace.name == "labels"]
+    places = dict(zip((text.strip() for text in labels.text), labels.y, strict=True))
+    assert set(places) == {"BHyT", "unigram", "bigram"} and places["BHyT"] > places["unigram"] > places["bigram"]
+    low, high = figure.layout.yaxis.range
+    panel = figure.layout.height - figure.layout.margin.t - figure.layout.margin.b
+    assert (places["BHyT"] - places["unigram"]) / (high - low) * panel >= 14.9
