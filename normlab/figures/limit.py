@@ -16,6 +16,7 @@ from normlab.figures.registry import register
 from normlab.probes.metrics import metric_row
 
 TRAINS, STALLS, DIVERGES = "trains", "stalls", "diverges"
+MARGIN = 0.05  # nats below the unigram entropy: it is of all held-out text, a run's loss of some of its blocks
 _MARKS = {TRAINS: "circle", STALLS: "circle-open", DIVERGES: "x"}
 _WORDS = {TRAINS: "train", STALLS: "stall", DIVERGES: "diverge"}
 _ROW = 22  # pixels a scheme
@@ -38,10 +39,10 @@ def trains_at_depth(
     """A row a scheme, best held-out loss first: its loss, its gradients by layer before training, its stream by layer
     at the last measurement.
 
-    It trains if its held-out loss came below the unigram entropy, stalls if not (it has learned at most how frequent
-    tokens are), and diverges if a loss was not finite. Gradients are of the batch at each block's input
-    (``grad_l2_total``, step 0), the stream is its L2 norm a token (``token_l2_mean``, the last step measured), both
-    geometric means over seeds; each row of a profile runs from its first layer to its last.
+    It trains if its held-out loss came at least `MARGIN` below the unigram entropy, stalls if not (it has learned at
+    most how frequent tokens are), and diverges if a loss was not finite. Gradients are of the batch at each block's
+    input (``grad_l2_total``, step 0), the stream is its L2 norm a token (``token_l2_mean``, the last step measured),
+    both geometric means over seeds; each row of a profile runs from its first layer to its last.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -78,14 +79,14 @@ def trains_at_depth(
             row=1,
             col=1,
         )
-    figure.add_vline(x=float(table["entropy"].median()), line=dict(dash="dot", width=1), row=1, col=1)
+    figure.add_vline(x=float(table["entropy"].median()) - MARGIN, line=dict(dash="dot", width=1), row=1, col=1)
     for column, (site, metric, when, _) in enumerate(_PROFILES, 2):
         figure.add_trace(_profile(chosen, list(table.index), site, metric, when, column), row=1, col=column)
         figure.update_xaxes(tickvals=[0, 0.5, 1], ticktext=["first", "half", "last"], title="layer", row=1, col=column)
     figure.update_yaxes(autorange="reversed", tickfont=dict(size=11))
     figure.update_layout(margin=dict(l=170, r=90, t=120, b=60), legend=dict(orientation="h", y=-0.04, x=0))
     counts = ", ".join(f"{(table['outcome'] == outcome).sum()} {word}" for outcome, word in _WORDS.items())
-    subtitle = f"{chosen.describe()} · {counts} · dotted: unigram entropy"
+    subtitle = f"{chosen.describe()} · {counts} · dotted: {MARGIN} below the unigram entropy"
     return theme.titled(figure, title, subtitle, 220 + _ROW * len(table))
 
 
@@ -100,7 +101,7 @@ def outcomes(about: pd.DataFrame) -> pd.DataFrame:
         if (own["status"] == DIVERGED).any() or not len(finite):
             outcome = DIVERGES
         else:
-            outcome = TRAINS if loss < entropy else STALLS
+            outcome = TRAINS if loss < entropy - MARGIN else STALLS
         shown = entropy + 1 if outcome == DIVERGES else min(loss, entropy + 1)
         rows[scheme] = {"loss": loss, "entropy": entropy, "outcome": outcome, "shown": shown}
     table = pd.DataFrame.from_dict(rows, orient="index")

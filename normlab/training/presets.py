@@ -265,10 +265,11 @@ PRESETS = {
         ),
         Preset(
             "depth",
-            parts=(Part({256: 1}, FAR), Part({1000: 1}, TO_THE_LIMIT)),
+            parts=(Part({16: 1, 256: 1}, FAR), Part({1000: 1}, TO_THE_LIMIT)),
             # So small that a core trains a thousand layers in minutes; nearly bytes, as in `tiny`. One rate for all: it
-            # shows which schemes need no care of their own, not what each can reach.
-            rate=3e-3,
+            # shows which schemes need no care of their own, not what each can reach. At 3e-3 so few steps are too few
+            # for any at 256 layers; what a scheme reaches at 16 by the same steps says what depth took from it.
+            rate=1e-2,
             fields={
                 "width": 32,
                 "vocab_size": 320,
@@ -278,7 +279,7 @@ PRESETS = {
                 "probe_every": 150,
                 "probe_blocks": 4,
                 "eval_every": 75,
-                "eval_blocks": 32,
+                "eval_blocks": 64,
                 "checkpoint_every": 0,
                 "keep_weights": False,
             },

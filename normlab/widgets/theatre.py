@@ -120,6 +120,8 @@ class TrainTheatre(PlotWidget):
 
     def close(self) -> None:
         """End the processes at once, and the widget; what is on disk is whole and can be gone on from."""
+        if not hasattr(self, "plot"):  # what was asked for was refused, and there is nothing to end
+            return
         self._closed.set()
         self._news.set()
         for run in self.runs.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -173,6 +174,7 @@ def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(thea
         assert list(zip(shown.x, shown.y, strict=True)) == last
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_what_it_cannot_train_is_one_sentence(tmp_path: Path):
     with pytest.raises(NormlabError, match="each once"):
         TrainTheatre(["bhyt", "bhyt"], tmp_path)
@@ -182,6 +184,7 @@ def test_what_it_cannot_train_is_one_sentence(tmp_path: Path):
         TrainTheatre(SCHEMES, tmp_path, {"layers": 3})
     with pytest.raises(NormlabError, match="depth is 0"):
         TrainTheatre(SCHEMES, tmp_path, {"depth": 0})
+    gc.collect()  # nor is there another word when what was refused is thrown away
 
 
 def test_a_long_curve_is_thinned_by_means_and_gaps_stay_gaps():
