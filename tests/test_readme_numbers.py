@@ -16,6 +16,7 @@ from normlab.analysis.selection import choose, title_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("−", "-").split())
+ALL_BUT_RANK, LENS = "all forward metrics but effective rank", "TransformerLens run_with_cache"
 NUMBER = r"([+-]?\d+\.\d+)"
 INTERVAL = rf"\[{NUMBER}, {NUMBER}\]"
 
@@ -154,6 +155,22 @@ def test_what_a_second_ray_worker_gains():
     assert said in text and (one["workers"], two["workers"], two["runs"], two["cores"]) == (1, 2, 6, 2)
     slower = one["run_s"] / two["run_s"]
     assert f"were each {100 * (slower - 1):.0f}% slower, without which it is {two['ratio'] / slower:.2f}" in text
+
+
+def test_what_recording_costs_and_what_a_slider_waits():
+    text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    table = pd.read_csv(ROOT / "data" / "bench" / "probes_cpu.csv").set_index(["pass", "case"])
+    passes = table.loc["forward and backward", "cpu_ratio"]
+    names = ("the same again", *(f"normlab, {what}" for what in ("default metrics and gradients", ALL_BUT_RANK)))
+    again, default, most = (f"{passes[name]:.2f}" for name in names)
+    assert f"a second bare one took {again}, recording the default metrics and gradients {default}," in text
+    assert f"all forward metrics but the effective rank {most};" in text
+    own, lens = (table.loc[("forward", name), "extra_peak_mib"] for name in ("normlab, default metrics", LENS))
+    assert f"memory {own:.0f} MiB, of TransformerLens's whole cache {lens:,.0f} " in text
+    moves = pd.read_csv(ROOT / "data" / "bench" / "latency.csv").query("control == 'all'").set_index("surface")
+    lab, plain, page = (f"{moves.loc[name, 'median_ms']:.0f}" for name in ("JupyterLab", "FigureWidget", "page"))
+    said = f"{lab} ms in JupyterLab, {plain} with plotly's own FigureWidget beside it, {page} in the page"
+    assert said in text and set(moves["moves"]) == {200}
 
 
 def test_precision_moves_the_loss_less_than_a_seed():
