@@ -18,6 +18,7 @@ def roofline(table: pandas.DataFrame) -> go.Figure:
     """GB/s against floor bytes, a column a pass, a row a function, a line a peer; the dashed line is the copy
     bandwidth."""
     table = table[table.microseconds.notna()].sort_values("floor_bytes")
+    copy = table.copy_gigabytes_per_second.median()
     figure = px.line(
         table,
         x="floor_bytes",
@@ -31,11 +32,12 @@ def roofline(table: pandas.DataFrame) -> go.Figure:
         category_orders={"pass": ["forward", "backward", "both"]},
         labels={"floor_bytes": "bytes that must move", "gigabytes_per_second": "GB/s"},
         height=230 * table["function"].nunique() + 120,
-        title=f"Row norms on {table.device.iloc[0]}, {table.dtype.iloc[0]}: bytes of the floor over time",
+        title=f"Row norms on {table.device.iloc[0]}, {table.dtype.iloc[0]}: bytes of the floor over time; dashed: "
+        f"copy, {copy:.0f} GB/s (median)",
     )
-    copy = table.copy_gigabytes_per_second.median()
-    figure.add_hline(y=copy, line_dash="dash", annotation_text=f"copy {copy:.0f} GB/s (median)")
-    return figure
+    panels = dict.fromkeys((trace.xaxis, trace.yaxis) for trace in figure.data)
+    line = dict(type="line", x0=0, x1=1, y0=copy, y1=copy, line_dash="dash")
+    return figure.update_layout(shapes=[line | dict(xref=f"{x} domain", yref=y) for x, y in panels])  # all at once
 
 
 def times(table: pandas.DataFrame) -> go.Figure:

@@ -99,8 +99,9 @@ def span_line(row: Any) -> str:
     """One length of the table of spans, in the conventions of transformers and of mergekit."""
     kept = " and ".join(str(part) for part in row.keep)
     blocks = f"block {row.first}" if row.length == 1 else f"blocks {row.first}-{row.last}"
+    sure = ", of one sequence: no interval" if math.isnan(row.low) else f" [{row.low:+.4f}, {row.high:+.4f}]"
     return (
-        f"cheapest {row.length} to drop: {blocks}, loss {row.skip_delta_loss:+.4f} [{row.low:+.4f}, {row.high:+.4f}]; "
+        f"cheapest {row.length} to drop: {blocks}, loss {row.skip_delta_loss:+.4f}{sure}; "
         f"layers[{row.start}:{row.stop}] in transformers, mergekit keeps {kept}"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -17,6 +18,7 @@ from normlab.errors import NormlabError
 from normlab.report import probe_report
 from normlab.report.inputs import batches, load
 from normlab.report.measure import measure
+from normlab.report.page import span_line
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
 
@@ -66,6 +68,16 @@ def test_encoder_and_decoder_are_both_in_the_table_and_on_the_page(tmp_path):
     crossed = table[table["site"].eq("cross") & table["metric"].eq("relative_contribution")]
     assert set(crossed["stack"]) == {"decoder.block"} and set(table["metric"]) > {"grad_l2_mean"}
     assert "<h2>decoder.block</h2>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_what_one_sequence_says_of_a_span_has_no_interval():
+    row = dict(
+        length=2, first=3, last=4, start=2, stop=4, keep=[[0, 2], [4, 6]], skip_delta_loss=0.25, low=0.2, high=0.3
+    )
+    words = span_line(SimpleNamespace(**row))
+    assert "blocks 3-4, loss +0.2500 [+0.2000, +0.3000]; layers[2:4] in transformers" in words
+    words = span_line(SimpleNamespace(**row | dict(low=float("nan"), high=float("nan"))))
+    assert "loss +0.2500, of one sequence: no interval; layers[2:4]" in words and "nan" not in words
 
 
 def test_a_masked_model_predicts_hidden_tokens(tmp_path):

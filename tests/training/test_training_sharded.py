@@ -112,6 +112,7 @@ def _train_compiled_rank(
     (out.parent / f"graphs-{environment['RANK']}").write_text(str(counters["stats"]["unique_graphs"]))
 
 
+@pytest.mark.slow
 def test_the_compiled_steps_of_a_split_model_are_those_of_one_process(
     config: TrainConfig, go: Callable, cache: Path, tmp_path: Path
 ) -> None:
