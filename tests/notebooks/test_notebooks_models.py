@@ -7,7 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+import notebook_helpers
 import pytest
+from jupyter_client.manager import AsyncKernelManager
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, widgets_in, write_runs
 from notebook_twice import Executed, once_and_twice, row_of, rows_in
 
@@ -86,6 +88,8 @@ def test_without_transformer_lens_the_notebook_says_in_one_line_what_to_install(
     absent.mkdir(parents=True)
     (absent / "__init__.py").write_text("raise ImportError('not installed')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(absent.parent), *sys.path]))
+    kernel = AsyncKernelManager(kernel_name="python3")  # one that starts with that path
+    monkeypatch.setattr(notebook_helpers, "_kernel", lambda: kernel)
     notebook = execute("07_transformer_lens", tmp_path)
     (line,) = [line for line in printed(notebook).splitlines() if "TransformerLens" in line]
     assert "pip install 'normlab[lens]'" in line and "skipped" in line
