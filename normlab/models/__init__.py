@@ -10,7 +10,7 @@ from normlab.models.configuration import NormlabConfig
 from normlab.models.conversion import swap_norms
 from normlab.models.folding import FoldedNorms, fold_norms
 from normlab.models.modeling import NormlabDecoderLayer, NormlabForCausalLM, NormlabModel, refresh_carried
-from normlab.models.pruning import without_blocks
+from normlab.models.pruning import moves_blocks, without_blocks
 
 AutoConfig.register(NormlabConfig.model_type, NormlabConfig, exist_ok=True)
 AutoModel.register(NormlabConfig, NormlabModel, exist_ok=True)
@@ -23,6 +23,7 @@ __all__ = [
     "NormlabForCausalLM",
     "NormlabModel",
     "fold_norms",
+    "moves_blocks",
     "refresh_carried",
     "swap_norms",
     "without_blocks",

@@ -13,6 +13,11 @@ from normlab.models.modeling import NormlabForCausalLM
 from normlab.schemes import NormSite, get_scheme
 
 
+def moves_blocks(model: NormlabForCausalLM) -> bool:
+    """Whether a block can stand at another place than the one that it was built for: its norms alone know the place."""
+    return get_scheme(model.config.scheme).residual is None and model.config.bounded_layers is None
+
+
 @contextmanager
 def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterator[NormlabForCausalLM]:
     """While active, the model lacks the blocks `layers` (counted from 1) and the rest are renumbered 1, 2, ...
@@ -32,7 +37,7 @@ def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterat
     if not kept:
         raise NormlabError("all blocks would be deleted: keep at least one")
     scheme = get_scheme(model.config.scheme)
-    if scheme.residual is not None or model.config.bounded_layers is not None:
+    if not moves_blocks(model):
         raise NormlabError(f"scheme {scheme.name} here builds each block for its place: a block cannot be moved")
     config = copy.copy(model.config)
     config.num_hidden_layers = len(kept)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.estimates import Z95, Hook, RowMeans, Runner, hooked, interval, settled, token_kl
-from normlab.probes.hooks import hidden_state, output_tensor, with_argument
+from normlab.probes.hooks import hidden_state, output_tensor, require_one_stream, with_argument
 from normlab.probes.reducers import at_least_float32
 from normlab.probes.sites import Sites
 
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 Keep = Callable[[int, Tensor], None]
 
 
-def _layer_outputs(runner: Runner, batch: dict[str, Any], keep: Keep) -> Tensor:
-    """Runs the model; `keep(layer, h)` sees h_0 .. h_L. Returns the logits."""
+def _layer_outputs(runner: Runner, batch: dict[str, Any], keep: Keep, one_stream: bool = False) -> Tensor:
+    """Runs the model; `keep(layer, h)` sees h_0 .. h_L, all of one width if `one_stream`. Returns the logits."""
 
     def after(layer: int):
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            before, h = hidden_state(args, kwargs)[0], output_tensor(output)
+            if one_stream:
+                require_one_stream(before, h)
             if layer == 1:
-                keep(0, hidden_state(args, kwargs)[0])
-            keep(layer, output_tensor(output))
+                keep(0, before)
+            keep(layer, h)
 
         return hook
 
@@ -74,7 +77,7 @@ def angular_distance(
         the table of errors and `.attrs["half_width_95"]` that of 95% interval half-widths, rows taken as independent.
 
     Raises:
-        NormlabError: unknown `tokens`, no batch.
+        NormlabError: unknown `tokens`, no batch, several residual streams.
     """
     import pandas
 
@@ -96,7 +99,7 @@ def angular_distance(
                     kept.append(chosen.new_empty(count, *chosen.shape))
                 torch.div(chosen, torch.linalg.vector_norm(chosen, dim=-1, keepdim=True), out=kept[1][layer])
 
-            _layer_outputs(runner, batch, keep)
+            _layer_outputs(runner, batch, keep, one_stream=True)
             counted, units = kept
             row_of = counted.nonzero()[:, 0]
             rows = len(counted)
@@ -147,7 +150,7 @@ def jacobian_identity(
         `skip_sensitivity`.
 
     Raises:
-        NormlabError: probes < 1, no batch, or called under inference_mode.
+        NormlabError: probes < 1, no batch, several residual streams, or called under inference_mode.
     """
     import pandas
 
@@ -221,6 +224,7 @@ def _identity_gaps(
         leaf = x.detach().requires_grad_()
         args, kwargs = with_argument(args, kwargs, place, leaf.clone())
         out = output_tensor(block(*args, **kwargs))
+        require_one_stream(x, out)
         gaps = []
         for _ in range(probes):
             v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]

@@ -66,6 +66,15 @@ def output_tensor(output: Any) -> Tensor:
     return found
 
 
+def require_one_stream(x: Tensor, after: Tensor) -> None:
+    """Refuse a block whose output after it has another shape than its input x: it passes on several streams."""
+    if x.shape != after.shape:
+        raise NormlabError(
+            f"a block is given {x.shape[-1]} features and passes on {after.shape[-1]}: it keeps several residual "
+            "streams, and this compares one; `record` measures what blocks read of them"
+        )
+
+
 def other_sequences(args: tuple, kwargs: dict[str, Any], x: Tensor) -> bool:
     """Whether a block is handed another sequence of vectors beside its own, as a decoder is its encoder's."""
     values = [*args, *kwargs.values()]

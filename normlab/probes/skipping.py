@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.probes.calls import IGNORED_LABEL
 from normlab.probes.estimates import RowMeans, Runner, hooked, interval, settled, token_kl, token_losses
-from normlab.probes.hooks import hidden_state, output_tensor
+from normlab.probes.hooks import hidden_state, output_tensor, require_one_stream
 from normlab.probes.recording import record
 from normlab.probes.sites import Sites
 
@@ -164,6 +164,9 @@ def skip_future_effect(
     Returns:
         One row a pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`; `mask` "all"
         or "no_first".
+
+    Raises:
+        NormlabError: no batch, one block only, several residual streams.
     """
     import pandas
 
@@ -199,7 +202,9 @@ def _updates(runner: Runner, batch: dict[str, Any], skipped: int | None) -> list
     updates: list[Tensor] = []
 
     def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        updates.append(output_tensor(output) - hidden_state(args, kwargs)[0])
+        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
+        require_one_stream(before, after)
+        updates.append(after - before)
 
     blocks = runner.sites.blocks
     skipping = nullcontext() if skipped is None else hooked((blocks[skipped - 1].module, return_input))

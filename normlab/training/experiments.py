@@ -12,7 +12,9 @@
 | `jacobian_identity`, `logit_lens_kl` | block | the block; the layer, from 0 | - |
 | `carried_var_ratio` | mlp | the block | position in a row, from 0 |
 
-Definitions are those of the functions of `normlab.probes`. `standard_error` is over sequences (over random vectors for
+A scheme whose blocks cannot be moved has no `deleted`, one with several residual streams neither `skip_future_effect`
+nor `angular_distance` nor `jacobian_identity`, which compare states of one. Definitions are those of the functions of
+`normlab.probes`. `standard_error` is over sequences (over random vectors for
 the Jacobian): how well this model is measured, not how models of other seeds differ.
 """
 
@@ -24,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from normlab.models import NormlabForCausalLM, without_blocks
+from normlab.models import NormlabForCausalLM, moves_blocks, without_blocks
 from normlab.runs import EXPERIMENT_COLUMNS as COLUMNS
+from normlab.schemes import get_scheme
 
 if TYPE_CHECKING:
     import pandas
@@ -46,6 +49,10 @@ def experiments(model: NormlabForCausalLM, blocks: np.ndarray) -> pandas.DataFra
     return pandas.DataFrame(rows, columns=list(COLUMNS)).astype(types)
 
 
+def _has_one_stream(model: Any) -> bool:
+    return get_scheme(model.config.scheme).leave is None
+
+
 def _skipping(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
     from normlab.probes import skip_future_effect, skip_sensitivity
 
@@ -57,7 +64,7 @@ def _skipping(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
             where = (part or row.part, row.layer, row.span if part else None)
             yield ("skip_delta_loss", *where, row.skip_delta_loss, row.standard_error)
             yield ("skip_output_kl", *where, row.output_kl, row.output_kl_error)
-    if depth > 1:
+    if depth > 1 and _has_one_stream(model):
         for row in skip_future_effect(model, batches, progress=False).itertuples():
             yield ("skip_future_effect", "block", row.layer, row.skipped, row.value, row.standard_error)
 
@@ -66,7 +73,7 @@ def _skipping(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
 def _deleting(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
     """Loss added by deleting a block and renumbering the rest, paired by sequence."""
     depth = len(model.model.layers)
-    if depth == 1:
+    if depth == 1 or not moves_blocks(model):
         return
     whole = _sequence_losses(model, batches)
     for layer in range(1, depth + 1):
@@ -92,15 +99,15 @@ def _error(values: torch.Tensor) -> float:
 def _geometry(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
     from normlab.probes import angular_distance, jacobian_identity, logit_lens_kl
 
-    angles = angular_distance(model, batches, progress=False)
-    errors = angles.attrs["standard_error"]
-    for a in angles.index:
-        for b in angles.index[a + 1 :]:
-            yield ("angular_distance", "block", a, b, angles.loc[a, b], errors.loc[a, b])
-    for name, table in (
-        ("jacobian_identity", jacobian_identity(model, batches, progress=False)),
-        ("logit_lens_kl", logit_lens_kl(model, batches, progress=False)),
-    ):
+    tables = {"logit_lens_kl": logit_lens_kl(model, batches, progress=False)}
+    if _has_one_stream(model):
+        angles = angular_distance(model, batches, progress=False)
+        errors = angles.attrs["standard_error"]
+        for a in angles.index:
+            for b in angles.index[a + 1 :]:
+                yield ("angular_distance", "block", a, b, angles.loc[a, b], errors.loc[a, b])
+        tables = {"jacobian_identity": jacobian_identity(model, batches, progress=False), **tables}
+    for name, table in tables.items():
         for row in table.itertuples():
             yield (name, "block", row.layer, None, row.value, row.standard_error)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from model_helpers import assert_bits, assert_near, fresh_model, gradients, optimizer_of, tiny_model, tokens
@@ -16,9 +17,10 @@ from reference_model import as_float64, next_token_loss, reference
 from reference_schemes import logits as field_logits
 
 from normlab import SCHEMES, NormlabError, NormlabForCausalLM
-from normlab.models import fold_norms
-from normlab.probes import record
+from normlab.models import fold_norms, without_blocks
+from normlab.probes import angular_distance, jacobian_identity, record, skip_future_effect
 from normlab.schemes import STUDIED
+from normlab.training.experiments import experiments
 
 FIELD = [name for name in SCHEMES if name not in STUDIED]
 ONE_A_FAMILY = {row.family: name for name, row in reversed(SCHEMES.items()) if name not in STUDIED}.values()
@@ -169,6 +171,28 @@ def test_probes_measure_every_layer_and_change_nothing(scheme):
             assert all(f"{site} {layer}" in rec.absent for layer in layers), rec.absent
         else:
             assert sorted(found["layer"]) == layers, (site, metric)
+
+
+@matrix
+def test_what_a_run_measures_of_its_depth_is_measured_or_refused_in_one_line(scheme):
+    model, ids = tiny_model(scheme), tokens(2, 8)
+    found = experiments(model, ids.numpy())
+    assert np.isfinite(found["value"]).all()
+    measured = {(row.metric, row.part) for row in found.itertuples()}
+    assert measured >= {("skip_delta_loss", "block"), ("logit_lens_kl", "block")}
+    batches = [{"input_ids": ids}]
+    for name, probe in (
+        ("skip_future_effect", skip_future_effect),
+        ("angular_distance", angular_distance),
+        ("jacobian_identity", jacobian_identity),
+    ):
+        if (name, "block") not in measured:
+            with pytest.raises(NormlabError, match="several residual streams") as caught:
+                probe(model, batches, progress=False)
+            assert one_line(caught.value)
+    if ("skip_delta_loss", "deleted") not in measured:
+        with pytest.raises(NormlabError, match="a block cannot be moved"), without_blocks(model, [1]):
+            pass
 
 
 @matrix
