@@ -21,6 +21,7 @@ from normlab.models import NormlabConfig
 from normlab.notebook.exporters import claim_of
 from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric
 from normlab.schemes import NormSite, Scheme
+from normlab.schemes import table as costs_of_schemes
 from normlab.training.presets import PRESETS, Choice, Preset, Search
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,17 +57,23 @@ def arxiv_links(text: str) -> str:
 
 
 def schemes() -> str:
-    head = ("name", "in figures", "norm", "norms in a block", "source")
-    return table(head, (_scheme(scheme) for scheme in normlab.SCHEMES.values()))
+    """What `normlab schemes` prints, with each scheme's name in figures, its norm and where it stands."""
+    head = ("name", "in figures", "formula", "norm", "norms in a block", "parameters", "bytes", "operations", "source")
+    costs = costs_of_schemes().set_index("name")[["parameters", "bytes", "operations"]]
+    return table(head, (_scheme(scheme, costs.loc[scheme.name]) for scheme in normlab.SCHEMES.values()))
 
 
-def _scheme(scheme: Scheme) -> tuple[str, ...]:
+def _scheme(scheme: Scheme, costs: Iterable[int]) -> tuple[str, ...]:
     config = NormlabConfig(scheme=scheme.name, hidden_size=64, num_attention_heads=2, num_hidden_layers=4)
     layouts = [scheme.layout] if scheme.first_layout is None else [scheme.first_layout, scheme.layout]
     places = "; then ".join(", ".join(place.replace("_", " ") for place, _ in layout.places()) for layout in layouts)
     inside = scheme.layout.places()  # none in a block without norms
     norm = f"`{type(scheme.norm(NormSite(inside[0][0], 2, config))).__name__}`" if inside else "none"
-    return f"`{scheme.name}`", scheme.title, norm, places or "none", arxiv_links(scheme.paper)
+    numbers = (f"{number:,}" for number in costs)
+    return (
+        *(f"`{scheme.name}`", scheme.title, f"`{scheme.formula}`", norm, places or "none"),
+        *(*numbers, arxiv_links(scheme.paper)),
+    )
 
 
 def metrics() -> str:

@@ -105,6 +105,18 @@ def test_badges_are_absent_until_the_repository_has_an_address(site_code: dict[s
     ]
 
 
+def test_the_table_of_schemes_is_what_the_command_prints(site_code: dict[str, ModuleType]):
+    lines = site_code["tables"].schemes().splitlines()
+    head, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if "---" not in line)
+    printed = normlab.schemes.table()
+    assert [row[0].strip("`") for row in rows] == list(printed["name"])
+    for column in ("parameters", "bytes", "operations"):
+        assert [int(row[head.index(column)].replace(",", "")) for row in rows] == list(printed[column])
+    assert [row[head.index("formula")].strip("`") for row in rows] == list(printed["formula"])
+    sources = [re.sub(r"\[([\d.]+)\]\([^)]*\)", r"\1", row[head.index("source")]) for row in rows]
+    assert sources == list(printed["paper"])
+
+
 def test_a_table_keeps_bars_inside_its_cells(site_code: dict[str, ModuleType]):
     assert site_code["tables"].table(("a", "b"), [("|h|", 2)]).splitlines() == [
         "| a | b |",

@@ -64,6 +64,7 @@ class BHyT(Norm):
         self.eps = eps
         self.gain = gain
         self.bounded = bounded
+        self.operations = 5.0 if bounded else 4.0
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

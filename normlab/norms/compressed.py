@@ -24,7 +24,7 @@ class CRMSNorm(Norm):
     Source: Pre-RMSNorm and Pre-CRMSNorm Transformers (2305.14858); the formula derived as above and tested so.
     """
 
-    operations = 6.0
+    operations = 5.0
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()

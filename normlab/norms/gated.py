@@ -35,7 +35,7 @@ class GatedNorm(Norm):
         self.down = nn.Parameter(torch.empty(rank, hidden_size))
         self.up = nn.Parameter(torch.empty(hidden_size, rank))
         self.eps = eps
-        self.operations = 8.0 + 4.0 * rank
+        self.operations = 6.0 + 4.0 * rank
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

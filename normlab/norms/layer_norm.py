@@ -26,7 +26,7 @@ class LayerNorm(Norm):
     Source: Ba, Kiros & Hinton, Layer Normalization (1607.06450).
     """
 
-    operations = 8.0
+    operations = 7.0
 
     def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ class SeeDNorm(Norm):
     Source: Self-Rescaled Dynamic Normalization (2510.22777).
     """
 
-    operations = 9.0
+    operations = 8.0
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()

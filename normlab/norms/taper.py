@@ -36,7 +36,6 @@ class TaperNorm(Norm):
     gate: Tensor
     inverse_rms: Tensor
     momentum = 0.99
-    operations = 6.0
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, *, start: float = 0.25, end: float = 0.75) -> None:
         super().__init__()

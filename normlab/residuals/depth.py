@@ -18,12 +18,11 @@ class DepthAttention(Residual):
     Source: Attention Residuals (2603.15031), over all sublayers, not blocks of them.
     """
 
-    operations = 6.0
-
     def __init__(self, width: int, eps: float, sublayer: int) -> None:
         super().__init__()
         self.width, self.eps = width, eps
-        self.numbers = 2.0 * (sublayer + 1) + 2.0
+        values = sublayer + 1 if sublayer else 0  # each weighed by its size and by the query, then added
+        self.numbers, self.operations = 2.0 * values + 2.0, 6.0 * values
         self.query = nn.Parameter(torch.empty(width)) if sublayer else None
         self.reset_parameters()
 

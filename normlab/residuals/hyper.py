@@ -54,8 +54,9 @@ class HyperConnected(Residual):
         self.matrix = nn.Parameter(torch.empty(outputs, streams * width))
         self.bias = nn.Parameter(torch.empty(outputs))
         self.factor = nn.Parameter(torch.empty(3))
-        self.numbers = 4.0 * streams + 1.0
-        self.operations = 2.0 * streams * (2 * streams + 4)
+        # X is read for the weights, for r X and for M X, and written; r X is written, f read.
+        self.numbers = 4.0 * streams + 2.0
+        self.operations = 2.0 * streams * outputs + 3 * streams + 2 * streams * (streams + 2)  # v W; v; r X, M X, w f
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -97,9 +98,10 @@ class HyperConnected(Residual):
 class SumOfStreams(Residual):
     """The streams' sum: what the final norm reads of hyper-connections (2409.19606)."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, streams: int) -> None:
         super().__init__()
         self.width = width
+        self.numbers, self.operations = streams + 1.0, streams - 1.0
 
     def forward(self, state: Tensor) -> Tensor:
         return split(state, self.width).sum(-2)

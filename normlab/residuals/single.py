@@ -50,6 +50,8 @@ class LearnedScale(Residual):
         self.scale = nn.Parameter(torch.empty(channels))
         self.bias_in = nn.Parameter(torch.empty(1)) if biased else None
         self.bias_out = nn.Parameter(torch.empty(1)) if biased else None
+        if biased:
+            self.numbers, self.operations = 5.0, 4.0
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -137,12 +139,10 @@ class BlockInput(Residual):
     Source: B2T connection (2206.00330).
     """
 
-    numbers = 4.0
-    operations = 2.0
-
     def __init__(self, width: int, last: bool) -> None:
         super().__init__()
         self.width, self.last = width, last
+        self.numbers, self.operations = (4.0, 2.0) if last else (3.0, 1.0)
 
     def enter(self, state: Tensor) -> Tensor:
         return state[..., : self.width]
@@ -171,7 +171,7 @@ class Spherical(Residual):
     Source: nGPT (2410.01131).
     """
 
-    operations = 8.0
+    operations = 9.0
 
     def __init__(self, width: int, start: float = 0.05) -> None:
         super().__init__()

@@ -61,6 +61,8 @@ class _RMSEnd(Residual):
 class DualEnd(_RMSEnd):
     """x + RMSNorm(s): what leaves ResiDual's two streams (2304.14802). The scheme has no further norm."""
 
+    operations = 5.0
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps, "gain")
 
@@ -81,7 +83,7 @@ class Siamese(_RMSEnd):
     """
 
     numbers = 8.0
-    operations = 10.0
+    operations = 11.0
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps, "gain_x", "gain_y")
@@ -106,6 +108,8 @@ class Siamese(_RMSEnd):
 
 class SiameseEnd(_RMSEnd):
     """N(x) + N'(y), RMSNorms: what the final norm reads of SiameseNorm's two streams (2602.08064)."""
+
+    operations = 9.0
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps, "gain_x", "gain_y")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas
 
 BYTES = 2  # of a number in bfloat16
+REDUCTION = 2.0  # squares and their sum, which a carried statistic spares
 
 
 def table(width: int = 1024, depth: int = 16) -> pandas.DataFrame:
@@ -68,8 +69,9 @@ def _costs(scheme: Scheme, width: int, depth: int) -> dict[str, int]:
         if scheme.leave is not None:
             rules.append(scheme.leave(config))
     modules: list[Norm | Residual] = [*norms, *rules]
+    spared = REDUCTION * depth if scheme.carries_statistic else 0.0
     return {
         "parameters": sum(p.numel() for module in modules for p in module.parameters()),
         "bytes": round(sum(module.numbers for module in modules) * width * BYTES),
-        "operations": round(sum(module.operations for module in modules) * width),
+        "operations": round((sum(module.operations for module in modules) - spared) * width),
     }

@@ -251,7 +251,7 @@ def hyper(sublayer: Sublayer) -> Residual:
 
 
 def hyper_end(config: Any) -> Residual:
-    return SumOfStreams(config.hidden_size)
+    return SumOfStreams(config.hidden_size, config.streams)
 
 
 def over_sublayers(sublayer: Sublayer) -> Residual:

@@ -23,6 +23,28 @@ def test_a_row_a_scheme_with_what_follows_from_its_formula():
     assert (found[["bytes", "operations"]] > 0).all().all()
 
 
+RMS, LAYERS, SUBLAYERS = 4, 2, 4  # operations a channel: square, sum, division, gain
+NORMS = RMS * (SUBLAYERS + 1)
+OPERATIONS = {
+    "bhyt": LAYERS * (RMS + 1) + LAYERS * (RMS + 1 - 2) + RMS + SUBLAYERS,  # a tanh more; square and sum less
+    "bhyt_exact": SUBLAYERS * (RMS + 1) + RMS + SUBLAYERS,
+    "pre_layernorm": 7 * (SUBLAYERS + 1) + SUBLAYERS,
+    "attn_residuals": NORMS + sum(6 * values for values in (2, 3, 4, 5)),  # square, sum, q.v, weighted sum of each
+    # per sublayer: 4d numbers times 24 columns, their rms, read 4, mix 16, write 4; then four streams' sum
+    "mhc": NORMS + SUBLAYERS * (2 * 4 * 24 + 3 * 4 + 2 * (4 + 16 + 4)) + 3,
+    "residual_dual": SUBLAYERS * (RMS + 2) + RMS + 1,
+    "siamese_norm": NORMS + SUBLAYERS * (2 * RMS + 3) + 2 * RMS + 1,
+    "b2t": NORMS + LAYERS * (1 + 2),
+    "fixup": SUBLAYERS * 4,
+    "ngpt": SUBLAYERS * (3 + 3 + 3),
+}
+
+
+def test_operations_are_counted_where_the_formula_has_them():
+    found = table(64, LAYERS).set_index("name")["operations"]
+    assert {scheme: found[scheme] / 64 for scheme in OPERATIONS} == OPERATIONS
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_parameters_are_those_of_a_models_norms_and_rules(scheme):
     with torch.device("meta"):
