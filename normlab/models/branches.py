@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ from transformers.models.llama.modeling_llama import (
 
 from normlab.norms import RMSNorm
 from normlab.residuals.single import unit_length
-from normlab.schemes import get_scheme
+from normlab.schemes import centred, get_scheme
+
+
+def _rms_norm(config: Any, width: int) -> RMSNorm:
+    return centred(RMSNorm(width, config.rms_norm_eps), config)
 
 
 class NormedAttention(LlamaAttention):
@@ -43,15 +48,15 @@ class NormedAttention(LlamaAttention):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config=config, layer_idx=layer_idx)
         own = get_scheme(config.scheme).branches
-        eps, heads, kv_heads = config.rms_norm_eps, config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads, norm = config.num_attention_heads, config.num_key_value_heads, partial(_rms_norm, config)
         self.kind = config.qk_norm
         self.unit = self.kind == "l2" or own.spherical
         if self.kind.startswith("rms"):
             whole = self.kind == "rms_width"
-            self.q_norm = RMSNorm(self.head_dim * (heads if whole else 1), eps)
-            self.k_norm = RMSNorm(self.head_dim * (kv_heads if whole else 1), eps)
-        self.v_norm = RMSNorm(self.head_dim, eps) if own.value_norm else None
-        self.o_norm = RMSNorm(heads * self.head_dim, eps) if own.output_norm else None
+            self.q_norm = norm(self.head_dim * (heads if whole else 1))
+            self.k_norm = norm(self.head_dim * (kv_heads if whole else 1))
+        self.v_norm = norm(self.head_dim) if own.value_norm else None
+        self.o_norm = norm(heads * self.head_dim) if own.output_norm else None
         self.spherical = own.spherical
         if self.unit:
             self.qk_scale = nn.Parameter(torch.empty(heads, self.head_dim if own.spherical else 1).flatten())
@@ -140,7 +145,7 @@ class NormedMLP(LlamaMLP):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         own = get_scheme(config.scheme).branches
-        self.norm = RMSNorm(config.intermediate_size, config.rms_norm_eps) if own.output_norm else None
+        self.norm = _rms_norm(config, config.intermediate_size) if own.output_norm else None
         self.scale = nn.Parameter(torch.empty(2 * config.intermediate_size)) if own.spherical else None
         self.reset_parameters()
 

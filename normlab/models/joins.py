@@ -12,7 +12,7 @@ from normlab.models.block import NormlabDecoderLayer
 from normlab.models.branches import changes_attention, changes_mlp
 from normlab.models.ends import changes_embeddings, changes_head
 from normlab.residuals import Residual
-from normlab.schemes import Sublayer, get_scheme
+from normlab.schemes import Sublayer, centred, get_scheme
 
 
 class JoiningDecoderLayer(NormlabDecoderLayer):
@@ -30,8 +30,8 @@ class JoiningDecoderLayer(NormlabDecoderLayer):
         rule = get_scheme(config.scheme).residual
         if rule is None or self.carried:
             raise NormlabError(f"scheme {config.scheme} joins its branches by plain addition: use NormlabDecoderLayer")
-        self.attn_residual = rule(Sublayer("attn", layer_idx + 1, config))
-        self.mlp_residual = rule(Sublayer("mlp", layer_idx + 1, config))
+        self.attn_residual = centred(rule(Sublayer("attn", layer_idx + 1, config)), config)
+        self.mlp_residual = centred(rule(Sublayer("mlp", layer_idx + 1, config)), config)
         for part in ("attn", "mlp"):  # of two norms of the stream, probes' usual site is the branch's
             own, outer = self.norm_at(f"{part}_in"), self.norm_at(f"{part}_sum")
             if own is not None and outer is not None:

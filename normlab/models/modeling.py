@@ -24,7 +24,7 @@ from normlab.models.ends import EmbeddingEnd, Head, Projection, changes_embeddin
 from normlab.models.joins import FinalNorm, decoder_layer
 from normlab.norms import Norm
 from normlab.residuals import Residual
-from normlab.schemes import CORRECTIONS, NormSite, Rate, get_scheme
+from normlab.schemes import CORRECTIONS, NormSite, Rate, centred, get_scheme
 
 KERNELS = ("auto", "triton", "torch")
 
@@ -81,7 +81,7 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_hidden_layers))
         self.norm: Any = scheme.norm_at(NormSite("final", config.num_hidden_layers + 1, config))
         if scheme.leave is not None:
-            self.norm = FinalNorm(scheme.leave(config), self.norm)
+            self.norm = FinalNorm(centred(scheme.leave(config), config), self.norm)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.shared_scale = None
@@ -194,11 +194,11 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         scheme = get_scheme(self.config.scheme)
         parts = [(path, module) for path, module in self.named_modules() if isinstance(module, Norm | Residual)]
         inside = {f"{path}.{name}" for path, module in parts for name, _ in module.named_parameters(recurse=False)}
-        centred = {f"{path}.weight" for path, module in parts if getattr(module, "centre", 0.0)}
+        around_one = {f"{path}.{gain}" for path, module in parts if module.centre for gain in module.gains}
 
         def decays(name: str, parameter: Tensor) -> bool:
             if name in inside or parameter.dim() < 2:
-                return name in centred or name.rsplit(".", 1)[-1] in scheme.decayed
+                return name in around_one or name.rsplit(".", 1)[-1] in scheme.decayed
             return scheme.decays_matrices
 
         return [name for name, parameter in self.named_parameters() if decays(name, parameter)]

@@ -25,11 +25,14 @@ class Residual(nn.Module):
     """state -> what the branch reads, (state, branch output) -> next state. The base is plain addition.
 
     probe_role: tells probes that the module is neither a norm nor a branch.
+    gains, centre: as of a norm.
     numbers, operations: what a sublayer's join costs a token, per channel: numbers read and written, and arithmetic
         operations; a plain addition reads two and writes one.
     """
 
     probe_role = "residual"
+    gains: tuple[str, ...] = ()
+    centre = 0.0
     numbers = 3.0
     operations = 1.0
 

@@ -48,14 +48,18 @@ class _RMSEnd(Residual):
 
     def __init__(self, width: int, eps: float, *gains: str) -> None:
         super().__init__()
-        self.width, self.eps = width, eps
+        self.width, self.eps, self.gains = width, eps, gains
         for name in gains:
             self.register_parameter(name, nn.Parameter(torch.empty(width)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for gain in self.parameters(recurse=False):
-            nn.init.ones_(gain)
+            nn.init.constant_(gain, 1.0 - self.centre)
+
+    def normalized(self, x: Tensor, gain: Tensor) -> Tensor:
+        """RMSNorm of one stream."""
+        return (gain if self.centre == 0.0 else gain + self.centre) * rms_normalized(x, self.eps)
 
 
 class DualEnd(_RMSEnd):
@@ -68,7 +72,7 @@ class DualEnd(_RMSEnd):
 
     def forward(self, state: Tensor) -> Tensor:
         x, total = state.split(self.width, -1) if state.shape[-1] > self.width else (state, state)
-        return x + self.gain * rms_normalized(total, self.eps)
+        return x + self.normalized(total, self.gain)
 
 
 class Siamese(_RMSEnd):
@@ -91,16 +95,13 @@ class Siamese(_RMSEnd):
     def open(self, x: Tensor) -> Tensor:
         return torch.cat([x, x], -1) if x.shape[-1] == self.width else x
 
-    def _normalized(self, x: Tensor) -> Tensor:
-        return self.gain_x * rms_normalized(x, self.eps)
-
     def enter(self, state: Tensor) -> Tensor:
         x, y = state.split(self.width, -1)
-        return self._normalized(x) + self.gain_y * rms_normalized(y, self.eps)
+        return self.normalized(x, self.gain_x) + self.normalized(y, self.gain_y)
 
     def join(self, state: Tensor, branch: Tensor, norm: Map) -> Tensor:
         x, y = state.split(self.width, -1)
-        return torch.cat([self._normalized(x) + branch, y + branch], -1)
+        return torch.cat([self.normalized(x, self.gain_x) + branch, y + branch], -1)
 
     def starting_weights(self) -> None:
         return None
@@ -116,4 +117,4 @@ class SiameseEnd(_RMSEnd):
 
     def forward(self, state: Tensor) -> Tensor:
         x, y = state.split(self.width, -1) if state.shape[-1] > self.width else (state, state)
-        return self.gain_x * rms_normalized(x, self.eps) + self.gain_y * rms_normalized(y, self.eps)
+        return self.normalized(x, self.gain_x) + self.normalized(y, self.gain_y)

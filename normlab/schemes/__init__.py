@@ -41,6 +41,7 @@ from normlab.schemes.scheme import (
     Rate,
     Scheme,
     Sublayer,
+    centred,
 )
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "Rate",
     "Scheme",
     "Sublayer",
+    "centred",
     "correction_factors",
     "get_scheme",
     "is_bounded",

@@ -130,6 +130,14 @@ class Rate:
     weight_decay: float = 1.0
 
 
+def centred(module: Any, config: Any) -> Any:
+    """A norm or residual rule whose gains are 1 + their parameters where the configuration says so."""
+    if module.gains and getattr(config, "zero_centred", False):
+        module.centre = 1.0
+        module.reset_parameters()
+    return module
+
+
 PRE = Layout(attn_in="input_layernorm", mlp_in="post_attention_layernorm")
 POST = Layout(attn_sum="post_attention_layernorm", mlp_sum="post_feedforward_layernorm")
 PERI = Layout(
@@ -219,11 +227,7 @@ class Scheme:
 
     def norm_at(self, site: NormSite) -> Any:
         """The norm for a site, its gain centred as the configuration says."""
-        norm: Any = self.norm(site)
-        if getattr(site.config, "zero_centred", False):
-            norm.centre = 1.0
-            norm.reset_parameters()
-        return norm
+        return centred(self.norm(site), site.config)
 
     def matrix_std(self, name: str, config: Any) -> float:
         """Standard deviation that a block's matrix is drawn with."""

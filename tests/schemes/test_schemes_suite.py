@@ -8,6 +8,7 @@ shipped runs has its formula in `reference_model`, any other in `reference_schem
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -75,15 +76,19 @@ def test_affine_attention_is_an_option_of_any_scheme(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_zero_centred_gain_is_the_same_function_and_decays(scheme):
     plain, centred = (
-        fresh_model(scheme, num_hidden_layers=1),
-        fresh_model(scheme, num_hidden_layers=1, zero_centred=True),
+        fresh_model(scheme, num_hidden_layers=2, qk_norm="rms_head"),
+        fresh_model(scheme, num_hidden_layers=2, qk_norm="rms_head", zero_centred=True),
     )
     ids = tokens(1, 6)
     with torch.no_grad():
         assert_near(centred(ids).logits, plain(ids).logits, 1e-5)
-    gains = {f"{path}.weight" for path, module in centred.named_modules() if getattr(module, "centre", 0.0)}
-    gains &= {name for name, _ in centred.named_parameters()}
-    assert gains <= set(centred.decay_parameter_names())
+    decayed = set(centred.decay_parameter_names())
+    for (name, parameter), own in zip(centred.named_parameters(), plain.parameters(), strict=True):
+        if not torch.equal(parameter, own):
+            assert_near(parameter + 1, own, 1e-6, name)
+            assert name in decayed
+        else:  # every gain is one that the configuration centres
+            assert not re.search(r"(norm\w*\.weight|\.gain\w*)$", name), name
 
 
 @matrix
