@@ -38,6 +38,11 @@ def _require(condition: bool, message: str) -> None:
         raise NormlabError(message)
 
 
+def _is_positive(value: object) -> bool:
+    """A positive, finite number."""
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
 @strict
 class NormlabConfig(LlamaConfig):
     """A Llama configuration plus a normalization scheme.
@@ -112,6 +117,15 @@ class NormlabConfig(LlamaConfig):
         for name in _NUMBERS:
             value = getattr(self, name)
             _require(isinstance(value, int | float), f"{name} is {value!r}: give a number")
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} is {value!r}: give true or false")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            _require(isinstance(value, int) and value >= 1, f"{name} is {value!r}: give a whole number, at least 1")
+        for name in _LISTS:
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, list | tuple), f"{name} is {value!r}: give a list, as [1, 2]")
         scheme = get_scheme(self.scheme)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         _require(self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}: give at least 1")
@@ -131,8 +145,8 @@ class NormlabConfig(LlamaConfig):
         )
         for name in ("lam_input", "lam_post", "kappa", "gamma0"):
             value = getattr(self, name)
-            _require(0 < value < math.inf, f"{name} {value} must be positive and finite")
-        _require(self.alpha0 is None or 0 < self.alpha0 < math.inf, f"alpha0 {self.alpha0} must be positive and finite")
+            _require(_is_positive(value), f"{name} {value} must be positive and finite")
+        _require(self.alpha0 is None or _is_positive(self.alpha0), f"alpha0 {self.alpha0} must be positive and finite")
         _require(0 <= self.lam_last < math.inf, f"lam_last {self.lam_last} must be positive, or 0, and finite")
         _require(0 <= self.post_fraction <= 1, f"post_fraction is {self.post_fraction}: give a share between 0 and 1")
         if self.carried is None and scheme.carried:
@@ -151,21 +165,20 @@ class NormlabConfig(LlamaConfig):
         )
         _require(
             self.calibration is None
-            or (len(self.calibration) == self.num_hidden_layers and all(0 < f < math.inf for f in self.calibration)),
+            or (len(self.calibration) == self.num_hidden_layers and all(_is_positive(f) for f in self.calibration)),
             f"calibration is {self.calibration}: give a positive factor for each of {self.num_hidden_layers} blocks",
         )
         layers = [*(self.exact_layers or []), *(self.bounded_layers or [])]
         _require(
-            all(1 <= layer <= self.num_hidden_layers for layer in layers)
-            and (self.bounded_layers is None or len(self.bounded_layers) == 2),
+            all(isinstance(layer, int) and 1 <= layer <= self.num_hidden_layers for layer in layers)
+            and (self.bounded_layers is None or len(self.bounded_layers) == 2)
+            and list(self.bounded_layers or []) == sorted(self.bounded_layers or []),
             f"exact_layers {self.exact_layers} and bounded_layers {self.bounded_layers}: "
             f"give blocks of 1 to {self.num_hidden_layers}, and a first and a last one",
         )
         if self.qk_norm is None:
             self.qk_norm = scheme.branches.qk_norm
         _require(self.qk_norm in QK_NORMS, f"qk_norm is {self.qk_norm!r}: choose one of {', '.join(QK_NORMS)}")
-        for name in ("residual_warmup", "streams"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: give at least 1")
         if self.train_seq_len is None:
             self.train_seq_len = self.max_position_embeddings
         _require(self.train_seq_len >= 1, f"train_seq_len is {self.train_seq_len}: give at least 1")
@@ -242,4 +255,7 @@ def _differs(released: dict) -> str | None:
 
 
 _NUMBERS = ("lam_input", "lam_post", "lam_last", "kappa", "gamma0", "post_fraction")
+_SWITCHES = ("learnable_lam", "affine_attention", "zero_centred", "taper_final")
+_COUNTS = ("residual_warmup", "streams")
+_LISTS = ("exact_layers", "bounded_layers", "calibration")
 _FIELDS = {field.name for field in dataclasses.fields(NormlabConfig)}

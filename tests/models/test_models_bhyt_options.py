@@ -78,6 +78,13 @@ def test_theory_takes_the_options():
         {"correction": "gamma"},
         {"calibration": [1.0, 2.0]},
         {"calibration": [1.0, 0.0, 1.0]},
+        {"calibration": 2.0},
+        {"calibration": ["a", 1.0, 1.0]},
+        {"exact_layers": 1},
+        {"exact_layers": [1.5]},
+        {"exact_layers": ["1"]},
+        {"bounded_layers": [3, 1]},
+        {"bounded_layers": "12"},
     ],
 )
 def test_options_out_of_range_are_refused_in_one_line(fields):

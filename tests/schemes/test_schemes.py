@@ -247,6 +247,11 @@ BAD = {
     "fraction": ({"scheme": "mix_ln", "post_fraction": 1.5}, "post_fraction is 1.5"),
     "misspelt": ({"lambda_input": 3.0}, "unknown field lambda_input: do you mean lam_input?"),
     "text": ({"lam_post": "2"}, "lam_post is '2': give a number"),
+    "streams": ({"scheme": "mhc", "streams": 2.5}, "streams is 2.5: give a whole number, at least 1"),
+    "streams_text": ({"scheme": "mhc", "streams": "two"}, "streams is 'two': give a whole number"),
+    "no_warmup": ({"scheme": "prores", "residual_warmup": 0}, "residual_warmup is 0: give a whole number, at least 1"),
+    "switch": ({"zero_centred": "no"}, "zero_centred is 'no': give true or false"),
+    "affine": ({"affine_attention": 1}, "affine_attention is 1: give true or false"),
     "fraction_negative": ({"scheme": "mix_ln", "post_fraction": -0.1}, "post_fraction is -0.1"),
 }
 
