@@ -9,7 +9,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from normlab.models.configuration import NormlabConfig
 from normlab.models.conversion import swap_norms
 from normlab.models.folding import FoldedNorms, fold_norms
-from normlab.models.modeling import NormlabDecoderLayer, NormlabForCausalLM, NormlabModel, refresh_carried
+from normlab.models.modeling import (
+    NormlabDecoderLayer,
+    NormlabForCausalLM,
+    NormlabModel,
+    refresh_carried,
+    set_schedules,
+)
 from normlab.models.pruning import moves_blocks, without_blocks
 
 AutoConfig.register(NormlabConfig.model_type, NormlabConfig, exist_ok=True)
@@ -25,6 +31,7 @@ __all__ = [
     "fold_norms",
     "moves_blocks",
     "refresh_carried",
+    "set_schedules",
     "swap_norms",
     "without_blocks",
 ]

@@ -10,8 +10,10 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from normlab.errors import NormlabError
 from normlab.models.block import NormlabDecoderLayer
+from normlab.models.branches import changes_attention
 from normlab.models.configuration import NormlabConfig
 from normlab.models.joins import decoder_layer
+from normlab.residuals import Residual
 from normlab.schemes import NormSite, get_scheme
 
 
@@ -29,13 +31,15 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         fields: fields of NormlabConfig, e.g. ``lam_input=3.0, train_seq_len=2048``.
 
     Returns:
-        The same model. In training, call ``normlab.models.refresh_carried(model)`` every max_steps/50 steps.
+        The same model. In training, call ``normlab.models.refresh_carried(model)`` every max_steps/50 steps, and
+        ``normlab.models.set_schedules(model, step, total)`` before the first step and after each: without it the
+        branches of ProRes stay off, and norms with a schedule or running statistics stay as they start.
         ``save_pretrained`` writes its weights under their names; to load them, build the original architecture, call
         ``swap_norms`` with the same arguments, then ``load_state_dict``.
 
     Raises:
         NormlabError: a model of another shape; a scheme that is unknown, changes more than the blocks' norms and sums,
-            or has a gain of another shape.
+            or has a gain of another shape; a field that would change the attention.
     """
     row = get_scheme(scheme)
     if row.ends.embedding_scale is not None:
@@ -57,6 +61,10 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
             "swap_norms supports Llama, Mistral, Qwen2, Qwen3 and relatives"
         )
     config = _llama_fields(model.config, scheme, fields)
+    if changes_attention(config):
+        raise NormlabError(
+            "swap_norms keeps the model's attention: qk_norm and affine_attention are options of a NormlabConfig"
+        )
     for index, block in enumerate(blocks):
         blocks[index] = _rebuild(block, config, index)
     base.norm = _hand_over(base.norm, row.norm_at(NormSite("final", len(blocks) + 1, config)))
@@ -90,6 +98,9 @@ def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLay
     for _, name in rebuilt.layout.places():
         norm = getattr(rebuilt, name)
         _hand_over(getattr(block, name), norm) if hasattr(block, name) else norm.to(template.device, template.dtype)
+    for child in rebuilt.children():
+        if isinstance(child, Residual):
+            child.to(template.device, template.dtype)
     for parameter in rebuilt.parameters(recurse=False):
         parameter.data = parameter.data.to(template.device, template.dtype)
     if rebuilt.carried:

@@ -177,9 +177,7 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
     def set_schedules(self, step: int, total: int) -> None:
         """Tell norms, residual rules and attention that change in training that `step` of `total` optimizer steps are
         done. To be called before the first step; ``after_step`` does it from there on."""
-        for module in self.modules():
-            if isinstance(module, Norm | Residual | NormedAttention):
-                module.at_step(step, total)
+        set_schedules(self, step, total)
 
     def after_step(self, step: int, total: int) -> None:
         """What the scheme does after each optimizer step, to the weights and to its schedules; mostly nothing."""
@@ -219,6 +217,13 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
                 changed = {field: group[field] * factor for field, factor in vars(rate).items()}
                 groups.append({**group, **changed, "params": parameters})
         optimizer.param_groups = groups
+
+
+def set_schedules(model: nn.Module, step: int, total: int) -> None:
+    """``NormlabForCausalLM.set_schedules`` for any model that holds our blocks, e.g. one made by ``swap_norms``."""
+    for module in model.modules():
+        if isinstance(module, Norm | Residual | NormedAttention):
+            module.at_step(step, total)
 
 
 @torch.no_grad()

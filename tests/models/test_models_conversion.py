@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from model_helpers import LLAMA, assert_near, tiny_model, tokens
+from reference_model import as_float64, reference
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -20,7 +22,7 @@ from transformers import (
 )
 
 from normlab.errors import NormlabError
-from normlab.models import NormlabConfig, NormlabForCausalLM, refresh_carried, swap_norms
+from normlab.models import NormlabConfig, NormlabForCausalLM, refresh_carried, set_schedules, swap_norms
 from normlab.schemes import SCHEMES, STUDIED
 
 FIELDS = {
@@ -90,6 +92,47 @@ def test_a_model_of_another_shape_is_refused_in_one_line_and_left_as_it_was():
         swap_norms(model, "bhyt")
     assert "\n" not in str(error.value)
     assert torch.equal(model(IDS % 32).logits, before)
+
+
+JOINING = [name for name, row in SCHEMES.items() if row.keeps_to_the_blocks and row.residual is not None]
+
+
+@pytest.mark.parametrize("scheme", JOINING)
+def test_a_swapped_models_residual_rules_have_its_precision(scheme):
+    model = swap_norms(foreign(LlamaConfig, LlamaForCausalLM).to(torch.bfloat16), scheme)
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+    model(IDS, labels=IDS).loss.backward()
+
+
+def test_a_swapped_models_schedules_can_be_told_the_step():
+    model = foreign(LlamaConfig, LlamaForCausalLM)
+    before = model(IDS).logits
+    swap_norms(model, "prores", residual_warmup=10)
+    assert (model(IDS).logits - before).abs().max() > 1e-2
+    set_schedules(model, 15, 100)
+    assert [layer.mlp_residual.alpha.item() for layer in model.model.layers] == pytest.approx([1.0, 0.75, 0.5])
+    set_schedules(model, 30, 100)
+    assert torch.allclose(model(IDS).logits, before, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{"qk_norm": "l2"}, {"qk_norm": "rms_head"}, {"affine_attention": True}])
+def test_what_would_change_the_attention_is_refused_and_the_model_left_as_it_was(fields):
+    model = foreign(LlamaConfig, LlamaForCausalLM)
+    before = model(IDS).logits
+    with pytest.raises(NormlabError, match="swap_norms keeps the model's attention"):
+        swap_norms(model, "pre_layernorm", **fields)
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_a_release_of_lns_or_mix_ln_has_the_logits_of_the_papers_formulas(tmp_path):
+    """Their weights are Llama's by name; Mix-LN's Post-LN blocks hold their second norm under a name of its own."""
+    for scheme in ("lns", "mix_ln"):
+        weights = tiny_model(scheme)
+        weights.save_pretrained(tmp_path / scheme)
+        (tmp_path / scheme / "config.json").write_text(json.dumps(LlamaConfig(**LLAMA).to_dict()))
+        model = NormlabForCausalLM.from_released(str(tmp_path / scheme), scheme=scheme).eval()
+        expected = reference(model.config, as_float64(weights.state_dict()), tokens()).logits
+        assert_near(model(tokens()).logits, expected, 2e-5, scheme)
 
 
 def test_a_scheme_that_scales_embeddings_cannot_be_swapped_in():
