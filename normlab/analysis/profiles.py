@@ -20,9 +20,11 @@ from normlab.analysis.theory import predict_runs
 from normlab.analysis.verdicts import residual_variance, t_quantile
 from normlab.errors import NormlabError
 from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
+from normlab.schemes import SCHEMES, SHORT_LIST
 
 NOT_TRAINED = "not trained"
 LEVEL = 0.95  # of the intervals of a comparison
+MANY = 8  # lines that a reader holds apart
 _KEY = ["site", "metric", "mask", "depth"]
 _AXES = ["scheme", "seed", "step", "layer"]
 
@@ -298,6 +300,21 @@ def _relative_to_layer_one(measured: Measured) -> np.ndarray:
     if not first.shape[-1]:
         return np.full_like(measured.values, np.nan)
     return measured.values / np.where(first == 0, np.nan, first)
+
+
+def shown_first(schemes: Sequence[str]) -> list[str]:
+    """Those of many schemes that an explorer opens with, the registry's short list; all of eight or fewer, and of a
+    table without the short list."""
+    short = [name for name in schemes if name in SHORT_LIST]
+    return short if len(schemes) > MANY and short else list(schemes)
+
+
+def by_family(schemes: Sequence[str]) -> dict[str, list[str]]:
+    """Schemes under what they change; those that are not registered come last."""
+    families: dict[str, list[str]] = {}
+    for name in sorted(schemes, key=lambda name: name not in SCHEMES):
+        families.setdefault(SCHEMES[name].family if name in SCHEMES else "not registered", []).append(name)
+    return families
 
 
 def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> View | None:

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.profiles import Profiles, View, default_view
+from normlab.analysis.profiles import Profiles, View, default_view, shown_first
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.export import NO_BROWSER, image_bytes
@@ -30,7 +30,8 @@ class NormExplorer(widgets.VBox):
 
     Args:
         runs: the table of `normlab.load_runs`.
-        schemes: those ticked at the start; default all.
+        schemes: those ticked at the start; default all of up to eight, of more the short list, the rest under it by
+            family.
         configs: what the runs were configured with (`normlab.read_configs`): without it theory says nothing of them.
         published: published values to overlay; default those that come with normlab.
         theme: "light" or "dark"; default: as JupyterLab's.
@@ -59,7 +60,7 @@ class NormExplorer(widgets.VBox):
         self._lock = threading.RLock()  # one for all panes: a message of one may change all
         self.panes: list[Pane] = []
         self._second: Pane | None = None
-        view = default_view(self.profiles, schemes)
+        view = default_view(self.profiles, shown_first(self.profiles.schemes) if schemes is None else schemes)
         if view is None:
             plot = Plot()
             plot.show(self.figure)

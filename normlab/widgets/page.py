@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from normlab.analysis.profiles import Profiles, View, default_view
+from normlab.analysis.profiles import Profiles, View, by_family, default_view, shown_first
 from normlab.errors import NormlabError
 from normlab.figures.profile import PlotOptions, drawing, log_remark, theory_remark
 from normlab.figures.theme import axis_bounds, on_dark, style_of, template
@@ -89,6 +89,7 @@ def page_data(
     ways = [["absolute values", ABSOLUTE], ["relative to layer 1", RELATIVE]]
     return {
         "schemes": [_scheme(name) for name in profiles.schemes],
+        "families": by_family([name for name in profiles.schemes if name not in shown_first(profiles.schemes)]),
         "depths": profiles.depths,
         "start": first.depth if first else None,
         "metrics": [[_capital(metric_row(name).label) + f" ({name})", name] for name in by_metric],

@@ -11,7 +11,7 @@ from typing import Any
 import ipywidgets as widgets
 import pandas as pd
 
-from normlab.analysis.profiles import Profiles, View
+from normlab.analysis.profiles import Profiles, View, by_family, shown_first
 from normlab.figures.profile import PlotOptions, drawing, log_remark, published_remark, theory_remark
 from normlab.figures.theme import style_of
 from normlab.probes.metrics import MASKS, metric_row, site_label
@@ -87,8 +87,21 @@ class Pane(PlotWidget):
         return [
             widgets.HBox([self.metric, self.site, self.mask, self.shown_as], layout=flow),
             widgets.HBox([self.depth, self.step, self.play, *self._switches], layout=flow),
-            widgets.HBox(list(self.schemes.values()), layout=flow),
+            *self._scheme_rows(flow),
         ]
+
+    def _scheme_rows(self, flow: widgets.Layout) -> list[widgets.Widget]:
+        """The schemes that it opens with, and the others by family in a part that unfolds."""
+        first = shown_first(list(self.schemes))
+        rows: list[widgets.Widget] = [widgets.HBox([self.schemes[name] for name in first], layout=flow)]
+        if rest := [name for name in self.schemes if name not in first]:
+            families = [
+                widgets.HBox([widgets.Label(f"{family}:"), *(self.schemes[name] for name in names)], layout=flow)
+                for family, names in by_family(rest).items()
+            ]
+            further = widgets.Accordion([widgets.VBox(families)], titles=(f"{len(rest)} further schemes",))
+            rows.append(further)
+        return rows
 
     def _listen(self) -> None:
         for control in (self.metric, self.site):

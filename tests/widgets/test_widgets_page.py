@@ -17,6 +17,8 @@ from figures_helpers import SCHEMES, configs_of, empty, one_run, table
 from normlab.analysis.profiles import Profiles, View
 from normlab.errors import NormlabError
 from normlab.figures.profile import PlotOptions, drawing, plain
+from normlab.figures.theme import style_of
+from normlab.schemes import SHORT_LIST
 from normlab.widgets.page import explorer_page, page_data
 
 
@@ -154,6 +156,22 @@ def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: 
                 band = np.concatenate([line.low[known], line.high[known][::-1]])
                 wait_for(page, f"{scheme} band", band, rtol=1e-2)
     page.select_option("#way", "absolute")
+
+
+def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: Path):
+    many = (*SCHEMES, "keel", "mhc", "gpas", "ngpt")
+    path = explorer_page(table(many, depths=(2,), seeds=(0,)), tmp_path / "explorer.html")
+    with page.context.browser.new_page() as own:
+        own.goto(path.as_uri())
+        own.wait_for_selector(".js-plotly-plot .main-svg")
+        drawn = "() => document.getElementById('plot').data.map(trace => trace.name)"
+        assert set(own.evaluate(drawn)) == {style_of(name).title for name in SHORT_LIST}
+        assert not own.locator("#scheme-keel").is_visible()
+        own.locator("#further summary").click()
+        assert own.locator("#further").inner_text().startswith("5 further schemes")
+        own.locator("#scheme-keel").check()
+        own.wait_for_function("() => document.getElementById('plot').data.some(trace => trace.name === 'Keel')")
+    assert page.locator("#further").is_hidden()
 
 
 @pytest.mark.parametrize(
