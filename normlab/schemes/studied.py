@@ -38,7 +38,7 @@ ROWS = (
         "GPT-2; compared in The Curse of Depth (2502.05795)",
         parts.rms,
         DEPTH,
-        "#7f7f7f",
+        "#56b4e9",
         init=parts.writing_over_depth,
     ),
     Scheme(

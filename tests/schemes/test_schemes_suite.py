@@ -13,11 +13,14 @@ import re
 import numpy as np
 import pytest
 import torch
+from figures_helpers import one_run
 from model_helpers import assert_bits, assert_near, fresh_model, gradients, optimizer_of, tiny_model, tokens
 from reference_model import as_float64, next_token_loss, reference
 from reference_schemes import logits as field_logits
 
 from normlab import SCHEMES, NormlabError, NormlabForCausalLM
+from normlab.figures import depth_scaling, loss_curves
+from normlab.figures.theme import style_of
 from normlab.models import fold_norms, without_blocks
 from normlab.probes import angular_distance, jacobian_identity, record, skip_future_effect
 from normlab.schemes import STUDIED
@@ -198,6 +201,14 @@ def test_what_a_run_measures_of_its_depth_is_measured_or_refused_in_one_line(sch
     if ("skip_delta_loss", "deleted") not in measured:
         with pytest.raises(NormlabError, match="a block cannot be moved"), without_blocks(model, [1]):
             pass
+
+
+@matrix
+def test_figures_of_runs_draw_it_with_its_own_look(scheme):
+    runs, style = one_run(scheme), style_of(scheme)
+    for draw in (loss_curves, depth_scaling):
+        own = [trace for trace in draw(runs).data if trace.meta and trace.meta.get("scheme") == scheme]
+        assert (style.color, style.dash) in {(trace.line.color, trace.line.dash) for trace in own}, draw.__name__
 
 
 @matrix
