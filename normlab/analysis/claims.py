@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import compare, last_values
-from normlab.analysis.selection import choose, in_order, summarize, title_of
+from normlab.analysis.selection import choose, experiments_of, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, in_words, judged, t_quantile
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
@@ -208,7 +208,7 @@ def depth_use(
     Raises:
         NormlabError: no run of that depth was measured so.
     """
-    rows = experiments[(experiments["metric"] == "skip_delta_loss") & (experiments["part"] == part)]
+    rows = experiments_of(experiments, "skip_delta_loss", part)
     if depth is None:
         depth = int(rows["depth"].max()) if len(rows) else 0
     rows = rows[rows["depth"] == depth]

@@ -21,6 +21,7 @@ from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED  # noqa: F401 
 from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name != "tokens")
+NEEDED_OF_EXPERIMENTS = ("scheme", "depth", "seed", "metric", "part", "layer", "value")
 
 
 class NothingToShow(NormlabError):
@@ -38,12 +39,18 @@ def title_of(scheme: str) -> str:
     return SCHEMES[scheme].title if scheme in SCHEMES else scheme
 
 
-def checked(runs: pd.DataFrame) -> pd.DataFrame:
-    """The table, once its columns are seen to be those of `normlab.load_runs`."""
-    missing = [name for name in NEEDED if name not in runs.columns]
+def checked(table: pd.DataFrame, needed: Sequence[str] = NEEDED, source: str = "load_runs") -> pd.DataFrame:
+    """The table, once its columns are seen to be those of `normlab.load_runs` or `normlab.load_experiments`."""
+    missing = [name for name in needed if name not in table.columns]
     if missing:
-        raise NormlabError(f"the table lacks the columns {', '.join(missing)}: pass what normlab.load_runs returns")
-    return runs
+        raise NormlabError(f"the table lacks the columns {', '.join(missing)}: pass what normlab.{source} returns")
+    return table
+
+
+def experiments_of(experiments: pd.DataFrame, metric: str, part: str) -> pd.DataFrame:
+    """The rows of one metric and part in the table of `normlab.load_experiments`."""
+    table = checked(experiments, NEEDED_OF_EXPERIMENTS, "load_experiments")
+    return table[(table["metric"] == metric) & (table["part"] == part)]
 
 
 def mean_of(values: pd.Series, metric: str) -> float:

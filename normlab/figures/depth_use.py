@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.claims import means
-from normlab.analysis.selection import in_order
+from normlab.analysis.selection import experiments_of, in_order
 from normlab.errors import NormlabError
 from normlab.figures import theme
 from normlab.figures.labels import EndLabel, label_ends, label_room
@@ -167,7 +167,7 @@ def _chosen(
 ) -> tuple[pd.DataFrame, str]:
     """The rows of one depth, and in words what they are of."""
     part = part if metric == "skip_delta_loss" else "block"
-    rows = experiments[(experiments["metric"] == metric) & (experiments["part"] == part)]
+    rows = experiments_of(experiments, metric, part)
     rows = rows if schemes is None else rows[rows["scheme"].isin(schemes)]
     if depth is None and len(rows):
         counts = rows.groupby("depth")["scheme"].nunique()

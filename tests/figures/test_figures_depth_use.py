@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from figures_helpers import text_of
+from figures_helpers import table, text_of
 from scipy import stats
 
 from normlab import NormlabError
+from normlab.analysis.claims import depth_use
 from normlab.figures.depth_use import BY_PAIR, by_layer, by_pair
 
 SCHEMES = ("pre_rmsnorm", "lns")
@@ -63,3 +64,9 @@ def test_what_was_not_measured_is_said_and_what_does_not_exist_is_refused(measur
         by_layer(measured, "loss")
     with pytest.raises(NormlabError, match="by pairs of layers"):
         by_pair(measured, "loss")
+
+
+def test_a_table_of_runs_is_refused_with_what_to_pass():
+    for function in (by_layer, by_pair, depth_use):
+        with pytest.raises(NormlabError, match=r"lacks the columns part: pass what normlab\.load_experiments"):
+            function(table())
