@@ -7,23 +7,13 @@ carried_correction(...)    what BHyT adds to the carried mean square
 lns_scale, lns_variance    LayerNorm Scaling's law, and the growth it leaves
 depth_below_lns(...)       the depth up to which the gain lambda/kappa is below LNS's last gain
 
-How `predict` works. At initialisation weights are independent Gaussians, so at large width the residual stream is,
-feature by feature, a Gaussian process over positions: all there is to know is its kernel K[t, s], the covariance of one
-feature between positions t and s. Each part of a block maps K to K:
-
-    norm        K[t, s] / sqrt((K[t, t] + eps)(K[s, s] + eps)) times the squared gain (a tanh norm: E[tanh u tanh v] of
-                Gaussians)
-    attention   V and O multiply by d var_w each; attention at initialisation is uniform over the past, so K -> P K P^T,
-                P averaging
-    MLP         gate and up multiply by d var_w; E[silu(u) silu(v)] E[u' v']; down multiplies by f var_w
-    residual    kernels add, each times the square of its weight in the sum
-
-which is exact in the limit of width (the recursion of Lee et al., 1711.00165, for this block), and within a few per
-cent at width 128.
+`predict` is exact in the limit of width (the recursion of Lee et al., 1711.00165, for these blocks;
+`normlab.analysis.gaussian`), and within a few per cent at width 128.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
@@ -32,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from normlab.analysis.gaussian import Kernel, Written, gaussian_kernel, normalized, silu
 from normlab.errors import NormlabError
 from normlab.runs import FINISHED
 from normlab.schemes import CORRECTIONS, SCHEMES, NormSite, Sublayer, correction_factors, get_scheme
@@ -39,11 +30,8 @@ from normlab.schemes import CORRECTIONS, SCHEMES, NormSite, Sublayer, correction
 if TYPE_CHECKING:
     import pandas
 
-ORDER = 16  # Hermite terms, one by one: the tanh and SiLU of arguments up to unit scale converge long before
-NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(128)
 # How often two positions of a row hold the same token in text, about.
 COLLISION = 0.01
-Kernel = np.ndarray
 
 
 def chebyshev_bound(kappa: float, variance_ratio: float = 1.0) -> float:
@@ -90,44 +78,6 @@ def depth_below_lns(lam: float, kappa: float) -> float:
     return (kappa / lam) ** 2
 
 
-def _gaussian_kernel(kernel: Kernel, function: Callable[[np.ndarray], np.ndarray]) -> Kernel:
-    """E[f(u_t) f(u_s)] for jointly Gaussian u with covariance `kernel`, by its expansion in Hermite polynomials.
-
-    What the terms left out hold together, E[f^2] minus the squares of those taken, counts as one more term: a steep
-    tanh has some per cent there, and the variance must have all of it.
-    """
-    scale = np.sqrt(np.diag(kernel))
-    values = function(scale[:, None] * NODES) * WEIGHTS / math.sqrt(2 * math.pi)
-    correlation = kernel / np.maximum(np.outer(scale, scale), 1e-300)
-    power, before, polynomial = np.ones_like(kernel), np.zeros_like(NODES), np.ones_like(NODES)
-    total = np.zeros_like(kernel)
-    for k in range(ORDER):
-        coefficient = values @ polynomial
-        total = total + np.outer(coefficient, coefficient) * power
-        power = power * correlation
-        # normalised: He_{k+1}/sqrt((k+1)!) from the two before
-        polynomial, before = (NODES * polynomial - math.sqrt(k) * before) / math.sqrt(k + 1), polynomial
-    square = function(scale[:, None] * NODES) ** 2 @ WEIGHTS / math.sqrt(2 * math.pi)
-    rest = np.sqrt(np.maximum(square - np.diag(total), 0.0))
-    return total + np.outer(rest, rest) * power
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
-def _normalize(norm: Any, kernel: Kernel, mean_square: np.ndarray | None = None) -> Kernel:
-    """The kernel after a norm at its starting constants; `mean_square` per position when it is given one."""
-    start = norm.starting_map()
-    if start.eps is not None:
-        used = (np.diag(kernel) if mean_square is None else mean_square) + start.eps
-        kernel = kernel / np.sqrt(np.outer(used, used))
-    kernel = start.slope**2 * kernel
-    if start.function is not None:
-        kernel = _gaussian_kernel(kernel, lambda u: start.function(torch.from_numpy(u)).numpy())
-    return start.gain**2 * kernel
-
-
 class _Recursion:
     """The kernel's way through one model."""
 
@@ -150,54 +100,52 @@ class _Recursion:
     def run(self) -> None:
         self._stream("block_out", 0)
         for layer in range(1, self.depth + 1):
-            self._block(layer)
+            layout = self.scheme.layout_at(layer, self.config)
+            self._block(layer, {place: self._norm(place, layer) for place, _ in layout.places()})
             self._stream("block_out", layer)
+        self._leave()
         self._stream("final_norm_in", self.depth)
         self._tanh("final_norm_in", self.depth, self._norm("final", self.depth + 1), None)
 
     def _norm(self, place: str, layer: int) -> Any:
         return self.scheme.norm_at(NormSite(place, layer, self.config))
 
-    def _block(self, layer: int) -> None:
-        layout = self.scheme.layout_at(layer, self.config)
-        norms = {place: self._norm(place, layer) for place, _ in layout.places()}
+    def _leave(self) -> None:
+        """From what the last block passes on to what the final norm reads."""
+
+    def _block(self, layer: int, norms: dict[str, Any]) -> None:
         entered = np.diag(self.kernel).copy()
         carried = None
         if self.config.carries_at(layer):
             stays, adds = correction_factors(self.config.correction, CORRECTIONS[self.config.correction])
             carried = stays * entered + adds * self._correction(norms["attn_in"])
             carried = carried * (self.config.calibration[layer - 1] if self.config.calibration else 1.0)
-        self._branch("attn", layer, norms, None, self._attention)
-        self._branch("mlp", layer, norms, carried, self._mlp)
+        self._add_branch("attn", layer, norms, None, self._attention)
+        self._add_branch("mlp", layer, norms, carried, self._mlp)
 
     def _branch(
         self, part: str, layer: int, norms: dict[str, Any], carried: np.ndarray | None, act: Callable[[Kernel], Kernel]
-    ) -> None:
+    ) -> Kernel:
+        """The kernel of what a branch adds, of the stream that it reads."""
         kernel, site = self.kernel, f"{part}_norm_in"
         if f"{part}_in" in norms:
             self._stream(site, layer)
             self._tanh(site, layer, norms[f"{part}_in"], carried)
-            kernel = _normalize(norms[f"{part}_in"], kernel, carried)
+            kernel = normalized(norms[f"{part}_in"], kernel, carried)
         update = act(kernel)
-        if f"{part}_out" in norms:
-            update = _normalize(norms[f"{part}_out"], update)
-        if self.scheme.residual is None:  # probes take a branch before a residual rule weighs it
-            self._add(part, layer, "relative_contribution", np.sqrt(np.diag(update) / np.diag(self.kernel)))
-        keep, add = self._weights(part, layer)
-        self.kernel = keep**2 * self.kernel + add**2 * update
+        return normalized(norms[f"{part}_out"], update) if f"{part}_out" in norms else update
+
+    def _add_branch(
+        self, part: str, layer: int, norms: dict[str, Any], carried: np.ndarray | None, act: Callable[[Kernel], Kernel]
+    ) -> None:
+        update = self._branch(part, layer, norms, carried, act)
+        # Of plain addition only: probes take a branch before a residual rule weighs it.
+        self._add(part, layer, "relative_contribution", np.sqrt(np.diag(update) / np.diag(self.kernel)))
+        self.kernel = self.kernel + update
         if f"{part}_sum" in norms:
             if f"{part}_in" not in norms:
-                self._stream(site, layer)
-            self.kernel = _normalize(norms[f"{part}_sum"], self.kernel)
-
-    def _weights(self, part: str, layer: int) -> tuple[float, float]:
-        """(keep, add) of the residual rule before training."""
-        if self.scheme.residual is None:
-            return 1.0, 1.0
-        weights = self.scheme.residual(Sublayer(part, layer, self.config)).starting_weights()
-        if weights is None:
-            raise NormlabError(f"scheme {self.scheme.name} is not predicted: its residual rule is no weighted sum")
-        return weights
+                self._stream(f"{part}_norm_in", layer)
+            self.kernel = normalized(norms[f"{part}_sum"], self.kernel)
 
     def _attention(self, kernel: Kernel) -> Kernel:
         gain = self.width * self.variance["v_proj"] * self.attention_width * self.variance["o_proj"]
@@ -205,7 +153,7 @@ class _Recursion:
 
     def _mlp(self, kernel: Kernel) -> Kernel:
         gate, up = (self.width * self.variance[name] * kernel for name in ("gate_proj", "up_proj"))
-        return self.config.intermediate_size * self.variance["down_proj"] * _gaussian_kernel(gate, _silu) * up
+        return self.config.intermediate_size * self.variance["down_proj"] * gaussian_kernel(gate, silu) * up
 
     def _correction(self, norm: Any) -> np.ndarray:
         tokens = self.config.train_seq_len or self.config.max_position_embeddings
@@ -243,6 +191,58 @@ class _Recursion:
             self.rows.append((site, layer, metric, mask, float(per_position[kept].mean())))
 
 
+class _JoinedRecursion(_Recursion):
+    """Of a scheme with a residual rule of its own: the rule's code is run on what was written so far."""
+
+    def __init__(self, config: Any, length: int, collision: float):
+        super().__init__(config, length, collision)
+        self.written = Written(2 * self.depth + 1, self.kernel)
+        self.state = self.written.first
+        self.narrow = copy.copy(config)
+        self.narrow.hidden_size = self.written.most
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self._enter(1)
+        super().run()
+
+    def _enter(self, layer: int) -> None:
+        rule = self._rule("attn", layer)
+        self.kernel = self.written.kernel(rule.enter(rule.open(self.state)))
+
+    def _block(self, layer: int, norms: dict[str, Any]) -> None:
+        self._join("attn", layer, norms, self._attention)
+        self._join("mlp", layer, norms, self._mlp)
+        self._enter(min(layer + 1, self.depth))  # a block's output is what the next one reads of it
+
+    def _leave(self) -> None:
+        leave = self.scheme.leave
+        self.kernel = self.written.kernel(self.state if leave is None else leave(self.narrow)(self.state))
+
+    def _join(self, part: str, layer: int, norms: dict[str, Any], act: Callable[[Kernel], Kernel]) -> None:
+        """A sublayer whose branch is joined by the scheme's residual rule, run as it is."""
+        rule, outer = self._rule(part, layer), norms.get(f"{part}_sum")
+        state = rule.open(self.state)
+        self.kernel = self.written.kernel(rule.enter(state))
+        update = self.written.add(self._branch(part, layer, norms, None, act))
+
+        def norm(total: torch.Tensor) -> torch.Tensor:
+            if outer is None:
+                return total
+            if f"{part}_in" not in norms:
+                self.kernel = self.written.kernel(total)
+                self._stream(f"{part}_norm_in", layer)
+            start = outer.starting_map()
+            if start.function is not None or start.eps is None:
+                raise NormlabError(f"scheme {self.scheme.name} is not predicted: its stream's norm is not linear in x")
+            return start.gain * start.slope * total * (total.square().mean(-1, keepdim=True) + start.eps).rsqrt()
+
+        self.state = rule.join(state, update, norm)
+
+    def _rule(self, part: str, layer: int) -> Any:
+        return self.scheme.residual(Sublayer(part, layer, self.narrow))  # type: ignore[misc]
+
+
 def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -> pandas.DataFrame:
     """What the probes will measure in a freshly initialised model, by theory.
 
@@ -276,7 +276,8 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         why = "attention is not uniform at the start where queries and keys are normalized"
     if why:
         raise NormlabError(f"scheme {config.scheme} is not predicted: {why}")
-    recursion = _Recursion(config, length, collision)
+    joined = get_scheme(config.scheme).residual is not None
+    recursion = (_JoinedRecursion if joined else _Recursion)(config, length, collision)
     recursion.run()
     table = pandas.DataFrame(recursion.rows, columns=["site", "layer", "metric", "mask", "value"])
     about = {

@@ -53,7 +53,3 @@ class Residual(nn.Module):
     def join(self, state: Tensor, branch: Tensor, norm: Map) -> Tensor:
         """The state after the branch; `norm` is the layout's norm of the sum, or the identity."""
         return norm(state + branch)
-
-    def starting_weights(self) -> tuple[float, float] | None:
-        """(keep, add) of keep x + add f before training, for `normlab.analysis.theory`; None: it is no such sum."""
-        return 1.0, 1.0

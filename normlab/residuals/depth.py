@@ -42,6 +42,3 @@ class DepthAttention(Residual):
 
     def forward(self, state: Tensor) -> Tensor:
         return self.enter(state)
-
-    def starting_weights(self) -> None:
-        return None

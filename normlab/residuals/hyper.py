@@ -91,9 +91,6 @@ class HyperConnected(Residual):
         _, write, mix = (weight.to(state.dtype) for weight in self.weights(state))
         return (mix @ split(state, self.width) + write[..., None] * branch[..., None, :]).flatten(-2)
 
-    def starting_weights(self) -> None:
-        return None
-
 
 class SumOfStreams(Residual):
     """The streams' sum: what the final norm reads of hyper-connections (2409.19606)."""

@@ -25,9 +25,6 @@ class Scaled(Residual):
     def join(self, state: Tensor, branch: Tensor, norm: Map) -> Tensor:
         return norm(self.keep * state + self.add * branch)
 
-    def starting_weights(self) -> tuple[float, float]:
-        return self.keep, self.add
-
     def extra_repr(self) -> str:
         return f"keep={self.keep:.4g}, add={self.add:.4g}"
 
@@ -66,9 +63,6 @@ class LearnedScale(Residual):
     def join(self, state: Tensor, branch: Tensor, norm: Map) -> Tensor:
         update = self.scale * branch
         return norm(state + (update if self.bias_out is None else update + self.bias_out))
-
-    def starting_weights(self) -> tuple[float, float]:
-        return 1.0, self.start
 
 
 class GradientPreserving(Residual):
@@ -123,9 +117,6 @@ class Progressive(Residual):
     def join(self, state: Tensor, branch: Tensor, norm: Map) -> Tensor:
         return norm(state + self.alpha * branch)
 
-    def starting_weights(self) -> tuple[float, float]:
-        return 1.0, 0.0
-
 
 class BlockInput(Residual):
     """Post-LN with the block's input added before its last norm: m = norm(x + attention(x)), norm'(m + MLP(m) + x).
@@ -152,9 +143,6 @@ class BlockInput(Residual):
             return torch.cat([norm(state + branch), state], -1)
         middle, entered = state.split(self.width, -1)
         return norm(middle + branch + entered)
-
-    def starting_weights(self) -> None:
-        return None
 
 
 def unit_length(x: Tensor) -> Tensor:
@@ -185,6 +173,3 @@ class Spherical(Residual):
     def join(self, state: Tensor, branch: Tensor, norm: Map) -> Tensor:
         step = self.rate.abs() * self.start * self.rate.numel() ** 0.5
         return norm(unit_length(state + step * (unit_length(branch) - state)))
-
-    def starting_weights(self) -> None:
-        return None

@@ -21,9 +21,6 @@ class _Two(Residual):
     def open(self, x: Tensor) -> Tensor:
         return torch.cat([x, x], -1) if x.shape[-1] == self.width else x
 
-    def starting_weights(self) -> None:
-        return None
-
 
 class Dual(_Two):
     """x <- norm(x + f(x)), s <- s + f(x): Post-LN, and the plain sum of its branches beside it.
@@ -102,9 +99,6 @@ class Siamese(_RMSEnd):
     def join(self, state: Tensor, branch: Tensor, norm: Map) -> Tensor:
         x, y = state.split(self.width, -1)
         return torch.cat([self.normalized(x, self.gain_x) + branch, y + branch], -1)
-
-    def starting_weights(self) -> None:
-        return None
 
 
 class SiameseEnd(_RMSEnd):

@@ -24,7 +24,6 @@ from normlab.schemes.scheme import (
     Scheme,
 )
 
-_STREAMS = "its streams hang on each other"
 _XAVIER = "attention is not uniform at the start where queries and keys are drawn by Xavier's rule"
 _QK = "attention is not uniform at the start where queries and keys are normalized"
 
@@ -188,7 +187,6 @@ ROWS = (
         JOIN,
         layout=POST,
         residual=parts.block_input,
-        unpredicted=_STREAMS,
     ),
     Scheme(
         "deepnorm",
@@ -262,7 +260,6 @@ ROWS = (
         layout=POST,
         residual=parts.dual,
         leave=parts.dual_end,
-        unpredicted=_STREAMS,
     ),
     Scheme(
         "siamese_norm",
@@ -273,7 +270,6 @@ ROWS = (
         STREAMS,
         residual=parts.siamese,
         leave=parts.siamese_end,
-        unpredicted=_STREAMS,
     ),
     Scheme(
         "mhc",
@@ -284,7 +280,6 @@ ROWS = (
         STREAMS,
         residual=parts.hyper,
         leave=parts.hyper_end,
-        unpredicted=_STREAMS,
     ),
     Scheme(
         "attn_residuals",
@@ -295,7 +290,6 @@ ROWS = (
         STREAMS,
         residual=parts.over_sublayers,
         leave=parts.over_sublayers_end,
-        unpredicted=_STREAMS,
     ),
     Scheme(
         "ngpt",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normlab
-from normlab.analysis import theory
+from normlab.analysis import gaussian, theory
 from normlab.errors import NormlabError
 from normlab.norms import BHyT, DyT, LayerNorm, Norm, RMSNorm, StartingMap
 from normlab.probes import record
@@ -130,7 +130,7 @@ def test_the_map_at_the_start_is_what_the_norm_does_to_gaussian_features(norm):
     x = torch.randn(500, 512, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         measured = float(norm(x).square().mean())
-    assert theory._normalize(norm, np.eye(1))[0, 0] == pytest.approx(measured, rel=0.01)
+    assert gaussian.normalized(norm, np.eye(1))[0, 0] == pytest.approx(measured, rel=0.01)
 
 
 class Erf(Norm):
@@ -190,9 +190,9 @@ def test_gaussian_expectations_equal_numerical_integration():
     kernel = np.array([[0.5, 0.3], [0.3, 0.8]])
     generator = np.random.default_rng(0)
     u = generator.multivariate_normal([0, 0], kernel, size=1_000_000)
-    for function in (np.tanh, theory._silu):
+    for function in (np.tanh, gaussian.silu):
         values = function(u)
-        assert theory._gaussian_kernel(kernel, function) == pytest.approx(values.T @ values / len(u), rel=1e-2)
+        assert gaussian.gaussian_kernel(kernel, function) == pytest.approx(values.T @ values / len(u), rel=1e-2)
 
 
 @pytest.mark.parametrize("kappa", [1.5, 3.0, 10.0])
@@ -237,6 +237,13 @@ def test_the_carried_correction_of_a_model_is_its_c_times_the_squared_gain():
     assert torch.allclose(block.carried_mean_square(x, None), x + predicted)
     assert theory.carried_correction(c, 2.0, 10.0, tokens=48, position=0) == pytest.approx(48 * predicted)
     assert math.isclose(c, 128 * 128 * 0.02**4 * 128 / (48 * 128) * 128 / 128, rel_tol=0.1)
+
+
+def test_a_rule_whose_sum_goes_through_a_tanh_is_refused(monkeypatch):
+    scheme = dataclasses.replace(SCHEMES["keel"], name="keel_dyt", norm=SCHEMES["dyt"].norm)
+    monkeypatch.setitem(SCHEMES, "keel_dyt", scheme)
+    with pytest.raises(NormlabError, match="scheme keel_dyt is not predicted: its stream's norm is not linear"):
+        theory.predict(config("keel_dyt"))
 
 
 def test_what_cannot_be_predicted_is_refused():
