@@ -141,6 +141,27 @@ def test_the_hours_that_the_sweep_took():
     assert len({manifest["commit"] for manifest in manifests}) == 1
 
 
+def test_who_trains_at_which_depth():
+    text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
+    manifests = [json.loads(path.read_bytes()) for path in (ROOT / "data" / "depth").glob("*/manifest.json")]
+    hours = sum(manifest["measured"]["wall_s"] for manifest in manifests) / 3600
+    assert f"{len(manifests)} runs took {hours:.1f} hours of a core" in text
+    (entropy,) = {manifest["corpus"]["unigram_entropy"] for manifest in manifests}
+    (bigram,) = {manifest["bigram_loss"] for manifest in manifests}
+    assert f"the unigram entropy, {entropy:.3f}" in text and f"a bigram model ({bigram:.3f})" in text
+    found: dict[int, list[str]] = {16: [], 256: [], 1000: []}
+    for manifest in manifests:
+        trains = manifest["eval_loss"] is not None and manifest["eval_loss"] < entropy - 0.05
+        outcome = "diverge" if manifest["status"] == "diverged" else "train" if trains else "stall"
+        found[manifest["config"]["depth"]].append(outcome)
+        assert not trains or manifest["eval_loss"] > bigram + 0.1
+    for depth, all_of_them in found.items():
+        train, stall, diverge = (all_of_them.count(word) for word in ("train", "stall", "diverge"))
+        assert f"at {depth:,} blocks {train} train, {stall} stall and {diverge} diverge" in text
+    assert f"{len(found[1000])} of them at 1,000" in text and len(found[16]) == len(found[256])
+    assert len({manifest["commit"] for manifest in manifests}) == 1
+
+
 def test_what_bfloat16_and_the_compiler_gain():
     text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     table = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index(["what", "base"])

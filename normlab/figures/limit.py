@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,13 +9,12 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.selection import DIVERGED, NothingToShow, Selection, choose, mean_of
+from normlab.analysis.limit import DIVERGES, MARGIN, STALLS, TRAINS, outcomes
+from normlab.analysis.selection import NothingToShow, Selection, choose, mean_of
 from normlab.figures import theme
 from normlab.figures.registry import register
 from normlab.probes.metrics import metric_row
 
-TRAINS, STALLS, DIVERGES = "trains", "stalls", "diverges"
-MARGIN = 0.05  # nats below the unigram entropy: it is of all held-out text, a run's loss of some of its blocks
 _MARKS = {TRAINS: "circle", STALLS: "circle-open", DIVERGES: "x"}
 _WORDS = {TRAINS: "train", STALLS: "stall", DIVERGES: "diverge"}
 _ROW = 22  # pixels a scheme
@@ -39,8 +37,7 @@ def trains_at_depth(
     """A row a scheme, best held-out loss first: its loss, its gradients by layer before training, its stream by layer
     at the last measurement.
 
-    It trains if its held-out loss came at least `MARGIN` below the unigram entropy, stalls if not (it has learned at
-    most how frequent tokens are), and diverges if a loss was not finite. Gradients are of the batch at each block's
+    Outcomes are those of `normlab.analysis.limit.outcomes`. Gradients are of the batch at each block's
     input (``grad_l2_total``, step 0), the stream is its L2 norm a token (``token_l2_mean``, the last step measured),
     both geometric means over seeds; each row of a profile runs from its first layer to its last.
 
@@ -88,25 +85,6 @@ def trains_at_depth(
     counts = ", ".join(f"{(table['outcome'] == outcome).sum()} {word}" for outcome, word in _WORDS.items())
     subtitle = f"{chosen.describe()} · {counts} · dotted: {MARGIN} below the unigram entropy"
     return theme.titled(figure, title, subtitle, 220 + _ROW * len(table))
-
-
-def outcomes(about: pd.DataFrame) -> pd.DataFrame:
-    """By scheme, best first: ``loss`` (mean of the seeds that have one), ``entropy``, ``outcome``, and ``shown``, where
-    a point stands: the loss, at most a nat above the entropy; a diverged scheme there, too."""
-    rows = {}
-    for scheme, own in about.groupby("scheme"):
-        entropy, losses = own["unigram_entropy"].median(), own["eval_loss"].astype(float)
-        finite = losses[np.isfinite(losses)]
-        loss = float(finite.mean()) if len(finite) else math.inf
-        if (own["status"] == DIVERGED).any() or not len(finite):
-            outcome = DIVERGES
-        else:
-            outcome = TRAINS if loss < entropy - MARGIN else STALLS
-        shown = entropy + 1 if outcome == DIVERGES else min(loss, entropy + 1)
-        rows[scheme] = {"loss": loss, "entropy": entropy, "outcome": outcome, "shown": shown}
-    table = pd.DataFrame.from_dict(rows, orient="index")
-    order = table["outcome"].map({TRAINS: 0, STALLS: 1, DIVERGES: 2})
-    return table.assign(order=order).sort_values(["order", "loss"]).drop(columns="order")
 
 
 def _profile(chosen: Selection, names: list[str], site: str, metric: str, when: str, column: int) -> go.Heatmap:
