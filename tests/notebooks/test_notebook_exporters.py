@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode, b64encode
 from html import unescape
+from io import BytesIO
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from figures_helpers import table
 from nbformat import NotebookNode
 from notebook_helpers import NOTEBOOKS, PLOTLY, WIDGET
+from PIL import Image
 from plotly.offline import get_plotlyjs
 
 from normlab.errors import NormlabError
 from normlab.figures import loss_curves
-from normlab.notebook.exporters import NotebookPage, claim_of, share_plotly, write_index
+from normlab.notebook.exporters import ImageNotebook, NotebookPage, claim_of, share_plotly, write_index
 from normlab.widgets import NormExplorer, explorer_page
 
 
@@ -81,6 +85,20 @@ def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path: Path,
         frame.locator(".js-plotly-plot .scatterlayer .trace").first.wait_for()
         assert frame.locator("#way").input_value() == "relative"
         browser.close()
+
+
+def test_a_dot_beside_a_heat_map_keeps_its_colour():
+    """The map alone has thousands of colours, the dot a few pixels: the palette must have a place for both."""
+    across, down = np.meshgrid(np.arange(256), np.arange(256))
+    pixels = np.stack([across, down, (across + down) // 2], -1).astype(np.uint8)
+    dot = 255, 0, 255
+    pixels[100:104, 100:104] = dot
+    drawn = BytesIO()
+    Image.fromarray(pixels).save(drawn, "PNG")
+    figure = nbformat.v4.new_output("display_data", {"image/png": b64encode(drawn.getvalue()).decode()})
+    (shown,) = nbformat.reads(ImageNotebook().from_notebook_node(executed(figure))[0], 4).cells[-1].outputs
+    with Image.open(BytesIO(b64decode(shown.data["image/png"]))) as image:
+        assert max(abs(a - b) for a, b in zip(image.convert("RGB").getpixel((101, 101)), dot, strict=True)) < 16
 
 
 def test_a_page_without_plotly_inside_is_refused(tmp_path: Path):
