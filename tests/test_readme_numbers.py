@@ -160,6 +160,14 @@ def test_who_trains_at_which_depth():
         assert f"at {depth:,} blocks {train} train, {stall} stall and {diverge} diverge" in text
     assert f"{len(found[1000])} of them at 1,000" in text and len(found[16]) == len(found[256])
     assert len({manifest["commit"] for manifest in manifests}) == 1
+    counts = len(found[16]), found[16].count("train"), found[256].count("train")
+    assert "Of {} schemes at one learning rate, {} train at 16 blocks and {} at 256".format(*counts) in README
+    deep = {
+        m["config"]["scheme"]
+        for m in manifests
+        if m["config"]["depth"] == 256 and (m["eval_loss"] or 9) < entropy - 0.05
+    }
+    assert deep == {"skip_init", "layer_scale", "fixnorm", "prores", "bhyt", "bhyt_linear", "lns"}
 
 
 def test_what_bfloat16_and_the_compiler_gain():
