@@ -115,6 +115,7 @@ class _Seconds:
             return known
         (shallow, first), *rest = self.steps.items()
         slope = (rest[0][1] - first) / (rest[0][0] - shallow) if rest else first / (shallow + 2)
+        slope = min(max(slope, 0.0), first / shallow)  # on a noisy machine the deeper may have been the faster
         step = first + slope * (config.depth - shallow)
         passes = (
             (7 * config.depth + 20) * config.experiment_blocks / config.batch_size if config.experiment_blocks else 0

@@ -82,8 +82,12 @@ def run(notebook: nbformat.NotebookNode, folder: Path, parameters: dict[str, Any
 
 
 def execute(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
-    """Run a notebook; `then` is code for a last cell of its own, such as a reader's move of a control."""
+    """Run a notebook, in a folder of its own, on the shipped data where no parameter says otherwise; `then` is code for
+    a last cell of its own, such as a reader's move of a control."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", ()):
+            cell.source = cell.source.replace('"../data/', f'"{NOTEBOOKS.parent}/data/')
     notebook.cells += [nbformat.v4.new_code_cell(then)] if then else []
     return run(notebook, folder, parameters)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from training_helpers import write_run, write_text
 import normlab
 from normlab import NormlabError, runs
 from normlab.schemes import BASELINE, BOUND_AND_CONTROL, GAIN_CONTROL, LEARN_SOON, SCHEMES
+from normlab.training import plan as plan_module
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.plan import plan
@@ -151,6 +153,16 @@ def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_fo
 def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it() -> None:
     search = Search((0.1,), (4, 16))
     assert [search.depth_for(depth) for depth in (2, 4, 8, 15, 16, 64)] == [4, 4, 4, 4, 16, 16]
+
+
+@pytest.mark.parametrize(("at_four", "deep"), [(0.4, 1.0), (1.5, 4.5), (9.0, 8.0)])
+def test_no_noise_of_the_clock_makes_a_deep_run_cost_nothing_or_more_than_all_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, text: Path, at_four: float, deep: float
+) -> None:
+    monkeypatch.setattr(plan_module, "_step_seconds", lambda config, *_: {2: 1.0, 4: at_four}[config.depth])
+    one = TrainConfig(corpus=str(text), steps=1, experiment_blocks=0)
+    configs = [replace(one, depth=depth) for depth in (2, 4, 16)]
+    assert plan_module._Seconds(configs, [], None, False).of(configs[-1]) == pytest.approx(deep)
 
 
 def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Path) -> None:
