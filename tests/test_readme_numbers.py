@@ -160,6 +160,13 @@ def test_who_trains_at_which_depth():
         assert f"at {depth:,} blocks {train} train, {stall} stall and {diverge} diverge" in text
     assert f"{len(found[1000])} of them at 1,000" in text and len(found[16]) == len(found[256])
     assert len({manifest["commit"] for manifest in manifests}) == 1
+    limit = [m for m in manifests if m["config"]["depth"] == 1000]
+    best = min(limit, key=lambda m: m["eval_loss"] or 9)
+    assert best["config"]["scheme"] == "lns" and f"LNS comes closest there ({best['eval_loss']:.3f})" in text
+    assert len(limit) == 12 and not found[1000].count("train") and "at 1,000 none of twelve does" in README
+    slow = {"post_rmsnorm", "deepnorm", "keel"}
+    alone = sum(m["measured"]["wall_s"] for m in limit if m["config"]["scheme"] in slow) / 3600
+    assert round(alone) == 2 and "took two of them alone" in text
     counts = len(found[16]), found[16].count("train"), found[256].count("train")
     assert "Of {} schemes at one learning rate, {} train at 16 blocks and {} at 256".format(*counts) in README
     deep = {

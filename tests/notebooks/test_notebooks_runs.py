@@ -96,6 +96,8 @@ def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(c
         "Ratios to Pre-LN: what papers print, and these runs",
         *["Who trains at this depth"] * 2,
     ]
+    for figure, depth in zip(figures[-2:], ("256", "1000"), strict=True):
+        assert f"depth {depth} " in figure["layout"]["title"]["text"]
     for figure in figures[:-4]:
         assert set(SCHEMES) == schemes_of(figure)
     said = printed(curse)
