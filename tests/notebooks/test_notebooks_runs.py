@@ -97,7 +97,7 @@ def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(c
         *["Who trains at this depth"] * 2,
     ]
     for figure, depth in zip(figures[-2:], ("256", "1000"), strict=True):
-        assert f"depth {depth} " in figure["layout"]["title"]["text"]
+        assert f"depth {depth} " in figure["layout"]["title"]["subtitle"]["text"]
     for figure in figures[:-4]:
         assert set(SCHEMES) == schemes_of(figure)
     said = printed(curse)
