@@ -79,22 +79,21 @@ class Written:
     """
 
     def __init__(self, most: int, kernel: Kernel):
-        self.most, self.count = most, 0
-        self.correlations = np.empty((most, *kernel.shape))
+        self.most = most
+        self.correlations: list[Kernel] = []
         self.first = self.add(kernel)
 
     def add(self, kernel: Kernel) -> torch.Tensor:
         """Something new with this kernel: the stream that holds it and nothing else."""
         deviation = np.sqrt(np.diag(kernel))
         stream = torch.zeros(len(kernel), self.most, dtype=torch.float64)
-        stream[:, self.count] = torch.from_numpy(deviation * math.sqrt(self.most))
-        self.correlations[self.count] = kernel / np.maximum(np.outer(deviation, deviation), 1e-300)
-        self.count += 1
+        stream[:, len(self.correlations)] = torch.from_numpy(deviation * math.sqrt(self.most))
+        self.correlations.append(kernel / np.maximum(np.outer(deviation, deviation), 1e-300))
         return stream
 
     def kernel(self, stream: torch.Tensor) -> Kernel:
         weights = stream.numpy() / math.sqrt(self.most)
-        total = np.zeros(self.correlations.shape[1:])
+        total = np.zeros_like(self.correlations[0])
         for i in np.flatnonzero(weights.any(0)):
             total += np.outer(weights[:, i], weights[:, i]) * self.correlations[i]
         return total

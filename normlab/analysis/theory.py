@@ -213,6 +213,9 @@ class _JoinedRecursion(_Recursion):
     def _block(self, layer: int, norms: dict[str, Any]) -> None:
         self._join("attn", layer, norms, self._attention)
         self._join("mlp", layer, norms, self._mlp)
+        if self.state.shape[-1] == self.written.most:  # of one stream, its sum is all that later blocks can tell
+            self.written = Written(self.written.most, self.written.kernel(self.state))
+            self.state = self.written.first
         self._enter(min(layer + 1, self.depth))  # a block's output is what the next one reads of it
 
     def _leave(self) -> None:
@@ -250,6 +253,8 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         config: a NormlabConfig; its scheme, widths, initial scales and depth are the constants.
         length: tokens a row; default: the length the carried statistic is for (`train_seq_len` or
             `max_position_embeddings`).
+            Of schemes with several streams a kernel (length x length) is kept of every branch: give fewer tokens where
+            that is too much.
         collision: probability that two positions of a row hold the same token: sum of p^2 over the vocabulary, about
             0.01 for text, 1/V for random tokens.
 
