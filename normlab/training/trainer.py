@@ -50,7 +50,7 @@ from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.experiments import experiments
 from normlab.training.manifest import manifest_of
-from normlab.training.precision import require_compiler, use_fast_attention
+from normlab.training.precision import memory_kept, require_compiler, use_fast_attention
 from normlab.training.run_trainer import STREAM, RunTrainer, checkpoint_step, checkpoints
 from normlab.training.sharded import gathered, shard
 from normlab.training.stream import StreamedBlocks
@@ -160,7 +160,7 @@ def train(
             if place is not None and ranks.is_main_process:
                 place.publish(config.run_id)
             return run
-        with _settings(config.threads):
+        with _settings(config.threads), memory_kept():
             _run(config, corpus, work, final, manifest, progress and ranks.is_main_process, watch, place)
         if place is not None and ranks.is_main_process:
             place.publish(config.run_id)

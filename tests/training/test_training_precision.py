@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,3 +157,36 @@ def test_without_a_compiler_the_message_names_what_to_install(monkeypatch: pytes
 
 def test_fields_that_this_version_added_leave_the_names_of_runs_as_they_were() -> None:
     assert TrainConfig().run_id == "bhyt-d16-w128-lr0.003-s0-2dbbe546"
+
+
+FAULTS = """
+import resource, torch
+from normlab.training.precision import memory_kept
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.ones(20, 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+torch.set_num_threads(1)
+given_back = faults()
+before = resident()
+with memory_kept():
+    for _ in range(4):  # until blocks lie where the next ones fit
+        faults()
+    kept, held = faults(), resident() - before
+print(given_back, kept, held, resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc's allocator")
+def test_what_a_step_frees_stays_until_the_run_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=120, check=True)
+    given_back, kept, held, left = map(int, done.stdout.split())
+    pages = 20 * 2**22 // os.sysconf("SC_PAGESIZE")
+    assert given_back > 4 * pages and kept < pages / 20
+    assert held > 0.9 * pages and left < 0.1 * pages
