@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import compare, last_values
-from normlab.analysis.selection import choose, experiments_of, in_order, summarize, title_of
+from normlab.analysis.selection import choose, depths_of_most, experiments_of, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, in_words, judged, t_quantile
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
@@ -167,28 +167,36 @@ def depth_gain(
 ) -> pd.DataFrame:
     """Held-out loss at depth `shallow` minus that at depth `deep`, paired by seed: above zero, depth pays.
 
-    Each scheme and depth at its chosen learning rate. Depths default to the shallowest and the deepest at which a
-    scheme has more than one seed, or to those of all runs where these are not two.
+    Each scheme and depth at its chosen learning rate. `shallow` defaults to the least depth at which a scheme has more
+    than one seed, or to the least of all; `deep` to each scheme's own deepest with more than one seed, or to its
+    deepest. Rows of one depth share their spread of seeds, and all of the table are one family of tests.
 
     Returns:
-        The columns of `growth`, without `first_half`; a row a scheme that was run at both depths. Runs of a single
-        depth give no row.
+        The columns of `growth`, without `first_half`, and `shallow`; a row a scheme that was run at both depths. Runs
+        of a single depth give no row.
 
     Raises:
         NormlabError: no scheme was run at both of the depths that were asked for.
     """
     chosen = choose(runs, depth=None)
     values = last_values(chosen, "loss")
-    seeds = values.groupby(["scheme", "depth"])["seed"].nunique()
-    several = sorted({depth for (_, depth), count in seeds.items() if count > 1})
-    depths = several if len(several) > 1 else chosen.depths
-    if shallow is None and deep is None and len(depths) < 2:
-        return pd.DataFrame()
-    shallow, deep = depths[0] if shallow is None else shallow, depths[-1] if deep is None else deep
-    wide = values.pivot_table(index=["scheme", "seed"], columns="depth", values="value")
-    if shallow == deep or not {shallow, deep} <= set(wide.columns):
+    counts = values.groupby(["scheme", "depth"])["seed"].nunique().rename("seeds").reset_index()
+    several = counts[counts["seeds"] > 1]
+    if shallow is None:
+        shallow = int((several if len(several) else counts)["depth"].min())
+    deeper = counts[counts["depth"] > shallow] if deep is None else counts[counts["depth"] == deep]
+    # By scheme: of its deeper depths those with several seeds come last, and of these the deepest.
+    ordered = deeper.assign(several=deeper["seeds"] > 1).sort_values(["several", "depth"])
+    own = ordered.drop_duplicates("scheme", keep="last").set_index("scheme")["depth"]
+    place = ["scheme", "seed"]
+    last = values[values["depth"] == values["scheme"].map(own)].set_index(place)[["depth", "value"]]
+    first = values[values["depth"] == shallow].set_index(place)["value"]
+    gain = last.join(first.rename("before"), how="inner").reset_index()
+    if gain.empty or shallow == deep:
+        if deep is None:
+            return pd.DataFrame()
         raise NormlabError(f"no scheme was run at depths {shallow} and {deep}; there is {chosen.depths}")
-    gain = (wide[shallow] - wide[deep]).dropna().rename("value").reset_index().assign(depth=deep)
+    gain["value"] = gain["before"] - gain["value"]
     return judged(means(gain, "loss", level), level).assign(shallow=shallow)
 
 
@@ -199,7 +207,7 @@ def depth_use(
 
     Args:
         experiments: the table of `normlab.load_experiments`.
-        depth: default the deepest.
+        depth: default the deepest of those that most schemes were measured at.
         part: "block", "attention", "mlp", "deleted" (deleted and renumbered, as the papers prune).
 
     Returns:
@@ -210,7 +218,7 @@ def depth_use(
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
     if depth is None:
-        depth = int(rows["depth"].max()) if len(rows) else 0
+        depth = max(depths_of_most(rows), default=0)
     rows = rows[rows["depth"] == depth]
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")

@@ -53,6 +53,12 @@ def experiments_of(experiments: pd.DataFrame, metric: str, part: str) -> pd.Data
     return table[(table["metric"] == metric) & (table["part"] == part)]
 
 
+def depths_of_most(table: pd.DataFrame) -> list[int]:
+    """The depths at which most schemes of a table were run, shallow first."""
+    counts = table.groupby("depth")["scheme"].nunique()
+    return sorted(int(depth) for depth in counts.index[counts == counts.max()])
+
+
 def mean_of(values: pd.Series, metric: str) -> float:
     """The mean as the metric is compared: geometric for positive sizes; NaN for none."""
     numbers = values.to_numpy(float)
@@ -188,8 +194,7 @@ def choose(
     if about.empty:
         raise NothingToShow(f"No run of width {width} in the table.")
     if depth == "deepest":
-        counts = about.groupby("depth")["scheme"].nunique()
-        full = [int(d) for d in counts.index[counts == counts.max()]]
+        full = depths_of_most(about)
         shared = [d for d in full if same_rate and len(_common_rates(about[about["depth"] == d]))]
         depth = max(shared or full)
     if depth is not None:

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.claims import means
-from normlab.analysis.selection import experiments_of, in_order
+from normlab.analysis.selection import depths_of_most, experiments_of, in_order
 from normlab.errors import NormlabError
 from normlab.figures import theme
 from normlab.figures.labels import EndLabel, label_ends, label_room
@@ -169,9 +169,8 @@ def _chosen(
     part = part if metric == "skip_delta_loss" else "block"
     rows = experiments_of(experiments, metric, part)
     rows = rows if schemes is None else rows[rows["scheme"].isin(schemes)]
-    if depth is None and len(rows):
-        counts = rows.groupby("depth")["scheme"].nunique()
-        depth = int(max(counts.index[counts == counts.max()]))
+    if depth is None:
+        depth = max(depths_of_most(rows), default=None)
     rows = rows[rows["depth"] == depth]
     if rows.empty:
         return rows, ""

@@ -63,6 +63,19 @@ def test_a_depth_with_one_seed_is_compared_where_only_one_depth_has_several(loss
     assert set(found["seeds"]) == {1} and set(found["verdict"]) == {"undecided"}
 
 
+def test_each_scheme_is_compared_at_its_own_deepest_depth_with_several_seeds(losses):
+    runs = with_losses(losses | {(s, 8, k): 3.7 + 0.01 * k for s in SCHEMES for k in range(3)})
+    there = (runs["depth"] == 4) | ((runs["depth"] == 8) & (runs["seed"] == 0))
+    there |= (runs["depth"] == 16) & ((runs["scheme"] == "lns") & (runs["seed"] < 2) | (runs["scheme"] == "bhyt"))
+    found = claims.depth_gain(runs[there]).set_index("a")
+    assert found[["shallow", "depth", "seeds"]].loc[list(SCHEMES)].to_numpy().tolist() == [
+        [4, 8, 1], [4, 16, 2], [4, 16, 3]
+    ]  # fmt: skip
+    gains = [losses["lns", 4, k] - losses["lns", 16, k] for k in range(2)]
+    assert found.loc["lns", "estimate"] == pytest.approx(np.mean(gains)) and found.loc["lns", "df"] == 3
+    assert set(claims.depth_gain(runs[there], 4, 8)["seeds"]) == {1}
+
+
 def test_one_schemes_interval_is_scipys_one_sample_t():
     values = pd.DataFrame({"depth": 8, "scheme": "lns", "seed": range(5), "value": [0.1, 0.3, 0.2, 0.15, 0.4]})
     row = claims.means(values, "loss").iloc[0]
@@ -112,6 +125,9 @@ def test_depth_use_is_the_deeper_halfs_mean_cost_and_its_share():
     assert row["share"] == pytest.approx(np.mean([(0.5 + 0.01 * k) / (1 + 0.01 * k) for k in range(3)]))
     with pytest.raises(NormlabError, match="no run of depth 8"):
         claims.depth_use(skipping({"bhyt": [0.2, 0.3]}), 8)
+    deeper = skipping({"bhyt": [0.2] * 6})
+    both = pd.concat([deeper, *(skipping({name: [0.2, 0.3]}) for name in ("bhyt", "lns"))])
+    assert set(claims.depth_use(both)["depth"]) == {2} and set(claims.depth_use(deeper)["depth"]) == {6}
 
 
 def test_one_seed_gives_an_estimate_and_no_interval():
