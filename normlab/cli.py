@@ -140,7 +140,9 @@ def _compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metric", default="loss", help="a name of normlab.figures.METRICS (default: held-out loss)")
     parser.add_argument("--depth", type=int, help="only this depth")
     parser.add_argument("--width", type=int, help="default: the one with most runs")
-    parser.add_argument("--site", help="where it was measured; default: block outputs, losses at the model")
+    parser.add_argument(
+        "--site", help="where it was measured; default: the metric's own site, as normlab.figures has it"
+    )
     parser.add_argument("--layer", type=int, help="default: the last block")
     parser.add_argument("--mask", default="all", help="all, or no_first: without each row's first token")
     parser.add_argument("--split", help="train, eval or probe; default for the loss: eval")

@@ -97,7 +97,10 @@ def test_the_loss_does_not_tell_bhyt_from_its_gain(runs: pd.DataFrame):
     (row,) = compare(runs, "bhyt", "rmsnorm_gain", "loss", depth=4).to_dict("records")
     agrees(quoted(r"from its gain alone \(NUMBER INTERVAL at depth 4\)"), pd.Series(row))
     (size,) = compare(runs, "bhyt", "rmsnorm_gain", "token_l2_mean", depth=4).to_dict("records")
+    agrees(quoted(r"the size of the stream does \(× NUMBER INTERVAL\)"), pd.Series(size))
     assert (row["verdict"], size["verdict"]) == ("undecided", "different")
+    rates = runs[runs["depth"] == 4].groupby("scheme", observed=True)["lr"].unique()
+    assert rates.pop("rmsnorm_gain") == [0.002] and all(list(own) == [0.004] for own in rates)
 
 
 def test_what_the_tanh_adds():

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import os
 import sys
 from pathlib import Path
 
+import nbformat
 import notebook_helpers
 import pytest
 from jupyter_client.manager import AsyncKernelManager
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, widgets_in, write_runs
 from notebook_twice import Executed, once_and_twice, row_of, rows_in
+from transformers import AutoTokenizer
+
+import normlab
 
 DATA = NOTEBOOKS.parent / "data"
 GRID = str(DATA / "gain_or_bound")
@@ -38,6 +44,15 @@ def test_your_own_model_measures_three_kinds_of_models(tmp_path: Path, executed:
     table = {int(row[2]): float(row[5]) for row in rows_in(notebook) if row[1:2] == ["block_out"]}
     assert [table[layer] for layer in range(depth + 1)] == pytest.approx(list(lines["block_out"]["y"]), abs=1e-3)
     assert len(widgets_in(notebook)) == 1
+
+
+def test_a_model_of_your_own_reads_text_by_its_own_tokenizer():
+    cells = nbformat.read(NOTEBOOKS / "06_your_own_model.ipynb", as_version=4).cells
+    imports, chooses = (next(c.source for c in cells if c.id == name) for name in ("cell-02", "cell-03"))
+    space = {"MODEL": str(normlab.find_model("pre_rmsnorm")), "FAST": True}
+    exec(imports.replace("prepare(images=IMAGES);", "") + "\n" + chooses, space)
+    text = AutoTokenizer.from_pretrained(space["MODEL"]).decode(space["tokens"].flatten())
+    assert space["tokens"].shape == (4, 64) and text in inspect.getsource(argparse)
 
 
 @once_and_twice

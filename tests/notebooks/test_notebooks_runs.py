@@ -225,7 +225,7 @@ def test_bhyt_stability_trains_two_models_and_says_whether_they_learned(stabilit
 
 def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path: Path, runs: Path):
     notebook = execute("04_layer_skip", tmp_path, RUNS=str(runs))
-    skipped, deleted, attention, mlp, angle, jacobian, lens, skip_map, contribution = figures_in(notebook)
+    skipped, deleted, attention, mlp, angle, jacobian, lens, skip_map, *updates = figures_in(notebook)
     for figure, part in ((skipped, "block"), (deleted, "deleted"), (attention, "attention"), (mlp, "mlp")):
         costs = lines_of(figure)
         assert set(costs) == set(SCHEMES)
@@ -244,4 +244,4 @@ def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path
     assert "not learned" in rows_of(losses, scheme="LNS")["4"].iloc[0]
     heat = next(trace for trace in skip_map["data"] if trace["type"] == "heatmap")
     assert list(heat["x"]) == list(range(1, 8)) and list(heat["y"]) == list(range(2, 9))
-    assert {trace["name"] for trace in contribution["data"]} == {"attn", "mlp", "block"}
+    assert [{trace["name"] for trace in figure["data"]} for figure in updates] == [{"attn", "mlp", "block"}] * 2
