@@ -17,6 +17,9 @@ MODULES = {
     "normlab.norms": "the norms as PyTorch modules",
     "normlab.figures": "tables to plotly figures",
     "normlab.widgets": "figures with controls",
+    "normlab.analysis.claims": "what the papers claim of depth, asked of runs",
+    "normlab.analysis.verdicts": "differences with intervals, and when one is called a difference",
+    "normlab.analysis.theory": "what layers will hold before training, in closed form",
     "normlab_kernels": "the norms as fused functions",
 }
 # Tables of data have pages of their own.

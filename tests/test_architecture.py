@@ -41,12 +41,12 @@ FLOORS = (
 )
 
 # Pairs of rooms of which one imports the other. A change that needs another arrow says why here: what comes
-# with normlab (release.py) is found in one way, and models are the first to need it; notebooks prepare themselves in
-# one call (notebook.py), which trains when asked to; pages of notebooks refuse bad input as everything does; schemes
-# and models know residuals; the command line prints the table of schemes, and exports models; pages of notebooks stand
-# beside an explorer of the runs; how and where runs are written (storage.py) is a room of its own, which only runs.py
-# opens.
-MOST_ARROWS = 60
+# with normlab (release.py) is found in one way, and models are the first to need it, then notebooks away from a
+# checkout; notebooks prepare themselves in one call (notebook.py), which trains when asked to; pages of notebooks
+# refuse bad input as everything does; schemes and models know residuals; the command line prints the table of schemes,
+# and exports models; pages of notebooks stand beside an explorer of the runs; how and where runs are written
+# (storage.py) is a room of its own, which only runs.py opens.
+MOST_ARROWS = 61
 
 # A callback for transformers' Trainer cannot do without transformers.
 EXCEPT = {PACKAGE / "probes" / "callback.py"}

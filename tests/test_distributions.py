@@ -210,4 +210,4 @@ def test_a_newcomer_trains_measures_and_looks_with_the_installed_wheel(environme
     path = os.pathsep.join([str(environment.bin), os.environ["PATH"]])
     said = done(ROOT / ".ci" / "try-installed", cwd=environment.folder, PATH=path)
     assert said.startswith(f"normlab {normlab.__version__}\n")
-    assert "explorer page: " in said.splitlines()[-1]
+    assert "explorer page: " in said and int(said.splitlines()[-1].split()[1]) > 2  # outputs of a notebook

@@ -299,10 +299,10 @@ def nvidia_smi(uuid: str) -> Row:
     }
     query = ["nvidia-smi", f"--query-gpu=uuid,{','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    devices = [[value.strip() for value in line.split(",")] for line in said.splitlines()]
+    devices = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
     mine = [values for values in devices if uuid and uuid in values[0]] or devices
     return dict(zip(fields.values(), mine[0][1:], strict=True)) if len(mine) == 1 else {}
 

@@ -37,7 +37,9 @@ class Function:
 
 def _rows(function: spec.Function, direction: str) -> int:
     """What must move: x (and the residual) in, y (and the sum) out; back, x or the sum, and each gradient."""
-    return 4 if function.residual else 2 if direction == "forward" else 3
+    if function.residual:
+        return 4
+    return 2 if direction == "forward" else 3
 
 
 FUNCTIONS = {

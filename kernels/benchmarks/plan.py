@@ -106,7 +106,7 @@ def _norms_on_gpu() -> Iterator[Planned]:
                 for peer in ("normlab", "torch", "liger", "quack", "eager", "compile"):
                     if function in PEERS.get(peer, FUNCTIONS):
                         claim = peer in ("normlab", "torch") and direction != "both" and "unbounded" not in function
-                        priority = 2 if peer == "compile" else 0 if claim else 1
+                        priority = 2 if peer == "compile" else int(not claim)
                         yield Planned("rows", function, peer, direction, rows, width, priority)
     for rows, width in OTHER_SHAPES:
         for function in FUNCTIONS[:6]:

@@ -187,18 +187,18 @@ def open_device(name: str) -> Device:
 
 def main() -> int:
     """Reads what run.py writes to its standard input."""
-    told = json.load(sys.stdin)
-    if told["device"] == "cpu":
-        torch.set_num_threads(told["threads"])
-    device = open_device(told["device"])
-    if told.get("check"):
+    order = json.load(sys.stdin)
+    if order["device"] == "cpu":
+        torch.set_num_threads(order["threads"])
+    device = open_device(order["device"])
+    if order.get("check"):
         return DONE
-    rows = plan(device.kind, tuple(told["sections"]))
-    if told.get("part") is not None:
-        return compile_part(measure.Compiling(), worth_compiling(rows), told["part"], told["parts"])
-    minutes = told["minutes"] - (time.monotonic() - STARTED) / 60
-    first, again = told["first"], told["again"]
-    return work(device, rows, Path(told["out"]), minutes, first=first, again=again, commit=told["commit"])
+    rows = plan(device.kind, tuple(order["sections"]))
+    if order.get("part") is not None:
+        return compile_part(measure.Compiling(), worth_compiling(rows), order["part"], order["parts"])
+    minutes = order["minutes"] - (time.monotonic() - STARTED) / 60
+    first, again = order["first"], order["again"]
+    return work(device, rows, Path(order["out"]), minutes, first=first, again=again, commit=order["commit"])
 
 
 if __name__ == "__main__":

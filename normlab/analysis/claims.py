@@ -28,6 +28,18 @@ from normlab.analysis.verdicts import DIFFERENT, in_words, judged, t_quantile
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
+__all__ = [
+    "beside",
+    "depth_gain",
+    "depth_use",
+    "extremes",
+    "growth",
+    "learned",
+    "losses",
+    "means",
+    "shown",
+]
+
 DEEP = 0.5  # the deep blocks are the last half of them
 MOMENTS = (("before training", 0), ("after training", None))
 
@@ -293,7 +305,8 @@ def shown(rows: pd.DataFrame, digits: int = 3, more: Sequence[str] = ()) -> pd.D
     table["seeds"] = rows["seeds"]
     for name in more:
         table[name] = rows[name].round(digits)
-    table["verdict"] = [in_words(row) if "b" in rows else _against_none(row) for row in rows.itertuples()]
+    titled = rows.assign(a=table["scheme"].to_numpy())
+    table["verdict"] = [in_words(row) if "b" in rows else _against_none(row) for row in titled.itertuples()]
     return table.reset_index(drop=True)
 
 

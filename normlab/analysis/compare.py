@@ -281,5 +281,6 @@ def _remark(row: Any) -> str:
     words = in_words(row)
     if row.lr_a != row.lr_b and math.isfinite(row.lr_a - row.lr_b):
         words += f"; learning rates {row.lr_a:g} and {row.lr_b:g}"
-    lost = f"; {row.unpaired} seed{'s' if row.unpaired > 1 else ''} without a pair" if row.unpaired else ""
-    return words + lost
+    if row.unpaired:
+        words += f"; {row.unpaired} seed{'s' if row.unpaired > 1 else ''} without a pair"
+    return words

@@ -59,6 +59,14 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
     return sorted(int(depth) for depth in counts.index[counts == counts.max()])
 
 
+def seeds_in_words(counts: pd.Series) -> str:
+    """How many seeds: "3 seeds", "1 to 3 seeds"."""
+    low, high = int(counts.min()), int(counts.max())
+    if low < high:
+        return f"{low} to {high} seeds"
+    return "1 seed" if high == 1 else f"{high} seeds"
+
+
 def mean_of(values: pd.Series, metric: str) -> float:
     """The mean as the metric is compared: geometric for positive sizes; NaN for none."""
     numbers = values.to_numpy(float)
@@ -141,9 +149,7 @@ class Selection:
         ]
         steps = sorted({int(step) for step in self.runs["steps"]})
         parts.append(f"{steps[-1]:,} training steps" if steps else "no steps")
-        seeds = self.runs.groupby(["scheme", "depth"])["seed"].nunique()
-        low, high = int(seeds.min()), int(seeds.max())
-        parts.append(f"{low} seed{'s' if low > 1 else ''}" if low == high else f"{low} to {high} seeds")
+        parts.append(seeds_in_words(self.runs.groupby(["scheme", "depth"])["seed"].nunique()))
         return " · ".join([*parts, self.rate()])
 
     def rate(self, depth: int | None = None) -> str:

@@ -30,6 +30,16 @@ from normlab.schemes import CORRECTIONS, SCHEMES, NormSite, Sublayer, correction
 if TYPE_CHECKING:
     import pandas
 
+__all__ = [
+    "carried_correction",
+    "chebyshev_bound",
+    "depth_below_lns",
+    "lns_scale",
+    "lns_variance",
+    "predict",
+    "predict_runs",
+]
+
 # How often two positions of a row hold the same token in text, about.
 COLLISION = 0.01
 

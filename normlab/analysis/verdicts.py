@@ -28,6 +28,16 @@ import pandas as pd
 from normlab.errors import NormlabError
 from normlab.probes.metrics import Metric, metric_row
 
+__all__ = [
+    "differences",
+    "expected_half_width",
+    "holm",
+    "in_words",
+    "interval",
+    "judged",
+    "residual_variance",
+]
+
 DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
 SIZE_MARGIN, LOSS_MARGIN = 0.10, 0.02  # a share of a size; nats per token
 

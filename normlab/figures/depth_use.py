@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.claims import means
-from normlab.analysis.selection import depths_of_most, experiments_of, in_order
+from normlab.analysis.selection import depths_of_most, experiments_of, in_order, seeds_in_words
 from normlab.errors import NormlabError
 from normlab.figures import theme
 from normlab.figures.labels import EndLabel, label_ends, label_room
@@ -174,12 +174,9 @@ def _chosen(
     rows = rows[rows["depth"] == depth]
     if rows.empty:
         return rows, ""
-    seeds = rows.groupby("scheme", observed=True)["seed"].nunique()
-    low, high = int(seeds.min()), int(seeds.max())
+    seeds = seeds_in_words(rows.groupby("scheme", observed=True)["seed"].nunique())
     widths = ", ".join(str(width) for width in sorted(rows["width"].unique()))
-    return rows, f"depth {depth} · width {widths} · " + (
-        f"{low} seed{'s' if low > 1 else ''}" if low == high else f"{low} to {high} seeds"
-    )
+    return rows, f"depth {depth} · width {widths} · {seeds}"
 
 
 def _seeds(dots: pd.DataFrame, style: theme.Style) -> go.Scatter:

@@ -176,15 +176,15 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         c, lam = self.c_attn, norm.lam
         keeps = not (self.training or torch.compiler.is_compiling() or c.is_inference() or lam.is_inference())
         if keeps:
-            told = (c._version, lam._version, norm.kappa)
+            versions = (c._version, lam._version, norm.kappa)
             kept = self.kept_growth
-            if kept is not None and kept[0] is c and kept[1] is lam and kept[2] == told:
+            if kept is not None and kept[0] is c and kept[1] is lam and kept[2] == versions:
                 return kept[3]
         growth = c * norm.slope.detach().square()
         if self.carried == "causal":
             growth = growth * self.train_seq_len
         if keeps:
-            self.kept_growth = (c, lam, told, growth)
+            self.kept_growth = (c, lam, versions, growth)
         return growth
 
     def forward(

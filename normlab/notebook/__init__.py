@@ -2,7 +2,8 @@
 
     RUNS = prepare(RUNS, fast=FAST, images=IMAGES)
 
-`train_small` makes the model of a notebook that asks for a trained one, where none comes with normlab.
+`folder` finds what comes with normlab away from a checkout, too; `train_small` makes the model of a notebook that asks
+for a trained one, where none comes with normlab.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from normlab.errors import NormlabError
+from normlab.release import shipped
 
+SHIPPED = Path("../data")  # beside notebooks/, as in a checkout
 RECOMPUTED = Path("../build/recomputed")  # beside notebooks/, as `make` keeps it
 BENCHMARKS = Path("../kernels/benchmarks/run.py")  # likewise
 
@@ -32,7 +35,7 @@ def prepare(
     """Set plotly's renderer and show the text of tables in full; make what the notebook reads where that is asked for.
 
     Args:
-        runs: folder that the notebook reads, of runs or of tables.
+        runs: folder that the notebook reads, of runs or of tables; see `folder`.
         fast: False trains `preset` from scratch into `RECOMPUTED`/<preset> instead, with its progress shown; a second
             call goes on where the first one was.
         images: figures as PNG images too, for pages that show notebooks without a kernel.
@@ -42,7 +45,7 @@ def prepare(
         The folder to read.
 
     Raises:
-        NormlabError: a run failed, so that no later cell shows half a sweep.
+        NormlabError: a run failed, so that no later cell shows half a sweep; or `folder` found nothing.
     """
     import pandas as pd
     import plotly.io as pio
@@ -57,7 +60,7 @@ def prepare(
     pio.renderers.default = "plotly_mimetype+png" if images else "plotly_mimetype"
     pio.renderers["png"].width = 1280
     if fast:
-        return Path(runs)
+        return folder(runs)
     if recompute is not None:
         return recompute()
     from normlab.training.sweep import sweep
@@ -67,6 +70,13 @@ def prepare(
         run, reason = next(iter(result.failures.items()))
         raise NormlabError(f"{len(result.failures)} of the runs of {preset} failed; {run}: {reason}")
     return RECOMPUTED / preset
+
+
+def folder(path: str | Path) -> Path:
+    """`path`; where it is below the `SHIPPED` of a checkout and there is none, the same from normlab's release
+    (`normlab.release.shipped`, which raises NormlabError where that cannot be reached)."""
+    path = Path(path)
+    return shipped(path.name) if path.parent == SHIPPED and not path.exists() else path
 
 
 def time_kernels() -> Path:

@@ -7,7 +7,6 @@ import pytest
 from notebook_helpers import NOTEBOOKS
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
-ASK = [name for name in NAMES if name != "03_norm_explorer"]  # which answers what its reader asks
 MOST_LINES, MOST_COLUMNS = 15, 120
 FIRST_CELLS = 12  # what is found stands among them: about a screen
 
@@ -32,7 +31,7 @@ def test_the_first_cell_after_the_parameters_prepares(name: str):
     assert "prepare(" in code_of(name)[1] and sum("prepare(" in source for source in code_of(name)) == 1
 
 
-@pytest.mark.parametrize("name", ASK)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_was_found_is_a_table_near_the_top(name: str):
     cells = cells_of(name)
     place = next(i for i, cell in enumerate(cells) if cell.source.startswith("## Found"))

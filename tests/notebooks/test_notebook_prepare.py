@@ -10,7 +10,7 @@ from training_helpers import tiny, write_text
 
 import normlab
 from normlab import NormlabError, load_runs
-from normlab.notebook import prepare, time_kernels, train_small
+from normlab.notebook import folder, prepare, time_kernels, train_small
 from normlab.training.presets import PRESETS, Part, Preset
 from normlab.training.sweep import SweepResult
 
@@ -40,12 +40,21 @@ def test_shipped_runs_are_read_where_they_lie():
     assert pio.renderers.default == "plotly_mimetype+png"
 
 
+def test_away_from_a_checkout_what_comes_with_normlab_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert prepare("../data/runs") == normlab.shipped("runs") and folder("runs") == Path("runs")
+    monkeypatch.setattr("normlab.release.DATA", tmp_path / "none")
+    monkeypatch.setattr("normlab.release.release_url", lambda: "http://127.0.0.1:9/v1")
+    with pytest.raises(NormlabError, match=r"v1/bench\.tar\.gz cannot be fetched .*pass the path of a checkout's data"):
+        folder("../data/bench")
+
+
 def test_the_switch_trains_and_a_second_call_finds_it_done(preset: Path):
-    folder = prepare("somewhere", fast=False)
-    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.parquet")}
-    assert load_runs(folder)["scheme"].eq("bhyt").all() and before
-    assert prepare("somewhere", fast=False) == folder
-    assert before == {file: file.stat().st_mtime_ns for file in folder.rglob("*.parquet")}
+    made = prepare("somewhere", fast=False)
+    before = {file: file.stat().st_mtime_ns for file in made.rglob("*.parquet")}
+    assert load_runs(made)["scheme"].eq("bhyt").all() and before
+    assert prepare("somewhere", fast=False) == made
+    assert before == {file: file.stat().st_mtime_ns for file in made.rglob("*.parquet")}
 
 
 def test_bad_input_and_a_failed_run_stop_the_notebook(preset: Path, monkeypatch: pytest.MonkeyPatch):
