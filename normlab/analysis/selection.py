@@ -128,7 +128,7 @@ class Selection:
 
     def remark(self, scheme: str, depth: int | None = None) -> str:
         """What a reader must know of a scheme's runs: "diverged", "2 of 3 seeds not learned", its learning rate where
-        it is not that of all, or nothing."""
+        it is not that of all, or nothing; nothing of a scheme that was not run there."""
         own = self.runs[self.runs["scheme"] == scheme]
         own = own if depth is None else own[own["depth"] == depth]
         words = []
@@ -137,7 +137,7 @@ class Selection:
             if count:
                 words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
         beside = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
-        if beside["lr"].nunique() > 1:
+        if len(own) and beside["lr"].nunique() > 1:
             words.append("learning rate " + " and ".join(f"{rate:g}" for rate in sorted(own["lr"].unique())))
         return ", ".join(words)
 

@@ -177,3 +177,6 @@ def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():
     shown = claims.losses(runs)
     assert list(shown.columns) == [2, 4] and list(shown.index) == ["Pre-LN", "LNS", "BHyT"]
     assert shown.loc["BHyT", 4] == "4.500" and shown.loc["LNS", 4] == "7.000 (not learned)"
+    runs.loc[runs["scheme"] == "lns", "lr"] *= 2
+    shown = claims.losses(runs[(runs["scheme"] != "bhyt") | (runs["depth"] == 2)])
+    assert shown.loc["BHyT", 4] == "" and "learning rate" in shown.loc["LNS", 4]
