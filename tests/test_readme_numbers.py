@@ -87,10 +87,36 @@ def test_the_table_of_losses_and_of_what_deep_blocks_do(runs: pd.DataFrame):
     skipped = experiments[(experiments["metric"] == "skip_delta_loss") & (experiments["part"] == "block")]
     costs = skipped[skipped["depth"] == 8].pivot_table(index="scheme", columns="layer", values="value")
     assert (costs.loc[list(SMALL_GAIN), 7:8].sum(axis=1) > 0.85 * costs.loc[list(SMALL_GAIN), 5:8].sum(axis=1)).all()
-    pays = claims.depth_gain(runs)
+    pays = claims.depth_gain(runs, 4, 8)
     assert len(pays) == 6 and (pays["estimate"] > 0).all() and set(pays["seeds"]) == {1}
     for names, said in ((SMALL_GAIN, "gains by up to NUMBER nats"), (PLAIN, r"other three by up to NUMBER\.")):
         assert [float(text) for text in quoted(said)] == [round(max(spread[name, 4] for name in names), 2)]
+
+
+def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
+    gains = claims.depth_gain(runs, 4, 16).set_index("a")
+    assert set(gains.index) == {"pre_rmsnorm", "lns"} and gains["verdict"].eq("different").all()
+    for scheme, sentence in (
+        ("lns", "16, LNS gains NUMBER INTERVAL"),
+        ("pre_rmsnorm", "nats and Pre-LN NUMBER INTERVAL"),
+    ):
+        agrees(quoted(sentence), gains.loc[scheme])
+    (row,) = compare(runs, "lns", "pre_rmsnorm", "loss", depth=16).to_dict("records")
+    agrees(quoted("16 layers LNS is NUMBER INTERVAL nats from Pre-LN"), pd.Series(row))
+    assert row["seeds"] == 2 and "(two seeds" in README and row["verdict"] == "undecided"
+    shares = claims.depth_use(normlab.load_experiments(ROOT / "data" / "runs"), 16).set_index("a")["share"]
+    said = quoted("at 16 layers, is NUMBER for LNS and NUMBER for Pre-LN")
+    assert [float(text) for text in said] == [round(shares[name], 2) for name in ("lns", "pre_rmsnorm")]
+    paths = normlab.runs.find_runs(ROOT / "data" / "runs" / "search")
+    manifests = [normlab.runs.read_run(path).manifest for path in paths]
+    found = {
+        (m["config"]["scheme"], m["config"]["lr"]): m["eval_loss"] for m in manifests if m["config"]["depth"] == 16
+    }
+    for sentence, rate in ((r"at the same 0\.004 it is NUMBER ahead", 0.004), ("at its best 0.008 NUMBER", 0.008)):
+        (said,) = quoted(sentence)
+        assert float(said) == round(found["pre_rmsnorm", 0.004] - found["lns", rate], 2)
+    for scheme, rate in (("pre_rmsnorm", 0.004), ("lns", 0.008)):
+        assert min((loss, lr) for (name, lr), loss in found.items() if name == scheme)[1] == rate
 
 
 def test_the_loss_does_not_tell_bhyt_from_its_gain(runs: pd.DataFrame):
