@@ -121,7 +121,7 @@ def test_the_curse_of_depth_says_what_became_of_its_claims(curse: nbformat.Noteb
     for when, step in (("before training", 0), ("after training", 20)):
         (row,) = rows_of(sizes, depth=4, against="Pre-LN", when=when).to_dict("records")
         ratio = activation("bhyt", 4, step) / activation("pre_rmsnorm", 4, step)
-        assert float(row["ratio"]) == pytest.approx(ratio, abs=1e-3) and row["verdict"] == "different: bhyt is lower"
+        assert float(row["ratio"]) == pytest.approx(ratio, abs=1e-3) and row["verdict"] == "different: BHyT is lower"
     assert set(sizes["against"]) == {"Pre-LN", "Pre-LN, gain λ/κ", "BHyT without tanh"}
     (row,) = rows_of(losses_beside, depth=4, against="Pre-LN, gain λ/κ").to_dict("records")
     assert float(row["difference"]) == pytest.approx(-0.2, abs=1e-3) and row["seeds"] == "3"
