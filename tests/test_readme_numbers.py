@@ -112,7 +112,10 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
     found = {
         (m["config"]["scheme"], m["config"]["lr"]): m["eval_loss"] for m in manifests if m["config"]["depth"] == 16
     }
-    for sentence, rate in ((r"at the same 0\.004 it is NUMBER ahead", 0.004), ("at its best 0.008 NUMBER", 0.008)):
+    for sentence, rate in (
+        (r"at the same 0\.004 it is NUMBER ahead", 0.004),
+        ("at its own best, 0.008, by NUMBER", 0.008),
+    ):
         (said,) = quoted(sentence)
         assert float(said) == round(found["pre_rmsnorm", 0.004] - found["lns", rate], 2)
     for scheme, rate in (("pre_rmsnorm", 0.004), ("lns", 0.008)):

@@ -72,7 +72,7 @@ def require_compiler(device: torch.device) -> None:
 @contextlib.contextmanager
 def memory_kept() -> Iterator[None]:
     """On Linux with glibc, what a training step frees is not given back to the system, which would fill the next step's
-    pages with zeros again: on one core a tenth of a compiled step at depth 16. At the end all of it goes back."""
+    pages with zeros again. At the end all of it goes back."""
     libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     keeps = hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")
     if keeps:
