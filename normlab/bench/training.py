@@ -27,11 +27,11 @@ from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
 from normlab.schemes import BASELINE, TIMED
 from normlab.training.batches import SeededOrder
+from normlab.training.build import build_trainer
 from normlab.training.callbacks import refresh_interval
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.precision import autocast, require_compiler, use_fast_attention
-from normlab.training.trainer import build_trainer
 
 if TYPE_CHECKING:
     import pandas as pd

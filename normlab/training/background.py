@@ -263,7 +263,7 @@ def train_followed(config: TrainConfig, out: str | Path, cache_dir: str | Path |
     follower = _Follower(sys.stdout)
     with contextlib.redirect_stdout(sys.stderr):  # what anything else prints is no message
         corpus = corpus_of(config, cache_dir)
-        counted = corpus.count_losses(config.eval_blocks, config.held_out)
+        counted = corpus.measured_on(config).count_losses
         follower.send(levels={"unigram_entropy": corpus.unigram_entropy, **counted})
         try:
             run = train(config, out, cache_dir=cache_dir, progress=False, watch=follower)

@@ -4,6 +4,7 @@
 `load_corpus(corpus)`   builds (or finds in the cache) the packed train and held-out splits
 `Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, and the losses of
                         models that only count
+`MeasuredOn`            the held-out blocks that one run is measured on
 `DEFAULT_CORPUS`        "stdlib": the Python standard library's source and pydoc topics, always at hand with no network
 
 Every source becomes a streamed `datasets.IterableDataset` of documents with two columns, `key` and `text`; after that
@@ -25,7 +26,7 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -80,6 +81,16 @@ class CorpusSpec:
 CorpusSpec.__doc__ = f"{CorpusSpec.__doc__}\n{described(CorpusSpec)}\n"
 
 
+class MeasuredOn(NamedTuple):
+    """Held-out blocks that a run is measured on, (blocks, tokens) ids, and what models that only count lose on those
+    of the held-out loss (`Corpus.count_losses`)."""
+
+    probe: np.ndarray
+    eval: np.ndarray
+    experiments: np.ndarray
+    count_losses: dict[str, float]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A packed corpus.
@@ -124,6 +135,15 @@ class Corpus:
         rows = self._spread_rows(len(self.held_out) if count is None else count, held_out)
         bigram, trigram = self.ngram_losses[:, rows].mean(axis=1)
         return {"bigram_loss": float(bigram), "trigram_loss": float(trigram)}
+
+    def measured_on(self, config: Any) -> MeasuredOn:
+        """What a run of `config`, a `TrainConfig`, is measured on."""
+        return MeasuredOn(
+            probe=self.spread(config.probe_blocks, config.held_out),
+            eval=self.spread(config.eval_blocks, config.held_out),
+            experiments=self.spread(config.experiment_blocks, config.held_out),
+            count_losses=self.count_losses(config.eval_blocks, config.held_out),
+        )
 
     def _spread_rows(self, count: int, held_out: str) -> np.ndarray:
         first, step = HELD_OUT[held_out]

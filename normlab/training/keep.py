@@ -45,7 +45,7 @@ def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     NormlabForCausalLM.from_pretrained(run.path, dtype=torch.bfloat16).save_pretrained(folder)
     corpus.tokenizer().save_pretrained(folder)
-    blocks = corpus.spread(config.eval_blocks, config.held_out)
+    blocks = corpus.measured_on(config).eval
     save_file({"blocks": torch.from_numpy(blocks).to(torch.int32)}, folder / BLOCKS)
     rounded = NormlabForCausalLM.from_pretrained(folder, dtype=torch.float32)
     kept = {"dtype": "bfloat16", "eval_loss": mean_token_loss(rounded, blocks, config.batch_size)}

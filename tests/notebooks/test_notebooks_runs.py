@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, skip_cost, tables_in, widgets_in, write_runs
+from notebook_twice import execute_twice
 
 from normlab.figures import FIGURES
 
@@ -29,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def curse(tmp_path_factory: pytest.TempPathFactory, runs: Path) -> nbformat.NotebookNode:
-    return execute("01_curse_of_depth", tmp_path_factory.mktemp("01"), RUNS=str(runs))
+    return execute_twice("01_curse_of_depth", tmp_path_factory.mktemp("01"), RUNS=str(runs))
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +135,14 @@ def test_the_curse_of_depth_opens_a_widget_on_growth(curse: nbformat.NotebookNod
     for scheme in SCHEMES:
         first = activation(scheme, 1, 20)
         assert growth[scheme] == pytest.approx([activation(scheme, layer, 20) / first for layer in range(5)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["00_start_here", "02_bhyt_stability", "03_norm_explorer", "04_layer_skip"])
+def test_any_cell_run_twice_gives_the_same(name: str, tmp_path: Path, runs: Path):
+    """01 is run so for its own tests; 05 to 08 in theirs."""
+    shown = execute_twice(name, tmp_path, RUNS=str(runs))
+    assert figures_in(shown) and tables_in(shown)
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -19,7 +19,7 @@ from training_helpers import tiny
 
 from normlab import NormlabError, runs
 from normlab.models import NormlabForCausalLM
-from normlab.training import precision, trainer
+from normlab.training import build, precision
 from normlab.training.callbacks import RunStopped
 from normlab.training.config import TrainConfig
 
@@ -30,10 +30,10 @@ pytest_plugins = ["training_fixtures"]
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
     """The dtypes that MLPs return, by "training" and "measuring"."""
     found: dict[str, set[torch.dtype]] = {"training": set(), "measuring": set()}
-    build = trainer.NormlabForCausalLM.__init__
+    build_model = NormlabForCausalLM.__init__
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
+        build_model(self, *args, **kwargs)
         for block in self.model.layers:
             block.mlp.register_forward_hook(
                 lambda module, _, out: found["training" if module.training else "measuring"].add(out.dtype)
@@ -99,7 +99,7 @@ def test_attention_in_float32_is_attention(text: Path) -> None:
 
 
 def test_compile_reaches_the_trainer(text: Path, tmp_path: Path) -> None:
-    assert [trainer.training_arguments(tiny(text, compile=c), tmp_path).torch_compile for c in (True, False)] == [
+    assert [build.training_arguments(tiny(text, compile=c), tmp_path).torch_compile for c in (True, False)] == [
         True,
         False,
     ]

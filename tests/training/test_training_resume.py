@@ -37,7 +37,7 @@ def _pause(where: str, marker: Path) -> None:
     """Stop for ever at a place inside a checkpoint's writing, once the marker says that it was reached the second
     time."""
     import normlab.runs
-    from normlab.training.trainer import RunTrainer
+    from normlab.training.run_trainer import RunTrainer
 
     calls = []
 

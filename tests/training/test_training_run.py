@@ -16,9 +16,9 @@ from training_helpers import WORDS, tiny
 from normlab import runs
 from normlab.schemes import STUDIED
 from normlab.training.batches import SeededOrder
+from normlab.training.build import build_trainer
 from normlab.training.callbacks import mean_token_loss, refresh_interval
 from normlab.training.corpus import Corpus
-from normlab.training.trainer import build_trainer
 
 pytest_plugins = ["training_fixtures"]
 

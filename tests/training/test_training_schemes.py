@@ -9,9 +9,10 @@ import torch
 from training_helpers import tiny
 
 from normlab import NormlabForCausalLM, runs
+from normlab.training.build import build_trainer
 from normlab.training.callbacks import RunStopped
 from normlab.training.corpus import Corpus
-from normlab.training.trainer import build_trainer, train
+from normlab.training.trainer import train
 
 pytest_plugins = ["training_fixtures"]
 

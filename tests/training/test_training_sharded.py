@@ -16,12 +16,12 @@ from training_helpers import tiny
 from transformers import TrainingArguments
 
 from normlab import LayerStatsCallback, runs
-from normlab.training import trainer as trainer_module
+from normlab.training import build as build_module
+from normlab.training.build import build_trainer
 from normlab.training.callbacks import RunStopped
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import corpus_of
 from normlab.training.needs import needs
-from normlab.training.trainer import build_trainer
 
 pytest_plugins = ["training_fixtures"]
 
@@ -105,7 +105,7 @@ def _train_compiled_rank(
     """Train by captured graphs without inductor, which takes long; write how many there were."""
     from torch._dynamo.utils import counters
 
-    trainer_module.TrainingArguments = lambda **given: TrainingArguments(
+    build_module.TrainingArguments = lambda **given: TrainingArguments(
         **given, torch_compile_backend="eager" if given["torch_compile"] else None
     )
     _train_rank(environment, config, out, cache, stop_at)
