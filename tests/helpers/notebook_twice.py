@@ -11,13 +11,12 @@ import pytest
 from bs4 import BeautifulSoup
 from notebook_helpers import NOTEBOOKS, WIDGET, execute, run
 
-
 TIMED = ("generation(",)  # calls whose results are times
 
 
 def execute_twice(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
-    """`notebook_helpers.execute` with every cell twice; AssertionError where the second time gives something else, times
-    aside."""
+    """`notebook_helpers.execute` with every cell twice; AssertionError where the second time gives something else (times
+    may)."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     cells = []
     for cell in notebook.cells:
