@@ -48,6 +48,13 @@ FLOORS = (
 # (storage.py) is a room of its own, which only runs.py opens.
 MOST_ARROWS = 61
 
+# What imports by a name that is a string, which the arrows do not show, packages' faces aside: `LayerStats.plot` draws
+# by what stands above it, as pandas' plots do; transformers' import brings our models; a cluster's library may be
+# there.
+IMPORTS_BY_NAME = {"probes/stats.py", "registration.py", "training/clusters.py"}
+LONGEST_FUNCTION = 60  # lines without its docstring: a screen
+ONE_PASS = {"norm_backward_kernel"}  # a kernel's one pass over a row, which cannot be parted
+
 # A callback for transformers' Trainer cannot do without transformers.
 EXCEPT = {PACKAGE / "probes" / "callback.py"}
 
@@ -151,6 +158,15 @@ def test_rooms_know_few_others_and_none_that_knows_them():
     assert all(FLOORS.index(b) < FLOORS.index(a) for a, b in found)  # an order of the rooms: no circle of any length
 
 
+def test_few_files_import_by_a_name_that_is_a_string():
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in library_files()
+        if path.name != "__init__.py" and re.search(r"\b(import_module|__import__)\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == IMPORTS_BY_NAME
+
+
 def test_an_import_from_a_floor_above_is_found_in_every_form():
     for source in (
         "from normlab.training import corpus",
@@ -231,3 +247,21 @@ def test_files_can_be_read_in_one_sitting():
         for path in library_files(folder)
     }
     assert {path: count for path, count in lines.items() if count > 400} == {}
+
+
+def lines_of_functions(path: Path) -> dict[str, int]:
+    """Lines of every function of a source file, its docstring left out."""
+    found = {}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            documented = ast.get_docstring(node, clean=False) is not None
+            first = node.body[1].lineno if documented and len(node.body) > 1 else node.body[0].lineno
+            found[f"{path.relative_to(ROOT)}:{node.name}"] = (node.end_lineno or first) - first + 1
+    return found
+
+
+def test_a_function_fits_a_screen():
+    paths = [*library_files(), *library_files(KERNELS)]
+    lines = {name: count for path in paths for name, count in lines_of_functions(path).items()}
+    assert {name.split(":")[1] for name, count in lines.items() if count > LONGEST_FUNCTION} <= ONE_PASS
+    assert len(lines) > 1000

@@ -184,9 +184,9 @@ def test_uninstalling_the_kernels_beside_normlab_says_how_to_get_them_back(
         assert environment.python(NORMLAB_WORKS).startswith(f"works {environment.folder}")
         assert environment.python(KERNELS_WORK).startswith(f"works {environment.folder}")
         environment.uninstall("normlab-kernels")
-        said = environment.python("import normlab")
-        assert said.startswith("ModuleNotFoundError: normlab's own copy of normlab_kernels is gone")
-        assert "--force-reinstall --no-deps" in said
+        message = environment.python("import normlab")
+        assert message.startswith("ModuleNotFoundError: normlab's own copy of normlab_kernels is gone")
+        assert "--force-reinstall --no-deps" in message
         environment.install(wheel)
         assert environment.python(NORMLAB_WORKS).startswith(f"works {environment.folder}")
         environment.uninstall("normlab")
@@ -208,6 +208,6 @@ def test_uninstalling_normlab_takes_the_kernels_until_they_are_installed_again(
 def test_a_newcomer_trains_measures_and_looks_with_the_installed_wheel(environment: Environment, wheel: Path):
     environment.install(wheel)
     path = os.pathsep.join([str(environment.bin), os.environ["PATH"]])
-    said = done(ROOT / ".ci" / "try-installed", cwd=environment.folder, PATH=path)
-    assert said.startswith(f"normlab {normlab.__version__}\n")
-    assert "explorer page: " in said and int(said.splitlines()[-1].split()[1]) > 2  # outputs of a notebook
+    message = done(ROOT / ".ci" / "try-installed", cwd=environment.folder, PATH=path)
+    assert message.startswith(f"normlab {normlab.__version__}\n")
+    assert "explorer page: " in message and int(message.splitlines()[-1].split()[1]) > 2  # outputs of a notebook

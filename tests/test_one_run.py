@@ -63,8 +63,8 @@ def test_a_run_enters_each_file_once_or_twice_from_its_configuration_to_a_figure
     way = trained + drawn
     assert {"training/trainer.py", "training/build.py", "training/manifest.py", "figures/growth.py"} <= set(way)
     assert max(Counter(way).values()) <= 2, way
-    said = f"{len(way)} stays in {len(set(way))} files"
-    assert said in " ".join(CONTRIBUTING.read_text(encoding="utf-8").split()), said
+    message = f"{len(way)} stays in {len(set(way))} files"
+    assert message in " ".join(CONTRIBUTING.read_text(encoding="utf-8").split()), message
 
 
 def test_a_way_that_comes_back_is_counted(text: Path, corpus: Corpus) -> None:

@@ -37,9 +37,9 @@ def test_a_kept_model_is_the_trained_one_rounded(done: runs.Run, folder: Path) -
 
 def test_a_kept_model_says_its_loss_on_the_blocks_that_lie_beside_it(done: runs.Run, folder: Path) -> None:
     blocks = normlab.load_held_out(folder)
-    told = json.loads((folder / runs.MANIFEST).read_text())
+    reported = json.loads((folder / runs.MANIFEST).read_text())
     loss = mean_token_loss(normlab.load_model(folder), blocks.numpy(), 4)
-    assert loss == pytest.approx(told["kept"]["eval_loss"], abs=1e-5)
+    assert loss == pytest.approx(reported["kept"]["eval_loss"], abs=1e-5)
     assert loss == pytest.approx(done.eval_loss, abs=0.02), "bfloat16 weights, the blocks of the run's evaluation"
 
 

@@ -114,6 +114,29 @@ class NormlabConfig(LlamaConfig):
         for name in kwargs.keys() - _FIELDS:
             close = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.75)
             _require(not close, f"unknown field {name}: do you mean {''.join(close)}?")
+        self._check_types()
+        scheme = get_scheme(self.scheme)
+        self._check_shape()
+        self._check_numbers()
+        if self.carried is None and scheme.carried:
+            self.carried = scheme.carried[0]
+        _require(
+            not scheme.carried or self.carried in scheme.carried,
+            f"carried is {self.carried!r}: scheme {self.scheme} takes {', '.join(scheme.carried)}",
+        )
+        self._check_blocks()
+        if self.qk_norm is None:
+            self.qk_norm = scheme.branches.qk_norm
+        for name, choices in (("kappa_schedule", KAPPA_POWERS), ("correction", CORRECTIONS), ("qk_norm", QK_NORMS)):
+            value = getattr(self, name)
+            _require(value in choices, f"{name} is {value!r}: choose one of {', '.join(choices)}")
+        if self.train_seq_len is None:
+            self.train_seq_len = self.max_position_embeddings
+        _require(self.train_seq_len >= 1, f"train_seq_len is {self.train_seq_len}: give at least 1")
+        kwargs.pop("auto_map", None)  # an exported folder's: what is saved from here has no code beside it
+        super().__post_init__(**kwargs)
+
+    def _check_types(self) -> None:
         for name in _NUMBERS:
             value = getattr(self, name)
             _require(isinstance(value, int | float), f"{name} is {value!r}: give a number")
@@ -126,7 +149,9 @@ class NormlabConfig(LlamaConfig):
         for name in _LISTS:
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), f"{name} is {value!r}: give a list, as [1, 2]")
-        scheme = get_scheme(self.scheme)
+
+    def _check_shape(self) -> None:
+        """Of the model: what Llama would only find when it is built, or run."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         _require(self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}: give at least 1")
         _require(self.hidden_size >= 1, f"hidden_size is {self.hidden_size}: give at least 1")
@@ -143,26 +168,17 @@ class NormlabConfig(LlamaConfig):
             head_dim % 2 == 0,
             f"heads of width {head_dim} cannot be rotated: choose hidden_size and num_attention_heads for an even one",
         )
+
+    def _check_numbers(self) -> None:
         for name in ("lam_input", "lam_post", "kappa", "gamma0"):
             value = getattr(self, name)
             _require(_is_positive(value), f"{name} {value} must be positive and finite")
         _require(self.alpha0 is None or _is_positive(self.alpha0), f"alpha0 {self.alpha0} must be positive and finite")
         _require(0 <= self.lam_last < math.inf, f"lam_last {self.lam_last} must be positive, or 0, and finite")
         _require(0 <= self.post_fraction <= 1, f"post_fraction is {self.post_fraction}: give a share between 0 and 1")
-        if self.carried is None and scheme.carried:
-            self.carried = scheme.carried[0]
-        _require(
-            not scheme.carried or self.carried in scheme.carried,
-            f"carried is {self.carried!r}: scheme {self.scheme} takes {', '.join(scheme.carried)}",
-        )
-        _require(
-            self.kappa_schedule in KAPPA_POWERS,
-            f"kappa_schedule is {self.kappa_schedule!r}: choose one of {', '.join(KAPPA_POWERS)}",
-        )
-        _require(
-            self.correction in CORRECTIONS,
-            f"correction is {self.correction!r}: choose one of {', '.join(CORRECTIONS)}",
-        )
+
+    def _check_blocks(self) -> None:
+        """What is said block by block."""
         _require(
             self.calibration is None
             or (len(self.calibration) == self.num_hidden_layers and all(_is_positive(f) for f in self.calibration)),
@@ -176,14 +192,6 @@ class NormlabConfig(LlamaConfig):
             f"exact_layers {self.exact_layers} and bounded_layers {self.bounded_layers}: "
             f"give blocks of 1 to {self.num_hidden_layers}, and a first and a last one",
         )
-        if self.qk_norm is None:
-            self.qk_norm = scheme.branches.qk_norm
-        _require(self.qk_norm in QK_NORMS, f"qk_norm is {self.qk_norm!r}: choose one of {', '.join(QK_NORMS)}")
-        if self.train_seq_len is None:
-            self.train_seq_len = self.max_position_embeddings
-        _require(self.train_seq_len >= 1, f"train_seq_len is {self.train_seq_len}: give at least 1")
-        kwargs.pop("auto_map", None)  # an exported folder's: what is saved from here has no code beside it
-        super().__post_init__(**kwargs)
 
     def carries_at(self, layer: int) -> bool:
         """Whether block ``layer``, from 1, carries its attention site's mean square to its MLP site."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.models.modeling import NormlabDecoderLayer, is_folded, refuse_folded_training
 from normlab.norms import NoNorm
+from normlab.schemes.scheme import part_of
 
 READERS = {"attn_in": ("q_proj", "k_proj", "v_proj"), "mlp_in": ("gate_proj", "up_proj")}
 STOCK_PLACES = (("attn_in", "input_layernorm"), ("mlp_in", "post_attention_layernorm"))
@@ -62,7 +63,7 @@ def _sites(model: Any) -> Iterator[_Site]:
     for block in blocks:
         for place, attribute in _places(block, names[block]):
             site = _Site(f"{names[block]}.{attribute}", getattr(block, attribute))
-            owner = block.self_attn if place.startswith("attn") else block.mlp
+            owner = block.self_attn if part_of(place) == "attn" else block.mlp
             if place in READERS:
                 site.readers = _linears(owner, names[owner], READERS[place])
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import normlab_kernels as nk
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
@@ -17,8 +16,8 @@ def check_width(hidden_size: int) -> None:
         raise NormlabError(f"hidden_size is {hidden_size}: give the width of the vectors to normalize, at least 1")
 
 
-def mean_square(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-    """Uncentred second moment over the last axis, mean(x^2), always taken in float32."""
+def mean_square(x: Tensor) -> Tensor:
+    """Uncentred second moment over the last axis, mean(x^2), always taken in float32: (..., d) to (..., 1)."""
     return x.float().pow(2).mean(-1, keepdim=True)
 
 

@@ -41,7 +41,7 @@ from normlab.residuals import (
     Spherical,
     SumOfStreams,
 )
-from normlab.schemes.scheme import NormSite, Rate, Sublayer
+from normlab.schemes.scheme import NormSite, Rate, Sublayer, part_of
 
 # -- norms -----------------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ DYT_ALPHA = {8192: (0.2, 0.05), 5120: (0.6, 0.15), 4096: (0.8, 0.2), 2048: (1.0,
 
 def dyt(site: NormSite) -> nn.Module:
     attention, other = next(alphas for width, alphas in DYT_ALPHA.items() if site.width >= width)
-    by_width = attention if site.place.startswith("attn") else other
+    by_width = attention if part_of(site.place) == "attn" else other
     return DyT(site.width, alpha=by_width if site.config.alpha0 is None else site.config.alpha0)
 
 

@@ -44,6 +44,11 @@ class Layout:
         return [(place, name) for place, name in vars(self).items() if name is not None]
 
 
+def part_of(place: str) -> str:
+    """What a norm at a place belongs to: "attn", "mlp" or "final"."""
+    return place.partition("_")[0]
+
+
 @dataclass(frozen=True)
 class NormSite:
     """Where a norm is built: ``place`` is a field of Layout, or "final"; ``layer`` counts from 1 (L+1 for the final
@@ -62,7 +67,7 @@ class NormSite:
         """lambda at this site: ``lam_input``, ``lam_post`` or ``lam_last`` (0: not a tanh site)."""
         if self.place == "final":
             return self.config.lam_last
-        return self.config.lam_input if self.place.startswith("attn") else self.config.lam_post
+        return self.config.lam_input if part_of(self.place) == "attn" else self.config.lam_post
 
 
 @dataclass(frozen=True)

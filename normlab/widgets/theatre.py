@@ -59,10 +59,10 @@ class TrainTheatre(PlotWidget):
         if metric not in PROBE_METRICS:
             raise NormlabError(f"unknown metric {metric!r}: runs measure {', '.join(PROBE_METRICS)}")
         fields = {"checkpoint_every": _CHECKPOINTS} | dict(recipe or {})
-        self._news, self._closed = threading.Event(), threading.Event()
-        self._painter: threading.Thread | None = None
+        self._changed, self._closed = threading.Event(), threading.Event()
+        self._drawing_thread: threading.Thread | None = None
         self.runs = {
-            name: BackgroundRun(_config(name, fields), out, cache_dir=cache_dir, changed=self._news.set)
+            name: BackgroundRun(_config(name, fields), out, cache_dir=cache_dir, changed=self._changed.set)
             for name in schemes
         }
         self._depth = next(iter(self.runs.values())).config.depth
@@ -102,9 +102,9 @@ class TrainTheatre(PlotWidget):
         """Begin, or go on after a pause or a stop; runs that are done stay as they are."""
         if self._closed.is_set():
             raise NormlabError("this theatre is closed: make another, and its runs go on from their checkpoints")
-        if self._painter is None:
-            self._painter = threading.Thread(target=self._paint, daemon=True)
-            self._painter.start()
+        if self._drawing_thread is None:
+            self._drawing_thread = threading.Thread(target=self._draw_changes, daemon=True)
+            self._drawing_thread.start()
         for run in self.runs.values():
             run.start()
 
@@ -123,11 +123,11 @@ class TrainTheatre(PlotWidget):
         if not hasattr(self, "plot"):  # what was asked for was refused, and there is nothing to end
             return
         self._closed.set()
-        self._news.set()
+        self._changed.set()
         for run in self.runs.values():
             run.close()
-        if self._painter is not None and self._painter is not threading.current_thread():
-            self._painter.join(timeout=5)
+        if self._drawing_thread is not None and self._drawing_thread is not threading.current_thread():
+            self._drawing_thread.join(timeout=5)
         self.plot.close()
         super().close()
 
@@ -144,11 +144,11 @@ class TrainTheatre(PlotWidget):
 
     # --- what it shows ---
 
-    def _paint(self) -> None:
+    def _draw_changes(self) -> None:
         """Draw when there is news, not more often than a page can follow."""
         while not self._closed.is_set():
-            self._news.wait()
-            self._news.clear()
+            self._changed.wait()
+            self._changed.clear()
             if not self._closed.is_set():
                 self.redraw()
                 self._closed.wait(_REST)

@@ -170,12 +170,12 @@ def test_runs_of_another_length_are_not_compared_at_their_ends():
 def test_runs_that_differ_in_something_else_are_neither_averaged_nor_paired():
     other = one_run("bhyt").assign(run="bhyt-of-another-gain")
     runs = pd.concat([one_run("bhyt"), other.assign(value=other["value"] + 1), one_run("lns")], ignore_index=True)
-    said = "2 runs of bhyt at depth 4, seed 0 and learning rate 0.001 differ in something else"
-    assert said in Profiles(runs).missing
+    message = "2 runs of bhyt at depth 4, seed 0 and learning rate 0.001 differ in something else"
+    assert message in Profiles(runs).missing
     for same_rate in (False, True):
-        with pytest.raises(NothingToShow, match=said):
+        with pytest.raises(NothingToShow, match=message):
             choose(runs, same_rate=same_rate)
-    with pytest.raises(NormlabError, match=said):
+    with pytest.raises(NormlabError, match=message):
         compare(runs, "bhyt", "lns")
 
 

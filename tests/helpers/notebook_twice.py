@@ -15,8 +15,8 @@ TIMED = ("generation(",)  # calls whose results are times
 
 
 def execute_twice(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
-    """`notebook_helpers.execute` with every cell twice; AssertionError where the second time gives something else (times
-    may)."""
+    """`notebook_helpers.execute` with every cell twice; AssertionError where the second time gives something else
+    (TIMED ones may)."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     cells = []
     for cell in notebook.cells:

@@ -101,8 +101,10 @@ def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(c
         assert f"depth {depth} " in figure["layout"]["title"]["subtitle"]["text"]
     for figure in figures[:-4]:
         assert set(SCHEMES) == schemes_of(figure)
-    said = printed(curse)
-    assert "depth 2, 4" in said and ("no image was made" in said or f"{len(FIGURES)} figures as images" in said)
+    message = printed(curse)
+    assert "depth 2, 4" in message and (
+        "no image was made" in message or f"{len(FIGURES)} figures as images" in message
+    )
     assert any("not learned" in cell for cell in tables_in(curse)[3]["4"])
 
 
@@ -208,10 +210,10 @@ def test_bhyt_stability_follows_the_carried_statistic_through_training(stability
 
 def test_bhyt_stability_shows_the_shipped_times_and_its_own(stability: nbformat.NotebookNode):
     timed = pd.read_csv(DATA / "bench" / "training_cpu.csv").set_index("what")
-    steps, told, generated = tables_in(stability)[4:7]
+    steps, reported, generated = tables_in(stability)[4:7]
     (row,) = rows_of(steps, what="bhyt step").to_dict("records")
     assert float(row["ratio"]) == pytest.approx(timed.loc["bhyt step", "ratio"], rel=1e-3)
-    assert told["metric"].str.contains("speed_gain").all() and len(told) >= 2
+    assert reported["metric"].str.contains("speed_gain").all() and len(reported) >= 2
     assert generated["model"].tolist()[0] == "Pre-LN" and generated["speedup"].iloc[0] == "1.00"
     assert {"BHyT", "BHyT*"} <= set(generated["model"])
 

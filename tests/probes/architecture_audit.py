@@ -281,14 +281,14 @@ def audit(task: str, name: str) -> dict[str, Any]:
                 if "the model ran, but no block" not in str(error) or len(chosen) == 1:
                     refused.append(str(error))
         if not found and "stacks(model)" in "".join(refused) and len(chosen) == 1:
-            chosen, told, refused = stacks(model), refused, []  # what the line says to do
+            chosen, reported, refused = stacks(model), refused, []  # what the line says to do
             for where in chosen.values():
                 try:
                     found.append(audit_stack(model, where, batch, plain, grads))
                 except NormlabError as error:
                     if "the model ran, but no block" not in str(error):
                         refused.append(str(error))
-            refused = refused or ([] if found else told)
+            refused = refused or ([] if found else reported)
         if not found:
             return row | {"status": "refused", "reason": "; ".join(dict.fromkeys(refused))}
     except NormlabError as error:

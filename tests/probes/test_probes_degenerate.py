@@ -127,8 +127,8 @@ PAIRS = [(how, zero) for how in HOWS for zero in ("attn", "mlp", "attn mlp")] + 
 
 @pytest.mark.parametrize(("how", "zero"), [*PAIRS, *((how, "") for how in HOWS)])
 def test_little_evidence_gives_no_wrong_reading(how, zero):
-    told = {case: complaints(Model(case[0], how, zero), tokens(case[1], case[0])) for case in CASES}
-    assert not any(told.values()), {case: words for case, words in told.items() if words}
+    reported = {case: complaints(Model(case[0], how, zero), tokens(case[1], case[0])) for case in CASES}
+    assert not any(reported.values()), {case: words for case, words in reported.items() if words}
 
 
 @pytest.mark.parametrize(("how", "zero"), PAIRS)

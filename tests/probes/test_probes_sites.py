@@ -159,10 +159,10 @@ class Stage(nn.Module):
 
 def test_blocks_can_be_told_by_pattern_or_list_and_their_parts_by_name():
     model = Plain()
-    told = sites(model, "stage*", attention="parts.mix", mlp="parts.ff", norms=["parts.mix_norm"])
-    assert [block.name for block in told.blocks] == ["stage0", "stage1"]
+    reported = sites(model, "stage*", attention="parts.mix", mlp="parts.ff", norms=["parts.mix_norm"])
+    assert [block.name for block in reported.blocks] == ["stage0", "stage1"]
     assert sites(model, [model.stage1]).blocks[0].module is model.stage1
-    with record(told, ["max_abs", "relative_contribution"]) as rec:
+    with record(reported, ["max_abs", "relative_contribution"]) as rec:
         model(torch.randn(2, 5, 8))
     table = rec.stats().to_pandas()
     assert set(table["site"]) == {"block_out", "attn_norm_in", "attn", "mlp", "block"}

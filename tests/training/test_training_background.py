@@ -162,13 +162,13 @@ class Process:
         self.ended.set()
 
 
-def listening(tmp_path: Path, process: Process, *messages: dict, said: str = "", **options: Any) -> BackgroundRun:
-    """A run that gets `messages` from a process whose error output is `said`."""
+def listening(tmp_path: Path, process: Process, *messages: dict, errors: str = "", **options: Any) -> BackgroundRun:
+    """A run that gets `messages` from a process whose error output is `errors`."""
     run = BackgroundRun(TrainConfig(), tmp_path / "out", **options)
     for message in messages:
         process.send(**message)
     run._process, run.state = process, TRAINING
-    run._listener = threading.Thread(target=run._listen, args=(process, io.BytesIO(said.encode())), daemon=True)
+    run._listener = threading.Thread(target=run._listen, args=(process, io.BytesIO(errors.encode())), daemon=True)
     run._listener.start()
     return run
 
@@ -194,7 +194,7 @@ def test_what_goes_wrong_while_it_is_shown_is_said_and_ends_the_run(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "code, said, reason",
+    "code, errors, reason",
     [
         (-9, "half a wor", "its process was killed (exit code -9), perhaps for lack of memory"),
         (3, "", "its process ended with exit code 3"),
@@ -203,11 +203,11 @@ def test_what_goes_wrong_while_it_is_shown_is_said_and_ends_the_run(tmp_path: Pa
     ],
 )
 def test_an_end_without_a_message_is_told_by_its_last_line_or_its_exit_code(
-    tmp_path: Path, code: int, said: str, reason: str
+    tmp_path: Path, code: int, errors: str, reason: str
 ) -> None:
     process = Process(code)
     process.messages.close()
-    run = listening(tmp_path, process, said=said)
+    run = listening(tmp_path, process, errors=errors)
     assert run.wait(10) and (run.state, run.reason) == (FAILED, reason)
 
 

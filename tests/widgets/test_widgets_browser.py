@@ -113,8 +113,8 @@ def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_th
         handle.focus()
         page.keyboard.press("ArrowRight")
         # What the reader sees, not its logarithm.
-        said = "handle => handle.getAttribute('aria-valuetext') === '1.19'"
-        page.wait_for_function(said, arg=handle.element_handle(), timeout=20_000)
+        message = "handle => handle.getAttribute('aria-valuetext') === '1.19'"
+        page.wait_for_function(message, arg=handle.element_handle(), timeout=20_000)
         pictures = page.locator(".js-plotly-plot .main-svg[role=img]")
         names = [pictures.nth(place).get_attribute("aria-label") for place in (0, 1)]
         assert names[0].startswith("size of the residual stream, ") and names[1].startswith(

@@ -138,7 +138,7 @@ def test_bands_axis_theme_and_published_values_can_be_switched(explorer: NormExp
     assert line.line.color != "#000000"
 
 
-def foretold(scheme: str, depth: int, metric: str = "token_l2_mean", **changes: Any) -> list[float]:
+def predicted(scheme: str, depth: int, metric: str = "token_l2_mean", **changes: Any) -> list[float]:
     config = TrainConfig(scheme=scheme, depth=depth, width=32, **changes)
     rows = predict(config.model_config(config.vocab_size, 0), collision=COLLISION)
     rows = rows[(rows["site"] == "block_out") & (rows["metric"] == metric) & (rows["mask"] == "all")]
@@ -153,15 +153,15 @@ def test_theory_is_a_line_with_rings_where_it_says_something():
     for step in (20, 0):
         pane.step.value = step
         for scheme in SCHEMES:
-            assert drawn(explorer.figure, f"{scheme} theory") == pytest.approx(foretold(scheme, 4))
+            assert drawn(explorer.figure, f"{scheme} theory") == pytest.approx(predicted(scheme, 4))
     assert "with rings: theory, before training" in pane.message.value
     low, high = explorer.figure.layout.yaxis.range
-    assert low < min(foretold("lns", 4)) < high
+    assert low < min(predicted("lns", 4)) < high
     pane.depth.value, pane.shown_as.value = 2, RELATIVE
-    line = foretold("lns", 2)
+    line = predicted("lns", 2)
     assert drawn(explorer.figure, "lns theory") == pytest.approx([value / line[1] for value in line])
     pane.shown_as.value = "pre_rmsnorm"
-    ratio = np.array(foretold("lns", 2)) / foretold("pre_rmsnorm", 2)
+    ratio = np.array(predicted("lns", 2)) / predicted("pre_rmsnorm", 2)
     assert drawn(explorer.figure, "lns theory") == pytest.approx(ratio.tolist())
     pane.schemes["lns"].value = False
     assert drawn(explorer.figure, "lns theory") == []
@@ -174,8 +174,8 @@ def test_theory_is_of_the_models_that_the_runs_had():
     wide = {"model": {"initializer_range": 0.1}}
     explorer = NormExplorer(table(), configs=configs_of(table(), **wide))
     explorer.panes[0].theory.value = True
-    assert drawn(explorer.figure, "bhyt theory") == pytest.approx(foretold("bhyt", 4, **wide))
-    assert foretold("bhyt", 4, **wide) != pytest.approx(foretold("bhyt", 4), rel=0.5)
+    assert drawn(explorer.figure, "bhyt theory") == pytest.approx(predicted("bhyt", 4, **wide))
+    assert predicted("bhyt", 4, **wide) != pytest.approx(predicted("bhyt", 4), rel=0.5)
 
 
 def of_two_models() -> dict[str, Any]:
@@ -243,10 +243,10 @@ def test_published_values_are_shown_whole_or_said_not_to_be_there(depth: int):
     explorer = NormExplorer(table(), theme="dark")
     pane = explorer.panes[0]
     pane.depth.value, pane.papers.value = depth, True
-    (told,) = [trace for trace in explorer.figure.data if trace.name == "published"]
-    assert explorer.figure.layout.xaxis.range[1] >= max(told.x) > depth and told.cliponaxis is False
+    (reported,) = [trace for trace in explorer.figure.data if trace.name == "published"]
+    assert explorer.figure.layout.xaxis.range[1] >= max(reported.x) > depth and reported.cliponaxis is False
     lines = {trace.line.color for trace in explorer.figure.data if trace.name in SCHEMES}
-    assert set(told.marker.color) <= lines and "diamonds: published values" in pane.message.value
+    assert set(reported.marker.color) <= lines and "diamonds: published values" in pane.message.value
     pane.shown_as.value = RELATIVE
     assert drawn(explorer.figure, "published") == []
     assert "no published value stands beside this view" in pane.message.value
@@ -306,20 +306,20 @@ def test_the_view_is_exported_as_an_image(explorer: NormExplorer, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("runs", "said"),
+    ("runs", "remark"),
     [
         (empty(), "no run has been trained yet"),
         (one_run("bhyt")[lambda t: t["site"] == "model"], "No layer was measured"),
     ],
     ids=["empty", "no_layers"],
 )
-def test_with_nothing_to_show_it_says_so(runs: pd.DataFrame, said: str):
+def test_with_nothing_to_show_it_says_so(runs: pd.DataFrame, remark: str):
     explorer = NormExplorer(runs)
     (shown,) = explorer.children
     for figure in (go.Figure(shown.figure), explorer.figure, explorer.static()):  # type: ignore[attr-defined]
-        assert said in figure.layout.annotations[0].text
+        assert remark in figure.layout.annotations[0].text
     for ask in (lambda: explorer.view, explorer.code, explorer.table, lambda: explorer.export("csv")):
-        with pytest.raises(NormlabError, match=said):
+        with pytest.raises(NormlabError, match=remark):
             ask()
 
 
@@ -330,8 +330,8 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     )
     explorer = NormExplorer(runs)
     assert drawn(explorer.figure, "pre_rmsnorm") and drawn(explorer.figure, "lns") == []
-    said = explorer.panes[0].message.value
-    assert "LNS: diverged, nothing measured at step 20" in said and "DyT: not trained at depth 4" in said
+    remark = explorer.panes[0].message.value
+    assert "LNS: diverged, nothing measured at step 20" in remark and "DyT: not trained at depth 4" in remark
     explorer.panes[0].step.value = 0
     assert len(drawn(explorer.figure, "lns")) == 5
     explorer.panes[0].depth.value = 2

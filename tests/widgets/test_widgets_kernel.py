@@ -179,6 +179,6 @@ def test_sliders_moved_fast_while_a_cell_runs_corrupt_nothing(page: Page, tmp_pa
     page.move(comms["gain"], {"value": 5.0})
     page.move(comms["metric"], {"index": 4})
     page.settle()
-    said = page.finish(page.begin(CHECK))
+    printed_text = page.finish(page.begin(CHECK))
     assert page.complaints() == []
-    assert "lam=3.0" in said and "gain=5.0" in said and "metric kurtosis" in said
+    assert "lam=3.0" in printed_text and "gain=5.0" in printed_text and "metric kurtosis" in printed_text

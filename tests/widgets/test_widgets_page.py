@@ -183,9 +183,9 @@ def test_the_page_draws_the_theory_that_the_library_computes(page: Any, way: str
     slide(page, "depth", "End")
     page.locator("#theory").check()
     view = View("token_l2_mean", "block_out", "all", 4, 20, tuple(SCHEMES), **options)
-    told = {line.scheme: line for line in Profiles(noisy(), configs_of(noisy())).predicted(view)}
-    assert set(told) == set(SCHEMES)
-    for scheme, line in told.items():
+    reported = {line.scheme: line for line in Profiles(noisy(), configs_of(noisy())).predicted(view)}
+    assert set(reported) == set(SCHEMES)
+    for scheme, line in reported.items():
         wait_for(page, f"{scheme} theory", line.values)
     assert "with rings: theory, before training" in page.locator("#remarks").inner_text()
     page.locator("#theory").uncheck()

@@ -139,7 +139,7 @@ def test_closing_it_ends_its_processes(theatre: Callable[..., TrainTheatre]):
     widget.close()
     until(lambda: not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers), 20)
     assert widget.comm is None and states(widget) == {"stopped"}
-    assert widget._painter is not None and not widget._painter.is_alive()
+    assert widget._drawing_thread is not None and not widget._drawing_thread.is_alive()
     with pytest.raises(NormlabError, match="is closed: make another"):
         widget.start()
 
