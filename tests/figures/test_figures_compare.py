@@ -224,3 +224,5 @@ def test_magnitudes_are_shown_at_the_deepest_depth_that_shares_a_rate_and_losses
     assert default_view(Profiles(runs)).depth == 4
     apart = pd.concat([one_run("bhyt", depth=8, lr=1e-3), one_run("lns", depth=8, lr=1e-2)])
     assert choose(apart, same_rate=True).depths == [8] and default_view(Profiles(apart)).depth == 8
+    lonely = pd.concat([apart, one_run("bhyt", depth=16, lr=1e-3)])
+    assert default_view(Profiles(lonely)).depth == 8, "at 16 there is but one of the two"
