@@ -118,6 +118,12 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
     ):
         (message,) = quoted(sentence)
         assert float(message) == round(found["pre_rmsnorm", 0.004] - found["lns", rate], 2)
+    fewer = claims.by_tokens(normlab.load_runs(ROOT / "data" / "runs" / "search"), runs)
+    gains = fewer.set_index(["scheme", "tokens"])["gain"]
+    worse, better = quoted("16 layers are NUMBER nats worse than 4 for Pre-LN, and NUMBER better for LNS")
+    least = fewer["tokens"].min()
+    assert f"({least / 1e6:.1f}M; the" in README and round(fewer["tokens"].max() / least) == 3
+    assert (float(worse), float(better)) == (round(-gains["Pre-LN", least], 2), round(gains["LNS", least], 2))
     for scheme, rate in (("pre_rmsnorm", 0.004), ("lns", 0.008)):
         assert min((loss, lr) for (name, lr), loss in found.items() if name == scheme)[1] == rate
 

@@ -6,8 +6,9 @@ extremes      the scheme with the largest and the one with the smallest value af
 beside        one scheme and others beside it, before training and after it
 growth        how many times larger the stream is after the last block than after the first
 depth_gain    what more blocks buy in loss, scheme by scheme
+by_tokens     the same gain at several budgets of training tokens
 depth_use     what it costs to skip a deep block, scheme by scheme
-shown         any of the last four, or of `normlab.compare`, as a table to look at
+shown         growth, depth_gain, depth_use, or rows of `normlab.compare`, as a table to look at
 
 A scheme's own mean over its seeds has the interval mean +- t(level, df) * sd / sqrt(seeds); sd is pooled over the
 schemes of a depth, each around its own mean, so a seed that moves all schemes alike counts as noise here.
@@ -30,6 +31,7 @@ from normlab.probes.metrics import metric_row
 
 __all__ = [
     "beside",
+    "by_tokens",
     "depth_gain",
     "depth_use",
     "extremes",
@@ -210,6 +212,33 @@ def depth_gain(
         raise NormlabError(f"no scheme was run at depths {shallow} and {deep}; there is {chosen.depths}")
     gain["value"] = gain["before"] - gain["value"]
     return judged(means(gain, "loss", level), level).assign(shallow=shallow)
+
+
+def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
+    """What depth buys after few tokens and after many: of the schemes that every table has at two depths or more, the
+    held-out loss at the least and at the greatest depth that all tables have of a scheme, each at its chosen learning
+    rate, means over seeds.
+
+    Args:
+        tables: of `normlab.load_runs`, each trained on as many tokens a run.
+
+    Returns:
+        Columns `scheme tokens shallow deep loss_shallow loss_deep gain seeds`, a row a scheme (its title) and table:
+        losses in nats a token, gain the first minus the second, seeds the fewer of the two. Empty where no scheme has
+        two depths.
+    """
+    found = [(int(table["tokens"].max()), last_values(choose(table, depth=None), "loss").dropna()) for table in tables]
+    depths = [values.groupby("scheme")["depth"].unique().map(set) for _, values in found]
+    rows = []
+    for scheme in in_order(set.intersection(*(set(own.index) for own in depths))):
+        common = set.intersection(*(own[scheme] for own in depths))
+        for tokens, values in found if len(common) > 1 else ():
+            own = values[values["scheme"] == scheme].groupby("depth")["value"]
+            ends = [min(common), max(common)]
+            shallow, deep = own.mean()[ends]
+            rows.append((title_of(scheme), tokens, *ends, shallow, deep, shallow - deep, int(own.size()[ends].min())))
+    columns = ["scheme", "tokens", "shallow", "deep", "loss_shallow", "loss_deep", "gain", "seeds"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def depth_use(

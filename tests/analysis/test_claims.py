@@ -56,6 +56,24 @@ def test_what_depth_buys_is_each_schemes_own_mean_with_a_pooled_interval(losses)
     assert words["LNS"] == "above 0" and words["BHyT"] == "below 0"
 
 
+def test_what_depth_buys_stands_by_tokens_for_the_schemes_and_depths_that_all_tables_have(losses):
+    runs = with_losses(losses)
+    many = runs[(runs["scheme"] != "bhyt") | (runs["depth"] == 4)]
+    few = with_losses({key: loss + 0.5 for key, loss in losses.items()})
+    few = few[few["seed"] == 0].assign(tokens=few["tokens"] // 2)
+    found = claims.by_tokens(few, many)
+    assert list(found["scheme"]) == ["Pre-LN", "Pre-LN", "LNS", "LNS"]
+    names = {"Pre-LN": "pre_rmsnorm", "LNS": "lns"}
+    assert list(found["seeds"]) == [1, 3, 1, 3] and set(found["shallow"]) == {4} and set(found["deep"]) == {16}
+    assert list(found["tokens"]) == [runs["tokens"].max() // 2, runs["tokens"].max()] * 2
+    for row, seeds in zip(found.itertuples(), [range(1), range(3)] * 2, strict=True):
+        ends = [np.mean([losses[names[row.scheme], depth, seed] for seed in seeds]) for depth in (4, 16)]
+        more = 0.5 if len(seeds) == 1 else 0.0
+        assert [row.loss_shallow, row.loss_deep] == pytest.approx([loss + more for loss in ends])
+        assert row.gain == pytest.approx(ends[0] - ends[1])
+    assert claims.by_tokens(runs[runs["depth"] == 4]).empty
+
+
 def test_a_depth_with_one_seed_is_compared_where_only_one_depth_has_several(losses):
     runs = with_losses(losses)
     found = claims.depth_gain(runs[(runs["depth"] == 4) | (runs["seed"] == 0)]).set_index("a")
