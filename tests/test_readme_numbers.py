@@ -171,6 +171,14 @@ def test_which_text_the_pilot_chose():
     assert all(round(gap, 2) in (0.12, 0.13) for gap in ahead["stdlib"]) and max(ahead["english"]) < 0
 
 
+def test_the_last_held_out_loss_of_every_run_is_its_lowest(runs: pd.DataFrame):
+    assert "Of every run the last held-out loss is the lowest." in (ROOT / "data" / "README.md").read_text()
+    for table in (runs, normlab.load_runs(ROOT / "data" / "runs" / "search")):
+        losses = table[(table["metric"] == "loss") & (table["split"] == "eval")].sort_values("step")
+        by_run = losses.groupby("run", observed=True)["value"]
+        assert (by_run.last() == by_run.min()).all()
+
+
 def test_the_hours_that_the_sweep_took():
     text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
     manifests = [json.loads(path.read_bytes()) for path in (ROOT / "data" / "runs").rglob("manifest.json")]
