@@ -36,18 +36,21 @@ def stays(call: Callable[[], Any], *kinds: type) -> list[str]:
         path = Path(code.co_filename)
         if event != "call" or not path.is_relative_to(LIBRARY) or code.co_name.startswith("<"):
             return
-        taken = {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+        taken = {
+            name: frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        }
         if isinstance(taken.get("self"), TrainConfig | Selection):
             del taken["self"]
         handed = any(isinstance(value, kinds) for value in taken.values())
         if handed and found[-1:] != [place := path.relative_to(LIBRARY).as_posix()]:
             found.append(place)
 
+    before = sys.getprofile()
     sys.setprofile(called)
     try:
         call()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     return found
 
 

@@ -37,9 +37,9 @@ def quoted(pattern: str) -> list[str]:
 
 def agrees(text: list[str], row: pd.Series) -> None:
     """Estimate and interval, each to the digits that are quoted."""
-    for message, value in zip(text, row[["estimate", "low", "high"]], strict=True):
-        digits = len(message.partition(".")[2])
-        assert float(message) == pytest.approx(round(float(value), digits), abs=1e-9)
+    for number, value in zip(text, row[["estimate", "low", "high"]], strict=True):
+        digits = len(number.partition(".")[2])
+        assert float(number) == pytest.approx(round(float(value), digits), abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_the_last_layers_size_against_pre_ln(runs: pd.DataFrame, scheme: str, fo
     assert row["seeds"] == 3 and row["verdict"] == "different"
     for sentence, step in ((eight, None), (before, 0)):
         row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=8, step=step).iloc[0]
-        (message,) = quoted(sentence)
-        assert float(message) == round(row["estimate"], 3) and row["seeds"] == 1
+        (number,) = quoted(sentence)
+        assert float(number) == round(row["estimate"], 3) and row["seeds"] == 1
 
 
 def test_the_table_of_losses_and_of_what_deep_blocks_do(runs: pd.DataFrame):
@@ -89,8 +89,8 @@ def test_the_table_of_losses_and_of_what_deep_blocks_do(runs: pd.DataFrame):
     assert (costs.loc[list(SMALL_GAIN), 7:8].sum(axis=1) > 0.85 * costs.loc[list(SMALL_GAIN), 5:8].sum(axis=1)).all()
     pays = claims.depth_gain(runs, 4, 8)
     assert len(pays) == 6 and (pays["estimate"] > 0).all() and set(pays["seeds"]) == {1}
-    for names, message in ((SMALL_GAIN, "gains by up to NUMBER nats"), (PLAIN, r"other three by up to NUMBER\.")):
-        assert [float(text) for text in quoted(message)] == [round(max(spread[name, 4] for name in names), 2)]
+    for names, pattern in ((SMALL_GAIN, "gains by up to NUMBER nats"), (PLAIN, r"other three by up to NUMBER\.")):
+        assert [float(text) for text in quoted(pattern)] == [round(max(spread[name, 4] for name in names), 2)]
 
 
 def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
@@ -105,8 +105,8 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
     agrees(quoted("16 layers LNS is NUMBER INTERVAL nats from Pre-LN"), pd.Series(row))
     assert row["seeds"] == 3 and "(three seeds" in README and row["verdict"] == "undecided"
     shares = claims.depth_use(normlab.load_experiments(ROOT / "data" / "runs"), 16).set_index("a")["share"]
-    message = quoted("at 16 layers, is NUMBER for LNS and NUMBER for Pre-LN")
-    assert [float(text) for text in message] == [round(shares[name], 2) for name in ("lns", "pre_rmsnorm")]
+    numbers = quoted("at 16 layers, is NUMBER for LNS and NUMBER for Pre-LN")
+    assert [float(text) for text in numbers] == [round(shares[name], 2) for name in ("lns", "pre_rmsnorm")]
     paths = normlab.runs.find_runs(ROOT / "data" / "runs" / "search")
     manifests = [normlab.runs.read_run(path).manifest for path in paths]
     found = {
@@ -116,8 +116,8 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
         (r"at the same 0\.004 it is NUMBER ahead", 0.004),
         ("at its own best, 0.008, by NUMBER", 0.008),
     ):
-        (message,) = quoted(sentence)
-        assert float(message) == round(found["pre_rmsnorm", 0.004] - found["lns", rate], 2)
+        (number,) = quoted(sentence)
+        assert float(number) == round(found["pre_rmsnorm", 0.004] - found["lns", rate], 2)
     fewer = claims.by_tokens(normlab.load_runs(ROOT / "data" / "runs" / "search"), runs)
     gains = fewer.set_index(["scheme", "tokens"])["gain"]
     worse, better = quoted("16 layers are NUMBER nats worse than 4 for Pre-LN, and NUMBER better for LNS")
@@ -233,10 +233,10 @@ def test_what_bfloat16_and_the_compiler_gain():
 def test_what_a_second_ray_worker_gains():
     text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     one, two = pd.read_csv(ROOT / "data" / "bench" / "ray_workers.csv").to_dict("records")
-    message = (
+    sentence = (
         f"{two['ratio']:.2f} times as many by the clock, {100 * two['not_training']:.0f}% of the two workers' time"
     )
-    assert message in text and (one["workers"], two["workers"], two["runs"], two["cores"]) == (1, 2, 6, 2)
+    assert sentence in text and (one["workers"], two["workers"], two["runs"], two["cores"]) == (1, 2, 6, 2)
     slower = one["run_s"] / two["run_s"]
     assert f"were each {100 * (slower - 1):.0f}% slower, without which it is {two['ratio'] / slower:.2f}" in text
 
@@ -253,13 +253,13 @@ def test_what_recording_costs_and_what_a_slider_waits():
     assert f"memory {own:.0f} MiB, of TransformerLens's whole cache {lens:,.0f} " in text
     moves = pd.read_csv(ROOT / "data" / "bench" / "latency.csv").query("control == 'all'").set_index("surface")
     lab, plain, page = (f"{moves.loc[name, 'median_ms']:.0f}" for name in ("JupyterLab", "FigureWidget", "page"))
-    message = f"{lab} ms in JupyterLab, {plain} with plotly's own FigureWidget beside it, {page} in the page"
-    assert message in text and set(moves["moves"]) == {200}
+    sentence = f"{lab} ms in JupyterLab, {plain} with plotly's own FigureWidget beside it, {page} in the page"
+    assert sentence in text and set(moves["moves"]) == {200}
 
 
 def test_precision_moves_the_loss_less_than_a_seed():
     text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
-    message = re.search(
+    found_text = re.search(
         rf"ends at {NUMBER}\. Its twin in float32, not compiled, ends at {NUMBER}; .* at {NUMBER}:", text
     )
     paths = [*normlab.runs.find_runs(ROOT / "data" / "precision"), *normlab.runs.find_runs(ROOT / "data" / "pilot")]
@@ -269,7 +269,7 @@ def test_precision_moves_the_loss_less_than_a_seed():
         if config["depth"] == 4 and config["corpus"] == "stdlib":
             found[config["dtype"], config["seed"]] = manifest["eval_loss"]
     half, full, seed = found["bfloat16", 0], found["float32", 0], found["bfloat16", 1]
-    assert message is not None and [float(text) for text in message.groups()] == [
+    assert found_text is not None and [float(text) for text in found_text.groups()] == [
         round(x, 3) for x in (half, full, seed)
     ]
     assert abs(half - full) < abs(half - seed)
@@ -278,8 +278,8 @@ def test_precision_moves_the_loss_less_than_a_seed():
 def test_what_a_model_loses_with_its_norms():
     text = " ".join((ROOT / "data" / "README.md").read_text(encoding="utf-8").split())
     table = pd.read_csv(ROOT / "data" / "removal" / "pre_rmsnorm-d8.csv")
-    (message,) = re.findall(rf"held-out loss {NUMBER} to {NUMBER} nats a token", text)
-    assert list(map(float, message)) == [round(table["loss_before"].iloc[0], 3), round(table["loss_tuned"].iloc[-1], 3)]
+    (numbers,) = re.findall(rf"held-out loss {NUMBER} to {NUMBER} nats a token", text)
+    assert list(map(float, numbers)) == [round(table["loss_before"].iloc[0], 3), round(table["loss_tuned"].iloc[-1], 3)]
     dear = table.assign(cost=table["loss_removed"] - table["loss_before"]).nlargest(2, "cost")
     assert sorted(dear["step"]) == [1, 17] and len(table) == 17 and (dear["cost"].round(1) == 0.1).all()
 

@@ -318,8 +318,8 @@ def by_family(schemes: Sequence[str]) -> dict[str, list[str]]:
 
 
 def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> View | None:
-    """Block outputs after the last step, at the deepest of the depths at which most schemes were run, of these one at
-    which they share a learning rate if there is one; None when nothing was measured.
+    """Block outputs after the last step, at the deepest of the depths at which most of the schemes were run, of these
+    one at which they share a learning rate if there is one; None when nothing was measured.
 
     Raises:
         NormlabError: a scheme that the table does not have.
@@ -332,10 +332,11 @@ def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> Vi
     metric = profiles.metrics()[0]
     site = profiles.sites(metric)[0]
     mask = profiles.masks(metric, site)[0]
-    most = depths_of_most(profiles.chosen.runs)
+    asked = profiles.chosen.runs if schemes is None else profiles.chosen.runs.query("scheme in @schemes")
+    most = depths_of_most(asked)
     with_steps = [depth for depth in profiles.depths if profiles.steps(metric, site, mask, depth)]
     with_steps = [depth for depth in with_steps if depth in most] or with_steps
-    rates = profiles.chosen.runs.groupby("depth")["lr"].nunique()
-    depth = ([depth for depth in with_steps if rates[depth] == 1] or with_steps)[-1]
+    rates = asked.groupby("depth")["lr"].nunique()
+    depth = ([depth for depth in with_steps if rates.get(depth) == 1] or with_steps)[-1]
     step = profiles.steps(metric, site, mask, depth)[-1]
     return View(metric, site, mask, depth, step, tuple(profiles.schemes if schemes is None else schemes))

@@ -57,8 +57,8 @@ def profile(
 
     Args:
         runs: the table of `normlab.load_runs`.
-        metric, site, mask, depth, step: default: block outputs after training, of the deepest models that share a
-            learning rate.
+        metric, site, mask, depth, step: default: block outputs after training, at the depth where most of the schemes
+            were run (`normlab.analysis.profiles.default_view`).
         relative: each profile divided by its value at layer 1.
         reference: scheme against which all are shown, with 95% intervals.
         band: shade from the smallest to the largest seed, or the interval.

@@ -5,7 +5,8 @@ corpus.py       load_corpus: text as packed blocks of token ids
 documents.py    where the text comes from; stdlib.py and english.py: texts at hand; stream.py: read while training
 config.py       TrainConfig, what decides a run's numbers
 batches.py      which blocks a run trains on, in which order
-trainer.py      train: one run; callbacks.py: what is measured on the way; experiments.py: what is measured at its end
+trainer.py      train: one run; build.py: what it trains with; manifest.py: what is kept of it beside its tables;
+                callbacks.py: what is measured on the way; experiments.py: what is measured at its end
 removal.py      remove_norms: an existing model's norms made fixed gains; fine_tune.py: the training in between
 background.py   BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
 presets.py      PRESETS: sweeps as data

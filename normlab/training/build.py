@@ -41,7 +41,7 @@ EVAL_TOKENS = 4096  # in a forward pass at most: what every rank has room for
 
 
 class Built(NamedTuple):
-    """A trainer; what it logs, whether and how fast it goes; the text's tokenizer, and what of it is measured on."""
+    """A trainer; its log, what stops it, and its progress bar; the text's tokenizer, and what of it is measured on."""
 
     trainer: RunTrainer
     log: RunLog
@@ -55,9 +55,14 @@ def ranks_of(config: TrainConfig) -> PartialState:
     """The processes that train this run together; one, unless a launcher started more."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise NormlabError("device is 'cuda', and PyTorch sees no GPU here; leave it at 'auto'")
-    # accelerate has to be told: by itself it takes several processes on a CPU for one.
+    return PartialState(cpu=_on_cpu(config))
+
+
+def _on_cpu(config: TrainConfig) -> bool:
+    """Whether accelerate is to be told: by itself it takes several processes on a CPU for one. Not its own state, which
+    is that of the process and may be of the run before."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    return PartialState(cpu=config.device == "cpu" or (several and not torch.cuda.is_available()))
+    return config.device == "cpu" or (several and not torch.cuda.is_available())
 
 
 def build_trainer(config: TrainConfig, corpus: Corpus, work: Path, progress: bool) -> Built:
@@ -117,7 +122,7 @@ def training_arguments(config: TrainConfig, work: Path) -> TrainingArguments:
         max_steps=config.steps,
         per_device_train_batch_size=config.batch_size // (ranks.num_processes * config.accumulate),
         gradient_accumulation_steps=config.accumulate,
-        use_cpu=ranks.device.type == "cpu",
+        use_cpu=_on_cpu(config),
         learning_rate=config.lr,
         weight_decay=config.weight_decay,
         adam_beta1=config.beta1,

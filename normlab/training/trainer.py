@@ -67,7 +67,7 @@ def train(
         )
     if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_processes)) < ranks.num_processes:
         raise NormlabError("ranks on several machines go on from one directory: name one that all of them see as --out")
-    with ranks.main_process_first():  # the first reads, prepares and takes the lock; the others find it done
+    with ranks.main_process_first():  # the first reads and prepares; the others find it done
         runs.check_root(root)
         corpus = corpus_of(config, cache_dir, progress and ranks.is_main_process)
     manifest = manifest_of(config, corpus.identity())
@@ -89,7 +89,8 @@ def train(
                 _run(config, corpus, work, final, manifest, progress and ranks.is_main_process, watch, place)
         if place is not None and ranks.is_main_process:
             place.publish(config.run_id)
-        ranks.wait_for_everyone()
+        if not finished:
+            ranks.wait_for_everyone()
     return runs.read_run(final)
 
 

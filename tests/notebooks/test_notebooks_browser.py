@@ -132,10 +132,10 @@ def test_the_explorer_answers_every_control(address: str, chromium: str):
             ("published values", "published", False, True),
             ("seeds / interval", "bhyt band", True, False),
         ):
-            reported = f"{PLOT}.layout.{key}" if "." in key else f"{PLOT}.data.some(trace => trace.name === '{key}')"
-            assert page.evaluate(f"() => {reported}") == before
+            shown = f"{PLOT}.layout.{key}" if "." in key else f"{PLOT}.data.some(trace => trace.name === '{key}')"
+            assert page.evaluate(f"() => {shown}") == before
             page.get_by_text(box, exact=True).first.click()
-            page.wait_for_function(f"after => {reported} === after", arg=after, timeout=20_000)
+            page.wait_for_function(f"after => {shown} === after", arg=after, timeout=20_000)
         page.get_by_text("theory", exact=True).first.click()
         page.get_by_text("with rings: theory, before training").wait_for(timeout=20_000)
         page.wait_for_function(f"() => {PLOT}.data.some(trace => trace.name === 'bhyt theory')", timeout=20_000)

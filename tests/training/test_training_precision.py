@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,18 @@ def test_compile_reaches_the_trainer(text: Path, tmp_path: Path) -> None:
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize("state", ["cpu", "cuda"])
+def test_the_trainer_hears_of_a_cpu_from_the_configuration_whatever_ran_before(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """accelerate's state is that of the process, and stays as the first run of it made it."""
+    left = types.SimpleNamespace(num_processes=1, device=torch.device(state))
+    monkeypatch.setattr(build, "PartialState", lambda **_: left)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    found = [build.training_arguments(tiny(text, device=d), tmp_path).use_cpu for d in ("auto", "cpu")]
+    assert found == [False, True]
 
 
 @pytest.mark.slow

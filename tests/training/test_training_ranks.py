@@ -54,7 +54,7 @@ def environments(ranks: int) -> list[dict[str, str]]:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     each = (shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks))
-    return [{name: str(value) for name, value in reported.items()} for reported in each]
+    return [{name: str(value) for name, value in environment.items()} for environment in each]
 
 
 def start(
