@@ -27,6 +27,7 @@ from normlab.schemes import (
 from normlab.training.config import TrainConfig
 
 MOST_GROWTH = 4
+CLEARLY = 0.05  # nats: another seed moves a held-out loss by as much, so two rates nearer than that are not told apart
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ Choices = Mapping[tuple[str, int], Choice]  # by scheme and searched depth
 @dataclass(frozen=True)
 class Search:
     """How a scheme's learning rate is found: every rate of the grid at every one of `depths`, under each of the
-    scheme's `SETTINGS`; where the lowest final held-out loss is at an edge of the grid, the grid grows on that side, by
-    the same ratio, until it lies inside (by `MOST_GROWTH` rates at most).
+    scheme's `SETTINGS`; where the lowest final held-out loss is at an edge of the grid, or less than `CLEARLY` below
+    an edge's, the grid grows on that side, by the same ratio, until it lies inside (by `MOST_GROWTH` rates at most).
 
     fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses.
 
@@ -86,18 +87,17 @@ class Search:
         return max((d for d in self.depths if d <= depth), default=min(self.depths))
 
     def next_rate(self, losses: Mapping[float, float]) -> float | None:
-        """The rate to try next, from the loss at each rate tried; None when the best lies inside, or enough was tried,
-        or nothing learned at any rate, or fewer than two were tried."""
+        """The rate to try next, from the loss at each rate tried; None when the best lies clearly inside, or enough was
+        tried, or nothing learned at any rate, or fewer than two were tried."""
         tried = sorted(losses)
         if len(tried) < 2:
             return None
         best = min(tried, key=lambda rate: (losses[rate], rate))
         if not math.isfinite(losses[best]) or len(tried) >= len(self.rates) + MOST_GROWTH:
             return None
-        if best == tried[0]:
-            return float(f"{tried[0] ** 2 / tried[1]:.3g}")
-        if best == tried[-1]:
-            return float(f"{tried[-1] ** 2 / tried[-2]:.3g}")
+        for edge, neighbour in ((tried[0], tried[1]), (tried[-1], tried[-2])):
+            if losses[edge] - losses[best] < CLEARLY:
+                return float(f"{edge**2 / neighbour:.3g}")
         return None
 
 

@@ -148,6 +148,8 @@ def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_fo
         losses[rate] = min(losses.values()) - 1
     assert sorted(losses) == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4]
     assert search.next_rate({0.1: 1.0, 0.2: 1.0, 0.4: 2.0}) == 0.05, "a tie goes to the smaller rate"
+    assert search.next_rate({0.1: 2.0, 0.2: 1.0, 0.4: 1.04}) == 0.8, "an edge that a seed could have made the best"
+    assert search.next_rate({0.1: 2.0, 0.2: 1.0, 0.4: 1.06}) is None
 
 
 def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it() -> None:
