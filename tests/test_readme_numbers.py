@@ -128,6 +128,21 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
         assert min((loss, lr) for (name, lr), loss in found.items() if name == scheme)[1] == rate
 
 
+def test_what_the_search_found(runs: pd.DataFrame):
+    found = choose(normlab.load_runs(ROOT / "data" / "runs" / "search"), depth=None).runs.set_index(["scheme", "depth"])
+    assert f"rate; {normlab.load_runs(ROOT / 'data' / 'runs' / 'search')['tokens'].max() / 1e6:.1f}M tokens" in README
+    for scheme in ("pre_rmsnorm", "lns", "bhyt", "rmsnorm_gain"):
+        cells = quoted(rf"\| {re.escape(title_of(scheme))} \| NUMBER \(NUMBER\) \| NUMBER \(NUMBER\) \|")
+        rows = [found.loc[scheme, depth] for depth in (4, 16)]
+        assert [float(cell) for cell in cells] == [v for row in rows for v in (round(row["eval_loss"], 2), row["lr"])]
+    loss = found["eval_loss"]
+    four, sixteen = loss.xs(4, level="depth"), loss.xs(16, level="depth")
+    small, plain, gains = ["bhyt", "rmsnorm_gain"], ["pre_rmsnorm", "lns"], four - sixteen
+    assert gains[small].min() > gains[plain].max() and sixteen[small].max() < sixteen["pre_rmsnorm"]
+    trained = runs[runs["depth"] == 4].groupby("scheme", observed=True)["lr"].unique()
+    assert (trained["bhyt"], trained["rmsnorm_gain"]) == ([0.004], [0.002]) and "they are to be repeated" in README
+
+
 def test_the_loss_does_not_tell_bhyt_from_its_gain(runs: pd.DataFrame):
     (row,) = compare(runs, "bhyt", "rmsnorm_gain", "loss", depth=4).to_dict("records")
     agrees(quoted(r"from its gain alone \(NUMBER INTERVAL at depth 4\)"), pd.Series(row))

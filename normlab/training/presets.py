@@ -293,7 +293,7 @@ PRESETS = {
                 Part({32: 1}, DEEP),
                 Part({64: 1}, DEEPEST),
             ),
-            rate=Search((2e-3, 4e-3, 8e-3), (4, 16), _CHOOSING),  # where the best of the first searches lay
+            rate=Search((2e-3, 4e-3, 8e-3), (4, 16), _CHOOSING),  # where the best of most first searches lay
             fields=_TRAINED,
         ),
     )

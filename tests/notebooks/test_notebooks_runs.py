@@ -109,7 +109,7 @@ def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(c
 
 
 def test_the_curse_of_depth_says_what_became_of_its_claims(curse: nbformat.NotebookNode):
-    growth, gain, use, losses, sizes, losses_beside, tokens, _ = tables_in(curse)
+    growth, gain, use, losses, sizes, losses_beside, tokens, searched, _ = tables_in(curse)
     for scheme, title in (("pre_rmsnorm", "Pre-LN"), ("bhyt", "BHyT")):
         (row,) = rows_of(growth, depth=4, scheme=title).to_dict("records")
         assert float(row["ratio"]) == pytest.approx(activation(scheme, 4, 20) / activation(scheme, 1, 20), abs=1e-3)
@@ -123,6 +123,7 @@ def test_the_curse_of_depth_says_what_became_of_its_claims(curse: nbformat.Noteb
     assert rows_of(losses, scheme="BHyT")["4"].tolist() == ["4.500"]
     (row,) = rows_of(tokens, scheme="BHyT").to_dict("records")  # without a search beside them, of these runs alone
     assert (row["loss_deep"], row["gain"], row["seeds"]) == ("4.5", "0.0", "3")
+    assert rows_of(searched, scheme="BHyT").equals(rows_of(losses, scheme="BHyT"))
     for when, step in (("before training", 0), ("after training", 20)):
         (row,) = rows_of(sizes, depth=4, against="Pre-LN", when=when).to_dict("records")
         ratio = activation("bhyt", 4, step) / activation("pre_rmsnorm", 4, step)
