@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -94,8 +95,18 @@ def test_the_table_of_losses_and_of_what_deep_blocks_do(runs: pd.DataFrame):
 
 
 def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
-    gains = claims.depth_gain(runs, 4, 16).set_index("a")
+    gains = claims.depth_gain(runs, 4, 16).query("seeds > 1").set_index("a")
     assert set(gains.index) == {"pre_rmsnorm", "lns"} and gains["verdict"].eq("different").all()
+    (row,) = compare(runs, "rmsnorm_gain", "pre_rmsnorm", "loss", depth=16).to_dict("records")
+    size = compare(runs, "rmsnorm_gain", "pre_rmsnorm", "token_l2_mean", depth=16).iloc[0]
+    sizes = claims.extremes(runs).set_index(["depth", "when"]).loc[(16, "after training")]
+    ends = quoted(r"16 layers its L2 norm is (\d+), Pre-LN's (\d+)\.")
+    assert sizes["largest"] == f"{title_of('rmsnorm_gain')} {ends[0]}" and abs(size["estimate"] - 1) < 0.1
+    pre_ln = runs[(runs["depth"] == 16) & (runs["scheme"] == "pre_rmsnorm") & (runs["metric"] == "token_l2_mean")]
+    last = pre_ln[(pre_ln["site"] == "block_out") & (pre_ln["layer"] == 16) & (pre_ln["mask"] == "all")]
+    last = last[last["step"] == last["step"].max()]["value"]
+    assert round(float(np.exp(np.log(last).mean()))) == float(ends[1]) and len(last) == 3
+    assert quoted("gain control, by one seed, is NUMBER behind") == [f"{row['estimate']:.2f}"] and row["seeds"] == 1
     for scheme, sentence in (
         ("lns", "16, LNS gains NUMBER INTERVAL"),
         ("pre_rmsnorm", "nats and Pre-LN NUMBER INTERVAL"),
