@@ -6,6 +6,7 @@
                     config.json, model.safetensors   the trained model, when it was kept
     <root>/.partial/<run id>/           a run in progress: checkpoints only, none of them half-written
     <root>/search/<run id>/             a run of the search for learning rates, left out of what is reported
+    <root>/finals/<run id>/             a longer one, of those that the search does not tell apart; left out too
 
 `load_runs(path)`   one long table of every run below `path`
 `load_experiments(path)`   what was measured once, after training, of every run that has it
@@ -28,7 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from normlab.errors import NormlabError, first_line
 from normlab.storage import (
     EXPERIMENTS,
+    FINALS,
     MANIFEST,
+    NOT_REPORTED,
     PARTIAL,
     SEARCH,
     STATS,
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXPERIMENTS",
+    "FINALS",
     "MANIFEST",
     "PARTIAL",
     "SEARCH",
@@ -267,7 +271,7 @@ def find_runs(root: str | Path) -> list[Path]:
         raise NormlabError(f"{root} does not exist")
     if (root / MANIFEST).exists():
         return [root]
-    return sorted(p.parent for p in root.rglob(MANIFEST) if not {PARTIAL, SEARCH} & set(p.relative_to(root).parts))
+    return sorted(p.parent for p in root.rglob(MANIFEST) if not NOT_REPORTED & set(p.relative_to(root).parts))
 
 
 def _roots(path: str | Path | Iterable[str | Path]) -> list[str | Path]:

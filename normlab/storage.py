@@ -29,7 +29,8 @@ from normlab.errors import NormlabError, first_line
 if TYPE_CHECKING:
     import pandas as pd
 
-PARTIAL, SEARCH = ".partial", "search"
+PARTIAL, SEARCH, FINALS = ".partial", "search", "finals"
+NOT_REPORTED = {PARTIAL, SEARCH, FINALS}
 MANIFEST, STATS, EXPERIMENTS = "manifest.json", "stats.parquet", "experiments.parquet"
 LAST = (MANIFEST, "trainer_state.json")  # of a run and of a checkpoint: the file that is published last
 
@@ -79,7 +80,7 @@ class Place:
             raise NormlabError(f"{self.address} does not exist, or is empty")
         tables: dict[str, list[str]] = {}
         for folder, file in map(os.path.split, sorted(names)):
-            if file in (MANIFEST, STATS, EXPERIMENTS) and not {PARTIAL, SEARCH} & set(folder.split("/")):
+            if file in (MANIFEST, STATS, EXPERIMENTS) and not NOT_REPORTED & set(folder.split("/")):
                 tables.setdefault(folder, []).append(file)
         return [self._get(run, self.copy / run, files) for run, files in tables.items() if MANIFEST in files]
 
@@ -157,7 +158,7 @@ def check_root(root: str | Path) -> None:
     if not root.is_dir() or (root / PARTIAL).is_dir():
         return
     entries = list(root.iterdir())
-    if entries and not any((entry / MANIFEST).is_file() or entry.name == SEARCH for entry in entries):
+    if entries and not any((entry / MANIFEST).is_file() or entry.name in NOT_REPORTED for entry in entries):
         other = min(entry.name for entry in entries)
         raise NormlabError(f"output directory {root} holds something else ({other}); name an empty or new one")
 

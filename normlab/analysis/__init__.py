@@ -4,6 +4,7 @@ selection   which rows of the long table a figure shows
 compare     how two schemes differ, paired by seed
 verdicts    when a difference is called one: different, equivalent, undecided
 claims      what the papers claim of depth, a question a function, a verdict a row
+rates       what a learning rate makes of a scheme
 profiles    one metric by layer at one training step, indexed for sliders
 published   the values that papers print
 gain        a sweep over a norm's gain, with and without its bound

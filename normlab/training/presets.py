@@ -27,6 +27,7 @@ from normlab.schemes import (
 from normlab.training.config import TrainConfig
 
 MOST_GROWTH = 4
+MOST_FINALISTS = 3
 CLEARLY = 0.05  # nats: another seed moves a held-out loss by as much, so two rates nearer than that are not told apart
 
 
@@ -63,6 +64,7 @@ class Choice:
 
 
 Choices = Mapping[tuple[str, int], Choice]  # by scheme and searched depth
+Tried = tuple[int, float]  # place of the setting among the scheme's, learning rate
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Search:
     scheme's `SETTINGS`; where the lowest final held-out loss is at an edge of the grid, or less than `CLEARLY` below
     an edge's, the grid grows on that side, by the same ratio, until it lies inside (by `MOST_GROWTH` rates at most).
 
-    fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses.
+    fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses. finals: in what the
+    finals differ from them, runs as long as those that are reported: where several rates or settings lie within
+    `CLEARLY` of the best (`MOST_FINALISTS` of them at most), the best of their finals is taken. Without, the best.
 
     A depth takes the rate of the deepest searched depth not above it.
     """
@@ -79,6 +83,7 @@ class Search:
     rates: tuple[float, ...]
     depths: tuple[int, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
+    finals: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self, scheme: str) -> tuple[Mapping[str, Any], ...]:
         return SETTINGS.get(scheme, ({},))
@@ -99,6 +104,12 @@ class Search:
             if losses[edge] - losses[best] < CLEARLY:
                 return float(f"{edge**2 / neighbour:.3g}")
         return None
+
+    def finalists(self, losses: Mapping[Tried, float]) -> list[Tried]:
+        """Of what was tried the best first, and what is not clearly worse; of equal ones the lesser."""
+        order = sorted(losses, key=lambda one: (losses[one], one))
+        near = [one for one in order[:MOST_FINALISTS] if losses[one] - losses[order[0]] < CLEARLY]
+        return near if near and self.finals else order[:1]
 
 
 @dataclass(frozen=True)
@@ -142,12 +153,14 @@ class Preset:
         depths = sorted({self.rate.depth_for(depth) for depth in part.depths})
         return [(scheme, depth) for depth in depths for scheme in part.schemes]
 
-    def trial(self, part: Part, scheme: str, depth: int, choice: Choice, **more: Any) -> TrainConfig:
-        """A run of a part's search, of the scheme's first variant."""
+    def trial(
+        self, part: Part, scheme: str, depth: int, choice: Choice, *, final: bool = False, **more: Any
+    ) -> TrainConfig:
+        """A run of a part's search or its finals, of the scheme's first variant."""
         assert isinstance(self.rate, Search)
         variant = next(v for v in part.variants if scheme in (v.schemes or part.schemes))
         fields = {**more, "keep_weights": False}
-        for above in (variant.fields, choice.fields, self.rate.fields):
+        for above in (variant.fields, choice.fields, self.rate.fields, self.rate.finals if final else {}):
             fields = _merged(fields, above)
         return self.config(scheme, depth, 0, choice.lr, fields)
 
@@ -293,7 +306,8 @@ PRESETS = {
                 Part({32: 1}, DEEP),
                 Part({64: 1}, DEEPEST),
             ),
-            rate=Search((2e-3, 4e-3, 8e-3), (4, 16), _CHOOSING),  # where the best of most first searches lay
+            # Where the best of most first searches lay. Rates that are alike after 2,000 steps need not be after 6,000.
+            rate=Search((2e-3, 4e-3, 8e-3), (4, 16), _CHOOSING, finals={"steps": _TRAINED["steps"]}),
             fields=_TRAINED,
         ),
     )

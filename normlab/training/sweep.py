@@ -19,15 +19,15 @@ from normlab.errors import NormlabError, in_one_line
 from normlab.training.clusters import Cluster, cluster
 from normlab.training.config import TrainConfig, require_same
 from normlab.training.corpus import CorpusSpec, corpus_of
-from normlab.training.presets import Choice, Choices, Part, Preset, Search, get_preset
+from normlab.training.presets import Choice, Choices, Part, Preset, Search, Tried, get_preset
 from normlab.training.workers import exit_if_worker_imports_main, finish_in_any_order
 
 
 @dataclass(frozen=True)
 class SweepResult:
     """runs: all finished ones, in the sweep's order, without those of the search for learning rates, which are below
-    `out`/search. failures: run id -> one line saying why it failed. choices: learning rate and settings by scheme and
-    searched depth, where the preset searched for them."""
+    `out`/search and `out`/finals. failures: run id -> one line saying why it failed. choices: learning rate and
+    settings by scheme and searched depth, where the preset searched for them."""
 
     out: str | Path
     runs: list[runs.Run]
@@ -83,7 +83,7 @@ def sweep(
 
 def planned(preset: Preset, **more: Any) -> list[tuple[str, TrainConfig]]:
     """("search" or "runs", configuration) of every run of a preset, in order, before anything is known: the grid of
-    rates as it stands, and its middle rate for those to be found. A search may grow its grid."""
+    rates as it stands, and its middle rate for those to be found. A search may grow its grid and hold finals."""
     plan: list[tuple[str, TrainConfig]] = []
     known: dict[tuple[str, int], Choice] = {}
     for part in preset.parts:
@@ -151,16 +151,38 @@ class _Job:
             self.run(trials, runs.child(self.root, runs.SEARCH))
             for (grid, rate), config in zip(wanted, trials, strict=True):
                 grid.tried.add(rate)
-                if (run := self.done.get(config.run_id)) is not None:
-                    grid.losses[rate] = run.eval_loss if math.isfinite(run.eval_loss) else math.inf
+                if config.run_id in self.done:
+                    grid.losses[rate] = self._loss(config)
             grown = [(grid, search.next_rate(grid.losses)) for grid in grids]
             wanted = [(grid, rate) for grid, rate in grown if rate is not None and rate not in grid.tried]
-        ended: dict[tuple[str, int], list[tuple[float, int, float]]] = {}
+        return self._settle(preset, part, grids, more)
+
+    def _settle(self, preset: Preset, part: Part, grids: Sequence[_Grid], more: Mapping[str, Any]) -> Choices:
+        """Of each scheme and depth the best in `grids`, or the best of the finals where the search has some."""
+        assert isinstance(preset.rate, Search)
+        ended: dict[tuple[str, int], dict[Tried, float]] = {}
         for place, grid in enumerate(grids):
             for rate, loss in grid.losses.items():
-                ended.setdefault((grid.scheme, grid.depth), []).append((loss, place, rate))
-        best = {pair: min(losses) for pair, losses in ended.items()}  # of equal ones the first setting, the least rate
-        return {pair: Choice(rate, grids[place].fields) for pair, (_, place, rate) in best.items()}
+                ended.setdefault((grid.scheme, grid.depth), {})[place, rate] = loss
+        finalists = {pair: preset.rate.finalists(losses) for pair, losses in ended.items()}
+        finals = {
+            (pair, one): preset.trial(part, *pair, Choice(one[1], grids[one[0]].fields), final=True, **more)
+            for pair, several in finalists.items()
+            if len(several) > 1
+            for one in several
+        }
+        self.expect(("finals", config) for config in finals.values())
+        self.run(list(finals.values()), runs.child(self.root, runs.FINALS))
+        losses = {key: self._loss(config) for key, config in finals.items()}
+        best = {
+            pair: min(several, key=lambda one: losses.get((pair, one), math.inf)) for pair, several in finalists.items()
+        }
+        return {pair: Choice(rate, grids[place].fields) for pair, (place, rate) in best.items()}
+
+    def _loss(self, config: TrainConfig) -> float:
+        """Of a run that ended; infinite where it failed or diverged."""
+        run = self.done.get(config.run_id)
+        return run.eval_loss if run is not None and math.isfinite(run.eval_loss) else math.inf
 
     def run(self, configs: Sequence[TrainConfig], root: str | Path | None = None) -> None:
         """Train those of `configs` that are not finished under `root`, by default the sweep's."""

@@ -133,6 +133,41 @@ def test_settings_of_a_scheme_are_searched_with_its_rate_and_the_best_are_kept(
     ]
 
 
+def test_rates_that_the_search_does_not_tell_apart_are_run_at_full_length_and_the_best_there_is_taken(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {0.05: 2.1, 0.1: 2.0, 0.2: 2.01, 0.4: 2.02, 0.8: 2.03, 1.6: 2.2}
+    full = {0.1: 1.9, 0.2: 1.8, 0.4: 1.7, 0.8: 1.0}  # 0.8 comes fourth, and is not run
+
+    def loss(config: TrainConfig) -> float | None:
+        if config.scheme == "bhyt":
+            return 2.0 + 0.1 * abs(math.log2(config.lr / 0.2))  # told apart
+        if config.scheme == "dyt":
+            return None if config.steps == 12 else 2.0 + 0.1 * abs(math.log2(config.lr / 0.2))
+        return (full if config.steps == 12 else short)[config.lr]
+
+    fake = InProcess(loss, failing=lambda config: config.steps == 12 and config.lr == 0.2 and config.scheme == "lns")
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    search = Search((0.1, 0.2, 0.4), (2,), {"seed": 9, "held_out": "validation"}, finals={"steps": 12})
+    preset = small_preset(text, parts=(Part({2: 1}, ("lns", "bhyt", "dyt")),), rate=search)
+    result = quiet_sweep(preset, tmp_path)
+    finals = [c for c in fake.started if c.steps == 12]
+    assert [(c.scheme, c.lr, c.seed, c.held_out) for c in finals if c.scheme != "dyt"] == [
+        ("lns", rate, 9, "validation") for rate in (0.1, 0.2, 0.4)
+    ]
+    # Finals that diverge decide nothing: the best of the search stays, of equal settings the first.
+    assert {c.model.get("alpha0") for c in finals if c.scheme == "dyt"} == {None, 0.5, 0.25}
+    assert result.choices == {
+        ("lns", 2): Choice(0.4),
+        ("bhyt", 2): Choice(0.2),
+        ("dyt", 2): Choice(0.2),
+    }
+    written = {path.name for path in runs.find_runs(tmp_path / "out" / runs.FINALS)}
+    assert written == {c.run_id for c in finals} - set(result.failures) and len(result.failures) == 1
+    reported = set(normlab.load_runs(tmp_path / "out")["run"])
+    assert reported == {c.run_id for c in fake.started if c.held_out != "validation"}
+
+
 def test_a_rate_whose_run_fails_is_tried_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = InProcess({0.1: 1.0, 0.2: 2.0, 0.4: 3.0}, failing=lambda config: config.lr < 0.1)
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)

@@ -1,0 +1,66 @@
+"""What a learning rate makes of a scheme: the same question asked at several.
+
+finals    which rate is best in short runs, and which in long ones
+by_rate   loss and size of the stream at each rate that a scheme was trained at
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from normlab.analysis.compare import last_values
+from normlab.analysis.selection import choose, in_order, summarize, title_of
+from normlab.schemes import BASELINE
+
+__all__ = ["by_rate", "finals"]
+
+
+def finals(short: pd.DataFrame, full: pd.DataFrame) -> pd.DataFrame:
+    """What a search's runs say of learning rates, and what their finals, which are longer, say of the same.
+
+    Args:
+        short, full: of `normlab.load_runs`, below `search` and below `finals` of a sweep.
+
+    Returns:
+        Columns `scheme depth lr loss_short loss_full`, a row a scheme (its title), depth and rate that is in both:
+        held-out losses in nats a token, of a scheme's settings the best.
+    """
+    place = ["scheme", "depth", "lr"]
+    best = [summarize(table).groupby(place)["eval_loss"].min() for table in (short, full)]
+    both = pd.concat(best, axis=1, join="inner", keys=["loss_short", "loss_full"]).reset_index()
+    return _in_order(both)
+
+
+def by_rate(*tables: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
+    """What the schemes that were trained at several learning rates come to at each of them.
+
+    Args:
+        tables: of `normlab.load_runs`, in each of which a scheme counts at the best of its rates at a depth.
+        depth: default the deepest at which the last table was trained.
+
+    Returns:
+        Columns `scheme depth lr seeds loss token_l2 against`, a row a scheme (its title) and rate: held-out loss in
+        nats a token, mean over seeds; L2 norm of a token after the last block, geometric mean over seeds, and that over
+        the same of Pre-LN in the first table (missing without Pre-LN). Schemes of one rate give no row.
+    """
+    depth = int(tables[-1]["depth"].max()) if depth is None else depth
+    found = []
+    for table in tables:
+        chosen = choose(table, depth=depth)
+        values = last_values(chosen, "loss").rename(columns={"value": "loss"})
+        values["log_l2"] = np.log(last_values(chosen, "token_l2_mean")["value"])
+        found.append(values)
+    rates = pd.concat(found).groupby(["scheme", "depth", "lr"])
+    rows = rates.agg(seeds=("seed", "nunique"), loss=("loss", "mean"), token_l2=("log_l2", "mean")).reset_index()
+    rows["token_l2"] = np.exp(rows["token_l2"])
+    baseline = found[0].loc[found[0]["scheme"] == BASELINE, "log_l2"].mean()
+    rows["against"] = rows["token_l2"] / np.exp(baseline)
+    return _in_order(rows[rows.groupby("scheme")["lr"].transform("nunique") > 1])
+
+
+def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
+    """Schemes in the registry's order and by their titles, then depths and rates."""
+    ranked = rows.assign(scheme=pd.Categorical(rows["scheme"], in_order(rows["scheme"])))
+    ranked = ranked.sort_values(["scheme", "depth", "lr"], ignore_index=True)
+    return ranked.assign(scheme=[title_of(scheme) for scheme in ranked["scheme"]])
