@@ -37,14 +37,21 @@ def by_rate(*tables: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
 
     Args:
         tables: of `normlab.load_runs`, in each of which a scheme counts at the best of its rates at a depth.
-        depth: default the deepest at which the last table was trained.
+        depth: default that of most runs of the last table, of those that all tables have.
 
     Returns:
         Columns `scheme depth lr seeds loss token_l2 against`, a row a scheme (its title) and rate: held-out loss in
         nats a token, mean over seeds; L2 norm of a token after the last block, geometric mean over seeds, and that over
-        the same of Pre-LN in the first table (missing without Pre-LN). Schemes of one rate give no row.
+        the same of Pre-LN in the first table (missing without Pre-LN). Schemes of one rate give no row, nor do
+        tables that share no depth.
     """
-    depth = int(tables[-1]["depth"].max()) if depth is None else depth
+    if depth is None:
+        common = set.intersection(*(set(table["depth"]) for table in tables))
+        depths = summarize(tables[-1])["depth"]
+        counts = depths[depths.isin(common)].value_counts()
+        if counts.empty:
+            return pd.DataFrame(columns=["scheme", "depth", "lr", "seeds", "loss", "token_l2", "against"])
+        depth = int(counts.idxmax())
     found = []
     for table in tables:
         chosen = choose(table, depth=depth)

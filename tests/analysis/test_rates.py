@@ -46,3 +46,6 @@ def test_loss_and_size_stand_by_rate_for_the_schemes_that_have_several():
     assert list(found["against"][:2]) == pytest.approx([ratio] * 2)
     alone = rates.by_rate(runs[runs["scheme"] == "bhyt"], other)
     assert list(alone["scheme"]) == ["BHyT"] * 2 and alone["against"].isna().all()
+    deeper = pd.concat([other, runs_of(("bhyt", 0, 0.016), depth=8)])
+    pd.testing.assert_frame_equal(rates.by_rate(runs, deeper), found)  # the depth that both have
+    assert rates.by_rate(runs, runs_of(("bhyt", 0, 0.016), depth=8)).empty
