@@ -117,7 +117,7 @@ def _preset(preset: Preset) -> tuple[object, ...]:
 def shipped() -> str:
     """What lies in data/, counted from the manifests."""
     rows = []
-    for folder in ("runs", "depth", "gain_or_bound", "pilot"):
+    for folder in ("runs", "other_rates", "depth", "gain_or_bound", "pilot"):
         runs = normlab.load_configs(ROOT / "data" / folder)
         rows.append(
             (

@@ -40,17 +40,17 @@ def by_rate(*tables: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
         depth: default that of most runs of the last table, of those that all tables have.
 
     Returns:
-        Columns `scheme depth lr seeds loss token_l2 against`, a row a scheme (its title) and rate: held-out loss in
-        nats a token, mean over seeds; L2 norm of a token after the last block, geometric mean over seeds, and that over
-        the same of Pre-LN in the first table (missing without Pre-LN). Schemes of one rate give no row, nor do
-        tables that share no depth.
+        Columns `scheme depth lr seeds loss spread token_l2 against`, a row a scheme (its title) and rate: held-out loss
+        in nats a token, mean over seeds, and the largest minus the smallest; L2 norm of a token after the last block,
+        geometric mean over seeds, and that over the same of Pre-LN in the first table (missing without Pre-LN).
+        Schemes of one rate give no row, nor do tables that share no depth.
     """
     if depth is None:
         common = set.intersection(*(set(table["depth"]) for table in tables))
         depths = summarize(tables[-1])["depth"]
         counts = depths[depths.isin(common)].value_counts()
         if counts.empty:
-            return pd.DataFrame(columns=["scheme", "depth", "lr", "seeds", "loss", "token_l2", "against"])
+            return pd.DataFrame(columns=["scheme", "depth", "lr", "seeds", "loss", "spread", "token_l2", "against"])
         depth = int(counts.idxmax())
     found = []
     for table in tables:
@@ -59,8 +59,10 @@ def by_rate(*tables: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
         values["log_l2"] = np.log(last_values(chosen, "token_l2_mean")["value"])
         found.append(values)
     rates = pd.concat(found).groupby(["scheme", "depth", "lr"])
-    rows = rates.agg(seeds=("seed", "nunique"), loss=("loss", "mean"), token_l2=("log_l2", "mean")).reset_index()
-    rows["token_l2"] = np.exp(rows["token_l2"])
+    rows = rates.agg(
+        seeds=("seed", "nunique"), loss=("loss", "mean"), spread=("loss", np.ptp), token_l2=("log_l2", "mean")
+    )
+    rows = rows.assign(token_l2=np.exp(rows["token_l2"])).reset_index()
     baseline = found[0].loc[found[0]["scheme"] == BASELINE, "log_l2"].mean()
     rows["against"] = rows["token_l2"] / np.exp(baseline)
     return _in_order(rows[rows.groupby("scheme")["lr"].transform("nunique") > 1])

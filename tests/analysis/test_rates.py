@@ -40,6 +40,8 @@ def test_loss_and_size_stand_by_rate_for_the_schemes_that_have_several():
     assert list(found["lr"]) == [0.004, 0.016, 0.002, 0.004] and list(found["seeds"]) == [3, 3, 1, 3]
     bhyt = np.mean([final_loss("bhyt", seed) for seed in seeds])
     assert list(found["loss"][:2]) == pytest.approx([bhyt, bhyt - 0.5])
+    spreads = [max(own) - min(own) for own in [[final_loss("bhyt", seed) for seed in seeds]] * 2]
+    assert list(found["spread"]) == pytest.approx([*spreads, 0.0, spreads[0]])
     size = activation("bhyt", 4, 20) * MEAN_OF_SEEDS
     assert list(found["token_l2"][:2]) == pytest.approx([size] * 2)
     ratio = activation("bhyt", 4, 20) / activation("pre_rmsnorm", 4, 20)

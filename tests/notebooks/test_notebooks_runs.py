@@ -8,7 +8,7 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
-from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation
+from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation, final_loss
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, skip_cost, tables_in, widgets_in, write_runs
 from notebook_twice import execute_twice
 
@@ -175,11 +175,14 @@ def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path: Pa
 def test_bhyt_stability_keeps_the_controls_beside_it(stability: nbformat.NotebookNode):
     for figure in figures_in(stability)[:4]:
         assert schemes_of(figure) == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
-    sizes, losses = tables_in(stability)[:2]
+    sizes, losses, by_rate = tables_in(stability)[:3]
     (row,) = rows_of(sizes, depth=4, against="BHyT without tanh", when="after training").to_dict("records")
     ratio = activation("bhyt", 4, 20) / activation("bhyt_linear", 4, 20)
     assert float(row["ratio"]) == pytest.approx(ratio, abs=1e-3)
     assert rows_of(losses, depth=4, against="Pre-LN")["difference"].tolist() == ["+0.200"]
+    (row,) = rows_of(by_rate, scheme="BHyT", lr=0.001).to_dict("records")  # beside the shipped runs at other rates
+    assert float(row["loss"]) == pytest.approx(np.mean([final_loss("bhyt", seed) for seed in range(3)]), abs=1e-3)
+    assert len(rows_of(by_rate, scheme="BHyT")) == 2
 
 
 def test_bhyt_stability_measures_the_bound_on_a_trained_model(stability: nbformat.NotebookNode):
@@ -213,7 +216,7 @@ def test_bhyt_stability_follows_the_carried_statistic_through_training(stability
 
 def test_bhyt_stability_shows_the_shipped_times_and_its_own(stability: nbformat.NotebookNode):
     timed = pd.read_csv(DATA / "bench" / "training_cpu.csv").set_index("what")
-    steps, reported, generated = tables_in(stability)[4:7]
+    steps, reported, generated = tables_in(stability)[5:8]
     (row,) = rows_of(steps, what="bhyt step").to_dict("records")
     assert float(row["ratio"]) == pytest.approx(timed.loc["bhyt step", "ratio"], rel=1e-3)
     assert reported["metric"].str.contains("speed_gain").all() and len(reported) >= 2
