@@ -11,9 +11,13 @@ import pandas as pd
 
 from normlab.analysis.compare import last_values
 from normlab.analysis.selection import choose, in_order, summarize, title_of
+from normlab.probes.metrics import NGRAM_LOSSES
 from normlab.schemes import BASELINE
 
 __all__ = ["by_rate", "finals"]
+
+ALIKE = ["width", "steps", *NGRAM_LOSSES]  # runs that differ in these differ in more than their rates
+COLUMNS = ["scheme", "depth", "lr", "seeds", "loss", "spread", "token_l2", "against"]
 
 
 def finals(short: pd.DataFrame, full: pd.DataFrame) -> pd.DataFrame:
@@ -36,7 +40,9 @@ def by_rate(*tables: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
     """What the schemes that were trained at several learning rates come to at each of them.
 
     Args:
-        tables: of `normlab.load_runs`, in each of which a scheme counts at the best of its rates at a depth.
+        tables: of `normlab.load_runs`, in each of which a scheme counts at the best of its rates at a depth. Runs of
+            the later ones are left out unless runs of the first have their width, steps and n-gram losses: their
+            text, vocabulary and length.
         depth: default that of most runs of the last table, of those that all tables have.
 
     Returns:
@@ -45,12 +51,13 @@ def by_rate(*tables: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
         geometric mean over seeds, and that over the same of Pre-LN in the first table (missing without Pre-LN).
         Schemes of one rate give no row, nor do tables that share no depth.
     """
+    tables = (tables[0], *(_alike(table, tables[0]) for table in tables[1:]))
     if depth is None:
         common = set.intersection(*(set(table["depth"]) for table in tables))
         depths = summarize(tables[-1])["depth"]
         counts = depths[depths.isin(common)].value_counts()
         if counts.empty:
-            return pd.DataFrame(columns=["scheme", "depth", "lr", "seeds", "loss", "spread", "token_l2", "against"])
+            return pd.DataFrame(columns=COLUMNS)
         depth = int(counts.idxmax())
     found = []
     for table in tables:
@@ -66,6 +73,13 @@ def by_rate(*tables: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
     baseline = found[0].loc[found[0]["scheme"] == BASELINE, "log_l2"].mean()
     rows["against"] = rows["token_l2"] / np.exp(baseline)
     return _in_order(rows[rows.groupby("scheme")["lr"].transform("nunique") > 1])
+
+
+def _alike(table: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the runs that are as wide and as long as runs of the first table, and read the same text."""
+    known = summarize(first)[ALIKE].round(6).drop_duplicates()
+    about = summarize(table)[ALIKE].round(6).rename_axis("run").reset_index()
+    return table[table["run"].isin(about.merge(known, on=ALIKE)["run"])]
 
 
 def _in_order(rows: pd.DataFrame) -> pd.DataFrame:

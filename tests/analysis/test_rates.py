@@ -51,3 +51,22 @@ def test_loss_and_size_stand_by_rate_for_the_schemes_that_have_several():
     deeper = pd.concat([other, runs_of(("bhyt", 0, 0.016), depth=8)])
     pd.testing.assert_frame_equal(rates.by_rate(runs, deeper), found)  # the depth that both have
     assert rates.by_rate(runs, runs_of(("bhyt", 0, 0.016), depth=8)).empty
+
+
+@pytest.mark.parametrize("differs", ["width", "steps", "text"])
+def test_runs_that_differ_in_more_than_their_rates_do_not_stand_beside(differs: str):
+    runs, other = runs_of(("pre_rmsnorm", 0, 0.004), ("bhyt", 0, 0.004)), runs_of(("bhyt", 0, 0.016))
+    assert len(rates.by_rate(runs, other)) == 2
+    if differs == "width":
+        other["width"] *= 2
+    elif differs == "steps":
+        other["step"] *= 2
+    else:
+        other = other_text(other)
+    assert rates.by_rate(runs, other).empty
+
+
+def other_text(runs: pd.DataFrame) -> pd.DataFrame:
+    """The same runs with the trigram loss of another text."""
+    row = runs[(runs["metric"] == "loss") & (runs["split"] == "eval")].iloc[[-1]]
+    return pd.concat([runs, row.assign(metric="trigram_loss", split=None, value=2.293)], ignore_index=True)

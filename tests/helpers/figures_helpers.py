@@ -68,11 +68,12 @@ def table(
     depths: Sequence[int] = (2, 4),
     seeds: Sequence[int] = (0, 1, 2),
     statuses: Mapping[tuple[str, int], str] | None = None,
+    lr: float = 1e-3,
 ) -> pd.DataFrame:
-    """Runs of all schemes, depths and seeds; `statuses` by (scheme, depth)."""
+    """Runs of all schemes, depths and seeds at one rate; `statuses` by (scheme, depth)."""
     statuses = statuses or {}
     runs = [
-        one_run(scheme, depth, seed, status=statuses.get((scheme, depth), "finished"))
+        one_run(scheme, depth, seed, lr, status=statuses.get((scheme, depth), "finished"))
         for scheme in schemes
         for depth in depths
         for seed in seeds
