@@ -11,7 +11,8 @@ depth_use     what it costs to skip a deep block, scheme by scheme
 shown         growth, depth_gain, depth_use, or rows of `normlab.compare`, as a table to look at
 
 A scheme's own mean over its seeds has the interval mean +- t(level, df) * sd / sqrt(seeds); sd is pooled over the
-schemes of a depth, each around its own mean, so a seed that moves all schemes alike counts as noise here.
+schemes of a depth, each around its own mean, so a seed that moves all schemes alike counts as noise here; where seeds
+move some far more than others, it is the scheme's own (`normlab.analysis.verdicts.pooled_or_own`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import pandas as pd
 
 from normlab.analysis.compare import compare, last_values
 from normlab.analysis.selection import choose, depths_of_most, experiments_of, in_order, summarize, title_of
-from normlab.analysis.verdicts import DIFFERENT, in_words, judged, t_quantile
+from normlab.analysis.verdicts import DIFFERENT, ROUNDING, in_words, judged, pooled_or_own, t_quantile
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
@@ -183,7 +184,7 @@ def depth_gain(
 
     Each scheme and depth at its chosen learning rate. `shallow` defaults to the least depth at which a scheme has more
     than one seed, or to the least of all; `deep` to each scheme's own deepest with more than one seed, or to its
-    deepest. Rows of one depth share their spread of seeds, and all of the table are one family of tests.
+    deepest. Rows of one depth share their spread of seeds where it is alike, and all of the table are one family.
 
     Returns:
         The columns of `growth`, without `first_half`, and `shallow`; a row a scheme that was run at both depths. Runs
@@ -292,17 +293,22 @@ def means(values: pd.DataFrame, metric: str, level: float = 0.95) -> pd.DataFram
     found = []
     for depth, layout in values.groupby("depth"):
         groups = layout.groupby("scheme", observed=True)["y"]
-        freedom = int((groups.count() - 1).clip(lower=0).sum())
-        sd = math.sqrt((layout["y"] - groups.transform("mean")).pow(2).sum() / freedom) if freedom else math.nan
-        for scheme in in_order(layout["scheme"]):
-            own = groups.get_group(scheme).dropna()
-            mean, error = own.mean(), sd / math.sqrt(len(own)) if len(own) else math.nan
+        names = in_order(layout["scheme"])
+        own, left = groups.var().reindex(names), (groups.count() - 1).clip(lower=0).reindex(names)
+        together = int(left.sum())
+        pooled = (own * left).sum() / together if together else math.nan
+        rounding = ROUNDING * layout["y"].abs().max()
+        spread = pooled_or_own(own.to_numpy(), left.to_numpy(), np.array(pooled), np.array(together), rounding)
+        for scheme, variance, freedom in zip(names, *spread, strict=True):
+            values_of = groups.get_group(scheme).dropna()
+            sd, freedom = math.sqrt(variance), int(freedom)
+            mean, error = values_of.mean(), sd / math.sqrt(len(values_of)) if len(values_of) else math.nan
             half = t_quantile(level, freedom) * error
             with np.errstate(divide="ignore", invalid="ignore"):
                 p = float(2 * t.sf(np.abs(np.float64(mean) / error), freedom)) if freedom else math.nan
             found.append(
                 {"depth": int(depth), "a": scheme, "metric": metric, "kind": metric_row(metric).compared}
-                | {"seeds": len(own), "estimate": undo(mean), "low": undo(mean - half), "high": undo(mean + half)}
+                | {"seeds": len(values_of), "estimate": undo(mean), "low": undo(mean - half), "high": undo(mean + half)}
                 | {"sd": sd, "df": freedom, "p": p}
             )
     return pd.DataFrame(found)

@@ -41,7 +41,8 @@ def compare(
     """Scheme a minus scheme b (a over b for positive sizes) after training, one row a depth, each with its verdict.
 
     The mean over the n seeds that both were trained with, +- t(level, df) * sd * sqrt(2 / n), of logarithms for a
-    ratio. The sd is pooled over all schemes that were run at the depth, with seeds as blocks.
+    ratio. The sd is pooled over all schemes that were run at the depth, with seeds as blocks, unless seeds move some
+    far more than others (`normlab.analysis.verdicts`).
 
     Args:
         runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate,
@@ -90,7 +91,7 @@ def compare_variants(
 ) -> pd.DataFrame:
     """`compare` of schemes a and b within each group of runs that share the configuration fields `by`.
 
-    The groups are one family, and the sd is pooled over all of them that have the same depth and width.
+    The groups are one family, and the sd is pooled as in `compare`, over all that have the same depth and width.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -114,9 +115,8 @@ def compare_variants(
         if not {a, b} <= set(group["scheme"]):
             continue
         own, everyone = _look(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
-        groups.append((fields, last_values(own, metric, **where)))
-        others = last_values(everyone, metric, **where)
-        pool.append(others.assign(scheme=[f"{name} {number}" for name in others["scheme"]]))
+        groups.append((fields, last_values(own, metric, **where).assign(group=number)))
+        pool.append(last_values(everyone, metric, **where).assign(group=number))
     if not groups:
         raise NormlabError(f"no configuration under which both {a} and {b} were run")
     pooled, found = pd.concat(pool), []

@@ -17,7 +17,7 @@ import pandas as pd
 
 from normlab.analysis.selection import NothingToShow, Selection, choose, depths_of_most, title_of
 from normlab.analysis.theory import predict_runs
-from normlab.analysis.verdicts import residual_variance, t_quantile
+from normlab.analysis.verdicts import pair_variance, t_quantile
 from normlab.errors import NormlabError
 from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
 from normlab.schemes import SCHEMES, SHORT_LIST
@@ -272,12 +272,12 @@ def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray
     and layer, its interval, and how many seeds.
 
     The half-width is t sd sqrt(2 / seeds), of logarithms for a ratio; sd is what seeds move schemes by, beside what
-    they move all schemes by, pooled over all schemes.
+    they move all schemes by: `normlab.analysis.verdicts.pair_variance`.
     """
     both = np.isfinite(values).any(axis=3)
     both &= both[reference]
     values, undo = _on_scale(values, metric)
-    variance, freedom = residual_variance(values)
+    variance, freedom = pair_variance(values, reference)
     seeds = both.sum(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
         gaps = np.where(both[..., None], values - values[reference], 0.0)

@@ -7,10 +7,14 @@ undecided     neither: also where an interval holds both zero and a difference t
 Values of one depth are a two-way layout, value = scheme + seed + error: a seed fixes the data order and every tensor
 that schemes share, so seeds are blocks. Positive sizes enter by their logarithms, so their means are geometric and
 their differences ratios. The error's variance is pooled over all schemes of the depth: with three seeds a pair of its
-own has two degrees of freedom, twelve schemes together have 22. That supposes that seeds move all schemes about
-equally; where one swings far more, the intervals of the others are too wide, and its own too narrow.
+own has two degrees of freedom, twelve schemes together have 22. That holds where seeds move all schemes about equally.
+Where Bartlett's test (Bartlett 1937, at 5%) says that they do not, each pair has its own variance: a scheme that swings
+far more would widen the intervals of all others and have too narrow a one itself. None is then below the median of all:
+that a pair's three seeds agree to a thousandth is luck. `df` says which it was.
 
 residual_variance     the pooled variance and its degrees of freedom
+pooled_or_own         that where the schemes' own variances are alike, and their own where they are not
+pair_variance         both asked of differences from a reference
 differences           a scheme against another, a row a depth, with interval and p-value
 judged                Holm's correction over the rows of a table, the margin, and the verdict
 in_words              a row's verdict as a sentence
@@ -35,11 +39,15 @@ __all__ = [
     "in_words",
     "interval",
     "judged",
+    "pair_variance",
+    "pooled_or_own",
     "residual_variance",
 ]
 
 DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
 SIZE_MARGIN, LOSS_MARGIN = 0.10, 0.02  # a share of a size; nats per token
+ALIKE = 0.05  # the level of Bartlett's test
+ROUNDING = 1e-6  # a share of the values: seeds that move none by more move all alike
 
 
 def residual_variance(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -68,17 +76,80 @@ def residual_variance(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return variance.reshape(rest), freedom.reshape(rest)
 
 
+def pooled_or_own(
+    own: np.ndarray, freedom: np.ndarray, pooled: np.ndarray, together: np.ndarray, rounding: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """One variance for all where Bartlett's test does not tell their own apart; their own where it does, and their
+    median where it is larger.
+
+    With S2 the mean of the own variances s2_i, weighted by their degrees of freedom f_i, and F = sum f_i, k of them:
+
+        T = (F log S2 - sum f_i log s2_i) / (1 + (sum 1/f_i - 1/F) / (3 (k - 1))),  chi2 of k - 1 degrees if alike
+
+    Args:
+        own, freedom: (k, ...), each one's own variance (NaN or without a degree of freedom where there is none).
+        pooled, together: (...), the pooled variance and its degrees of freedom.
+        rounding: variances below its square count as that.
+
+    Returns:
+        Two arrays (k, ...): variance, degrees of freedom.
+    """
+    from scipy.special import chdtrc
+
+    known = (freedom > 0) & np.isfinite(own)
+    weight, count = np.where(known, freedom, 0.0), known.sum(axis=0)
+    floored = np.where(known, np.maximum(own, max(rounding**2, np.finfo(float).tiny)), 1.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = weight.sum(axis=0)
+        gap = whole * np.log((weight * floored).sum(axis=0) / whole) - (weight * np.log(floored)).sum(axis=0)
+        inverse = np.where(known, 1.0 / np.where(known, freedom, 1.0), 0.0).sum(axis=0)
+        scaled = gap / (1.0 + (inverse - 1.0 / whole) / (3.0 * (count - 1)))
+        apart = (count > 1) & (chdtrc(count - 1, scaled) < ALIKE)
+    ordered = np.sort(np.where(known, own, np.inf), axis=0)
+    middle = [np.take_along_axis(ordered, half[None], axis=0) for half in (np.maximum(count - 1, 0) // 2, count // 2)]
+    floor = np.mean(middle, axis=0)
+    freedom = np.broadcast_to(freedom, own.shape)
+    return np.where(apart, np.maximum(own, floor), pooled), np.where(apart, freedom, together)
+
+
+def pair_variance(values: np.ndarray, reference: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each scheme's differences from its reference, paired by seed: half their variance, so that a mean over n
+    seeds has the standard error sqrt(2 variance / n); pooled over all schemes where they are alike, else of the pair.
+
+    Args:
+        values: (schemes, seeds, ...), NaN where there is none.
+        reference: which scheme each is compared with, (schemes,) or one for all.
+
+    Returns:
+        Two arrays (schemes, ...): variance (NaN without a degree of freedom), degrees of freedom.
+    """
+    reference = np.broadcast_to(reference, len(values))
+    gaps = values - values[reference]
+    known = np.isfinite(gaps)
+    count = known.sum(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = np.where(known, gaps, 0.0).sum(axis=1) / count
+        square = np.where(known, np.square(gaps - mean[:, None]), 0.0).sum(axis=1)
+        own, freedom = square / (count - 1) / 2, np.maximum(count - 1, 0)
+    itself = (reference == np.arange(len(values))).reshape(-1, *[1] * (own.ndim - 1))
+    largest = np.abs(values[np.isfinite(values)]).max(initial=0.0)
+    pooled, together = residual_variance(values)
+    return pooled_or_own(own, np.where(itself, 0, freedom), pooled, together, ROUNDING * largest)
+
+
 def differences(
     values: pd.DataFrame, a: str, b: str, metric: str, level: float = 0.95, pool: pd.DataFrame | None = None
 ) -> pd.DataFrame:
     """Scheme a minus scheme b, or a over b for sizes: the mean over the seeds that both have, a row a depth.
 
-    estimate +- t(level, df) * sd * sqrt(2 / seeds), of the logarithms for a ratio; sd is pooled (see the module).
+    estimate +- t(level, df) * sd * sqrt(2 / seeds), of the logarithms for a ratio; sd is pooled where seeds move the
+    schemes about equally, and the pair's own where not (see the module).
 
     Args:
         values: columns `depth scheme seed value`, one row a run (`normlab.analysis.compare.last_values`).
         metric: its row in the metrics table says whether values are compared as ratios.
-        pool: the runs that the variance is pooled over, in the same columns; default: `values`.
+        pool: the runs that the variance is pooled over, in the same columns; default: `values`. A column `group` parts
+            those in which schemes of the same names are compared; the first is that of `values`.
 
     Returns:
         Columns `depth a b metric kind seeds mean_a mean_b estimate low high sd df p unpaired`: means are geometric for
@@ -89,15 +160,13 @@ def differences(
     values, pool = (_on_scale(rows, ratio) for rows in (values, values if pool is None else pool))
     found = []
     for depth in sorted(int(d) for d in values["depth"].unique()):
-        pairs = _pairs(values[values["depth"] == depth], a, b)
+        here = values[values["depth"] == depth]
+        pairs = _pairs(here, a, b)
         whole = pairs.dropna()
-        layout = pool[pool["depth"] == depth].pivot_table(index="scheme", columns="seed", values="y", observed=True)
-        variance, freedom = residual_variance(layout.to_numpy(float))
+        variance, freedom = _variance(pool[pool["depth"] == depth], a, b, here["group"].iloc[0])
         row = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": metric_row(metric).compared}
         found.append(
-            row
-            | _estimate(whole, ratio, math.sqrt(variance), int(freedom), level)
-            | {"unpaired": len(pairs) - len(whole)}
+            row | _estimate(whole, ratio, math.sqrt(variance), freedom, level) | {"unpaired": len(pairs) - len(whole)}
         )
     return pd.DataFrame(found)
 
@@ -152,8 +221,8 @@ def in_words(row: Any) -> str:
 def expected_half_width(sd: float, seeds: int, schemes: int, level: float = 0.95, comparisons: int = 1) -> float:
     """How far an interval will reach to either side, on average: what a sweep can tell apart, before it is run.
 
-    t(level, (schemes - 1)(seeds - 1)) * E[pooled sd] * sqrt(2 / seeds). For a ratio `sd` is of logarithms, and so is
-    the result.
+    t(level, (schemes - 1)(seeds - 1)) * E[pooled sd] * sqrt(2 / seeds), seeds moving all schemes alike. For a ratio
+    `sd` is of logarithms, and so is the result.
 
     Args:
         sd: a guess of what a seed moves a scheme by, beside what it moves all schemes by.
@@ -190,11 +259,23 @@ def t_quantile(level: float, freedom: Any) -> Any:
 
 
 def _on_scale(values: pd.DataFrame, ratio: bool) -> pd.DataFrame:
-    """With a column `y`, the values as they are compared: logarithms of positive sizes, missing where there is none."""
+    """With columns `group`, 0 where there is none, and `y`, the values as they are compared: logarithms of positive
+    sizes, missing where there is none."""
     y = values["value"].astype(float)
     if ratio:
         y = np.log(y.where(y > 0))
-    return values.assign(y=y.where(np.isfinite(y)))
+    return values.assign(y=y.where(np.isfinite(y)), group=values.get("group", 0))
+
+
+def _variance(pool: pd.DataFrame, a: str, b: str, group: int) -> tuple[float, int]:
+    """`pair_variance` of a against b in a group, each scheme of the pool being compared with its own group's b."""
+    layout = pool.pivot_table(index=["group", "scheme"], columns="seed", values="y", observed=True)
+    places = {place: number for number, place in enumerate(layout.index)}
+    if (group, a) not in places:
+        return math.nan, 0
+    reference = np.array([places.get((own, b), number) for (own, _), number in places.items()])
+    variance, freedom = pair_variance(layout.to_numpy(float), reference)
+    return float(variance[places[group, a]]), int(freedom[places[group, a]])
 
 
 def _pairs(values: pd.DataFrame, a: str, b: str) -> pd.DataFrame:

@@ -182,7 +182,8 @@ def depth_scaling(
     """Held-out loss after training against depth (C5), and differences from a reference, paired by seed.
 
     Error bars of losses are Student's t intervals over seeds; a point with one seed has none. Those of differences have
-    an sd pooled over all schemes of a depth, and all differences shown are one family (`normlab.analysis.verdicts`).
+    an sd pooled over all schemes of a depth where seeds move them alike, and all differences shown are one family
+    (`normlab.analysis.verdicts`).
     Open markers: not learned. Crosses on the upper edge: diverged. A difference is drawn where both schemes learned.
 
     Args:

@@ -63,7 +63,8 @@ def by_layer(
 ) -> go.Figure:
     """One number a layer, a line a scheme: the mean over seeds, with its interval; each seed is a dot.
 
-    The interval is mean +- t(0.95, df) sd / sqrt(seeds), the sd of a layer pooled over all schemes shown.
+    The interval is mean +- t(0.95, df) sd / sqrt(seeds), the sd of a layer pooled over all schemes shown,
+    where seeds move them alike (`normlab.analysis.claims.means`).
 
     Args:
         experiments: table of `normlab.load_experiments`.
@@ -100,7 +101,7 @@ def by_layer(
     label_ends(figure, ends, bounds, 500 - margin["t"] - margin["b"], log)
     figure.update_layout(showlegend=False, margin=margin)
     what = f"{PARTS[part]} · " if metric == "skip_delta_loss" else ""
-    spread = " · dots are seeds, bars 95% intervals with a pooled spread" if rows["seed"].nunique() > 1 else ""
+    spread = " · dots are seeds, bars 95% intervals, spread pooled where alike" if rows["seed"].nunique() > 1 else ""
     return theme.titled(figure, title, f"{what}{about}{spread}", 500)
 
 

@@ -38,7 +38,7 @@ def growth_before_after(
     """The last layer's value at step 0 (ring) and after training (disc), and its ratio to a reference scheme.
 
     A scheme that ends low because it began low is seen at a glance: both ends of its line are low. Ratios are paired by
-    seed; the 95% interval, its sd pooled over all schemes, is in brackets. Control schemes are always among the rows.
+    seed; the 95% interval (`normlab.analysis.verdicts`) is in brackets. Control schemes are always among the rows.
 
     Args:
         reference: scheme that ratios refer to; default the first of the registry that the table has.

@@ -63,9 +63,7 @@ def variant_differences(
     )
     figure.update_layout(showlegend=False, margin=dict(l=250, r=300, t=100, b=62))
     title = f"{a.title} against {b.title}: {metric.label}"
-    about = (
-        f"paired by seed · 95% interval, sd pooled · Holm over {len(table)} · ● different, ■ equivalent, ○ undecided"
-    )
+    about = f"paired by seed · 95% interval · Holm over {len(table)} · ● different, ■ equivalent, ○ undecided"
     return theme.titled(figure, title, about, 190 + round(_ROW * place))
 
 

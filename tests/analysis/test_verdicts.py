@@ -21,6 +21,8 @@ from normlab.analysis.verdicts import (
     holm,
     in_words,
     judged,
+    pair_variance,
+    pooled_or_own,
     residual_variance,
 )
 from normlab.errors import NormlabError
@@ -77,22 +79,62 @@ def test_missing_runs_cost_degrees_of_freedom_and_nothing_else():
     assert np.isnan(lone) and none == 0
 
 
+def families_of(spreads: list[float], families: int = 4000) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Equal schemes of three seeds, seeds moving each by its own spread, and all by far more: values, and of each
+    against the first in each family whether the interval holds zero, and its p-value."""
+    random = np.random.default_rng(2)
+    noise = random.normal(size=(len(spreads), 3, families)) * np.array(spreads)[:, None, None]
+    values = noise + 10 * max(spreads) * random.normal(size=(3, families))
+    variance, freedom = pair_variance(values, 0)
+    error = np.sqrt(variance * 2 / 3)[1:]
+    gaps = np.abs((values[1:] - values[0]).mean(axis=1))
+    return values, gaps < stats.t.ppf(0.975, freedom[1:]) * error, 2 * stats.t.sf(gaps / error, freedom[1:])
+
+
+def share_of_false(p: np.ndarray) -> float:
+    """Families in which at least one scheme is called different."""
+    return float(np.mean([(holm(own) < 0.05).any() for own in p.T]))
+
+
 def test_intervals_cover_and_families_hold_a_false_difference_as_seldom_as_they_say():
     """Twelve equal schemes of three seeds, eleven comparisons a family; blocks far larger than the error."""
-    random, families = np.random.default_rng(2), 4000
-    values = random.normal(size=(12, 3, families)) + 10 * random.normal(size=(3, families))
-    variance, freedom = residual_variance(values)
-    assert set(freedom) == {22}
-    error, gaps = np.sqrt(variance * 2 / 3), (values[1:] - values[0]).mean(axis=1)
-    covered = np.abs(gaps) < stats.t.ppf(0.975, 22) * error
-    p = 2 * stats.t.sf(np.abs(gaps) / error, 22)
+    values, covered, p = families_of([1.0] * 12)
     for family in range(3):  # what the table has is what was counted
         rows = layout(values[..., family])
         found = pd.concat([differences(rows, f"s{number}", "s0", "loss") for number in range(1, 12)])
         assert found["p"].tolist() == pytest.approx(p[:, family].tolist())
         assert ((found["low"] < 0) & (found["high"] > 0)).tolist() == covered[:, family].tolist()
-    share = np.mean([(holm(p[:, family]) < 0.05).any() for family in range(families)])
-    assert covered.mean() == pytest.approx(0.95, abs=0.01) and 0.02 < share < 0.05 + 3 * math.sqrt(0.05 / families)
+    share = share_of_false(p)
+    assert covered.mean() == pytest.approx(0.95, abs=0.01) and 0.02 < share < 0.05 + 3 * math.sqrt(0.05 / 4000)
+
+
+def test_schemes_that_seeds_move_far_more_neither_widen_the_others_intervals_nor_have_too_narrow_ones():
+    _, covered, p = families_of([1.0, 1.0, 1.0, 4.0, 20.0, 20.0])
+    assert covered[:3].mean() > 0.95 and covered[3:].mean() == pytest.approx(0.95, abs=0.025)
+    assert share_of_false(p) < 0.05 + 3 * math.sqrt(0.05 / 4000)
+    _, alike, _ = families_of([1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    assert alike.mean() == pytest.approx(0.95, abs=0.015)
+
+
+def test_variances_are_pooled_unless_bartletts_test_tells_them_apart():
+    random = np.random.default_rng(4)
+    for spreads in ([1, 1, 1, 1], [1, 1, 3, 3], [1, 1, 10, 10], [1, 1, 30, 30]):
+        values = random.normal(size=(4, 5)) * np.array(spreads)[:, None]
+        own, left = values.var(axis=1, ddof=1), np.full(4, 4)
+        pooled = pooled_or_own(own, left, np.array(7.0), np.array(16))
+        apart = stats.bartlett(*values).pvalue < 0.05
+        floored = np.maximum(own, np.median(own))
+        assert np.allclose(pooled, (floored, left) if apart else (np.full(4, 7.0), np.full(4, 16)))
+    assert apart
+    values[0, 1:] = np.nan  # a single value says nothing of a spread
+    own, left = np.array([np.nan, *values[1:].var(axis=1, ddof=1)]), np.array([0, 4, 4, 4])
+    variance, freedom = pooled_or_own(own, left, np.array(7.0), np.array(12))
+    assert stats.bartlett(*values[1:]).pvalue < 0.05 and freedom.tolist() == [0, 4, 4, 4] and np.isnan(variance[0])
+    assert variance[1:] == pytest.approx(np.maximum(own[1:], np.median(own[1:])))
+    none, no = pooled_or_own(own[:1], left[:1], np.array(np.nan), np.array(0))
+    assert np.isnan(none).all() and no.tolist() == [0]
+    rounding = 1e-16 * np.array([1.0, 3.0, 900.0])  # seeds that move nothing move all alike
+    assert pooled_or_own(rounding, np.full(3, 2), np.array(0.0), np.array(6), 1e-6)[1].tolist() == [6] * 3
 
 
 def test_holm_multiplies_the_smallest_by_the_number_and_never_falls():
@@ -132,17 +174,33 @@ def test_what_has_no_margin_is_never_equivalent():
     assert compare(same, "bhyt", "lns", "update_cosine", margin=0.01).iloc[0]["verdict"] == EQUIVALENT
 
 
-def test_a_comparison_uses_what_all_schemes_say_of_the_seeds():
-    """A pair that agrees by luck, among schemes that seeds move apart by a lot, is no difference found."""
+def losses_moved(noise: dict[tuple[str, int], float]) -> pd.DataFrame:
+    """Runs whose losses differ from the formula's by so much, by scheme and seed."""
     runs = table(depths=(4,))
     loss = runs["metric"].eq("loss") & runs["split"].eq("eval")
-    noise = {("bhyt", 0): 0.5, ("bhyt", 1): -0.6, ("bhyt_linear", 2): 0.4, ("rmsnorm_gain", 1): 0.7}
     for (scheme, seed), extra in noise.items():
         runs.loc[loss & runs["scheme"].eq(scheme) & runs["seed"].eq(seed), "value"] += extra
+    return runs
+
+
+def test_a_comparison_uses_what_all_schemes_say_of_the_seeds():
+    """A pair that agrees by luck, among schemes that seeds move apart by a lot, is no difference found."""
+    noise = {("bhyt", 0): 0.3, ("bhyt", 1): -0.36, ("bhyt_linear", 2): 0.24, ("rmsnorm_gain", 1): 0.42}
+    runs = losses_moved(noise | {("lns", 0): 0.03, ("lns", 1): -0.03})
     found = compare(runs, "lns", "pre_rmsnorm").iloc[0]
     assert found["estimate"] == pytest.approx(0.1) and found["df"] == 8 and found["verdict"] == UNDECIDED
     alone = runs[runs["scheme"].isin(["lns", "pre_rmsnorm"])]
     assert compare(alone, "lns", "pre_rmsnorm").iloc[0]["verdict"] == DIFFERENT
+
+
+def test_beside_a_scheme_that_seeds_move_far_more_the_others_keep_their_spread_and_it_its_own():
+    noise = {("lns", 0): 0.03, ("lns", 1): -0.03, ("bhyt_linear", 2): 0.03, ("rmsnorm_gain", 1): 0.02}
+    runs = losses_moved(noise | {("bhyt", 0): 3.0, ("bhyt", 1): -3.6})
+    quiet, wild = (compare(runs, name, "pre_rmsnorm").iloc[0] for name in ("lns", "bhyt"))
+    assert quiet["df"] == wild["df"] == 2 and quiet["verdict"] == DIFFERENT and wild["verdict"] == UNDECIDED
+    for name, found in (("lns", quiet), ("bhyt", wild)):  # as if they were alone
+        pair = compare(runs[runs["scheme"].isin([name, "pre_rmsnorm"])], name, "pre_rmsnorm").iloc[0]
+        assert found[["low", "high", "p"]].tolist() == pytest.approx(pair[["low", "high", "p"]].tolist())
 
 
 def test_rows_shown_together_are_one_family():
