@@ -57,13 +57,17 @@ def growth_before_after(
         return theme.message_figure(
             f"{metric} was not measured at: {site_label(site)}, {MASKS.get(mask, mask)}.", title
         )
+    everyone = _everyone(runs, chosen)
+    pools = [last_values(everyone, metric, site=site, mask=mask, step=step) for step in (0, None)]
     base = reference or in_order(runs["scheme"].unique())[0]
     printed = _published_values(published, metric)
     table = table.sort_values("end", na_position="last")
     figure = go.Figure()
     _add_rows(figure, table, row)
     if base in chosen.schemes:
-        _add_ratios(figure, list(table.index), {"before": start, "after": end}, base, row, printed)
+        _add_ratios(
+            figure, list(table.index), {"before": (start, pools[0]), "after": (end, pools[1])}, base, row, printed
+        )
     names = [_tick(chosen, name) for name in table.index]
     figure.update_yaxes(
         tickvals=list(range(len(table))),
@@ -78,6 +82,13 @@ def growth_before_after(
     figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(printed) else 275, t=100, b=62))
     subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
     return theme.titled(figure, title, subtitle, 180 + _ROW * (len(table) + 1))
+
+
+def _everyone(runs: pd.DataFrame, chosen: Selection) -> Selection:
+    """All schemes at the figure's depth and width, which say how far seeds move them, as `normlab.compare` asks; those
+    shown, where the others' rates made for another choice of runs."""
+    around = choose(runs, chosen.depths[0], int(chosen.runs["width"].iloc[0]), same_rate=True)
+    return around if chosen.runs.index.isin(around.runs.index).all() else chosen
 
 
 def _ends(start: pd.DataFrame, end: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -134,16 +145,22 @@ def _number(value: float) -> float | None:
 
 
 def _add_ratios(
-    figure: go.Figure, names: list[str], ends: dict[str, pd.DataFrame], base: str, row: Metric, printed: pd.Series
+    figure: go.Figure,
+    names: list[str],
+    ends: dict[str, tuple[pd.DataFrame, pd.DataFrame]],
+    base: str,
+    row: Metric,
+    printed: pd.Series,
 ) -> None:
-    """Columns of text right of the rows: ratio or difference to the reference at step 0, after training, published."""
+    """Columns of text right of the rows: ratio or difference to the reference at step 0, after training (each with the
+    runs that its variance is pooled over), published."""
     heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(printed) else {})
     word = "ratio to" if row.is_ratio else "difference from"
     _text(figure, -0.95, _COLUMNS["before"], f"<b>{word} {theme.style_of(base).title}</b>", theme.NEUTRAL)
     for key, head in heads.items():
         _text(figure, -0.55, _COLUMNS[key], head, theme.NEUTRAL)
     for place, name in enumerate(names):
-        cells = {key: _ratio(values, name, base, row.name) for key, values in ends.items()}
+        cells = {key: _ratio(*values, name, base, row.name) for key, values in ends.items()}
         if row.is_ratio and name in printed.index and base in printed.index:
             cells["published"] = f"{printed[name] / printed[base]:.2f}"
         for key, text in cells.items():
@@ -156,10 +173,10 @@ def _add_ratios(
             )
 
 
-def _ratio(values: pd.DataFrame, name: str, base: str, metric: str) -> str:
+def _ratio(values: pd.DataFrame, pool: pd.DataFrame, name: str, base: str, metric: str) -> str:
     if name == base:
         return "1" if metric_row(metric).is_ratio else "0"
-    found = differences(values, name, base, metric).iloc[0]
+    found = differences(values, name, base, metric, pool=pool).iloc[0]
     if not math.isfinite(found["estimate"]):
         return "–"
     interval = "" if math.isnan(found["low"]) else f" [{short(found['low'])}, {short(found['high'])}]"

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 import pytest
 from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, one_run, table, text_of
 
+from normlab.analysis.compare import compare
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
@@ -132,6 +133,23 @@ def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     )
     words = [a.text for a in figure.layout.annotations]
     assert "0.28" in words and any(w.startswith("0.169 [") for w in words) and "0.20" in words
+
+
+def test_before_and_after_prints_the_interval_of_the_comparison_of_all_schemes():
+    runs = table(depths=(4,))
+    last = runs["metric"].eq("token_l2_mean") & runs["site"].eq("block_out") & runs["step"].eq(20)
+    for scheme, seed, factor in (
+        ("lns", 0, 1.1),
+        ("lns", 1, 0.9),
+        ("bhyt", 2, 1.05),
+        ("bhyt_linear", 0, 0.9),
+        ("rmsnorm_gain", 1, 0.95),
+    ):
+        runs.loc[last & runs["scheme"].eq(scheme) & runs["seed"].eq(seed), "value"] *= factor
+    figure = growth_before_after(runs, schemes=["pre_rmsnorm", "bhyt"])
+    found = compare(runs, "bhyt", "pre_rmsnorm", "token_l2_mean", depth=4).iloc[0]
+    low, high = (f"{found[end]:.3g}" for end in ("low", "high"))
+    assert any(f"[{low}, {high}]" in note.text for note in figure.layout.annotations) and found["df"] == 8
 
 
 @pytest.mark.parametrize("name", OF_RUNS)
