@@ -138,7 +138,7 @@ def test_the_table_of_losses(runs: pd.DataFrame):
     about = choose(runs, depth=None).runs
     losses = about.groupby(["scheme", "depth"])["eval_loss"]
     mean, spread, seeds = losses.mean(), losses.max() - losses.min(), losses.count()
-    for scheme in (*SMALL_GAIN, *PLAIN):
+    for scheme in (*SMALL_GAIN, *PLAIN, "bhyt_linear"):
         cells = table_rows(scheme, 5)
         for depth, cell in zip((4, 8, 16), cells, strict=False):
             assert cell == (f"{mean[scheme, depth]:.2f}" if (scheme, depth) in mean.index else "")
@@ -159,7 +159,7 @@ def test_the_table_of_losses(runs: pd.DataFrame):
     assert {name: rates_of[name] for name in (*SMALL_GAIN, *PLAIN)} == {
         **dict.fromkeys(PLAIN, {0.004}), **dict.fromkeys(SMALL_GAIN, {0.016}), "lns": {0.008},
     }  # fmt: skip
-    words = "0.004 for Pre-LN and LNS, trained gain, 0.008 for LNS, 0.016 for BHyT, BHyT* and Pre-LN, gain λ/κ."
+    words = "for LNS, 0.016 for BHyT, BHyT*, BHyT without tanh and Pre-LN, gain λ/κ."
     assert words in FINDINGS
 
 
@@ -284,6 +284,21 @@ def test_small_gains_come_out_in_two_groups(runs: pd.DataFrame):
     assert quoted("NUMBER of Pre-LN's at depth 4", README) == [f"{size['BHyT', 0.004]:.2f}"]
     best = [f"{size[name, 0.016]:.2f}" for name in ("BHyT", "Pre-LN, gain λ/κ")]
     assert quoted("neither does .NUMBER and NUMBER.", README) == best
+
+
+def test_the_same_without_the_tanh(runs: pd.DataFrame):
+    about = choose(runs, depth=4).runs
+    without = about[about["scheme"] == "bhyt_linear"].sort_values("seed")
+    assert list(without["seed"]) == [0, 1, 2] and set(without["lr"]) == {0.016}
+    ends = quoted(r"no search of its own\) ends at NUMBER, NUMBER and NUMBER: it needs no tanh to be in the first")
+    assert ends == [f"{loss:.2f}" for loss in without["eval_loss"]]
+    best = about[about["scheme"].isin(SMALL_GAIN)]["eval_loss"].nsmallest(5).max()
+    counted = {1: "one ends", 2: "two end", 3: "all end"}[int((without["eval_loss"] <= best).sum())]
+    assert f"three models of depth 4 without it {counted} among the five best" in README
+    loss, size = (compare(runs, "bhyt", "bhyt_linear", metric, depth=4).iloc[0] for metric in ("loss", "token_l2_mean"))
+    agrees(quoted("BHyT's loss is NUMBER INTERVAL nats from that of the same without its tanh"), loss)
+    agrees(quoted("without its tanh, its stream × NUMBER INTERVAL: both undecided"), size)
+    assert loss["verdict"] == size["verdict"] == "undecided" and loss["seeds"] == size["seeds"] == 3
 
 
 def test_what_the_tanh_adds():

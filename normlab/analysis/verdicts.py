@@ -9,8 +9,8 @@ that schemes share, so seeds are blocks. Positive sizes enter by their logarithm
 their differences ratios. The error's variance is pooled over all schemes of the depth: with three seeds a pair of its
 own has two degrees of freedom, twelve schemes together have 22. That holds where seeds move all schemes about equally.
 Where Bartlett's test (Bartlett 1937, at 5%) says that they do not, each pair has its own variance: a scheme that swings
-far more would widen the intervals of all others and have too narrow a one itself. None is then below the median of all:
-that a pair's three seeds agree to a thousandth is luck. `df` says which it was.
+far more would widen the intervals of all others and have too narrow a one itself. None is then below the lower quartile
+of all: that a pair's three seeds agree to a thousandth is luck. `df` says which it was.
 
 residual_variance     the pooled variance and its degrees of freedom
 pooled_or_own         that where the schemes' own variances are alike, and their own where they are not
@@ -80,7 +80,7 @@ def pooled_or_own(
     own: np.ndarray, freedom: np.ndarray, pooled: np.ndarray, together: np.ndarray, rounding: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """One variance for all where Bartlett's test does not tell their own apart; their own where it does, and their
-    median where it is larger.
+    lower quartile where it is larger.
 
     With S2 the mean of the own variances s2_i, weighted by their degrees of freedom f_i, and F = sum f_i, k of them:
 
@@ -105,9 +105,7 @@ def pooled_or_own(
         inverse = np.where(known, 1.0 / np.where(known, freedom, 1.0), 0.0).sum(axis=0)
         scaled = gap / (1.0 + (inverse - 1.0 / whole) / (3.0 * (count - 1)))
         apart = (count > 1) & (chdtrc(count - 1, scaled) < ALIKE)
-    ordered = np.sort(np.where(known, own, np.inf), axis=0)
-    middle = [np.take_along_axis(ordered, half[None], axis=0) for half in (np.maximum(count - 1, 0) // 2, count // 2)]
-    floor = np.mean(middle, axis=0)
+    floor = np.take_along_axis(np.sort(np.where(known, own, np.inf), axis=0), count[None] // 4, axis=0)
     freedom = np.broadcast_to(freedom, own.shape)
     return np.where(apart, np.maximum(own, floor), pooled), np.where(apart, freedom, together)
 
