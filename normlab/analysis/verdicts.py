@@ -46,7 +46,7 @@ __all__ = [
 
 DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
 SIZE_MARGIN, LOSS_MARGIN = 0.10, 0.02  # a share of a size; nats per token
-ALIKE = 0.05  # the level of Bartlett's test
+BARTLETT = 0.05  # the level of Bartlett's test
 ROUNDING = 1e-6  # a share of the values: seeds that move none by more move all alike
 
 
@@ -104,7 +104,7 @@ def pooled_or_own(
         gap = whole * np.log((weight * floored).sum(axis=0) / whole) - (weight * np.log(floored)).sum(axis=0)
         inverse = np.where(known, 1.0 / np.where(known, freedom, 1.0), 0.0).sum(axis=0)
         scaled = gap / (1.0 + (inverse - 1.0 / whole) / (3.0 * (count - 1)))
-        apart = (count > 1) & (chdtrc(count - 1, scaled) < ALIKE)
+        apart = (count > 1) & (chdtrc(count - 1, scaled) < BARTLETT)
     floor = np.take_along_axis(np.sort(np.where(known, own, np.inf), axis=0), count[None] // 4, axis=0)
     freedom = np.broadcast_to(freedom, own.shape)
     return np.where(apart, np.maximum(own, floor), pooled), np.where(apart, freedom, together)
@@ -146,8 +146,8 @@ def differences(
     Args:
         values: columns `depth scheme seed value`, one row a run (`normlab.analysis.compare.last_values`).
         metric: its row in the metrics table says whether values are compared as ratios.
-        pool: the runs that the variance is pooled over, in the same columns; default: `values`. A column `group` parts
-            those in which schemes of the same names are compared; the first is that of `values`.
+        pool: the runs that the variance is pooled over, in the same columns; default: `values`. With a column `group`
+            in both, each scheme of the pool stands beside the b of its own group; the rows of `values` are of one.
 
     Returns:
         Columns `depth a b metric kind seeds mean_a mean_b estimate low high sd df p unpaired`: means are geometric for
