@@ -153,6 +153,7 @@ def _compare_flags(parser: argparse.ArgumentParser) -> None:
 def _figures_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", help="runs, or directories of runs")
     parser.add_argument("--out", required=True, help="directory for the figures: HTML, and PNG where a Chrome is found")
+    parser.add_argument("--depth", type=int, help="only runs of this depth; default: each figure chooses")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -290,7 +291,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _figures(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from normlab.analysis.published import load_published
+    from normlab.analysis import published, selection
     from normlab.export import save_images
     from normlab.runs import load_experiments, load_runs
 
@@ -301,14 +302,15 @@ def _figures(options: argparse.Namespace) -> int:
     out = Path(options.out)
     if out.exists() and not out.is_dir():
         raise NormlabError(f"output {out} is a file; name a directory")
-    tables, drawn = {"runs": load_runs(options.runs)}, {}
+    tables, drawn = {"runs": selection.of_depth(load_runs(options.runs), options.depth)}, {}
     try:
-        tables["experiments"] = load_experiments(options.runs)
+        tables["experiments"] = selection.of_depth(load_experiments(options.runs), options.depth)
     except NormlabError as error:
         print(f"normlab: without the figures of what was measured after training: {error}", file=sys.stderr)
-    for name, figure in tqdm(draw_all(tables, load_published()), "figures", disable=options.quiet, leave=False):
-        drawn[name] = figure
+    every = draw_all(tables, published.load_published())
+    for name, figure in tqdm(every, "figures", disable=options.quiet, leave=False):
         out.mkdir(parents=True, exist_ok=True)
+        drawn[name] = figure
         figure.write_html(out / f"{name}.html", include_plotlyjs=True)
     images, missing = save_images(drawn, out)
     print("\n".join(str(path) for path in [*(out / f"{name}.html" for name in drawn), *images]))
@@ -320,10 +322,9 @@ def _figures(options: argparse.Namespace) -> int:
 def _probe(options: argparse.Namespace) -> int:
     from normlab.report import probe_report
 
-    shape = {name: getattr(options, name) for name in ("length", "rows", "against", "device", "dtype")}
+    shape = {name: getattr(options, name) for name in ("out", "length", "rows", "against", "device", "dtype")}
     revisions = options.revisions.split(",") if options.revisions else ()
-    shown = not options.quiet
-    print(probe_report(options.model, options.text, out=options.out, revisions=revisions, progress=shown, **shape))
+    print(probe_report(options.model, options.text, revisions=revisions, progress=not options.quiet, **shape))
     return 0
 
 

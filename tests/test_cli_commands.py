@@ -212,6 +212,9 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
     for page in (text.parent / "figures").iterdir():  # plotly itself is inside: nothing is fetched
         assert "<script src=" not in page.read_text() and page.stat().st_size > 1_000_000
     assert "normlab: warning: left out: run" in err and export.NO_BROWSER in err
+    assert main(["figures", str(out), "--depth", "7", "--out", str(text.parent / "deep"), "--quiet"]) == 2
+    assert "error: No run of depth 7 in the table, which has depth 2." in capsys.readouterr().err
+    assert not (text.parent / "deep").exists()
 
 
 def test_the_bench_writes_ratios_of_interleaved_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

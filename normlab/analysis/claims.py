@@ -12,7 +12,7 @@ shown         growth, depth_gain, depth_use, or rows of `normlab.compare`, as a 
 
 A scheme's own mean over its seeds has the interval mean +- t(level, df) * sd / sqrt(seeds); sd is pooled over the
 schemes of a depth, each around its own mean, so a seed that moves all schemes alike counts as noise here; where seeds
-move some far more than others, it is the scheme's own (`normlab.analysis.verdicts.pooled_or_own`).
+move some far more than others (`normlab.analysis.verdicts.unlike`), it is the scheme's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pandas as pd
 
 from normlab.analysis.compare import compare, last_values
 from normlab.analysis.selection import choose, depths_of_most, experiments_of, in_order, summarize, title_of
-from normlab.analysis.verdicts import DIFFERENT, ROUNDING, in_words, judged, pooled_or_own, t_quantile
+from normlab.analysis.verdicts import DIFFERENT, ROUNDING, in_words, judged, lower_quartile, t_quantile, unlike
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
@@ -218,15 +218,15 @@ def depth_gain(
 def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
     """What depth buys after few tokens and after many: of the schemes that every table has at two depths or more, the
     held-out loss at the least and at the greatest depth that all tables have of a scheme, each at its chosen learning
-    rate, means over seeds.
+    rate, means over the seeds that both depths have.
 
     Args:
         tables: of `normlab.load_runs`, each trained on as many tokens a run.
 
     Returns:
         Columns `scheme tokens shallow deep loss_shallow loss_deep gain seeds`, a row a scheme (its title) and table:
-        losses in nats a token, gain the first minus the second, seeds the fewer of the two. Empty where no scheme has
-        two depths.
+        losses in nats a token, gain the first minus the second, seeds how many both have. Empty where no scheme has two
+        depths.
     """
     found = [(int(table["tokens"].max()), last_values(choose(table, depth=None), "loss").dropna()) for table in tables]
     depths = [values.groupby("scheme")["depth"].unique().map(set) for _, values in found]
@@ -234,10 +234,10 @@ def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
     for scheme in in_order(set.intersection(*(set(own.index) for own in depths))):
         common = set.intersection(*(own[scheme] for own in depths))
         for tokens, values in found if len(common) > 1 else ():
-            own = values[values["scheme"] == scheme].groupby("depth")["value"]
-            ends = [min(common), max(common)]
-            shallow, deep = own.mean()[ends]
-            rows.append((title_of(scheme), tokens, *ends, shallow, deep, shallow - deep, int(own.size()[ends].min())))
+            own = values[values["scheme"] == scheme].pivot_table(index="seed", columns="depth", values="value")
+            both = own[[min(common), max(common)]].dropna()
+            shallow, deep = both.mean()
+            rows.append((title_of(scheme), tokens, *both.columns, shallow, deep, shallow - deep, len(both)))
     columns = ["scheme", "tokens", "shallow", "deep", "loss_shallow", "loss_deep", "gain", "seeds"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -253,7 +253,8 @@ def depth_use(
         part: "block", "attention", "mlp", "deleted" (deleted and renumbered, as the papers prune).
 
     Returns:
-        The columns of `depth_gain`, and `share`: the deeper half's part of what skipping adds over all blocks.
+        The columns of `depth_gain`; `share`: the deeper half's part of what skipping adds over all blocks; and
+        `share_rest`: the same beside each run's costliest block, which can cost more than all others.
 
     Raises:
         NormlabError: no run of that depth was measured so.
@@ -266,10 +267,13 @@ def depth_use(
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")
     rows = rows.assign(deep=rows["layer"].astype(int) > (1 - DEEP) * depth)
     place = ["depth", "scheme", "seed"]
-    whole = rows.groupby(place, observed=True)["value"].sum()
-    half = rows[rows["deep"]].groupby(place, observed=True)["value"]
-    table = pd.DataFrame({"value": half.mean(), "share": half.sum() / whole}).reset_index()
-    shares = table.groupby("scheme", observed=True)["share"].mean().rename_axis("a").reset_index()
+    rest = rows.drop(rows.groupby(place, observed=True)["value"].idxmax())
+    table = pd.DataFrame({"value": rows[rows["deep"]].groupby(place, observed=True)["value"].mean()})
+    for name, some in (("share", rows), ("share_rest", rest)):
+        whole, half = (part.groupby(place, observed=True)["value"].sum() for part in (some, some[some["deep"]]))
+        table[name] = half / whole
+    table = table.reset_index()
+    shares = table.groupby("scheme", observed=True)[["share", "share_rest"]].mean().rename_axis("a").reset_index()
     return judged(means(table, "skip_delta_loss", level), level).merge(shares, on="a")
 
 
@@ -294,11 +298,13 @@ def means(values: pd.DataFrame, metric: str, level: float = 0.95) -> pd.DataFram
     for depth, layout in values.groupby("depth"):
         groups = layout.groupby("scheme", observed=True)["y"]
         names = in_order(layout["scheme"])
-        own, left = groups.var().reindex(names), (groups.count() - 1).clip(lower=0).reindex(names)
-        together = int(left.sum())
-        pooled = (own * left).sum() / together if together else math.nan
-        rounding = ROUNDING * layout["y"].abs().max()
-        spread = pooled_or_own(own.to_numpy(), left.to_numpy(), np.array(pooled), np.array(together), rounding)
+        own = groups.var().reindex(names).to_numpy()
+        left = (groups.count() - 1).clip(lower=0).reindex(names).to_numpy()
+        together = left.sum()
+        pooled = np.nansum(own * left) / together if together else math.nan
+        apart = unlike(own, left, ROUNDING * layout["y"].abs().max())
+        floored = np.maximum(own, lower_quartile(own, left))
+        spread = (floored, left) if apart else (np.full(len(own), pooled), np.full(len(own), together))
         for scheme, variance, freedom in zip(names, *spread, strict=True):
             values_of = groups.get_group(scheme).dropna()
             sd, freedom = math.sqrt(variance), int(freedom)

@@ -1,5 +1,6 @@
 """What a learning rate makes of a scheme: the same question asked at several.
 
+settled   a search's runs, of those that differ in a setting the best
 finals    which rate is best in short runs, and which in long ones
 by_rate   loss and size of the stream at each rate that a scheme was trained at
 """
@@ -14,10 +15,18 @@ from normlab.analysis.selection import choose, in_order, summarize, title_of
 from normlab.probes.metrics import NGRAM_LOSSES
 from normlab.schemes import BASELINE
 
-__all__ = ["by_rate", "finals"]
+__all__ = ["by_rate", "finals", "settled"]
 
 ALIKE = ["width", "steps", *NGRAM_LOSSES]  # runs that differ in these differ in more than their rates
 COLUMNS = ["scheme", "depth", "lr", "seeds", "loss", "spread", "token_l2", "against"]
+
+
+def settled(search: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table of a search, which tries settings of a scheme (DyT's alpha0, Post-LN's warm-up) beside its
+    rates: of the runs of a scheme, depth, width, seed and rate those of the one with the least held-out loss."""
+    about = summarize(search).fillna({"eval_loss": np.inf})
+    best = about.groupby(["scheme", "depth", "width", "seed", "lr"])["eval_loss"].idxmin()
+    return search[search["run"].isin(best)]
 
 
 def finals(short: pd.DataFrame, full: pd.DataFrame) -> pd.DataFrame:

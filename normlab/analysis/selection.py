@@ -59,6 +59,19 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
     return sorted(int(depth) for depth in counts.index[counts == counts.max()])
 
 
+def of_depth(table: pd.DataFrame, depth: int | None) -> pd.DataFrame:
+    """The rows of one depth; None: of all.
+
+    Raises:
+        NothingToShow: there are none.
+    """
+    found = table if depth is None else table[table["depth"] == depth]
+    if found.empty:
+        had = sorted(int(other) for other in table["depth"].unique())
+        raise NothingToShow(f"No run of depth {depth} in the table, which has depth {_listed(had)}.")
+    return found
+
+
 def seeds_in_words(counts: pd.Series) -> str:
     """How many seeds: "3 seeds", "1 to 3 seeds"."""
     low, high = int(counts.min()), int(counts.max())
@@ -203,11 +216,7 @@ def choose(
         full = depths_of_most(about)
         shared = [d for d in full if same_rate and len(_common_rates(about[about["depth"] == d]))]
         depth = max(shared or full)
-    if depth is not None:
-        had = sorted(int(d) for d in about["depth"].unique())
-        about = about[about["depth"] == depth]
-        if about.empty:
-            raise NothingToShow(f"No run of depth {depth} in the table, which has depth {_listed(had)}.")
+    about = of_depth(about, None if depth is None else int(depth))
     own = about[_chosen_rate(about)]
     about = pd.concat([_at_one_rate(about, own, depth) for depth in own["depth"].unique()]) if same_rate else own
     if several := _variants(about):

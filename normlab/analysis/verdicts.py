@@ -9,12 +9,13 @@ that schemes share, so seeds are blocks. Positive sizes enter by their logarithm
 their differences ratios. The error's variance is pooled over all schemes of the depth: with three seeds a pair of its
 own has two degrees of freedom, twelve schemes together have 22. That holds where seeds move all schemes about equally.
 Where Bartlett's test (Bartlett 1937, at 5%) says that they do not, each pair has its own variance: a scheme that swings
-far more would widen the intervals of all others and have too narrow a one itself. None is then below the lower quartile
-of all: that a pair's three seeds agree to a thousandth is luck. `df` says which it was.
+far more would widen the intervals of all others and have too narrow a one itself. None is then below a lower quartile:
+that a pair's three seeds agree to a thousandth is luck. `df` says which it was.
 
 residual_variance     the pooled variance and its degrees of freedom
-pooled_or_own         that where the schemes' own variances are alike, and their own where they are not
-pair_variance         both asked of differences from a reference
+unlike                Bartlett's test
+lower_quartile        the least that an own variance is taken for
+pair_variance         what differences from a reference scatter by: pooled where alike, else each pair's own
 differences           a scheme against another, a row a depth, with interval and p-value
 judged                Holm's correction over the rows of a table, the margin, and the verdict
 in_words              a row's verdict as a sentence
@@ -39,9 +40,10 @@ __all__ = [
     "in_words",
     "interval",
     "judged",
+    "lower_quartile",
     "pair_variance",
-    "pooled_or_own",
     "residual_variance",
+    "unlike",
 ]
 
 DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
@@ -76,43 +78,48 @@ def residual_variance(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return variance.reshape(rest), freedom.reshape(rest)
 
 
-def pooled_or_own(
-    own: np.ndarray, freedom: np.ndarray, pooled: np.ndarray, together: np.ndarray, rounding: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """One variance for all where Bartlett's test does not tell their own apart; their own where it does, and their
-    lower quartile where it is larger.
+def unlike(variances: np.ndarray, freedom: np.ndarray, rounding: float = 0.0) -> np.ndarray:
+    """Whether Bartlett's test tells variances apart.
 
-    With S2 the mean of the own variances s2_i, weighted by their degrees of freedom f_i, and F = sum f_i, k of them:
+    With S2 their mean, weighted by their degrees of freedom f_i, and F = sum f_i, k of them:
 
         T = (F log S2 - sum f_i log s2_i) / (1 + (sum 1/f_i - 1/F) / (3 (k - 1))),  chi2 of k - 1 degrees if alike
 
     Args:
-        own, freedom: (k, ...), each one's own variance (NaN or without a degree of freedom where there is none).
-        pooled, together: (...), the pooled variance and its degrees of freedom.
+        variances, freedom: (k, ...); those without a degree of freedom do not count.
         rounding: variances below its square count as that.
 
     Returns:
-        Two arrays (k, ...): variance, degrees of freedom.
+        Array (...) of bool; False where fewer than two count.
     """
     from scipy.special import chdtrc
 
-    known = (freedom > 0) & np.isfinite(own)
+    known = freedom > 0
     weight, count = np.where(known, freedom, 0.0), known.sum(axis=0)
-    floored = np.where(known, np.maximum(own, max(rounding**2, np.finfo(float).tiny)), 1.0)
+    floored = np.where(known, np.maximum(variances, max(rounding**2, np.finfo(float).tiny)), 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         whole = weight.sum(axis=0)
         gap = whole * np.log((weight * floored).sum(axis=0) / whole) - (weight * np.log(floored)).sum(axis=0)
         inverse = np.where(known, 1.0 / np.where(known, freedom, 1.0), 0.0).sum(axis=0)
         scaled = gap / (1.0 + (inverse - 1.0 / whole) / (3.0 * (count - 1)))
-        apart = (count > 1) & (chdtrc(count - 1, scaled) < BARTLETT)
-    floor = np.take_along_axis(np.sort(np.where(known, own, np.inf), axis=0), count[None] // 4, axis=0)
-    freedom = np.broadcast_to(freedom, own.shape)
-    return np.where(apart, np.maximum(own, floor), pooled), np.where(apart, freedom, together)
+        return (count > 1) & (chdtrc(count - 1, scaled) < BARTLETT)
+
+
+def lower_quartile(variances: np.ndarray, freedom: np.ndarray) -> np.ndarray:
+    """Of (k, ...) those with a degree of freedom: the smallest that has a quarter of them below it, infinite for
+    none."""
+    known = freedom > 0
+    ordered = np.sort(np.where(known, variances, np.inf), axis=0)
+    return np.take_along_axis(ordered, known.sum(axis=0)[None] // 4, axis=0)[0]
 
 
 def pair_variance(values: np.ndarray, reference: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
     """Of each scheme's differences from its reference, paired by seed: half their variance, so that a mean over n
-    seeds has the standard error sqrt(2 variance / n); pooled over all schemes where they are alike, else of the pair.
+    seeds has the standard error sqrt(2 variance / n).
+
+    Pooled over all schemes, unless the differences from some one of them have unlike variances (`unlike`; asked of
+    every scheme, so that a against b is what b against a is): then the pair's own, and none below the lower quartile of
+    all that one of its two schemes is part of.
 
     Args:
         values: (schemes, seeds, ...), NaN where there is none.
@@ -121,18 +128,31 @@ def pair_variance(values: np.ndarray, reference: np.ndarray | int) -> tuple[np.n
     Returns:
         Two arrays (schemes, ...): variance (NaN without a degree of freedom), degrees of freedom.
     """
-    reference = np.broadcast_to(reference, len(values))
-    gaps = values - values[reference]
+    number = len(values)
+    reference = np.broadcast_to(reference, number)
+    between = [_half_variance(values - one) for one in values]
+    own, freedom = (np.stack(part) for part in zip(*between, strict=True))
+    freedom[np.arange(number), np.arange(number)] = 0  # no scheme differs from itself
+    rounding = ROUNDING * np.abs(values[np.isfinite(values)]).max(initial=0.0)
+    apart = np.any([unlike(*pairs, rounding) for pairs in zip(own, freedom, strict=True)], axis=0)
+    pooled, together = residual_variance(values)
+    variance, left = [], []
+    for scheme, other in enumerate(reference):
+        sides = [scheme, other]
+        floor = lower_quartile(np.concatenate(own[sides]), np.concatenate(freedom[sides]))
+        variance.append(np.where(apart, np.maximum(own[scheme, other], floor), pooled))
+        left.append(np.where(apart, freedom[scheme, other], together))
+    return np.stack(variance), np.stack(left)
+
+
+def _half_variance(gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Over the seeds, (schemes, seeds, ...) -> variance / 2 and its degrees of freedom, (schemes, ...)."""
     known = np.isfinite(gaps)
     count = known.sum(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = np.where(known, gaps, 0.0).sum(axis=1) / count
         square = np.where(known, np.square(gaps - mean[:, None]), 0.0).sum(axis=1)
-        own, freedom = square / (count - 1) / 2, np.maximum(count - 1, 0)
-    itself = (reference == np.arange(len(values))).reshape(-1, *[1] * (own.ndim - 1))
-    largest = np.abs(values[np.isfinite(values)]).max(initial=0.0)
-    pooled, together = residual_variance(values)
-    return pooled_or_own(own, np.where(itself, 0, freedom), pooled, together, ROUNDING * largest)
+        return square / (count - 1) / 2, np.maximum(count - 1, 0)
 
 
 def differences(
@@ -203,17 +223,17 @@ def holm(p: np.ndarray) -> np.ndarray:
 
 
 def in_words(row: Any) -> str:
-    """A row of `judged` as a sentence: "different: lns is lower", "equivalent: within ±0.02", "undecided", and why
-    nothing can be said."""
+    """A row of `judged` as a sentence: "different: lns is lower" (and "within ±10%" where that is no more than the
+    margin), "equivalent: within ±0.02", "undecided", and why nothing can be said."""
     if row.seeds == 0:
         return "nothing to compare"
     if math.isnan(row.low):
         return f"{UNDECIDED}, {'one seed: ' if row.seeds == 1 else ''}no interval"
+    within = "within ±" + (f"{row.margin:.0%}" if row.kind == "ratio" else f"{row.margin:g}")
     if row.verdict == DIFFERENT:
-        return f"{DIFFERENT}: {row.a} is {'lower' if row.estimate < _neutral(row.kind) else 'higher'}"
-    if row.verdict == EQUIVALENT:
-        return f"{EQUIVALENT}: within ±" + (f"{row.margin:.0%}" if row.kind == "ratio" else f"{row.margin:g}")
-    return UNDECIDED
+        words = f"{DIFFERENT}: {row.a} is {'lower' if row.estimate < _neutral(row.kind) else 'higher'}"
+        return f"{words}, {within}" if _inside_margin(row) else words
+    return f"{EQUIVALENT}: {within}" if row.verdict == EQUIVALENT else UNDECIDED
 
 
 def expected_half_width(sd: float, seeds: int, schemes: int, level: float = 0.95, comparisons: int = 1) -> float:
@@ -315,5 +335,9 @@ def _neutral(kind: str) -> float:
 def _verdict(row: Any, level: float) -> str:
     if row.p_holm < 1 - level:
         return DIFFERENT
+    return EQUIVALENT if _inside_margin(row) else UNDECIDED
+
+
+def _inside_margin(row: Any) -> bool:
     low, high = (1 / (1 + row.margin), 1 + row.margin) if row.kind == "ratio" else (-row.margin, row.margin)
-    return EQUIVALENT if low <= row.low and row.high <= high else UNDECIDED
+    return bool(low <= row.low and row.high <= high)

@@ -20,7 +20,7 @@ def saturation(shares: pd.DataFrame, width: int) -> go.Figure:
     """Share of tanh inputs beyond lambda against kappa, a line a condition, below Chebyshev's bound 1/kappa^2.
 
     Args:
-        shares: columns `condition kappa share`; shares of zero are off the logarithmic axis.
+        shares: columns `condition kappa share`; shares of zero are off the logarithmic axis, and the subtitle says so.
         width: of the model; beyond kappa = sqrt(width) no input can exceed lambda.
     """
     title = "Saturation against κ: the share of tanh inputs beyond λ"
@@ -45,7 +45,8 @@ def saturation(shares: pd.DataFrame, width: int) -> go.Figure:
     bounds = theme.axis_bounds([*bound, *shares["share"]], True, 0.05)
     figure.update_yaxes(title_text="share beyond λ", **theme.value_axis(bounds, True)).update_xaxes(title_text="κ")
     figure.update_layout(legend=_ABOVE, margin=dict(l=80, r=30, t=110, b=58))
-    return theme.titled(figure, title, f"dotted: κ = √{width}, beyond which no input exceeds λ", 460)
+    zeros = " · shares of zero are not drawn" if shares["share"].eq(0).any() else ""
+    return theme.titled(figure, title, f"dotted: κ = √{width}, beyond which no input exceeds λ{zeros}", 460)
 
 
 def carried_ratio(stages: Mapping[str, pd.DataFrame]) -> go.Figure:

@@ -14,11 +14,14 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, choose, in_order
 from normlab.analysis.verdicts import differences, in_words, interval, judged
 from normlab.figures import theme
-from normlab.figures.labels import EndLabel, label_ends, label_room
+from normlab.figures.labels import EndLabel, label_ends, label_inside, label_room
 from normlab.figures.registry import register
 from normlab.probes.metrics import NGRAM_LOSSES, metric_row
 
 _MARGIN = dict(l=70, r=190, t=112, b=64)
+_DEPTH_MARGIN = dict(l=70, r=160, t=132, b=64)
+_BETWEEN = 0.26  # of the plot: room for labels between the two panels of `depth_scaling`
+_PANEL = ((1000 - _DEPTH_MARGIN["l"] - _DEPTH_MARGIN["r"]) * (1 - _BETWEEN) / 2, 400)  # pixels; of a page of 1000
 _LOSS = metric_row("loss")
 
 
@@ -184,7 +187,9 @@ def depth_scaling(
     Error bars of losses are Student's t intervals over seeds; a point with one seed has none. Those of differences have
     an sd pooled over all schemes of a depth where seeds move them alike, and all differences shown are one family
     (`normlab.analysis.verdicts`).
-    Open markers: not learned. Crosses on the upper edge: diverged. A difference is drawn where both schemes learned.
+    Losses: open markers are not learned, crosses on the upper edge diverged. Differences, drawn where both schemes
+    learned: discs are different, squares equivalent, rings undecided. A line that stops before the deepest depth has
+    its label where it stops.
 
     Args:
         reference: scheme to subtract; default the first of the registry that the table has.
@@ -200,10 +205,8 @@ def depth_scaling(
         return theme.message_figure("No held-out loss was logged in these runs.", title)
     base = reference or in_order(runs["scheme"].unique())[0]
     names = ["after training", f"difference from {theme.style_of(base).title}, paired by seed"]
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.26, subplot_titles=names)
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=_BETWEEN, subplot_titles=names)
     figure.update_annotations(font=dict(size=13))
-    height = 580
-    pixels = height - _MARGIN["t"] - _MARGIN["b"]
     levels = _levels(chosen)
     drawn = [*points["low"], *points["high"], *points["mean"], *_lowest(levels)]
     bounds = theme.axis_bounds(drawn, False) or (0.0, 1.0)
@@ -211,24 +214,29 @@ def depth_scaling(
         shift = _sideways(chosen.schemes, name)
         _add_depth_line(figure, points[points["scheme"] == name], name, bounds[1], shift)
     figure.update_yaxes(range=bounds, title_text=_LOSS.axis, col=1)
-    labels = _last_labels(points, chosen.depths[-1])
-    labels += _mark_levels(figure, levels, bounds, columns=(1,))
-    label_ends(figure, labels, bounds, pixels, False)
-    _add_differences(figure, chosen, base, level, pixels)
+    named = _mark_levels(figure, levels, bounds, columns=(1,))
+    _label_lines(figure, chosen, points.dropna(subset="mean").rename(columns={"mean": "y"}), bounds, named)
+    _add_differences(figure, chosen, base, level)
     depths = chosen.depths
-    edge = 0.12 * max(1.0, math.log2(depths[-1] / depths[0]) / 4)
-    span = [math.log10(depths[0]) - edge, math.log10(depths[-1]) + edge]
     figure.update_xaxes(
-        type="log", tickvals=depths, ticktext=[str(d) for d in depths], title_text="depth (blocks)", range=span
+        type="log", tickvals=depths, ticktext=[str(d) for d in depths], title_text="depth (blocks)", range=_span(depths)
     )
-    figure.update_layout(showlegend=False, margin=_MARGIN)
-    marks = f"bars: {level:.0%} interval over seeds · ○ not learned, × diverged · {_dotted(levels)}"
-    return theme.titled(figure, title, f"{chosen.describe()}<br>{marks}", height)
+    figure.update_layout(showlegend=False, margin=_DEPTH_MARGIN)
+    marks = f"bars: {level:.0%} interval over seeds · left: ○ not learned, × diverged · right: {theme.VERDICT_KEY}"
+    height = _PANEL[1] + _DEPTH_MARGIN["t"] + _DEPTH_MARGIN["b"]
+    return theme.titled(figure, title, f"{chosen.describe()}<br>{marks}<br>{_dotted(levels)}", height)
+
+
+def _span(depths: Sequence[int]) -> list[float]:
+    """The logarithmic axis of depths, in decades."""
+    edge = 0.12 * max(1.0, math.log2(depths[-1] / depths[0]) / 4)
+    return [math.log10(depths[0]) - edge, math.log10(depths[-1]) + edge]
 
 
 def _sideways(schemes: Sequence[str], name: str) -> float:
     """Factor on a depth that keeps the intervals of schemes at the same depth apart on a logarithmic axis."""
-    return 1.012 ** (schemes.index(name) - (len(schemes) - 1) / 2)
+    step = min(1.035, 1.25 ** (1 / len(schemes)))
+    return step ** (schemes.index(name) - (len(schemes) - 1) / 2)
 
 
 def _depth_points(chosen: Selection, level: float) -> pd.DataFrame:
@@ -289,42 +297,57 @@ def _add_depth_line(figure: go.Figure, points: pd.DataFrame, name: str, top: flo
         )
 
 
-def _last_labels(points: pd.DataFrame, deepest: int) -> list[EndLabel]:
-    """A label where each line ends, which may be before the deepest depth."""
-    labels = []
-    for name in in_order(points["scheme"]):
-        own = points[(points["scheme"] == name) & points["mean"].notna()]
-        if len(own):
-            last = own.iloc[-1]
-            labels.append(_label_at(name, float(last["mean"]), int(last["depth"]), deepest))
-    return labels
+def _label_lines(
+    figure: go.Figure,
+    chosen: Selection,
+    points: pd.DataFrame,
+    bounds: tuple[float, float],
+    levels: Sequence[EndLabel] = (),
+    axis: str = "",
+) -> None:
+    """A label at the end of each line of a panel, right of the panel for those that reach the deepest depth.
+
+    Args:
+        points: columns `scheme depth y`, by depth.
+        levels: labels of horizontal lines.
+    """
+    last = points.drop_duplicates("scheme", keep="last")
+    whole: list[EndLabel] = list(levels)
+    short: list[EndLabel] = []
+    for name, depth, y in last[["scheme", "depth", "y"]].itertuples(index=False):
+        style, reaches = theme.style_of(name), depth == chosen.depths[-1]
+        x = math.log10(depth * _sideways(chosen.schemes, name))
+        (whole if reaches else short).append(EndLabel(float(y), style.title, style.color, x))
+    label_ends(figure, whole, bounds, _PANEL[1], False, axis)
+    low, high = _span(chosen.depths)
+    lines = [
+        (np.log10(trace.x), trace.y)
+        for trace in figure.data
+        if trace.xaxis == f"x{axis}" and trace.mode == "lines+markers"
+    ]
+    lines += [([low, high], [level] * 2) for level in [0.0, *(label.y for label in levels)]]
+    label_inside(figure, short, lines, bounds, _PANEL, high - low, axis)
 
 
-def _label_at(name: str, value: float, depth: int, deepest: int) -> EndLabel:
-    style = theme.style_of(name)
-    return EndLabel(value, style.title + (f", to depth {depth}" if depth < deepest else ""), style.color)
-
-
-def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: float, pixels: int) -> None:
+def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: float) -> None:
     values = last_values(chosen, "loss")
     learned = values[values["run"].isin(chosen.runs.index[chosen.runs["status"] == FINISHED])]
     present = set(learned["scheme"])
     others = [name for name in chosen.schemes if name != base and name in present]
-    labels: list[EndLabel] = []
-    reach: list[float] = [0.0]
     found = [differences(learned, name, base, "loss", level) for name in others if base in present]
     family = judged(pd.concat(found, ignore_index=True), level) if found else pd.DataFrame(columns=["a", "seeds"])
-    for name, gaps in family[family["seeds"] > 0].groupby("a", sort=False):
+    known = family[family["seeds"] > 0]
+    for name, gaps in known.groupby("a", sort=False):
         figure.add_trace(_difference(gaps, name, _sideways(chosen.schemes, name)), row=1, col=2)
-        last = gaps.iloc[-1]
-        labels.append(_label_at(name, float(last["estimate"]), int(last["depth"]), chosen.depths[-1]))
-        reach += [*gaps["estimate"], *gaps["low"], *gaps["high"]]
-    if not labels:
-        theme.note(figure, f"no scheme to compare with {theme.style_of(base).title}", "2")
-    bounds = theme.axis_bounds(reach, False) or (-1.0, 1.0)
-    figure.update_yaxes(range=bounds, title_text=f"loss difference ({_LOSS.unit})", col=2)
     figure.add_hline(y=0, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"), row=1, col=2)
-    label_ends(figure, labels, bounds, pixels, False, axis="2")
+    figure.update_yaxes(title_text=f"loss difference ({_LOSS.unit})", col=2)
+    if known.empty:
+        theme.note(figure, f"no scheme to compare with {theme.style_of(base).title}", "2")
+        return
+    bounds = theme.axis_bounds([0.0, *known["estimate"], *known["low"], *known["high"]], False) or (-1.0, 1.0)
+    figure.update_yaxes(range=bounds, col=2)
+    ends = known.sort_values("depth").rename(columns={"a": "scheme", "estimate": "y"})
+    _label_lines(figure, chosen, ends, bounds, axis="2")
 
 
 def _difference(gaps: pd.DataFrame, name: str, shift: float) -> go.Scatter:
@@ -342,7 +365,12 @@ def _difference(gaps: pd.DataFrame, name: str, shift: float) -> go.Scatter:
         name=name,
         meta=dict(scheme=name, panel="difference"),
         line=dict(color=theme.faded(style.color, 0.45), width=1, dash=style.dash),
-        marker=dict(color=style.color, size=6),
+        marker=dict(
+            color=style.color,
+            size=8,
+            symbol=[theme.VERDICT_MARKS[verdict] for verdict in gaps["verdict"]],
+            line=dict(width=2, color=style.color),
+        ),
         hovertemplate=(
             f"<b>{style.title}</b><br>depth %{{customdata[0]}}: %{{y:+.4f}}"
             " [%{customdata[3]:+.4f}, %{customdata[4]:+.4f}]"

@@ -19,7 +19,7 @@ from normlab.figures.registry import register
 
 # metric -> (title, axis)
 BY_LAYER = {
-    "skip_delta_loss": ("Loss added by leaving out one block", "nats per token"),
+    "skip_delta_loss": ("Loss added by", "nats per token"),  # and which of `PARTS`
     "jacobian_identity": ("How far a block's Jacobian is from the identity", "‖J − I‖ / ‖I‖"),
     "logit_lens_kl": ("How far the prediction after a layer is from the last", "KL, nats per token"),
 }
@@ -33,11 +33,12 @@ BY_PAIR = {
     "skip_future_effect": ("What later blocks do when one is skipped", "later block", "skipped block", "change"),
 }
 PARTS = {
-    "block": "block skipped",
-    "attention": "attention skipped",
-    "mlp": "MLP skipped",
-    "deleted": "block deleted, the others renumbered",
+    "block": "leaving out one block",
+    "attention": "leaving out one block's attention",
+    "mlp": "leaving out one block's MLP",
+    "deleted": "deleting one block and renumbering the others",
 }
+_BELOW = 5.0  # a logarithmic axis goes to that part of the lowest mean, and cuts intervals there
 
 
 @register("skip_cost", "C2", "loss added by leaving out one block", reads="experiments", metric="skip_delta_loss")
@@ -61,7 +62,8 @@ def by_layer(
     schemes: Sequence[str] | None = None,
     log: bool = False,
 ) -> go.Figure:
-    """One number a layer, a line a scheme: the mean over seeds, with its interval; each seed is a dot.
+    """One number a layer, a line a scheme: the mean over seeds, with its interval; each seed is a dot. The schemes of a
+    layer stand side by side.
 
     The interval is mean +- t(0.95, df) sd / sqrt(seeds), the sd of a layer pooled over all schemes shown,
     where seeds move them alike (`normlab.analysis.claims.means`).
@@ -71,7 +73,8 @@ def by_layer(
         metric: a name of `BY_LAYER`.
         part: for skip_delta_loss, what is left out: a name of `PARTS`.
         depth: default the deepest at which most schemes were run.
-        log: logarithmic axis, on which values at or below zero are not shown.
+        log: logarithmic axis. It goes no deeper than a fifth of the lowest positive mean: seeds below it are not
+            drawn, and the subtitle says so; an interval that reaches below it is cut at the axis, with a triangle.
 
     Raises:
         NormlabError: an unknown metric or part.
@@ -79,30 +82,43 @@ def by_layer(
     if metric not in BY_LAYER or part not in PARTS:
         raise NormlabError(f"no figure of {metric}, {part}: metrics {', '.join(BY_LAYER)}; parts {', '.join(PARTS)}")
     title, axis = BY_LAYER[metric]
+    title += f" {PARTS[part]}" if metric == "skip_delta_loss" else ""
     rows, about = _chosen(experiments, metric, part, depth, schemes)
     if rows.empty:
         return theme.message_figure(f"No run measured {metric} ({PARTS[part]}).", title)
-    table = means(rows.assign(depth=rows["layer"].astype(int)), metric)
-    if log:  # a line to what a logarithm does not have would fall out of the figure
-        rows, table = rows[rows["value"] > 0], table.assign(estimate=table["estimate"].where(table["estimate"] > 0))
-    figure, ends = go.Figure(), []
-    for scheme in in_order(table.dropna(subset="estimate")["a"]):
-        own, dots = table[table["a"] == scheme].sort_values("depth"), rows[rows["scheme"] == scheme]
-        style = theme.style_of(scheme)
-        figure.add_trace(_seeds(dots, style))
-        figure.add_trace(_mean_line(own, style, metric))
-        ends.append(EndLabel(float(own["estimate"].dropna().iloc[-1]), style.title, style.color))
-    reach = [*rows["value"], *table["low"].dropna(), *table["high"].dropna()]
-    bounds = theme.axis_bounds(reach if log else [0.0, *reach], log) or (-1.0, 1.0)
-    figure.update_yaxes(title_text=axis, **theme.value_axis(bounds, log))
     first, last = int(rows["layer"].min()), int(rows["layer"].max())
-    figure.update_xaxes(title_text="layer" if first == 0 else "block", dtick=max(1, (last - first) // 12))
+    table = means(rows.assign(depth=rows["layer"].astype(int)), metric)
+    remarks = ["dots are seeds, bars 95% intervals, spread pooled where alike"] if rows["seed"].nunique() > 1 else []
+    if log:  # a line to what a logarithm does not have would fall out of the figure
+        table = table.assign(estimate=table["estimate"].where(table["estimate"] > 0))
+        seen = rows["value"] >= table["estimate"].min() / _BELOW
+        remarks += [] if seen.all() else [f"{(~seen).sum()} of {len(rows)} dots lie below the axis"]
+        rows = rows[seen]
+    bounds = _bounds(rows, table, log)
+    bottom = 10 ** bounds[0] if log else -math.inf
+    figure, ends = go.Figure(), []
+    names = in_order(table.dropna(subset="estimate")["a"])
+    for name, aside in zip(names, _aside(len(names), last - first), strict=True):
+        own, dots = table[table["a"] == name].sort_values("depth"), rows[rows["scheme"] == name]
+        style = theme.style_of(name)
+        figure.add_trace(_seeds(dots, style, aside))
+        figure.add_trace(_mean_line(own, style, metric, aside, bottom))
+        below = own[own["estimate"].notna() & (own["low"] < bottom)]
+        if len(below):
+            figure.add_trace(_cut_ends(below, style, aside, bottom))
+        ends.append(EndLabel(float(own["estimate"].dropna().iloc[-1]), style.title, style.color))
+    figure.update_yaxes(title_text=axis, **theme.value_axis(bounds, log))
+    figure.update_xaxes(
+        title_text="layer" if first == 0 else "block",
+        tickvals=list(range(first, last + 1, max(1, (last - first) // 12))),
+        range=[first - 0.35, last + 0.35],
+    )
     margin = dict(l=72, r=label_room(ends), t=96, b=58)
     label_ends(figure, ends, bounds, 500 - margin["t"] - margin["b"], log)
     figure.update_layout(showlegend=False, margin=margin)
-    what = f"{PARTS[part]} · " if metric == "skip_delta_loss" else ""
-    spread = " · dots are seeds, bars 95% intervals, spread pooled where alike" if rows["seed"].nunique() > 1 else ""
-    return theme.titled(figure, title, f"{what}{about}{spread}", 500)
+    if any(trace.meta and trace.meta.get("cut") for trace in figure.data):
+        remarks.append("▼ an interval goes on below it")
+    return theme.titled(figure, title, about + ("<br>" + " · ".join(remarks) if remarks else ""), 500)
 
 
 @register(
@@ -158,7 +174,9 @@ def by_pair(
         coloraxis=dict(colorscale=[list(stop) for stop in theme.SEQUENTIAL], cmin=0.0, cmax=high, colorbar=bar)
     )
     figure.update_xaxes(showgrid=False).update_yaxes(showgrid=False)
-    figure.update_xaxes(title_text=across, row=lines).update_yaxes(title_text=upwards, col=1)
+    figure.update_xaxes(showticklabels=True).update_yaxes(title_text=upwards, col=1)
+    for place in range(max(0, len(names) - columns), len(names)):  # the lowest of each column
+        figure.update_xaxes(title_text=across, row=place // columns + 1, col=place % columns + 1)
     figure.update_layout(margin=dict(l=72, r=60, t=130, b=58))
     return theme.titled(figure, title, f"{about} · means over seeds", 150 + 300 * lines)
 
@@ -180,29 +198,63 @@ def _chosen(
     return rows, f"depth {depth} · width {widths} · {seeds}"
 
 
-def _seeds(dots: pd.DataFrame, style: theme.Style) -> go.Scatter:
+def _bounds(rows: pd.DataFrame, table: pd.DataFrame, log: bool) -> tuple[float, float]:
+    """What the axis holds: all seeds, means and intervals; if logarithmic, of intervals what is not too far below."""
+    values, ends = [*rows["value"], *table["estimate"].dropna()], [*table["low"].dropna(), *table["high"].dropna()]
+    if not log:
+        return theme.axis_bounds([0.0, *values, *ends], False) or (-1.0, 1.0)
+    lowest = table["estimate"].min() / _BELOW
+    return theme.axis_bounds([*values, *(end for end in ends if end >= lowest)], True) or (-1.0, 1.0)
+
+
+def _aside(count: int, layers: int) -> list[float]:
+    """How far each of so many schemes stands beside its layer, in layers, of which the figure holds so many."""
+    step = min(0.013 * layers, 0.4 / max(1, count))
+    return [(place - (count - 1) / 2) * step for place in range(count)]
+
+
+def _seeds(dots: pd.DataFrame, style: theme.Style, aside: float) -> go.Scatter:
     return go.Scatter(
-        x=dots["layer"].astype(int).tolist(),
+        x=[int(layer) + aside for layer in dots["layer"]],
         y=dots["value"].tolist(),
         mode="markers",
         name=style.name,
         marker=dict(color=style.color, size=5, opacity=0.35),
-        customdata=dots["seed"].tolist(),
-        hovertemplate=f"{style.title}, seed %{{customdata}}, %{{x}}: %{{y:.4~g}}<extra></extra>",
+        customdata=dots[["seed", "layer"]].astype(int).to_numpy().tolist(),
+        hovertemplate=f"{style.title}, seed %{{customdata[0]}}, %{{customdata[1]}}: %{{y:.4~g}}<extra></extra>",
     )
 
 
-def _mean_line(own: pd.DataFrame, style: theme.Style, metric: str) -> go.Scatter:
-    half = np.nan_to_num((own["high"] - own["estimate"]).to_numpy(float))
+def _mean_line(own: pd.DataFrame, style: theme.Style, metric: str, aside: float, bottom: float) -> go.Scatter:
+    """The means, with intervals that end at `bottom` where they would go further."""
+    above, below = own["high"] - own["estimate"], own["estimate"] - own["low"].clip(lower=bottom)
+    above, below = (np.nan_to_num(side.to_numpy(float)).tolist() for side in (above, below))
     return go.Scatter(
-        x=own["depth"].tolist(),
+        x=(own["depth"] + aside).tolist(),
         y=[None if math.isnan(value) else value for value in own["estimate"]],
-        error_y=dict(type="data", array=half.tolist(), thickness=1, width=3),
+        error_y=dict(type="data", symmetric=False, array=above, arrayminus=below, thickness=1, width=3)
+        | dict(color=theme.faded(style.color, 0.5)),
+        customdata=own["depth"].tolist(),
         mode="lines",
         name=style.name,
         meta=dict(scheme=style.name),
         line=dict(color=style.color, dash=style.dash, width=2),
-        hovertemplate=f"<b>{style.title}</b><br>%{{x}}: %{{y:.4~g}}<br><i>{metric}</i><extra></extra>",
+        hovertemplate=f"<b>{style.title}</b><br>%{{customdata}}: %{{y:.4~g}}<br><i>{metric}</i><extra></extra>",
+    )
+
+
+def _cut_ends(below: pd.DataFrame, style: theme.Style, aside: float, bottom: float) -> go.Scatter:
+    return go.Scatter(
+        x=(below["depth"] + aside).tolist(),
+        y=[bottom] * len(below),
+        mode="markers",
+        name=style.name,
+        meta=dict(scheme=style.name, cut=True),
+        cliponaxis=False,
+        marker=dict(symbol="triangle-down", size=7, color=theme.faded(style.color, 0.5)),
+        customdata=below[["depth", "low"]].to_numpy(float).tolist(),
+        hovertemplate=f"<b>{style.title}</b><br>%{{customdata[0]}}: the interval goes on to %{{customdata[1]:.4~g}}"
+        "<extra></extra>",
     )
 
 

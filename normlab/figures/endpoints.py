@@ -13,7 +13,7 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.selection import NothingToShow, Selection, choose, in_order, mean_of
 from normlab.analysis.verdicts import differences
 from normlab.figures import theme
-from normlab.figures.growth import short
+from normlab.figures.growth import footnote, published_source, short
 from normlab.figures.registry import register
 from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
 
@@ -42,7 +42,8 @@ def growth_before_after(
 
     Args:
         reference: scheme that ratios refer to; default the first of the registry that the table has.
-        published: table of `normlab.load_published`: its ratios at the same metric are listed beside ours.
+        published: table of `normlab.load_published`: its ratios at the same metric are listed beside ours, and a
+            footnote says of which model and how they were read.
     """
     row = metric_row(metric)
     title = f"{row.label[0].upper()}{row.label[1:]} after the last layer: before and after training"
@@ -60,7 +61,8 @@ def growth_before_after(
     everyone = _everyone(runs, chosen)
     pools = [last_values(everyone, metric, site=site, mask=mask, step=step) for step in (0, None)]
     base = reference or in_order(runs["scheme"].unique())[0]
-    printed = _published_values(published, metric)
+    theirs = _published_rows(published, row, base, chosen.schemes)
+    printed = theirs.set_index("scheme")["value"].astype(np.float64)
     table = table.sort_values("end", na_position="last")
     figure = go.Figure()
     _add_rows(figure, table, row)
@@ -79,9 +81,14 @@ def growth_before_after(
     )
     bounds = theme.axis_bounds([*table["start"], *table["end"]], row.log)
     figure.update_xaxes(title_text=row.axis, **theme.value_axis(bounds, row.log))
-    figure.update_layout(showlegend=False, margin=dict(l=150, r=400 if len(printed) else 275, t=100, b=62))
+    figure.update_layout(
+        showlegend=False, margin=dict(l=150, r=400 if len(printed) else 275, t=100, b=82 if len(printed) else 62)
+    )
+    if len(printed):
+        layers = ", ".join(str(layer) for layer in sorted(theirs["layer"].unique()))
+        footnote(figure, f"published: ratio in another model after its layer {layers}: {published_source(theirs)}.")
     subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · ○ step 0, ● after training"
-    return theme.titled(figure, title, subtitle, 180 + _ROW * (len(table) + 1))
+    return theme.titled(figure, title, subtitle, 180 + 20 * bool(len(printed)) + _ROW * (len(table) + 1))
 
 
 def _everyone(runs: pd.DataFrame, chosen: Selection) -> Selection:
@@ -161,7 +168,7 @@ def _add_ratios(
         _text(figure, -0.55, _COLUMNS[key], head, theme.NEUTRAL)
     for place, name in enumerate(names):
         cells = {key: _ratio(*values, name, base, row.name) for key, values in ends.items()}
-        if row.is_ratio and name in printed.index and base in printed.index:
+        if name in printed.index:
             cells["published"] = f"{printed[name] / printed[base]:.2f}"
         for key, text in cells.items():
             _text(
@@ -183,12 +190,14 @@ def _ratio(values: pd.DataFrame, pool: pd.DataFrame, name: str, base: str, metri
     return short(found["estimate"]) + interval
 
 
-def _published_values(published: pd.DataFrame | None, metric: str) -> pd.Series:
-    """By scheme, from the paper's figure that reads this metric at a layer."""
+def _published_rows(published: pd.DataFrame | None, row: Metric, base: str, schemes: Sequence[str]) -> pd.DataFrame:
+    """A row a scheme, from the paper's figure that reads this metric at a layer; none where it has no ratio to the
+    base."""
     if published is None:
-        return pd.Series(dtype=np.float64)
-    rows = published[(published["metric"] == metric) & published["scheme"].notna() & published["layer"].notna()]
-    return rows.drop_duplicates("scheme").set_index("scheme")["value"].astype(np.float64)
+        return pd.DataFrame(columns=["scheme", "value"])
+    keep = (published["metric"] == row.name) & published["scheme"].isin(schemes) & published["layer"].notna()
+    rows = published[keep].drop_duplicates("scheme")
+    return rows if row.is_ratio and base in set(rows["scheme"]) else rows.iloc[:0]
 
 
 def _text(figure: go.Figure, place: float, shift: int, text: str, color: str) -> None:

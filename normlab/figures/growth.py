@@ -260,10 +260,18 @@ def _step_bar(figure: go.Figure, last: float) -> None:
 
 
 def _published_key(figure: go.Figure, points: pd.DataFrame) -> None:
+    footnote(figure, f"◇ published at that layer of its own model: {published_source(points)}.")
+
+
+def published_source(points: pd.DataFrame) -> str:
+    """Where published values are from, in words, and how far off they may have been read."""
     sources = sorted({f"{p.paper} {p.where}, {p.model}" for p in points.itertuples()})
     error = points["relative_error"].max()
-    reading = f", read off the plot ±{error:.0%}" if error > 0 else ""
-    text = f"◇ published at that layer of its own model: {'; '.join(sources)}{reading}."
+    return "; ".join(sources) + (f", read off the plot ±{error:.0%}" if error > 0 else "")
+
+
+def footnote(figure: go.Figure, text: str) -> None:
+    """A line below the axis titles."""
     figure.add_annotation(
         text=text,
         x=0,

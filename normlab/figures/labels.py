@@ -1,7 +1,8 @@
 """Labels at the ends of lines, moved apart where lines end together.
 
 EndLabel      text for the end of a line, in the line's colour
-label_ends    as annotations, with a thin line to a label that had to move: for a figure that stands still
+label_ends    right of a panel as annotations, with thin lines if any had to move: for a figure that stands still
+label_inside  the same within a panel, for lines that end there
 label_trace   as one trace of text: for a figure that moves, where it costs nothing
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 LINE = 15  # pixels of a line of text
+_LETTER = 6.6  # pixels of a letter
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,56 @@ def label_ends(
         pixels: height of the panel.
     """
     unit = (bounds[1] - bounds[0]) / pixels
-    for label, end, place in _placed(labels, bounds, pixels, log):
-        shift = (end - place) / unit
-        font = dict(size=12, color=label.color)
-        where = dict(text=label.text, font=font, xref=f"x{axis} domain", x=1.0, xanchor="left", yref=f"y{axis}", y=end)
-        line: dict[str, Any] = dict(showarrow=False, xshift=6)
-        if abs(shift) >= 2:
-            line = dict(showarrow=True, arrowhead=0, arrowwidth=0.8, arrowcolor=label.color, standoff=2)
-            line |= dict(ax=22, ay=shift)
-        figure.add_annotation(**where, **line)
+    placed = _placed(labels, bounds, pixels, log)
+    moved = any(abs(end - place) >= 2 * unit for _, end, place in placed)  # then all stand in one column
+    for label, end, place in placed:
+        where = dict(xref=f"x{axis} domain", x=1.0, yref=f"y{axis}", y=end)
+        figure.add_annotation(**where, **_words(label), **_leader(label.color, 22, (end - place) / unit, moved))
+
+
+def label_inside(
+    figure: go.Figure,
+    labels: Sequence[EndLabel],
+    lines: Sequence[tuple[Sequence[float], Sequence[float]]],
+    bounds: tuple[float, float],
+    size: tuple[float, float],
+    across: float,
+    axis: str = "",
+) -> None:
+    """Write labels right of their lines' ends in the panel `axis`, up or down where a line or a label is in the way.
+
+    Args:
+        labels: `x` in units of its axis (decades where it is logarithmic), `y` on a linear one.
+        lines: all that are drawn in the panel, (x, y) in the same units.
+        bounds: the y-axis range.
+        size: width and height of the panel in pixels.
+        across: how much of x the width holds.
+    """
+    unit, pixel = (bounds[1] - bounds[0]) / size[1], across / size[0]
+    taken = list(lines)
+    for label in sorted(labels, key=lambda label: -label.y):
+        edges = [label.x + 10 * pixel, label.x + (26 + _LETTER * len(label.text)) * pixel]
+        span = np.linspace(edges[0], edges[1], 25)
+        crossed = np.concatenate([np.interp(span, x, y, left=math.nan, right=math.nan) for x, y in taken])
+        crossed = crossed[np.isfinite(crossed)]
+        tries = [label.y + side * step * unit for step in range(0, 120, 3) for side in (1, -1)]
+        free = (at for at in tries if bounds[0] < at < bounds[1] and np.all(np.abs(crossed - at) >= 0.6 * LINE * unit))
+        place = next(free, label.y)
+        taken += [(edges, [place + part * LINE * unit] * 2) for part in (-0.4, 0.4)]
+        shift = (label.y - place) / unit
+        where = dict(xref=f"x{axis}", x=label.x, yref=f"y{axis}", y=label.y)
+        figure.add_annotation(**where, **_words(label), **_leader(label.color, 16, shift, abs(shift) >= 2))
+
+
+def _words(label: EndLabel) -> dict[str, Any]:
+    return dict(text=label.text, font=dict(size=12, color=label.color), xanchor="left")
+
+
+def _leader(color: str, right: float, down: float, drawn: bool) -> dict[str, Any]:
+    """How far a label stands from its line's end, in pixels, and whether a thin line leads to it."""
+    if not drawn:
+        return dict(showarrow=False, xshift=6, yshift=-down)
+    return dict(showarrow=True, arrowhead=0, arrowwidth=0.8, arrowcolor=color, standoff=2, ax=right, ay=down)
 
 
 def label_trace(
@@ -104,4 +147,4 @@ def label_trace(
 
 def label_room(labels: Sequence[EndLabel]) -> int:
     """Pixels that labels need right of a panel."""
-    return 40 + round(6.6 * max((len(label.text) for label in labels), default=0))
+    return 40 + round(_LETTER * max((len(label.text) for label in labels), default=0))

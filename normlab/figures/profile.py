@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.profiles import Profile, Profiles, View, default_view
+from normlab.analysis.profiles import LEVEL, Profile, Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.figures.labels import EndLabel, label_trace
@@ -27,13 +27,15 @@ _THEORY = "theory"
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """How a view is drawn: bands, log axis, page theme, published values (a table, or None for none), theory."""
+    """How a view is drawn: bands, log axis, page theme, published values (a table, or None for none), theory, and
+    whether the value axis holds the view's own step or, staying still while steps go by, all of them."""
 
     band: bool = True
     log: bool = False
     theme: str = "light"
     published: pd.DataFrame | None = field(default=None, compare=False)
     theory: bool = False
+    one_step: bool = False
 
 
 def profile(
@@ -61,10 +63,10 @@ def profile(
             were run (`normlab.analysis.profiles.default_view`).
         relative: each profile divided by its value at layer 1.
         reference: scheme against which all are shown, with 95% intervals.
-        band: shade from the smallest to the largest seed, or the interval.
+        band: shade from the smallest to the largest seed, or the interval; the line under the title says which.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
-        log: logarithmic value axis.
+        log: logarithmic value axis; ratios to a reference have one in any case.
         theory: a thin line with rings a scheme, what theory predicts before training: rows of
             `normlab.analysis.theory.predict`, or what the runs were configured with (`normlab.read_configs`). Nothing
             where it says nothing.
@@ -87,7 +89,7 @@ def profile(
     view = replace(
         view, metric=metric, site=site, mask=mask, depth=depth, step=step, relative=relative, reference=reference
     )
-    options = PlotOptions(band, log, theme, published, theory=theory is not None)
+    options = PlotOptions(band, log, theme, published, theory=theory is not None, one_step=True)
     return plain(drawing(profiles, view, options))
 
 
@@ -107,22 +109,29 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     lines = profiles.lines(view)
     predicted = profiles.predicted(view) if options.theory else []
     printed = _published(options.published, view)
-    span = profiles.span(view) + ([] if printed is None else [*printed["value"]])
+    bands = [line for line in lines if options.band and np.isfinite(line.low).any()]
+    span = _span(lines, bands) if options.one_step else profiles.span(view)
+    span += [] if printed is None else [*printed["value"]]
     span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
-    log = options.log and (row.log or min(span, default=1.0) > 0)  # of sizes, zeros are left out
+    log = log_axis(view, options.log) and (row.log or min(span, default=1.0) > 0)  # of sizes, zeros are left out
     bounds = look.axis_bounds(span, log)
-    traces = [_band(line, options.theme) for line in lines if options.band and np.isfinite(line.low).any()]
+    traces = [_band(line, options.theme) for line in bands]
     traces += [_prediction(line, view, options.theme) for line in predicted]
     traces += [_line(line, view, options.theme) for line in lines]
     traces += [] if printed is None else [_markers(printed, row.name, options.theme)]
     labels = label_trace([_end(line, options.theme) for line in lines], bounds, _PANEL, log)
     traces += [] if labels is None else [labels]
     deepest = max(view.depth, 0 if printed is None else int(printed["layer"].max()))
-    title = dict(
-        text=_title(view, profiles.rate(view.depth)), y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD)
-    )
+    words = _title(view, profiles.rate(view.depth), bool(bands))
+    title = dict(text=words, y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD))
     layout = _layout(view, deepest, bounds, log, options.theme) | {"title": title}
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
+
+
+def log_axis(view: View, asked: bool) -> bool:
+    """Whether the value axis is to be logarithmic: where the reader asks for it, and for ratios to a reference, whose
+    intervals reach as far down as up on no other."""
+    return asked or (view.reference is not None and metric_row(view.metric).is_ratio)
 
 
 def log_remark(profiles: Profiles, view: View) -> str:
@@ -146,6 +155,12 @@ def published_remark(published: pd.DataFrame | None, view: View) -> str:
     if _published(published, view) is not None:
         return "diamonds: published values, of larger models"
     return f"no published value stands beside this view of the {metric_row(view.metric).label}"
+
+
+def _span(lines: Sequence[Profile], bands: Sequence[Profile]) -> list[float]:
+    """All values of these lines and ends of these bands."""
+    parts = [*(line.values for line in lines), *(end for line in bands for end in (line.low, line.high))]
+    return [float(value) for part in parts for value in part if np.isfinite(value)]
 
 
 def _band(line: Profile, theme: str) -> dict[str, Any]:
@@ -233,12 +248,14 @@ def _end(line: Profile, theme: str) -> EndLabel:
     return EndLabel(last, style.title, look.ink(style.color, theme), x=int(line.layers[-1]))
 
 
-def _title(view: View, rate: str) -> str:
+def _title(view: View, rate: str, band: bool) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
     where = f"{site_label(view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
     title = f"{row.label[0].upper()}{row.label[1:]} by layer, {when}"
-    return look.in_one(title, where, *wrap(row.definition, _LINE))
+    shaded = "smallest to largest seed" if view.reference is None else f"{LEVEL:.0%} interval"
+    about = row.definition + (f" · shaded: {shaded}" if band else "")
+    return look.in_one(title, where, *wrap(about, _LINE))
 
 
 @cache

@@ -16,12 +16,12 @@ from normlab.probes.metrics import metric_row
 from normlab.schemes import SCHEMES
 
 TITLES = {"perplexity": "perplexity"} | {
-    name: f"{metric_row(name).label}, last layer" for name in QUANTITIES if name != "perplexity"
+    name: f"{metric_row(name).label},<br>last layer" for name in QUANTITIES if name != "perplexity"
 }
 OURS = ("circle", "square", "diamond", "triangle-up", "triangle-down")
 THEIRS = ("x-thin-open", "cross-thin-open", "asterisk-open", "y-up-open", "hourglass-open", "bowtie-open", "star-open")
 BROKEN = {"perplexity": 3.0}  # a model so many times worse than the base did not train: marked, not drawn to scale
-_ROW = 46  # pixels a scheme
+_MARK = 13  # pixels from a mark of a scheme to the next
 
 
 @register("published_ratios", "N1", "ratios to the base scheme, the papers' and ours", overlays=True)
@@ -30,9 +30,10 @@ def published_ratios(
 ) -> go.Figure:
     """Ratios to a base scheme of perplexity, and of size and variance after the last layer: theirs and ours.
 
-    A row is a scheme. Filled marks are these runs, a shape a depth, with intervals; thin marks are what papers print
-    for their own, far larger models, a shape a model. Left of 1 is lower than the base. A perplexity of more than three
-    times the base's is a model that did not train: an arrow at the edge, its ratio when hovered.
+    A row is a scheme, as high as its marks need that stand one below the other. Filled marks are these runs, a shape a
+    depth, with intervals; thin marks are what papers print for their own, far larger models, a shape a model. Left of 1
+    is lower than the base. A perplexity of more than three times the base's is a model that did not train: an arrow at
+    the edge, its ratio when hovered.
 
     Args:
         published: table of `normlab.load_published`.
@@ -49,12 +50,13 @@ def published_ratios(
         return theme.message_figure(f"No run of another scheme beside {base}.", title)
     schemes = in_order(table["scheme"])
     shapes = _shapes(table)
+    places, deepest = _places(table, schemes)
     figure = make_subplots(
         1, len(QUANTITIES), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=[*TITLES.values()]
     )
     for column, quantity in enumerate(QUANTITIES, 1):
         rows = table[table["quantity"] == quantity]
-        for place, scheme in enumerate(schemes):
+        for scheme, place in places.items():
             _add_scheme(figure, rows[rows["scheme"] == scheme], place, scheme, shapes, column)
         figure.add_vline(
             1.0, line=dict(color=theme.style_of(base).color, width=1), row=1, col=column, exclude_empty_subplots=False
@@ -64,16 +66,33 @@ def published_ratios(
     for (source, model), shape in shapes.items():
         figure.add_trace(_key(source, model, shape))
     names = [f"<b style='color:{theme.style_of(name).color}'>{theme.style_of(name).title}</b>" for name in schemes]
-    figure.update_yaxes(
-        tickvals=list(range(len(schemes))), ticktext=names, range=[len(schemes) - 0.4, -0.6], showgrid=False
-    )
-    figure.update_layout(legend=dict(x=1.01, y=1, xanchor="left"), margin=dict(l=150, r=230, t=120, b=60))
-    subtitle = f"ours: {chosen.describe()}; sizes at one learning rate where schemes of a depth share one"
-    return theme.titled(figure, title, subtitle, 230 + _ROW * len(schemes))
+    figure.update_yaxes(tickvals=[*places.values()], ticktext=names, range=[deepest, -1], showgrid=False)
+    figure.update_annotations(font=dict(size=13))
+    figure.update_layout(legend=dict(x=1.01, y=1, xanchor="left"), margin=dict(l=150, r=230, t=132, b=60))
+    subtitle = f"ours: {chosen.describe()}<br>sizes at one learning rate where schemes of a depth share one"
+    if any(ratio > _edge(quantity) for quantity, ratio in zip(table["quantity"], table["ratio"], strict=True)):
+        subtitle += f" · ▶ more than {BROKEN['perplexity']:g} times the base's perplexity: did not train"
+    return theme.titled(figure, title, subtitle, 192 + round(_MARK * (deepest + 1)))
 
 
 def _no_values() -> pd.DataFrame:
     return pd.DataFrame(columns=["paper", "where", "model", "metric", "scheme", "value", "relative_error"])
+
+
+def _places(table: pd.DataFrame, schemes: list[str]) -> tuple[dict[str, float], float]:
+    """The middle of each scheme's row, a row being as high as its marks in the panel that has most of them, and where
+    the last row ends; in units of the distance between two marks."""
+    most = table.groupby(["scheme", "quantity"]).size().groupby("scheme").max().clip(lower=2)
+    places, start = {}, 0.0
+    for scheme in schemes:
+        places[scheme] = start + (most[scheme] - 1) / 2
+        start += most[scheme] + 0.7
+    return places, start - 0.7
+
+
+def _edge(quantity: str) -> float:
+    """Where ratios that are no result of training stand."""
+    return BROKEN.get(quantity, math.inf)
 
 
 def _shapes(table: pd.DataFrame) -> dict[tuple[str, str], str]:
@@ -86,23 +105,23 @@ def _shapes(table: pd.DataFrame) -> dict[tuple[str, str], str]:
 
 
 def _add_scheme(
-    figure: go.Figure, rows: pd.DataFrame, place: int, scheme: str, shapes: dict[tuple[str, str], str], column: int
+    figure: go.Figure, rows: pd.DataFrame, place: float, scheme: str, shapes: dict[tuple[str, str], str], column: int
 ) -> None:
     """One scheme's marks, one below the other in the order of the legend."""
     color = theme.style_of(scheme).color
     order = [pair for pair in shapes if pair in set(zip(rows["source"], rows["model"], strict=True))]
     for rank, pair in enumerate(order):
         row = rows[(rows["source"] == pair[0]) & (rows["model"] == pair[1])].iloc[0]
-        edge = BROKEN.get(row["quantity"], math.inf)
+        edge = _edge(row["quantity"])
         broken = row["ratio"] > edge
         interval = dict(type="data", symmetric=False, thickness=1.2, width=0, color=color)
-        if not math.isnan(row["low"]):
+        if not math.isnan(row["low"]) and not broken:
             interval |= dict(array=[row["high"] - row["ratio"]], arrayminus=[row["ratio"] - row["low"]])
         seeds = "" if pd.isna(row["seeds"]) else f", {int(row['seeds'])} seeds"
         ends = "" if math.isnan(row["low"]) else f" [{row['low']:.3g}, {row['high']:.3g}]"
         mark = go.Scatter(
             x=[edge if broken else row["ratio"]],
-            y=[place + (rank - (len(order) - 1) / 2) * 0.8 / max(len(order), 1)],
+            y=[place + rank - (len(order) - 1) / 2],
             mode="markers",
             marker=dict(
                 color=color, size=9, symbol="arrow-right" if broken else shapes[pair], line=dict(color=color, width=2)
@@ -120,7 +139,7 @@ def _add_scheme(
 def _within(rows: pd.DataFrame, quantity: str) -> list[float]:
     """What an axis must hold: 1, and ratios with their intervals, up to where marks stand at the edge."""
     values = rows[["ratio", "low", "high"]].to_numpy(float).ravel()
-    return [1.0, *(min(value, BROKEN.get(quantity, math.inf)) for value in values if math.isfinite(value))]
+    return [1.0, *(min(value, _edge(quantity)) for value in values if math.isfinite(value))]
 
 
 def _key(source: str, model: str, shape: str) -> go.Scatter:

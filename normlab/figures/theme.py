@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 import plotly.io as pio
 
+from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED
 from normlab.errors import NormlabError
 from normlab.schemes import SCHEMES
 
@@ -23,6 +24,9 @@ NEUTRAL = "#8a8f98"
 STEPS = ((0.0, "#5b8def"), (0.5, "#a55cc7"), (1.0, "#e8590c"))
 # Of a heat map: dark is much, legible on both pages.
 SEQUENTIAL = ((0.0, "#f3f6fb"), (0.5, "#5b8def"), (1.0, "#3b1f6b"))
+# How a difference of two schemes is marked for its verdict (`normlab.analysis.verdicts`), and the same in words.
+VERDICT_MARKS = {DIFFERENT: "circle", EQUIVALENT: "square", UNDECIDED: "circle-open"}
+VERDICT_KEY = "● different, ■ equivalent, ○ undecided"
 # Scheme colours too dark for a dark page, or too near to one that becomes brighter there, and what they become.
 _ON_DARK = {
     "#000000": "#f4f4f5",

@@ -12,12 +12,11 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.selection import in_order
-from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, in_words
+from normlab.analysis.verdicts import in_words
 from normlab.figures import theme
 from normlab.probes.metrics import metric_row
 
 _ROW = 30  # pixels a variant
-_SYMBOLS = {DIFFERENT: "circle", EQUIVALENT: "square", UNDECIDED: "circle-open"}
 
 
 def variant_differences(
@@ -63,7 +62,7 @@ def variant_differences(
     )
     figure.update_layout(showlegend=False, margin=dict(l=250, r=300, t=100, b=62))
     title = f"{a.title} against {b.title}: {metric.label}"
-    about = f"paired by seed · 95% interval · Holm over {len(table)} · ● different, ■ equivalent, ○ undecided"
+    about = f"paired by seed · 95% interval · Holm over {len(table)} · {theme.VERDICT_KEY}"
     return theme.titled(figure, title, about, 190 + round(_ROW * place))
 
 
@@ -90,9 +89,7 @@ def _interval(row: Any, label: str, place: float, color: str) -> go.Scatter:
         mode="markers",
         name=label,
         meta=dict(variant=label, verdict=row.verdict),
-        marker=dict(
-            color=color, size=9, symbol=_SYMBOLS.get(row.verdict, "circle-open"), line=dict(width=2, color=color)
-        ),
+        marker=dict(color=color, size=9, symbol=theme.VERDICT_MARKS[row.verdict], line=dict(width=2, color=color)),
         hovertemplate=f"<b>{label}</b><br>%{{x:.4f}}, {in_words(row)}<extra></extra>",
     )
 

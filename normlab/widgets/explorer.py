@@ -6,6 +6,7 @@ import re
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from normlab.analysis.profiles import Profiles, View, default_view, shown_first
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.export import NO_BROWSER, image_bytes
+from normlab.figures.profile import drawing, plain
 from normlab.figures.theme import ink, message_figure, style_of
 from normlab.widgets.pane import Pane, css_class
 from normlab.widgets.plot import Plot
@@ -192,8 +194,10 @@ class NormExplorer(widgets.VBox):
             self._say(f"<a style='text-decoration: underline' download='{name}' href='{where}'>download {name}</a>")
 
     def static(self) -> go.Figure:
-        """The first view as a plain figure, for pages without a kernel."""
-        return self.figure
+        """The first view as a plain figure, for pages without a kernel; its axis holds the step that is shown."""
+        if not self.panes:
+            return self.figure
+        return plain(drawing(self.profiles, self.view, replace(self.panes[0].options, one_step=True)))
 
 
 def _published() -> pd.DataFrame | None:

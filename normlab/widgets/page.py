@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 
 from normlab.analysis.profiles import Profiles, View, by_family, default_view, shown_first
 from normlab.errors import NormlabError
-from normlab.figures.profile import PlotOptions, drawing, log_remark, theory_remark
+from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, theory_remark
 from normlab.figures.theme import axis_bounds, on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import script
@@ -116,12 +116,13 @@ def _ways(
 
 def _drawings(profiles: Profiles, view: View) -> dict[str, Any]:
     """A view with everything in it: `traces` and `layout` of its first step, and `frames`, what differs at each step;
-    `axes`, linear and logarithmic; of each scheme the range of a linear axis that shows it alone."""
+    `axes`, logarithmic and not (ratios have no other); of each scheme the range of the latter that shows it alone."""
     steps = profiles.steps(view.metric, view.site, view.mask, view.depth)
     traces: dict[str, dict[str, Any]] = {}
     layout: dict[str, Any] = {}
     axes: dict[str, Any] = {}
     frames = []
+    ratios = log_axis(view, asked=False)
     for step in steps:
         at = replace(view, step=step)
         drawn = {kind: drawing(profiles, at, PlotOptions(log=kind == "log", theory=True)) for kind in ("linear", "log")}
@@ -136,17 +137,18 @@ def _drawings(profiles: Profiles, view: View) -> dict[str, Any]:
                 "layout": _differing(now, layout),
                 "data": {name: _differing(trace, traces.setdefault(name, trace)) for name, trace in lines.items()},
                 "labels": labels,
-                "remarks": profiles.remarks(at),
+                "remarks": [*profiles.remarks(at), *([log_remark(profiles, at)] if ratios else [])],
             }
         )
+    on_log = axes.get("linear", {}).get("type") == "log"
     return {
         "steps": steps,
         "traces": list(traces.values()),
         "layout": layout,
         "frames": frames,
         "axes": _plain(axes),
-        "ranges": {name: axis_bounds(profiles.span(replace(view, schemes=(name,))), False) for name in view.schemes},
-        "remarks": {"theory": theory_remark(profiles, view), "log": log_remark(profiles, view)},
+        "ranges": {name: axis_bounds(profiles.span(replace(view, schemes=(name,))), on_log) for name in view.schemes},
+        "remarks": {"theory": theory_remark(profiles, view), "log": "" if ratios else log_remark(profiles, view)},
     }
 
 

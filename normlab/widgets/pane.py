@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import pandas as pd
 
 from normlab.analysis.profiles import Profiles, View, by_family, shown_first
-from normlab.figures.profile import PlotOptions, drawing, log_remark, published_remark, theory_remark
+from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, published_remark, theory_remark
 from normlab.figures.theme import style_of
 from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import PlotWidget
@@ -170,12 +170,13 @@ class Pane(PlotWidget):
         return PlotOptions(self.band.value, self.log_axis.value, self.theme, published, self.theory.value)
 
     def _drawing(self, _: str) -> dict[str, Any]:
+        self.log_axis.disabled = log_axis(self.view, False)  # such a view has one in any case
         return drawing(self.profiles, self.view, self.options)
 
     def _remarks(self) -> str:
         view, options = self.view, self.options
         remarks = self.profiles.remarks(view)
-        remarks += [remark] if options.log and (remark := log_remark(self.profiles, view)) else []
+        remarks += [remark] if log_axis(view, options.log) and (remark := log_remark(self.profiles, view)) else []
         remarks += [published_remark(options.published, view)] if self.papers.value else []
         remarks += [theory_remark(self.profiles, view)] if options.theory else []
         return f"<small>{escape(' · '.join(remarks))}</small>" if remarks else ""

@@ -8,6 +8,8 @@ import pytest
 from figures_helpers import MEAN_OF_SEEDS, activation, final_loss, one_run
 
 from normlab.analysis import rates
+from normlab.analysis.selection import choose
+from normlab.errors import NormlabError
 
 
 def runs_of(*runs: tuple[str, int, float], depth: int = 4, better: float = 0.0) -> pd.DataFrame:
@@ -29,6 +31,21 @@ def test_a_rates_final_stands_beside_the_shorter_run_at_the_same_rate():
     ]
     for row, scheme in zip(found.itertuples(), ["pre_rmsnorm"] * 3 + ["lns"] * 2, strict=True):
         assert row.loss_short == pytest.approx(final_loss(scheme, 0)) and row.loss_full == row.loss_short - 0.5
+
+
+def test_of_settings_that_a_search_tries_the_best_stands_at_each_rate():
+    search = runs_of(("dyt", 0, 0.002), ("dyt", 0, 0.004), ("lns", 0, 0.004))
+    other = runs_of(("dyt", 0, 0.004), ("dyt", 0, 0.002), better=0.5)
+    other["run"] = other["run"] + "-alpha0"
+    both = pd.concat([search, other[other["lr"] == 0.004], runs_of(("lns", 0, 0.004), better=-0.5).assign(run="worse")])
+    with pytest.raises(NormlabError, match="differ in something"):
+        choose(both)
+    found = rates.settled(both)
+    assert set(found["run"]) == {
+        *search.query("lr == 0.002 or scheme == 'lns'")["run"],
+        *other.query("lr == 0.004")["run"],
+    }
+    assert choose(found).runs.set_index("scheme")["lr"].to_dict() == {"dyt": 0.004, "lns": 0.004}
 
 
 def test_loss_and_size_stand_by_rate_for_the_schemes_that_have_several():

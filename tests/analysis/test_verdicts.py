@@ -21,9 +21,10 @@ from normlab.analysis.verdicts import (
     holm,
     in_words,
     judged,
+    lower_quartile,
     pair_variance,
-    pooled_or_own,
     residual_variance,
+    unlike,
 )
 from normlab.errors import NormlabError
 
@@ -112,29 +113,52 @@ def test_schemes_that_seeds_move_far_more_neither_widen_the_others_intervals_nor
     _, covered, p = families_of([1.0, 1.0, 1.0, 4.0, 20.0, 20.0])
     assert covered[:3].mean() > 0.95 and covered[3:].mean() == pytest.approx(0.95, abs=0.025)
     assert share_of_false(p) < 0.05 + 3 * math.sqrt(0.05 / 4000)
+    _, covered, p = families_of([20.0, 1.0, 1.0, 1.0, 4.0, 20.0])  # the reference is one of them
+    assert covered.mean() == pytest.approx(0.95, abs=0.025) and share_of_false(p) < 0.05
     _, alike, _ = families_of([1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     assert alike.mean() == pytest.approx(0.95, abs=0.015)
 
 
-def test_variances_are_pooled_unless_bartletts_test_tells_them_apart():
+def test_variances_that_bartletts_test_tells_apart():
     random = np.random.default_rng(4)
+    outcomes = []
     for spreads in ([1, 1, 1, 1], [1, 1, 3, 3], [1, 1, 10, 10], [1, 1, 30, 30]):
         values = random.normal(size=(4, 5)) * np.array(spreads)[:, None]
-        own, left = values.var(axis=1, ddof=1), np.full(4, 4)
-        pooled = pooled_or_own(own, left, np.array(7.0), np.array(16))
-        apart = stats.bartlett(*values).pvalue < 0.05
-        floored = np.maximum(own, np.sort(own)[1])
-        assert np.allclose(pooled, (floored, left) if apart else (np.full(4, 7.0), np.full(4, 16)))
-    assert apart
+        outcomes.append(bool(unlike(values.var(axis=1, ddof=1), np.full(4, 4))))
+        assert outcomes[-1] == (stats.bartlett(*values).pvalue < 0.05)
+    assert set(outcomes) == {True, False}
     values[0, 1:] = np.nan  # a single value says nothing of a spread
     own, left = np.array([np.nan, *values[1:].var(axis=1, ddof=1)]), np.array([0, 4, 4, 4])
-    variance, freedom = pooled_or_own(own, left, np.array(7.0), np.array(12))
-    assert stats.bartlett(*values[1:]).pvalue < 0.05 and freedom.tolist() == [0, 4, 4, 4] and np.isnan(variance[0])
-    assert variance[1:] == pytest.approx(own[1:])
-    none, no = pooled_or_own(own[:1], left[:1], np.array(np.nan), np.array(0))
-    assert np.isnan(none).all() and no.tolist() == [0]
+    assert unlike(own, left) and stats.bartlett(*values[1:]).pvalue < 0.05
+    assert not unlike(own[:2], left[:2]) and lower_quartile(own[:1], left[:1]) == math.inf
     rounding = 1e-16 * np.array([1.0, 3.0, 900.0])  # seeds that move nothing move all alike
-    assert pooled_or_own(rounding, np.full(3, 2), np.array(0.0), np.array(6), 1e-6)[1].tolist() == [6] * 3
+    assert unlike(rounding, np.full(3, 2)) and not unlike(rounding, np.full(3, 2), 1e-6)
+
+
+def test_a_against_b_is_what_b_against_a_is():
+    """Also where one of the two swings far more than all others, so that its differences from them look alike."""
+    random = np.random.default_rng(5)
+    for spreads, apart in (([1, 1, 1, 1, 20, 20], True), ([1, 1, 1, 1, 1, 1], False)):
+        values = random.normal(size=(6, 3)) * np.array(spreads)[:, None] + 5 * random.normal(size=3)
+        rows = layout(values)
+        for a, b in ((0, 1), (0, 4), (5, 2), (4, 5)):
+            there, back = (differences(rows, f"s{x}", f"s{y}", "loss").iloc[0] for x, y in ((a, b), (b, a)))
+            assert (back["estimate"], back["low"], back["high"]) == pytest.approx(
+                (-there["estimate"], -there["high"], -there["low"])
+            )
+            assert there["p"] == pytest.approx(back["p"]) and there["df"] == back["df"] == (2 if apart else 10)
+
+
+def test_a_pairs_own_variance_and_the_least_that_it_is_taken_for():
+    random = np.random.default_rng(6)
+    values = random.normal(size=(6, 4)) * np.array([1, 1, 1, 1, 30, 30])[:, None]
+    values[1] = values[0] + 1e-3 * random.normal(size=4)  # agree by luck
+    variance, freedom = pair_variance(values, 0)
+    own = [np.var(values[number] - values[0], ddof=1) / 2 for number in range(6)]
+    of_one = [np.var(values[number] - values[1], ddof=1) / 2 for number in range(6)]
+    floor = sorted(own[1:] + [of_one[0]] + of_one[2:])[10 // 4]
+    assert freedom[1:].tolist() == [3] * 5 and own[1] < 1e-5
+    assert variance[1] == pytest.approx(floor) and variance[4:] == pytest.approx(own[4:])
 
 
 def test_holm_multiplies_the_smallest_by_the_number_and_never_falls():
@@ -160,6 +184,8 @@ def test_the_three_words():
     assert in_words(next(sizes.itertuples())) == "equivalent: within ±10%"
     low = judged(rows_of((-0.4, -0.1), p=0.01))
     assert low["verdict"].tolist() == [DIFFERENT] and in_words(next(low.itertuples())) == "different: lns is lower"
+    slight = judged(rows_of((0.95, 0.98), p=0.01, metric="rms"))
+    assert in_words(next(slight.itertuples())) == "different: lns is lower, within ±10%"
     family = judged(rows_of(*[(-0.4, -0.1)] * 6, p=0.01))
     assert set(family["verdict"]) == {UNDECIDED}  # each excludes zero by itself; six together do not
     with pytest.raises(NormlabError, match="margin is -1"):

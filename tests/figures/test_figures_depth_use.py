@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 from figures_helpers import table, text_of
 from scipy import stats
 
 from normlab import NormlabError
 from normlab.analysis.claims import depth_use
-from normlab.figures.depth_use import BY_PAIR, by_layer, by_pair
+from normlab.figures.depth_use import BY_PAIR, PARTS, by_layer, by_pair
 
 SCHEMES = ("pre_rmsnorm", "lns")
 
@@ -38,6 +39,52 @@ def test_a_line_is_the_mean_of_its_seeds_with_an_interval_of_the_pooled_spread(m
         assert list(line.error_y.array) == pytest.approx(list(stats.t.ppf(0.975, 4) * sd / np.sqrt(3)))
     dots = [y for trace in figure.data if trace.mode == "markers" for y in trace.y]
     assert sorted(dots) == pytest.approx(sorted(rows["value"]))
+
+
+def lines_of(figure: go.Figure) -> dict[str, go.Scatter]:
+    return {trace.name: trace for trace in figure.data if trace.mode == "lines"}
+
+
+def test_schemes_stand_side_by_side_at_their_layer(measured):
+    figure = by_layer(measured, depth=4)
+    first, second = (np.array(lines_of(figure)[name].x) for name in SCHEMES)
+    assert (second - first > 0.01).all() and (np.abs([first, second] - np.arange(1, 5)) < 0.25).all()
+    assert list(lines_of(figure)["lns"].customdata) == [1, 2, 3, 4]  # what is read when hovered
+    assert list(figure.layout.xaxis.tickvals) == [1, 2, 3, 4], "no block 0, and none after the last"
+    dots = next(trace for trace in figure.data if trace.mode == "markers")
+    assert {round(x, 6) for x in dots.x} == {round(x, 6) for x in first}
+
+
+def test_an_interval_that_a_log_axis_cannot_hold_is_cut_at_the_axis_and_said_to_be(measured):
+    rows = measured[(measured["depth"] == 4) & (measured["part"] == "block")].copy()
+    rows = rows[rows["metric"] == "skip_delta_loss"]
+    rows["value"] = 1.0 + 0.01 * rows["seed"]
+    assert "▼" not in text_of(by_layer(rows, log=True)) and "lie below" not in text_of(by_layer(rows, log=True))
+    wide = (rows["scheme"] == "lns") & (rows["layer"] == 2)
+    rows.loc[wide, "value"] = rows.loc[wide, "seed"].map({0: 0.1, 1: 8.0, 2: -0.01})
+    figure = by_layer(rows, log=True)
+    bottom = 10 ** figure.layout.yaxis.range[0]
+    (cut,) = [trace for trace in figure.data if trace.meta and trace.meta.get("cut")]
+    line = lines_of(figure)["lns"]
+    assert cut.name == "lns" and list(cut.y) == pytest.approx([bottom]) and cut.x[0] == line.x[1]
+    ends = np.array(line.y) - np.array(line.error_y.arrayminus)
+    assert ends[1] == pytest.approx(bottom) and (ends[[0, 2, 3]] > bottom).all()
+    assert "▼ an interval goes on below it" in text_of(figure)
+    assert "2 of 24 dots lie below the axis" in text_of(figure) and bottom > 0.2
+    assert "▼" not in text_of(by_layer(rows)), "a linear axis holds it"
+
+
+def test_the_title_names_what_is_left_out(measured):
+    titles = {part: by_layer(measured.assign(part=part), part=part).layout.title.text for part in PARTS}
+    assert titles["block"] == "Loss added by leaving out one block" and len(set(titles.values())) == len(PARTS)
+    assert "attention" in titles["attention"] and "MLP" in titles["mlp"] and "deleting" in titles["deleted"]
+
+
+def test_every_panel_has_numbers_below_it_and_the_lowest_of_a_column_a_title(measured):
+    four = pd.concat([measured, measured.replace({"scheme": {"lns": "bhyt", "pre_rmsnorm": "dyt"}})])
+    axes = [axis for axis in by_pair(four, depth=4).select_xaxes() if axis.anchor]
+    assert [bool(axis.title.text) for axis in axes[:4]] == [False, True, True, True]
+    assert all(axis.showticklabels for axis in axes[:4])
 
 
 def test_the_depth_with_most_runs_is_shown_and_named(measured):

@@ -14,7 +14,7 @@ from normlab.analysis.compare import compare
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
-from normlab.figures.labels import spread
+from normlab.figures.labels import EndLabel, label_ends, label_inside, spread
 from normlab.figures.theme import template
 from normlab.schemes import SCHEMES
 
@@ -124,6 +124,39 @@ def test_a_difference_is_drawn_only_where_both_schemes_learned():
     assert [point[0] for point in gap.customdata] == [2]
 
 
+def test_a_difference_is_marked_for_its_verdict():
+    def marks(runs: pd.DataFrame) -> set[str]:
+        (gap,) = lines(depth_scaling(runs), scheme="bhyt", panel="difference")
+        return set(gap.marker.symbol)
+
+    assert marks(table()) == {"circle"}, "seeds agree: different"
+    assert marks(table(seeds=(0,))) == {"circle-open"}, "one seed: undecided"
+    same = table()
+    losses = same[same["metric"].eq("loss") & same["scheme"].eq("pre_rmsnorm")]
+    same.loc[same["metric"].eq("loss") & same["scheme"].eq("bhyt"), "value"] = losses["value"].to_numpy()
+    assert marks(same) == {"square"}
+    assert "right: ● different, ■ equivalent, ○ undecided" in text_of(depth_scaling(table()))
+
+
+def test_a_line_that_stops_early_is_named_where_it_stops():
+    runs = table(depths=(2, 4, 8))
+    figure = depth_scaling(runs[(runs["scheme"] != "bhyt") | (runs["depth"] == 2)])
+    for axis in ("x", "x2"):
+        (label,) = [note for note in figure.layout.annotations if note.text == "BHyT" and note.xref == axis]
+        assert abs(label.x - math.log10(2)) < 0.1
+        others = [note for note in figure.layout.annotations if note.text == "LNS" and note.xref == f"{axis} domain"]
+        assert len(others) == 1 and others[0].x == 1
+
+
+def test_a_label_inside_a_panel_keeps_clear_of_a_line_and_of_other_labels():
+    figure, labels = go.Figure(), [EndLabel(0.5, "one", "#000000", 1.0), EndLabel(0.5, "two", "#000000", 1.0)]
+    label_inside(figure, labels, [([0.0, 4.0], [0.5, 0.5])], (0.0, 1.0), (400, 300), 4.0)
+    places = [note.y - (note.ay or 0) / 300 for note in figure.layout.annotations]
+    assert min(abs(place - 0.5) for place in places) * 300 >= 9 and abs(places[0] - places[1]) * 300 >= 14
+    label_inside(figure, [EndLabel(0.9, "free", "#000000", 1.0)], [([0.0, 4.0], [0.5, 0.5])], (0, 1), (400, 300), 4.0)
+    assert figure.layout.annotations[-1].showarrow is False
+
+
 def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     figure = growth_before_after(table(), schemes=["pre_rmsnorm", "bhyt"], published=load_published())
     assert {t.meta["scheme"] for t in figure.data} == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
@@ -133,6 +166,10 @@ def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     )
     words = [a.text for a in figure.layout.annotations]
     assert "0.28" in words and any(w.startswith("0.169 [") for w in words) and "0.20" in words
+    assert any("layer 16: BHyT Figure 3, Llama-1B, read off the plot ±10%" in w for w in words)
+    unpublished = table(("rmsnorm_gain", "bhyt_linear"))
+    for other in (growth_before_after(table()), growth_before_after(unpublished, published=load_published())):
+        assert "published" not in text_of(other) and "±10%" not in text_of(other)
 
 
 def test_before_and_after_prints_the_interval_of_the_comparison_of_all_schemes():
@@ -205,6 +242,15 @@ def test_a_scheme_has_one_look_in_all_figures():
             if trace.meta and "seed" not in trace.meta and trace.meta.get("panel") != "difference" and trace.line.color:
                 looks.setdefault(trace.meta["scheme"], set()).add((trace.line.color, trace.line.dash))
     assert looks == {name: {(SCHEMES[name].color, SCHEMES[name].dash)} for name in looks} and len(looks) == 5
+
+
+def test_labels_right_of_a_panel_stand_in_one_column():
+    def shifts(*ends: float) -> set[tuple[object, object]]:
+        figure = go.Figure()
+        label_ends(figure, [EndLabel(end, "a", "#000000") for end in ends], (0.0, 10.0), 300, False)
+        return {(note.ax, note.xshift) for note in figure.layout.annotations}
+
+    assert shifts(1.0, 1.1, 1.2, 9.0) == {(22, None)} and shifts(1.0, 5.0, 9.0) == {(None, 6)}
 
 
 def test_labels_keep_their_distance_and_stay_inside():

@@ -30,7 +30,20 @@ def test_a_scheme_trains_stalls_or_diverges_by_the_unigram_entropy():
     (dots,) = [t for t in figure.data if t.meta and t.meta.get("outcome") == "trains"]
     assert list(dots.x) == pytest.approx([4.3, 4.4, 5.0])
     assert {shape.x0 for shape in figure.layout.shapes} == {UNIGRAM - 0.05}
-    assert "3 train, 1 stall, 1 diverge" in text_of(figure) and "depth 4" in text_of(figure)
+    assert "● 3 train, ○ 1 stall, × 1 diverge" in text_of(figure) and "depth 4" in text_of(figure)
+    assert not figure.layout.showlegend
+
+
+def test_where_a_cross_stands_and_in_what_unit_a_panel_is_are_said():
+    figure = trains_at_depth(mixed())
+    (cross,) = [t for t in figure.data if t.meta and t.meta.get("outcome") == "diverges"]
+    assert list(cross.x) == pytest.approx([UNIGRAM + 0.25]) and cross.marker.symbol == "x"
+    words = text_of(figure)
+    assert "× and losses further up are drawn 0.25 above it" in words
+    assert "Held-out loss<br>nats a token" in words and "gradient norm of the batch (nats)" in words
+    (_, stream) = (t for t in figure.data if t.type == "heatmap")
+    values = [10**tick for tick in stream.colorbar.tickvals]  # whose numbers have that unit, not their logarithms
+    assert len(values) > 1 and [float(text) for text in stream.colorbar.ticktext] == pytest.approx(values)
 
 
 def test_a_loss_within_the_noise_of_the_unigram_entropy_is_no_training():

@@ -120,6 +120,18 @@ def test_theirs_and_ours_are_in_one_figure_and_what_did_not_train_stands_at_the_
         "BHyT, Table 1, Llama-1B",
     }
     assert max(x for trace in first for x in trace.x) <= 3.0
+    assert "▶ more than 3 times the base's perplexity: did not train" in text_of(figure)
+    without = table(("pre_rmsnorm", "bhyt"), depths=(4,))
+    assert "▶" not in text_of(published_ratios(without))
+
+
+def test_marks_that_are_near_in_value_stand_one_below_the_other():
+    figure = published_ratios(table(("pre_rmsnorm", "lns", "bhyt"), depths=(2, 4)), load_published())
+    top, margin = figure.layout.yaxis.range, figure.layout.margin
+    pixels = (figure.layout.height - margin.t - margin.b) / (top[0] - top[1])
+    for axis in ("x", "x2", "x3"):
+        heights = sorted(trace.y[0] for trace in figure.data if trace.xaxis == axis and trace.meta)
+        assert min(np.diff(heights)) * pixels >= 12  # a mark is nine high
 
 
 def test_one_scheme_alone_has_nothing_to_be_set_against():

@@ -135,7 +135,7 @@ def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path: Pa
     # What the table near the top says of each condition is what the figures draw.
     for column, figure in ((3, loss), (5, size)):
         for trace in figure["data"]:
-            (row,) = [row for row in rows_in(notebook) if trace["name"] in row]
+            row = next(row for row in rows_in(notebook) if trace["name"] in row)
             assert row[column + 1].split(":")[0] == trace["meta"]["verdict"]
             assert float(row[column].split()[0]) == pytest.approx(trace["x"][0], abs=6e-4)
 

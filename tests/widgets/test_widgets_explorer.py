@@ -235,7 +235,7 @@ def test_the_code_it_gives_makes_the_same_figure(way: str, monkeypatch: pytest.M
     exec("\n".join([*lines[:2], "figure = " + lines[2]]), names)
     made = names["figure"]
     assert drawn(made, "bhyt theory") != [] and bool(drawn(made, "published")) == (way == ABSOLUTE)
-    assert made.to_plotly_json() == explorer.figure.to_plotly_json()  # type: ignore[attr-defined]
+    assert made.to_plotly_json() == explorer.static().to_plotly_json()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("depth", [2, 4])

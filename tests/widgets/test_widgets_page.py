@@ -98,6 +98,14 @@ def test_every_frame_is_what_the_explorer_draws(way: str, log: bool):
         assert made.layout == drawn.layout
 
 
+def test_the_axis_of_ratios_is_logarithmic_and_so_is_the_range_that_fits_some_lines():
+    view = page_data(Profiles(table()))["views"]["block_out|token_l2_mean|all|4|pre_rmsnorm"]
+    assert view["axes"]["linear"]["type"] == "log"
+    low, high = view["ranges"]["bhyt"]
+    ratios = [y for frame in range(3) for y in shown_at(view, view["steps"][frame], "bhyt")["y"]]
+    assert 10**low <= min(ratios) and max(ratios) <= 10**high and low < 0
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[Any]:
     path = explorer_page(noisy(), tmp_path_factory.mktemp("site") / "explorer.html", configs=configs_of(noisy()))

@@ -1,0 +1,88 @@
+"""What the notebooks say of the shipped runs, below "What would falsify", is what these runs hold."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+from quoted_numbers import ROOT, agrees, quoted
+
+import normlab
+from normlab.analysis import claims, gain
+from normlab.analysis.compare import compare
+from normlab.analysis.selection import experiments_of
+
+
+@pytest.fixture(scope="module")
+def runs() -> pd.DataFrame:
+    return normlab.load_runs(ROOT / "data" / "runs")
+
+
+@pytest.fixture(scope="module")
+def experiments() -> pd.DataFrame:
+    return normlab.load_experiments(ROOT / "data" / "runs")
+
+
+def said(name: str) -> str:
+    """The paragraph of a notebook on the shipped runs."""
+    cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    (found,) = (part for part in text.split("\n\n") if part.startswith("**In the shipped runs**"))
+    return " ".join(found.replace("−", "-").split())
+
+
+def test_by_how_much_sizes_differ(runs: pd.DataFrame):
+    text, factors = said("00_start_here"), claims.extremes(runs).set_index(["when", "depth"])["factor"]
+    before, after = factors["before training"], factors["after training"]
+    assert quoted("the factor is NUMBER to NUMBER before", text) == [f"{before.min():.1f}", f"{before.max():.1f}"]
+    ends = quoted("it is NUMBER at 4 layers, NUMBER at 8 and NUMBER at 16", text)
+    assert ends == [f"{after[depth]:.1f}" for depth in (4, 8, 16)] and after[16] < 2 < before.min()
+
+
+def test_whether_depth_is_wasted(runs: pd.DataFrame, experiments: pd.DataFrame):
+    text = said("01_curse_of_depth")
+    agrees(
+        quoted("Pre-LN is NUMBER INTERVAL times its first", text),
+        claims.growth(runs).set_index(["a", "depth"]).loc["pre_rmsnorm", 16],
+    )
+    loss, size = (compare(runs, "rmsnorm_gain", "bhyt", name, depth=16).iloc[0] for name in ("loss", "token_l2_mean"))
+    assert loss["verdict"] == "undecided" and size["verdict"] == "different" and size["seeds"] == 3
+    agrees(quoted("control's last layer is NUMBER INTERVAL times BHyT's", text), size)
+    gains, use = claims.depth_gain(runs, 4, 16).set_index("a"), claims.depth_use(experiments, 16).set_index("a")
+    agrees(quoted("16 Pre-LN gains NUMBER INTERVAL nats", text), gains.loc["pre_rmsnorm"])
+    agrees(quoted("nats, LNS NUMBER INTERVAL; and", text), gains.loc["lns"])
+    agrees(quoted("deeper half costs NUMBER INTERVAL nats", text), use.loc["pre_rmsnorm"])
+    agrees(quoted("one of LNS's NUMBER INTERVAL", text), use.loc["lns"])
+    assert abs(gains.loc["lns", "estimate"] - gains.loc["pre_rmsnorm", "estimate"]) < 0.02
+
+
+def test_which_blocks_a_model_needs(runs: pd.DataFrame, experiments: pd.DataFrame):
+    text, use = said("04_layer_skip"), claims.depth_use(experiments, 16).set_index("a")
+    assert quoted("`share_rest` of Pre-LN NUMBER", text) == [f"{use.loc['pre_rmsnorm', 'share_rest']:.2f}"]
+    agrees(quoted("NUMBER INTERVAL nats for LNS", text), use.loc["lns"])
+    agrees(quoted("NUMBER INTERVAL for Pre-LN", text), use.loc["pre_rmsnorm"])
+    lns, plain = use.loc["lns"], use.loc["pre_rmsnorm"]
+    assert (
+        lns["high"] < plain["estimate"] and 0 < lns["high"] - plain["low"] < 0.02 and "a touch of the intervals" in text
+    )
+    rows = experiments_of(experiments, "skip_delta_loss", "block").query("depth == 16")
+    blocks = claims.means(rows.assign(depth=rows["layer"].astype(int)), "skip_delta_loss").query("a == 'lns'")
+    assert f"met by {(blocks['low'] <= 0).sum()} of LNS's {len(blocks)} blocks" in text
+    table = claims.learned(runs)
+    assert (table["below_trigram"] == table["seeds"]).all() and "All models have learned." in text
+
+
+def test_gain_or_bound(runs: pd.DataFrame):
+    text, folder = said("08_gain_or_bound"), ROOT / "data" / "gain_or_bound"
+    configs = gain.with_gain(normlab.load_configs(folder), normlab.NormlabConfig().kappa)
+    for metric, pattern in (("loss", "holds zero: loss NUMBER INTERVAL"), ("token_l2_mean", "size × NUMBER INTERVAL")):
+        rows = gain.conditions(normlab.load_runs(folder), configs, "bhyt", "bhyt_linear", metric)
+        first = rows.iloc[0]
+        agrees(quoted(pattern, text), first)
+        assert first["condition"] == "g = 0.2, γ₀ = 1" and first["verdict"] == "undecided"
+    for scheme, pattern in (
+        ("rmsnorm_gain", "last layer is NUMBER INTERVAL of Pre-LN's"),
+        ("bhyt", "BHyT's NUMBER INTERVAL"),
+    ):
+        agrees(quoted(pattern, text), compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=16).iloc[0])

@@ -1,0 +1,117 @@
+"""The sizes of streams that the README and the page of findings quote are those of the shipped runs."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from quoted_numbers import FINDINGS, README, ROOT, SMALL_GAIN, agrees, quoted
+
+import normlab
+from normlab.analysis import claims, rates
+from normlab.analysis.compare import compare
+from normlab.analysis.selection import title_of
+
+
+@pytest.fixture(scope="module")
+def runs() -> pd.DataFrame:
+    return normlab.load_runs(ROOT / "data" / "runs")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "four", "sixteen", "eight", "before"),
+    [
+        (
+            "bhyt",
+            "4 layers is NUMBER INTERVAL of Pre-LN's",
+            "16 layers NUMBER INTERVAL and",
+            "8 layers NUMBER and",
+            r"first step, at 8 layers, NUMBER and \d",
+        ),
+        (
+            "rmsnorm_gain",
+            "the gain control's NUMBER INTERVAL",
+            r"16 layers [\d.]+ \[[^]]+\] and NUMBER INTERVAL; before",
+            r"8 layers [\d.]+ and NUMBER;",
+            r"at 8 layers, [\d.]+ and NUMBER\.",
+        ),
+    ],
+)
+def test_the_last_layers_size_against_pre_ln(
+    runs: pd.DataFrame, scheme: str, four: str, sixteen: str, eight: str, before: str
+):
+    for depth, sentence in ((4, four), (16, sixteen)):
+        (row,) = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=depth).to_dict("records")
+        agrees(quoted(sentence), pd.Series(row))
+        assert row["seeds"] == 3
+    for sentence, step in ((eight, None), (before, 0)):
+        row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=8, step=step).iloc[0]
+        (number,) = quoted(sentence)
+        assert float(number) == round(row["estimate"], len(number.partition(".")[2])) and row["seeds"] == 1
+
+
+def test_what_a_lower_rate_makes_of_loss_and_size(runs: pd.DataFrame):
+    low = normlab.load_runs(ROOT / "data" / "other_rates")
+    found = rates.by_rate(runs, low, depth=4)
+    assert set(found["scheme"]) == {title_of(scheme) for scheme in (*SMALL_GAIN, "lns", "lns_gain")} and set(
+        found["seeds"]
+    ) == {3}
+    for row in found.itertuples():
+        cells = quoted(rf"\| {re.escape(row.scheme)} \| {row.lr:g} \| NUMBER \| NUMBER \| NUMBER \| NUMBER \|")
+        assert cells == [f"{row.loss:.2f}", f"{row.spread:.2f}", f"{row.token_l2:.1f}", f"{row.against:.2f}"]
+    mean = found.set_index(["scheme", "lr"])["loss"]
+    assert (
+        mean["BHyT*", 0.004] <= mean["BHyT*", 0.016]
+        and mean["Pre-LN, gain λ/κ", 0.002] <= mean["Pre-LN, gain λ/κ", 0.016]
+    )
+    assert "a lower rate is as good in the mean over three seeds" in FINDINGS
+    # By hand, of one cell.
+    last = low[(low["scheme"] == "bhyt") & (low["depth"] == 4) & (low["metric"] == "token_l2_mean")]
+    last = last[(last["site"] == "block_out") & (last["layer"] == 4) & (last["mask"] == "all") & (last["step"] == 6000)]
+    by_hand = np.exp(np.log(last["value"]).mean())
+    (shown,) = found[(found["scheme"] == "BHyT") & (found["lr"] == 0.004)]["token_l2"]
+    assert shown == pytest.approx(by_hand) and len(last) == 3
+
+
+def test_the_stream_is_largest_early(runs: pd.DataFrame):
+    last = runs[(runs["metric"] == "token_l2_mean") & (runs["depth"] == 8) & (runs["layer"] == 8)]
+    last = last[(last["site"] == "block_out") & (last["mask"] == "all")]
+    for scheme, pattern in (("pre_rmsnorm", "Pre-LN's L2 norm is"), ("bhyt", "at the end, BHyT's")):
+        sizes = last[last["scheme"] == scheme].set_index("step")["value"]
+        found = re.search(pattern + r" (\d+) at step ([\d,]+) and (\d+) at the end", FINDINGS)
+        assert found.groups() == (f"{sizes.max():.0f}", f"{sizes.idxmax():,}", f"{sizes[6000]:.0f}")
+        assert sizes.idxmax() < 3000 and sizes.index.is_unique
+
+
+def test_how_the_stream_of_lns_grows_and_that_of_bhyt(runs: pd.DataFrame):
+    for layer, sentence, short in (
+        (
+            16,
+            "LNS's stream is NUMBER INTERVAL of Pre-LN's after the last",
+            "16 layers and NUMBER INTERVAL after the last",
+        ),
+        (
+            1,
+            "16 layers, and NUMBER INTERVAL after the first",
+            "than Pre-LN's, NUMBER INTERVAL of it after the first of 16",
+        ),
+    ):
+        row = compare(runs, "lns", "pre_rmsnorm", "token_l2_mean", depth=16, layer=layer).iloc[0]
+        agrees(quoted(sentence), row)
+        agrees(quoted(short, README), row)
+    grown = claims.growth(runs).set_index(["a", "depth"])
+    agrees(quoted("both grow alike, by NUMBER INTERVAL and"), grown.loc[("lns", 16)])
+    agrees(quoted(r"alike, by [\d.]+ \[[^]]+\] and NUMBER INTERVAL to the last"), grown.loc[("pre_rmsnorm", 16)])
+    low = normlab.load_runs(ROOT / "data" / "other_rates")
+    both = pd.concat([runs[runs["scheme"] == "pre_rmsnorm"], low[low["scheme"] == "bhyt"]])
+    row = compare(both, "bhyt", "pre_rmsnorm", "token_l2_mean", depth=4).iloc[0]
+    agrees(quoted("at Pre-LN's, NUMBER INTERVAL of Pre-LN's after the last of 4 layers", README), row)
+    assert row["lr_a"] == row["lr_b"] == 0.004
+    for scheme, depth, pattern in (
+        ("bhyt", 4, "search chose it is NUMBER INTERVAL, and"),
+        ("bhyt", 16, r"chose it is [\d.]+ \[[^]]+\], and NUMBER INTERVAL after 16 layers,"),
+        ("rmsnorm_gain", 16, "as large as Pre-LN's, NUMBER INTERVAL"),
+    ):
+        agrees(quoted(pattern, README), compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=depth).iloc[0])
