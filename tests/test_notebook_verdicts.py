@@ -76,8 +76,9 @@ def test_which_blocks_a_model_needs(runs: pd.DataFrame, experiments: pd.DataFram
 def test_gain_or_bound(runs: pd.DataFrame):
     text, folder = said("08_gain_or_bound"), ROOT / "data" / "gain_or_bound"
     configs = gain.with_gain(normlab.load_configs(folder), normlab.NormlabConfig().kappa)
+    grid = normlab.load_runs(folder)
     for metric, pattern in (("loss", "holds zero: loss NUMBER INTERVAL"), ("token_l2_mean", "size × NUMBER INTERVAL")):
-        rows = gain.conditions(normlab.load_runs(folder), configs, "bhyt", "bhyt_linear", metric)
+        rows = gain.conditions(grid, configs, "bhyt", "bhyt_linear", metric)
         first = rows.iloc[0]
         agrees(quoted(pattern, text), first)
         assert first["condition"] == "g = 0.2, γ₀ = 1" and first["verdict"] == "undecided"
