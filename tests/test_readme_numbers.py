@@ -316,3 +316,19 @@ def test_the_last_held_out_loss_of_every_run_is_its_lowest(runs: pd.DataFrame):
         losses = table[(table["metric"] == "loss") & (table["split"] == "eval")].sort_values("step")
         by_run = losses.groupby("run", observed=True)["value"]
         assert (by_run.last() == by_run.min()).all()
+
+
+def test_what_a_longer_warm_up_does_for_post_ln():
+    paths = normlab.runs.find_runs(ROOT / "data" / "runs" / "search")
+    manifests = [normlab.runs.read_run(path).manifest for path in paths]
+    shallow = [(m["config"], m["eval_loss"]) for m in manifests if m["config"]["depth"] == 4]
+    own = {(c["warmup"], c["lr"]): loss for c, loss in shallow if c["scheme"] == "post_rmsnorm"}
+    short = quoted(
+        r"is warm-up \(NUMBER, NUMBER and NUMBER; the frequencies of tokens alone give NUMBER\), and NUMBER at"
+    )
+    (entropy,) = {m["corpus"]["unigram_entropy"] for m in manifests}
+    first = [own[0.1, 0.002], own[0.1, 0.004], own[0.1, 0.008], entropy, own[0.1, 0.001]]
+    assert short == [f"{value:.2f}" for value in first] and min(first[:3]) > entropy - 0.05
+    longer = quoted("three tenths its losses there are NUMBER, NUMBER and NUMBER: after")
+    assert longer == [f"{own[0.3, lr]:.2f}" for lr in (0.002, 0.004, 0.008)]
+    assert own[0.3, 0.004] < min(loss for c, loss in shallow if c["scheme"] != "post_rmsnorm")
