@@ -309,8 +309,8 @@ def _figures(options: argparse.Namespace) -> int:
         print(f"normlab: without the figures of what was measured after training: {error}", file=sys.stderr)
     every = draw_all(tables, published.load_published())
     for name, figure in tqdm(every, "figures", disable=options.quiet, leave=False):
-        out.mkdir(parents=True, exist_ok=True)
         drawn[name] = figure
+        out.mkdir(parents=True, exist_ok=True)
         figure.write_html(out / f"{name}.html", include_plotlyjs=True)
     images, missing = save_images(drawn, out)
     print("\n".join(str(path) for path in [*(out / f"{name}.html" for name in drawn), *images]))

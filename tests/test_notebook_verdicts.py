@@ -82,6 +82,8 @@ def test_gain_or_bound(runs: pd.DataFrame):
         first = rows.iloc[0]
         agrees(quoted(pattern, text), first)
         assert first["condition"] == "g = 0.2, γ₀ = 1" and first["verdict"] == "undecided"
+        if metric == "loss":
+            assert (rows["verdict"] == "undecided").all()  # the claim: under every condition
     for scheme, pattern in (
         ("rmsnorm_gain", "last layer is NUMBER INTERVAL of Pre-LN's"),
         ("bhyt", "BHyT's NUMBER INTERVAL"),

@@ -267,11 +267,12 @@ def depth_use(
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")
     rows = rows.assign(deep=rows["layer"].astype(int) > (1 - DEEP) * depth)
     place = ["depth", "scheme", "seed"]
-    rest = rows.drop(rows.groupby(place, observed=True)["value"].idxmax())
+    ordered = rows.sort_values("value")
+    rest = ordered[ordered.duplicated(place, keep="last")]  # without the largest of each run
     table = pd.DataFrame({"value": rows[rows["deep"]].groupby(place, observed=True)["value"].mean()})
     for name, some in (("share", rows), ("share_rest", rest)):
-        whole, half = (part.groupby(place, observed=True)["value"].sum() for part in (some, some[some["deep"]]))
-        table[name] = half / whole
+        sums = some.assign(half=some["value"] * some["deep"]).groupby(place, observed=True)[["half", "value"]].sum()
+        table[name] = sums["half"] / sums["value"]
     table = table.reset_index()
     shares = table.groupby("scheme", observed=True)[["share", "share_rest"]].mean().rename_axis("a").reset_index()
     return judged(means(table, "skip_delta_loss", level), level).merge(shares, on="a")

@@ -59,6 +59,12 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
     return sorted(int(depth) for depth in counts.index[counts == counts.max()])
 
 
+def deepest(table: pd.DataFrame, schemes: int = 3) -> int:
+    """The deepest depth at which so many schemes were run; where none has so many, the deepest of those with most."""
+    counts = table.groupby("depth")["scheme"].nunique()
+    return int(counts.index[counts >= min(schemes, counts.max())].max())
+
+
 def of_depth(table: pd.DataFrame, depth: int | None) -> pd.DataFrame:
     """The rows of one depth; None: of all.
 

@@ -89,12 +89,15 @@ def by_layer(
     first, last = int(rows["layer"].min()), int(rows["layer"].max())
     table = means(rows.assign(depth=rows["layer"].astype(int)), metric)
     remarks = ["dots are seeds, bars 95% intervals, spread pooled where alike"] if rows["seed"].nunique() > 1 else []
+    lowest = -math.inf
     if log:  # a line to what a logarithm does not have would fall out of the figure
         table = table.assign(estimate=table["estimate"].where(table["estimate"] > 0))
-        seen = rows["value"] >= table["estimate"].min() / _BELOW
+        lowest = table["estimate"].min() / _BELOW
+        seen = rows["value"] >= lowest
         remarks += [] if seen.all() else [f"{(~seen).sum()} of {len(rows)} dots lie below the axis"]
         rows = rows[seen]
-    bounds = _bounds(rows, table, log)
+    drawn = [*rows["value"], *(end for side in ("estimate", "low", "high") for end in table[side] if end >= lowest)]
+    bounds = theme.axis_bounds(drawn if log else [0.0, *drawn], log) or (-1.0, 1.0)
     bottom = 10 ** bounds[0] if log else -math.inf
     figure, ends = go.Figure(), []
     names = in_order(table.dropna(subset="estimate")["a"])
@@ -198,15 +201,6 @@ def _chosen(
     return rows, f"depth {depth} · width {widths} · {seeds}"
 
 
-def _bounds(rows: pd.DataFrame, table: pd.DataFrame, log: bool) -> tuple[float, float]:
-    """What the axis holds: all seeds, means and intervals; if logarithmic, of intervals what is not too far below."""
-    values, ends = [*rows["value"], *table["estimate"].dropna()], [*table["low"].dropna(), *table["high"].dropna()]
-    if not log:
-        return theme.axis_bounds([0.0, *values, *ends], False) or (-1.0, 1.0)
-    lowest = table["estimate"].min() / _BELOW
-    return theme.axis_bounds([*values, *(end for end in ends if end >= lowest)], True) or (-1.0, 1.0)
-
-
 def _aside(count: int, layers: int) -> list[float]:
     """How far each of so many schemes stands beside its layer, in layers, of which the figure holds so many."""
     step = min(0.013 * layers, 0.4 / max(1, count))
@@ -232,8 +226,15 @@ def _mean_line(own: pd.DataFrame, style: theme.Style, metric: str, aside: float,
     return go.Scatter(
         x=(own["depth"] + aside).tolist(),
         y=[None if math.isnan(value) else value for value in own["estimate"]],
-        error_y=dict(type="data", symmetric=False, array=above, arrayminus=below, thickness=1, width=3)
-        | dict(color=theme.faded(style.color, 0.5)),
+        error_y=dict(
+            type="data",
+            symmetric=False,
+            array=above,
+            arrayminus=below,
+            thickness=1,
+            width=3,
+            color=theme.faded(style.color, 0.5),
+        ),
         customdata=own["depth"].tolist(),
         mode="lines",
         name=style.name,

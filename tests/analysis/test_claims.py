@@ -10,6 +10,7 @@ from scipy import stats
 
 from normlab.analysis import claims
 from normlab.analysis.compare import compare
+from normlab.analysis.selection import deepest
 from normlab.errors import NormlabError
 
 SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
@@ -150,6 +151,19 @@ def test_depth_use_is_the_deeper_halfs_mean_cost_and_its_share():
     deeper = skipping({"bhyt": [0.2] * 6})
     both = pd.concat([deeper, *(skipping({name: [0.2, 0.3]}) for name in ("bhyt", "lns"))])
     assert set(claims.depth_use(both)["depth"]) == {2} and set(claims.depth_use(deeper)["depth"]) == {6}
+    lns = claims.depth_use(both, 2).set_index("a").loc["lns"]  # of several tables, whose indices repeat
+    assert lns["share"] > 0.5 and lns["share_rest"] == 0
+
+
+def test_the_deepest_depth_at_which_schemes_can_be_compared():
+    runs = pd.concat(
+        [
+            skipping(dict.fromkeys(["lns", "bhyt", "dyt", "peri_ln"][:many], [0.1] * depth))
+            for depth, many in ((2, 4), (4, 3), (8, 2))
+        ]
+    )
+    assert [deepest(runs), deepest(runs, 2), deepest(runs, 4)] == [4, 8, 2]
+    assert deepest(runs[runs["scheme"] == "lns"]) == 8
 
 
 def test_one_seed_gives_an_estimate_and_no_interval():
