@@ -26,7 +26,16 @@ import pandas as pd
 
 from normlab.analysis.compare import compare, last_values
 from normlab.analysis.selection import choose, depths_of_most, experiments_of, in_order, summarize, title_of
-from normlab.analysis.verdicts import DIFFERENT, ROUNDING, in_words, judged, lower_quartile, t_quantile, unlike
+from normlab.analysis.verdicts import (
+    DIFFERENT,
+    ROUNDING,
+    differences,
+    in_words,
+    judged,
+    lower_quartile,
+    t_quantile,
+    unlike,
+)
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
@@ -155,8 +164,10 @@ def growth(
     """Layer L over layer 1 after training, a row a scheme and depth: geometric means over the seeds.
 
     Returns:
-        Columns `depth a metric kind seeds estimate low high sd df p p_holm margin verdict`, and `first_half`: the share
-        of the growth's logarithm that the first half of the blocks makes (0.5: a constant factor a block).
+        Columns `depth a metric kind seeds estimate low high sd df p p_holm margin verdict`; `one_block`: the largest
+        increase from a layer to the next, the embeddings (layer 0) being the first, as a part of layer L's value; and
+        `first_half`: the share of the growth's logarithm that the first half of the blocks makes (0.5: a constant
+        factor a block). The last two are means over the seeds.
 
     Raises:
         NormlabError: a metric that is not compared as a ratio.
@@ -165,16 +176,20 @@ def growth(
     chosen = choose(runs, depth=None, same_rate=True)
     values = []
     for depth in chosen.depths:
-        at = {layer: last_values(chosen, metric, layer=layer, step=step) for layer in {1, (depth + 1) // 2, depth}}
-        rows = at[depth][at[depth]["depth"] == depth]
-        first, half = (at[layer].set_index("run")["value"].reindex(rows["run"]) for layer in (1, (depth + 1) // 2))
-        ratio = rows["value"].to_numpy() / first.to_numpy()
+        layers = [last_values(chosen, metric, layer=layer, step=step) for layer in range(depth + 1)]
+        rows = layers[depth][layers[depth]["depth"] == depth]
+        sizes = np.stack([layer["value"].loc[rows.index].to_numpy() for layer in layers], 1)
+        ratio, half = (sizes[:, end] / sizes[:, 1] for end in (depth, (depth + 1) // 2))
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.log(half.to_numpy() / first.to_numpy()) / np.log(ratio)
-        values.append(rows.assign(value=ratio, first_half=share))
+            shares = {
+                "one_block": np.fmax.reduce(np.diff(sizes), 1) / sizes[:, -1],
+                "first_half": np.log(half) / np.log(ratio),
+            }
+        values.append(rows.assign(value=ratio, **shares))
     table = pd.concat(values)
-    halves = table.groupby(["depth", "scheme"])["first_half"].mean().rename_axis(["depth", "a"]).reset_index()
-    return judged(means(table, metric, level), level).merge(halves, on=["depth", "a"])
+    shares = table.groupby(["depth", "scheme"])[["one_block", "first_half"]].mean()
+    shares = shares.rename_axis(["depth", "a"]).reset_index()
+    return judged(means(table, metric, level), level).merge(shares, on=["depth", "a"])
 
 
 def depth_gain(
@@ -187,7 +202,7 @@ def depth_gain(
     deepest. Rows of one depth share their spread of seeds where it is alike, and all of the table are one family.
 
     Returns:
-        The columns of `growth`, without `first_half`, and `shallow`; a row a scheme that was run at both depths. Runs
+        The columns of `growth` up to `verdict`, and `shallow`; a row a scheme that was run at both depths. Runs
         of a single depth give no row.
 
     Raises:
@@ -243,7 +258,11 @@ def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def depth_use(
-    experiments: pd.DataFrame, depth: int | None = None, part: str = "block", level: float = 0.95
+    experiments: pd.DataFrame,
+    depth: int | None = None,
+    part: str = "block",
+    reference: str | None = None,
+    level: float = 0.95,
 ) -> pd.DataFrame:
     """Loss that skipping one block of the deeper half adds, in the mean over these blocks, a row a scheme.
 
@@ -251,10 +270,12 @@ def depth_use(
         experiments: the table of `normlab.load_experiments`.
         depth: default the deepest of those that most schemes were measured at.
         part: "block", "attention", "mlp", "deleted" (deleted and renumbered, as the papers prune).
+        reference: a scheme; then a row is another scheme's cost minus that one's, paired by seed.
 
     Returns:
-        The columns of `depth_gain`; `share`: the deeper half's part of what skipping adds over all blocks; and
-        `share_rest`: the same beside each run's costliest block, which can cost more than all others.
+        With a reference the columns of `normlab.compare`. Without, those of `depth_gain`; `share`: the deeper half's
+        part of what skipping adds over all blocks; and `share_rest`: the same beside each run's costliest block, which
+        can cost more than all others.
 
     Raises:
         NormlabError: no run of that depth was measured so.
@@ -274,6 +295,10 @@ def depth_use(
         sums = some.assign(half=some["value"] * some["deep"]).groupby(place, observed=True)[["half", "value"]].sum()
         table[name] = sums["half"] / sums["value"]
     table = table.reset_index()
+    if reference is not None:
+        others = [name for name in in_order(table["scheme"]) if name != reference]
+        pairs = [differences(table, name, reference, "skip_delta_loss", level) for name in others]
+        return judged(pd.concat(pairs, ignore_index=True), level) if pairs else pd.DataFrame()
     shares = table.groupby("scheme", observed=True)[["share", "share_rest"]].mean().rename_axis("a").reset_index()
     return judged(means(table, "skip_delta_loss", level), level).merge(shares, on="a")
 

@@ -2,7 +2,7 @@
 
 `bench(pairs)`   a table of ratios: each scheme that exists in a cheaper form against Pre-LN, `normlab train` against a
                  bare loop; at the sweep's smallest depth, bfloat16 against float32, compiled against not, and each of
-                 these steps against the core's peak
+                 these steps against the core's peak; the fastest of them with larger batches and on two threads
 
 A ratio is the median over interleaved pairs: one side, then the other, a few steps each, so that a machine that slows
 down slows both. Statistics are off on both sides; what BHyT's schedule refreshes is part of its step.
@@ -52,6 +52,12 @@ COMPARED = (
     ("bfloat16 compiled", "bfloat16"),
     ("bfloat16 compiled", "float32"),
 )
+FASTEST = "bfloat16 compiled"
+LARGER: dict[str, dict[str, Any]] = {
+    "batch 16": {"batch_size": 16},
+    "batch 32": {"batch_size": 32},
+    "two threads": {"threads": 2},
+}
 
 
 class BareLoop:
@@ -161,6 +167,25 @@ def precisions(config: TrainConfig, corpus: Corpus, rounds: int, tick: Callable[
     return rows + [found | {"peak_share": 1 / found["ratio"]} for found in peaks]
 
 
+def larger(config: TrainConfig, corpus: Corpus, rounds: int, tick: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Rows of the fastest precision's step with each of LARGER against the same without, for as many tokens."""
+    base = replace(config, threads=1, **PRECISIONS[FASTEST])
+    configs = [base, *(replace(base, **fields) for fields in LARGER.values())]
+    sides = [partial(_seconds_of_base, BareLoop(own, corpus), base.batch_size) for own in configs]
+    times = interleaved(sides, rounds, tick)
+    return [
+        _row(f"{FASTEST} step, {name}", f"{FASTEST} step", [(found[number], found[0]) for found in times])
+        | {"depth": config.depth, "threads": configs[number].threads}
+        for number, name in enumerate(LARGER, 1)
+    ]
+
+
+def _seconds_of_base(loop: BareLoop, batch_size: int) -> float:
+    """Seconds a step's worth of tokens at that batch size, on the loop's own threads."""
+    with _threads(loop.config.threads):
+        return loop.run(STEPS) * batch_size / loop.config.batch_size
+
+
 def _peak_name(loop: BareLoop) -> str:
     return f"{loop.config.dtype} matrix product"
 
@@ -176,9 +201,9 @@ def bench(
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Columns: what, base, depth, ratio (median of what/base), low, high (the middle half of the pairs), seconds,
-    base_seconds, pairs, tokens_per_s (of `what`, a core); peak_share, where the base is a matrix product: the share of
-    the core's peak that the step's `step_flops` reach, 1/ratio."""
+    """Columns: what, base, depth, threads, ratio (median of what/base), low, high (the middle half of the pairs),
+    seconds, base_seconds, pairs, tokens_per_s (of `what`, a core); peak_share, where the base is a matrix product: the
+    share of the core's peak that the step's `step_flops` reach, 1/ratio."""
     import pandas as pd
     from tqdm import tqdm
 
@@ -197,7 +222,7 @@ def bench(
     require_compiler(torch.device("cpu"))
     corpus = corpus_of(config, cache_dir, progress)
     rows = []
-    total = pairs * (len(schemes) + 2)
+    total = pairs * (len(schemes) + 3)
     with _threads(threads), tqdm(total=total, desc="bench", disable=not progress) as bar:
         for scheme in schemes:
             left, right = (BareLoop(replace(config, scheme=name), corpus) for name in (scheme, BASELINE))
@@ -206,9 +231,10 @@ def bench(
         whole = partial(trainer_seconds, config, corpus, STEPS)
         times = interleaved([whole, lambda: BareLoop(config, corpus).run(STEPS)], pairs, bar.update)
         rows.append(_row("normlab train", "bare PyTorch loop", times) | {"depth": depth})
-        rows += precisions(replace(config, depth=precision_depth), corpus, pairs, bar.update)
-    table = pd.DataFrame(rows)
-    return table.assign(tokens_per_s=config.tokens_per_step / table["seconds"] / threads)
+        small = replace(config, depth=precision_depth)
+        rows += [*precisions(small, corpus, pairs, bar.update), *larger(small, corpus, pairs, bar.update)]
+    table = pd.DataFrame([{"threads": threads} | row for row in rows])
+    return table.assign(tokens_per_s=config.tokens_per_step / table["seconds"] / table["threads"])
 
 
 def _row(what: str, base: str, times: Sequence[tuple[float, ...]]) -> dict[str, Any]:

@@ -216,13 +216,14 @@ def depth_scaling(
     figure.update_yaxes(range=bounds, title_text=_LOSS.axis, col=1)
     named = _mark_levels(figure, levels, bounds, columns=(1,))
     _label_lines(figure, chosen, points.dropna(subset="mean").rename(columns={"mean": "y"}), bounds, named)
-    _add_differences(figure, chosen, base, level)
+    family = _add_differences(figure, chosen, base, level)
     depths = chosen.depths
     figure.update_xaxes(
         type="log", tickvals=depths, ticktext=[str(d) for d in depths], title_text="depth (blocks)", range=_span(depths)
     )
     figure.update_layout(showlegend=False, margin=_DEPTH_MARGIN)
-    marks = f"bars: {level:.0%} interval over seeds · left: ○ not learned, × diverged · right: {theme.VERDICT_KEY}"
+    right = f"right, Holm over {family}: {theme.VERDICT_KEY}"
+    marks = f"bars: {level:.0%} interval over seeds · left: ○ not learned, × diverged · {right}"
     height = _PANEL[1] + _DEPTH_MARGIN["t"] + _DEPTH_MARGIN["b"]
     return theme.titled(figure, title, f"{chosen.describe()}<br>{marks}<br>{_dotted(levels)}", height)
 
@@ -329,7 +330,8 @@ def _label_lines(
     label_inside(figure, short, lines, bounds, _PANEL, high - low, axis)
 
 
-def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: float) -> None:
+def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: float) -> int:
+    """Draw them, and return how many are in the family that Holm's correction is over."""
     values = last_values(chosen, "loss")
     learned = values[values["run"].isin(chosen.runs.index[chosen.runs["status"] == FINISHED])]
     present = set(learned["scheme"])
@@ -343,11 +345,12 @@ def _add_differences(figure: go.Figure, chosen: Selection, base: str, level: flo
     figure.update_yaxes(title_text=f"loss difference ({_LOSS.unit})", col=2)
     if known.empty:
         theme.note(figure, f"no scheme to compare with {theme.style_of(base).title}", "2")
-        return
+        return 0
     bounds = theme.axis_bounds([0.0, *known["estimate"], *known["low"], *known["high"]], False) or (-1.0, 1.0)
     figure.update_yaxes(range=bounds, col=2)
     ends = known.sort_values("depth").rename(columns={"a": "scheme", "estimate": "y"})
     _label_lines(figure, chosen, ends, bounds, axis="2")
+    return int(known["p"].notna().sum())
 
 
 def _difference(gaps: pd.DataFrame, name: str, shift: float) -> go.Scatter:

@@ -2,7 +2,8 @@
 
     python -m normlab.training.keep RUNS OUT [--cache-dir DIR]
 
-Every run below RUNS that kept its weights becomes OUT/<scheme>-d<depth>: weights, configuration, tokenizer, held-out
+Every run below RUNS that kept its weights becomes OUT/<scheme>-d<depth>, with what its model has of its own between the
+two (bhyt-lam_last10-d8): weights, configuration, tokenizer, held-out
 blocks (those of the run's own evaluation), and the run's manifest with `kept`: its loss on these blocks after rounding.
 """
 
@@ -41,7 +42,10 @@ def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
     corpus = corpus_of(config, cache_dir, progress=True)
     if corpus.content_hash != run.manifest["corpus"]["content_hash"]:
         raise NormlabError(f"{run.name} was trained on another text than this machine's {config.corpus}")
-    folder = out / f"{config.scheme}-d{config.depth}"
+    own = [
+        f"{field}{value:g}" if isinstance(value, float) else f"{field}{value}" for field, value in config.model.items()
+    ]
+    folder = out / "-".join([config.scheme, *own, f"d{config.depth}"])
     shutil.rmtree(folder, ignore_errors=True)
     NormlabForCausalLM.from_pretrained(run.path, dtype=torch.bfloat16).save_pretrained(folder)
     corpus.tokenizer().save_pretrained(folder)

@@ -117,6 +117,9 @@ def test_growth_is_the_geometric_mean_of_the_last_layer_over_the_first(losses):
         halves = np.array([value.loc[seed, (depth + 1) // 2] / value.loc[seed, 1] for seed in range(3)])
         assert row["estimate"] == pytest.approx(np.exp(np.log(ratios).mean()))
         assert row["first_half"] == pytest.approx((np.log(halves) / np.log(ratios)).mean())
+        steps = [[value.loc[seed, n + 1] - value.loc[seed, n] for n in range(depth)] for seed in range(3)]
+        last = [value.loc[seed, depth] for seed in range(3)]
+        assert row["one_block"] == pytest.approx(np.mean(np.max(steps, axis=1) / last))
 
 
 def test_below_the_trigram_is_counted_and_a_diverged_run_is_not(losses):
@@ -153,6 +156,18 @@ def test_depth_use_is_the_deeper_halfs_mean_cost_and_its_share():
     assert set(claims.depth_use(both)["depth"]) == {2} and set(claims.depth_use(deeper)["depth"]) == {6}
     lns = claims.depth_use(both, 2).set_index("a").loc["lns"]  # of several tables, whose indices repeat
     assert lns["share"] > 0.5 and lns["share_rest"] == 0
+
+    apart = skipping({"lns": [0.3, 0.1], "bhyt": [0.2, 0.4], "dyt": [0.2, 0.2]})
+    noise = {("lns", 0): 0.03, ("bhyt", 1): 0.02, ("dyt", 2): 0.01}
+    apart["value"] += [noise.get((row.scheme, row.seed), 0.0) * (row.layer == 2) for row in apart.itertuples()]
+    gap = claims.depth_use(apart, 2, reference="lns").set_index("a").loc["bhyt"]
+    deep = apart[apart["layer"] == 2].pivot_table(index="seed", columns="scheme", values="value", observed=True)
+    effects = deep.sub(deep.mean(axis=1), axis=0) - (deep.mean() - deep.to_numpy().mean())
+    half = stats.t.ppf(0.975, 4) * np.sqrt((effects**2).to_numpy().sum() / 4 * 2 / 3)
+    assert (gap["estimate"], gap["high"]) == pytest.approx(
+        [deep.mean()["bhyt"] - deep.mean()["lns"], gap["estimate"] + half]
+    )
+    assert list(claims.shown(claims.depth_use(apart, 2, reference="lns"))["against"]) == ["LNS"] * 2
 
 
 def test_the_deepest_depth_at_which_schemes_can_be_compared():

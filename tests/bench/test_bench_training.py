@@ -64,6 +64,24 @@ def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_r
     assert table["peak_share"].dropna().tolist() == [1 / 2, 1 / 4, 1 / 6, 1 / 8]
 
 
+def test_larger_batches_and_two_threads_are_compared_for_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps whose time goes with the square root of their tokens, and halves on two threads."""
+
+    class Loop:
+        def __init__(self, config: TrainConfig, corpus: Any) -> None:
+            self.config = config
+
+        def run(self, steps: int) -> float:
+            assert torch.get_num_threads() == self.config.threads
+            assert (self.config.dtype, self.config.compile) == ("bfloat16", True)
+            return self.config.batch_size**0.5 / self.config.threads
+
+    monkeypatch.setattr(bench, "BareLoop", Loop)
+    table = pd.DataFrame(bench.larger(TrainConfig(depth=4, batch_size=8), None, 2, lambda: None)).set_index("what")
+    assert table["ratio"].tolist() == pytest.approx([0.5**0.5, 0.5, 0.5]) and list(table["threads"]) == [1, 1, 2]
+    assert list(table.index) == [f"bfloat16 compiled step, {name}" for name in ("batch 16", "batch 32", "two threads")]
+
+
 @pytest.mark.slow
 def test_the_bench_sets_each_precision_against_the_others_and_the_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +90,8 @@ def test_the_bench_sets_each_precision_against_the_others_and_the_peak(
     table = bench.bench(1, schemes=(), depth=1, precision_depth=1, width=32, cache_dir=tmp_path, progress=False)
     steps = table[~table["base"].str.endswith("product")].iloc[1:]
     assert list(zip(steps["what"], steps["base"], strict=True)) == [
-        (f"{what} step", f"{base} step") for what, base in bench.COMPARED
+        *((f"{what} step", f"{base} step") for what, base in bench.COMPARED),
+        *((f"{bench.FASTEST} step, {name}", f"{bench.FASTEST} step") for name in bench.LARGER),
     ]
     table = table[table["base"].str.endswith("product")].set_index("what")
     shares = table["peak_share"]

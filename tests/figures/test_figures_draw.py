@@ -135,7 +135,7 @@ def test_a_difference_is_marked_for_its_verdict():
     losses = same[same["metric"].eq("loss") & same["scheme"].eq("pre_rmsnorm")]
     same.loc[same["metric"].eq("loss") & same["scheme"].eq("bhyt"), "value"] = losses["value"].to_numpy()
     assert marks(same) == {"square"}
-    assert "right: ● different, ■ equivalent, ○ undecided" in text_of(depth_scaling(table()))
+    assert "right, Holm over 8: ● different, ■ equivalent, ○ undecided" in text_of(depth_scaling(table()))
 
 
 def test_a_line_that_stops_early_is_named_where_it_stops():

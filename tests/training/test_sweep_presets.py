@@ -26,7 +26,7 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt")
 
 
-def test_preset_trained_is_the_promisedquiet_sweep() -> None:
+def test_preset_trained_is_the_promised_sweep() -> None:
     preset = get_preset("trained")
     core, core_at_16, further, *deep = preset.parts
     assert set(core.schemes) >= {"pre_rmsnorm", "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain"}
