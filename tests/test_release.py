@@ -16,8 +16,10 @@ import torch
 import normlab
 from normlab import NormlabError, runs, shipped
 from normlab.models import kept
+from normlab.release import shipped_models
 from normlab.training.callbacks import mean_token_loss
-from normlab.training.keep import keep
+from normlab.training.config import TrainConfig
+from normlab.training.keep import keep, name_of
 
 pytest_plugins = ("training_fixtures",)
 
@@ -41,6 +43,15 @@ def test_a_kept_model_says_its_loss_on_the_blocks_that_lie_beside_it(done: runs.
     loss = mean_token_loss(normlab.load_model(folder), blocks.numpy(), 4)
     assert loss == pytest.approx(reported["kept"]["eval_loss"], abs=1e-5)
     assert loss == pytest.approx(done.eval_loss, abs=0.02), "bfloat16 weights, the blocks of the run's evaluation"
+
+
+def test_models_that_come_with_normlab_are_named_for_what_they_are_and_have_learned() -> None:
+    names = shipped_models()
+    assert {"pre_rmsnorm-d8", "lns-d8", "bhyt_exact-d8", "rmsnorm_gain-d8", "bhyt-lam_last10-d8"} <= set(names)
+    for name in names:
+        manifest = json.loads((shipped(f"models/{name}") / runs.MANIFEST).read_text())
+        assert name_of(TrainConfig.from_dict(manifest["config"])) == name
+        assert manifest["kept"]["eval_loss"] < manifest["trigram_loss"]
 
 
 def test_a_run_of_another_text_is_not_kept(done: runs.Run, cache: Path, tmp_path: Path) -> None:

@@ -37,15 +37,18 @@ def keep(root: str | Path, out: str | Path, cache_dir: str | Path | None = None)
     return [_keep(run, Path(out), cache_dir) for run in found]
 
 
+def name_of(config: TrainConfig) -> str:
+    """bhyt-lam_last10-d8: the scheme, what its model has of its own, the depth."""
+    own = [f"{name}{value:g}" if isinstance(value, float) else f"{name}{value}" for name, value in config.model.items()]
+    return "-".join([config.scheme, *own, f"d{config.depth}"])
+
+
 def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
     config = TrainConfig(**run.manifest["config"])
     corpus = corpus_of(config, cache_dir, progress=True)
     if corpus.content_hash != run.manifest["corpus"]["content_hash"]:
         raise NormlabError(f"{run.name} was trained on another text than this machine's {config.corpus}")
-    own = [
-        f"{field}{value:g}" if isinstance(value, float) else f"{field}{value}" for field, value in config.model.items()
-    ]
-    folder = out / "-".join([config.scheme, *own, f"d{config.depth}"])
+    folder = out / name_of(config)
     shutil.rmtree(folder, ignore_errors=True)
     NormlabForCausalLM.from_pretrained(run.path, dtype=torch.bfloat16).save_pretrained(folder)
     corpus.tokenizer().save_pretrained(folder)
