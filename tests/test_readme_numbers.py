@@ -122,6 +122,9 @@ def test_which_blocks_do_the_work():
     last = quoted(r"do without \(NUMBER nats; blocks 2 to 8 cost NUMBER to NUMBER\)")
     assert last == [f"{value:.2f}" for value in (plain.loc[16], plain.loc[2:8].min(), plain.loc[2:8].max())]
     assert plain.loc[2:].idxmax() == 16 and use[16].loc["lns", "high"] < use[16].loc["pre_rmsnorm", "estimate"]
+    less = claims.depth_use(experiments, 16, reference="pre_rmsnorm").set_index("a").loc["lns"]
+    agrees(quoted("a block of the deeper half NUMBER INTERVAL nats from one of Pre-LN's .undecided among all"), less)
+    assert less["verdict"] == "undecided" and less["seeds"] == 3 and less["high"] < 0
 
 
 def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
@@ -130,13 +133,14 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
     for scheme, sentence, short in (
         ("lns", "to 16, LNS gains NUMBER INTERVAL", "held-out loss, LNS NUMBER INTERVAL"),
         ("pre_rmsnorm", "nats, Pre-LN NUMBER INTERVAL", "Pre-LN gains NUMBER INTERVAL nats of held-out loss"),
-        ("bhyt", "and BHyT NUMBER INTERVAL .three seeds", "and BHyT NUMBER INTERVAL. After"),
+        ("bhyt", "and BHyT NUMBER INTERVAL .three seeds", "and BHyT NUMBER INTERVAL, each by its own"),
     ):
         agrees(quoted(sentence), gains.loc[scheme])
         agrees(quoted(short, README), gains.loc[scheme])
         assert gains.loc[scheme, "low"] > 0
     agrees(quoted("with the gain control's, NUMBER INTERVAL, none"), gains.loc["rmsnorm_gain"])
     (smallest,) = quoted(r"zero .Holm, p = NUMBER.,")
+    assert quoted(r"control's they are \*undecided\* .Holm, p = NUMBER.\.", README) == [smallest]
     assert float(smallest) == round(gains["p_holm"].min(), 2) and (gains["verdict"] == "undecided").all()
     for scheme, pattern in (
         ("lns", "full-length finals, LNS is NUMBER INTERVAL and"),
@@ -171,6 +175,7 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
     assert set(deep["a"]) == {"lns", "bhyt", "rmsnorm_gain"} and (deep["verdict"] == "different").all()
     of_figure = judged(family[family["seeds"] > 0]).set_index(["a", "depth"])["verdict"]
     assert of_figure["lns", 16] == "undecided" and "notebook 01's figure LNS is *undecided*" in FINDINGS
+    assert "both *different*, the first *undecided* in the larger family of a figure." in README
     pair = compare(runs, "rmsnorm_gain", "bhyt", "loss", depth=16).iloc[0]
     assert pair["verdict"] == "undecided" and "BHyT and the gain control are not told apart." in FINDINGS
     size = compare(runs, "rmsnorm_gain", "bhyt", "token_l2_mean", depth=16).iloc[0]
@@ -198,10 +203,13 @@ def test_what_the_search_says_of_rates_and_tokens(runs: pd.DataFrame):
     assert quoted("such a gap shrank from NUMBER to NUMBER at full length") == [f"{gap:.2f}" for gap in shrunk]
     fewer = claims.by_tokens(rates.settled(normlab.load_runs(ROOT / "data" / "runs" / "search")), runs)
     gains = fewer.set_index(["scheme", "tokens"])["gain"]
-    worse, better = quoted("16 layers are NUMBER nats worse than 4 for Pre-LN, and NUMBER better for LNS")
+    worse, better, small = quoted(
+        "16 layers are NUMBER nats worse than 4 for Pre-LN, and NUMBER better for LNS and NUMBER for BHyT"
+    )
     least = fewer["tokens"].min()
     assert f"({least / 1e6:.1f}M; the" in FINDINGS and round(fewer["tokens"].max() / least) == 3
     assert (float(worse), float(better)) == (round(-gains["Pre-LN", least], 2), round(gains["LNS", least], 2))
+    assert float(small) == round(gains["BHyT", least], 2)
     assert gains["Pre-LN", least] <= 0 and "a third of the tokens Pre-LN had gained nothing" in README
 
 

@@ -85,6 +85,27 @@ def test_the_stream_is_largest_early(runs: pd.DataFrame):
         assert sizes.idxmax() < 3000 and sizes.index.is_unique
 
 
+def test_one_block_makes_much_of_a_stream(runs: pd.DataFrame):
+    shares = claims.growth(runs).query("depth == 16")["one_block"]
+    ends = [f"{shares.min():.2f}", f"{shares.max():.2f}"]
+    assert quoted("at 16 layers NUMBER to NUMBER of the last layer's size") == ends
+    assert quoted("One block, the first or the second, makes NUMBER to NUMBER of what", README) == ends
+    rows = runs[(runs["metric"] == "token_l2_mean") & (runs["site"] == "block_out") & (runs["mask"] == "all")]
+    rows = rows[(rows["depth"] == 16) & (rows["step"] == 6000)].assign(log=lambda table: np.log(table["value"]))
+    sizes = rows.pivot_table(index=["scheme", "seed"], columns="layer", values="value", observed=True)
+    largest = sizes.diff(axis=1).idxmax(axis=1)
+    assert set(largest) == {1, 2} and set(largest["rmsnorm_gain"]) == {2} and sorted(largest["bhyt"]) == [1, 1, 2]
+    assert set(largest["pre_rmsnorm"]) == set(largest["lns"]) == {1}
+    mean = np.exp(rows.groupby(["scheme", "layer"], observed=True)["log"].mean())
+    steps = quoted(
+        r"from NUMBER to (\d+) and from NUMBER to (\d+); in the gain control the second, from NUMBER to (\d+)"
+    )
+    expected = []
+    for scheme, layer in (("pre_rmsnorm", 0), ("lns", 0), ("rmsnorm_gain", 1)):
+        expected += [f"{mean[scheme, layer]:.1f}", f"{mean[scheme, layer + 1]:.0f}"]
+    assert steps == expected
+
+
 def test_how_the_stream_of_lns_grows_and_that_of_bhyt(runs: pd.DataFrame):
     for layer, sentence, short in (
         (
@@ -101,9 +122,13 @@ def test_how_the_stream_of_lns_grows_and_that_of_bhyt(runs: pd.DataFrame):
         row = compare(runs, "lns", "pre_rmsnorm", "token_l2_mean", depth=16, layer=layer).iloc[0]
         agrees(quoted(sentence), row)
         agrees(quoted(short, README), row)
-    grown = claims.growth(runs).set_index(["a", "depth"])
-    agrees(quoted("both grow alike, by NUMBER INTERVAL and"), grown.loc[("lns", 16)])
-    agrees(quoted(r"alike, by [\d.]+ \[[^]]+\] and NUMBER INTERVAL to the last"), grown.loc[("pre_rmsnorm", 16)])
+    grown = claims.growth(runs).query("depth == 16").set_index("a")
+    agrees(quoted("to the last they grow by NUMBER INTERVAL and"), grown.loc["lns"])
+    agrees(quoted(r"grow by [\d.]+ \[[^]]+\] and NUMBER INTERVAL, LNS early and Pre-LN late"), grown.loc["pre_rmsnorm"])
+    half = quoted("half way it has made NUMBER of its growth, counted by its logarithm, Pre-LN NUMBER")
+    assert half == [f"{grown.loc[scheme, 'first_half']:.2f}" for scheme in ("lns", "pre_rmsnorm")]
+    (times,) = quoted("in between both grow NUMBER times", README)
+    assert {f"{grown.loc[scheme, 'estimate']:.1f}" for scheme in ("lns", "pre_rmsnorm")} == {times}
     low = normlab.load_runs(ROOT / "data" / "other_rates")
     both = pd.concat([runs[runs["scheme"] == "pre_rmsnorm"], low[low["scheme"] == "bhyt"]])
     row = compare(both, "bhyt", "pre_rmsnorm", "token_l2_mean", depth=4).iloc[0]
