@@ -49,7 +49,7 @@ def test_whether_depth_is_wasted(runs: pd.DataFrame, experiments: pd.DataFrame):
     )
     loss, size = (compare(runs, "rmsnorm_gain", "bhyt", name, depth=16).iloc[0] for name in ("loss", "token_l2_mean"))
     assert loss["verdict"] == "undecided" and size["verdict"] == "different" and size["seeds"] == 3
-    agrees(quoted("control's last layer is NUMBER INTERVAL times BHyT's", text), size)
+    agrees(quoted("but its last layer is NUMBER INTERVAL times BHyT's", text), size)
     gains, use = claims.depth_gain(runs, 4, 16).set_index("a"), claims.depth_use(experiments, 16).set_index("a")
     agrees(quoted("16 Pre-LN gains NUMBER INTERVAL nats", text), gains.loc["pre_rmsnorm"])
     agrees(quoted("nats, LNS NUMBER INTERVAL; and", text), gains.loc["lns"])
@@ -79,7 +79,7 @@ def test_whether_bhyt_is_stable(runs: pd.DataFrame):
     assert f"at most {1e6 * beyond:.0f} in a million" in text
     loss, size = (compare(runs, "rmsnorm_gain", "bhyt", name, depth=16).iloc[0] for name in ("loss", "token_l2_mean"))
     agrees(quoted("control is NUMBER INTERVAL nats from BHyT, undecided", text), loss)
-    agrees(quoted("and NUMBER INTERVAL times its size", text), size)
+    agrees(quoted("but NUMBER INTERVAL times its size", text), size)
     timed = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index("what")
     assert quoted("a step takes NUMBER times Pre-LN's", text) == [f"{timed.loc['bhyt step', 'ratio']:.2f}"]
 
