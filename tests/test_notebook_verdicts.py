@@ -36,9 +36,15 @@ def said(name: str) -> str:
 def test_by_how_much_sizes_differ(runs: pd.DataFrame):
     text, factors = said("00_start_here"), claims.extremes(runs).set_index(["when", "depth"])["factor"]
     before, after = factors["before training"], factors["after training"]
-    assert quoted("the factor is NUMBER to NUMBER before", text) == [f"{before.min():.1f}", f"{before.max():.1f}"]
-    ends = quoted("it is NUMBER at 4 layers, NUMBER at 8 and NUMBER at 16", text)
-    assert ends == [f"{after[depth]:.1f}" for depth in (4, 8, 16)] and after[16] < 2 < before.min()
+    ends = quoted(r"factor is (\d+) at 4 layers before training, NUMBER at 8 and NUMBER at 16", text)
+    assert ends == [f"{before[4]:.0f}", *(f"{before[depth]:.1f}" for depth in (8, 16))]
+    ends = quoted("after it, it is NUMBER, NUMBER and NUMBER: training takes", text)
+    assert ends == [f"{after[depth]:.1f}" for depth in (4, 8, 16)]
+    assert all(after[depth] < before[depth] / 2 for depth in (4, 8, 16)) and all(
+        1.5 < after[depth] < 2.5 for depth in (8, 16)
+    )
+    of = runs.groupby("depth")["scheme"].unique()
+    assert all({"peri_ln", "post_rmsnorm"} & set(of[depth]) == set() for depth in (8, 16))
 
 
 def test_whether_depth_is_wasted(runs: pd.DataFrame, experiments: pd.DataFrame):

@@ -106,6 +106,19 @@ def test_one_block_makes_much_of_a_stream(runs: pd.DataFrame):
     assert steps == expected
 
 
+def test_streams_whose_size_norms_set(runs: pd.DataFrame):
+    rows = runs[(runs["metric"] == "token_l2_mean") & (runs["site"] == "block_out") & (runs["mask"] == "all")]
+    rows = rows[(rows["depth"] == 4) & (rows["layer"] == 4) & (rows["seed"] == 0)]
+    size = rows.set_index(["scheme", "step"])["value"]
+    ends = quoted(
+        "last of 4 layers NUMBER before the first step and NUMBER at the end, and NUMBER and NUMBER, where Pre-LN's "
+        "goes from NUMBER to NUMBER"
+    )
+    schemes = ("peri_ln", "post_rmsnorm", "pre_rmsnorm")
+    assert ends == [f"{size[scheme, step]:.1f}" for scheme in schemes for step in (0, 6000)]
+    assert all(abs(size[scheme, 6000] / size[scheme, 0] - 1) < 0.1 for scheme in schemes[:2])
+
+
 def test_how_the_stream_of_lns_grows_and_that_of_bhyt(runs: pd.DataFrame):
     for layer, sentence, short in (
         (
