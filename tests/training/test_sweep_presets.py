@@ -61,6 +61,16 @@ def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
     assert shallow == set(LEARN_SOON) and len(plan) == 6
     assert all(c.experiment_blocks for _, c in plan), "notebooks 01 and 04 show what is measured after training"
     assert {c.width for _, c in plan} == {128}
+    assert {round(c.steps * c.tokens_per_step / 1e6, 1) for _, c in plan} == {0.7}, "as the README says"
+
+
+@pytest.mark.slow
+def test_of_the_tiny_sweep_those_have_learned_that_the_readme_names(tmp_path: Path) -> None:
+    found = normlab.sweep("tiny", tmp_path, progress=False).runs
+    status = {(run.manifest["config"]["scheme"], run.manifest["config"]["depth"]): run.status for run in found}
+    learned = {place for place, word in status.items() if word == "finished"}
+    assert learned == {(scheme, depth) for scheme in LEARN_SOON for depth in (2, 4)} and len(status) == 6
+    assert {word for place, word in status.items() if place not in learned} == {"not_learned"}
 
 
 def test_every_preset_names_known_schemes() -> None:
