@@ -105,7 +105,8 @@ def test_what_twelve_more_blocks_buy(about: pd.DataFrame, scheme: str, sentence:
         ("lns", 16, alike, "Its loss is NUMBER INTERVAL nats from Pre-LN's there"),
         ("lns", 4, apart, "there, NUMBER INTERVAL at 4 layers"),
         ("bhyt", 16, alike, "where its loss is NUMBER INTERVAL nats from Pre-LN's"),
-        ("rmsnorm_gain", 16, alike, "no tanh comes to NUMBER INTERVAL nats"),
+        ("bhyt_exact", 16, alike, "computed, comes to NUMBER INTERVAL nats"),
+        ("rmsnorm_gain", 16, alike, "no tanh to NUMBER INTERVAL nats"),
     ],
 )
 def test_losses_beside_pre_lns(about: pd.DataFrame, scheme: str, depth: int, by: Callable, sentence: str):
@@ -119,6 +120,7 @@ def test_losses_beside_pre_lns(about: pd.DataFrame, scheme: str, depth: int, by:
         ("lns", 16, None, alike, "and NUMBER INTERVAL after the last"),
         ("bhyt", 4, None, apart, "that its search chose it is NUMBER INTERVAL"),
         ("bhyt", 16, None, alike, "and NUMBER INTERVAL after 16 layers"),
+        ("bhyt_exact", 16, None, alike, "nats and a stream of NUMBER INTERVAL;"),
         ("rmsnorm_gain", 16, None, alike, "as large as Pre-LN's, NUMBER INTERVAL"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -112,7 +113,7 @@ def test_which_blocks_do_the_work():
         )
         agrees(quoted(pattern, README), use[16].loc[scheme])
     mean = cost.groupby("scheme", observed=True).mean()
-    assert (cost.max(axis=1) > cost.sum(axis=1) - cost.max(axis=1)).all() and len(cost) == 12
+    assert (cost.max(axis=1) > cost.sum(axis=1) - cost.max(axis=1)).all() and len(cost) == 15
     first = quoted("others together: the first, NUMBER nats of Pre-LN's and NUMBER of LNS's")
     assert first == [f"{mean.loc[name, 1]:.1f}" for name in ("pre_rmsnorm", "lns")]
     idle = quoted(r"next to nothing \(NUMBER of the gain control's\), the second \(NUMBER\)")
@@ -130,7 +131,7 @@ def test_which_blocks_do_the_work():
 
 def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
     gains = claims.depth_gain(runs, 4, 16).query("seeds > 2").set_index("a")
-    assert set(gains.index) == {"pre_rmsnorm", "lns", "bhyt", "rmsnorm_gain"}
+    assert set(gains.index) == {"pre_rmsnorm", "lns", *SMALL_GAIN}
     for scheme, sentence, short in (
         ("lns", "to 16, LNS gains NUMBER INTERVAL", "held-out loss, LNS NUMBER INTERVAL"),
         ("pre_rmsnorm", "nats, Pre-LN NUMBER INTERVAL", "Pre-LN gains NUMBER INTERVAL nats of held-out loss"),
@@ -139,9 +140,12 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
         agrees(quoted(sentence), gains.loc[scheme])
         agrees(quoted(short, README), gains.loc[scheme])
         assert gains.loc[scheme, "low"] > 0
-    agrees(quoted("with the gain control's, NUMBER INTERVAL, none"), gains.loc["rmsnorm_gain"])
+    agrees(quoted(r"held together with BHyT\*'s, NUMBER INTERVAL, and"), gains.loc["bhyt_exact"])
+    agrees(quoted("and the gain control's, NUMBER INTERVAL, none"), gains.loc["rmsnorm_gain"])
     (smallest,) = quoted(r"zero .Holm, p = NUMBER.,")
-    assert quoted(r"control's they are \*undecided\* .Holm, p = NUMBER.\.", README) == [smallest]
+    assert quoted(r"those of BHyT\* and the gain control they are \*undecided\* .Holm, p = NUMBER.\.", README) == [
+        smallest
+    ]
     assert float(smallest) == round(gains["p_holm"].min(), 2) and (gains["verdict"] == "undecided").all()
     for scheme, pattern in (
         ("lns", "full-length finals, LNS is NUMBER INTERVAL and"),
@@ -162,23 +166,27 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
             "alike, LNS is NUMBER INTERVAL nats from Pre-LN,",
             "Its loss is NUMBER INTERVAL nats from Pre-LN's there",
         ),
-        ("bhyt", "from Pre-LN, BHyT NUMBER INTERVAL and", "where its loss is NUMBER INTERVAL nats from Pre-LN's"),
-        ("rmsnorm_gain", "the gain control NUMBER INTERVAL: all three", "no tanh comes to NUMBER INTERVAL nats"),
+        ("bhyt", "from Pre-LN, BHyT NUMBER INTERVAL, BHyT", "where its loss is NUMBER INTERVAL nats from Pre-LN's"),
+        ("bhyt_exact", r"BHyT\* NUMBER INTERVAL and the gain", "computed, comes to NUMBER INTERVAL nats"),
+        ("rmsnorm_gain", "the gain control NUMBER INTERVAL: all four", "no tanh to NUMBER INTERVAL nats"),
     ):
         row = compare(runs, scheme, "pre_rmsnorm", "loss", depth=16).iloc[0]
         agrees(quoted(long), row)
         agrees(quoted(short, README), row)
-        assert row["seeds"] == 3 and row["verdict"] == "different" and row["df"] == 6
+        assert row["seeds"] == 3 and row["verdict"] == "different" and row["df"] == 8
     family = pd.concat(
         [compare(runs, scheme, "pre_rmsnorm", "loss") for scheme in (*SMALL_GAIN, "lns", "lns_gain", "bhyt_linear")]
     )
     deep = judged(family[(family["depth"] == 16) & family["seeds"].gt(1)])
-    assert set(deep["a"]) == {"lns", "bhyt", "rmsnorm_gain"} and (deep["verdict"] == "different").all()
+    assert set(deep["a"]) == {"lns", *SMALL_GAIN} and (deep["verdict"] == "different").all()
     of_figure = judged(family[family["seeds"] > 0]).set_index(["a", "depth"])["verdict"]
     assert of_figure["lns", 16] == "undecided" and "notebook 01's figure LNS is *undecided*" in FINDINGS
     assert "both *different*, the first *undecided* in the larger family of a figure." in README
-    pair = compare(runs, "rmsnorm_gain", "bhyt", "loss", depth=16).iloc[0]
-    assert pair["verdict"] == "undecided" and "BHyT and the gain control are not told apart." in FINDINGS
+    pairs = pd.concat([compare(runs, a, b, "loss", depth=16) for a, b in combinations(SMALL_GAIN, 2)])
+    alone = pairs.set_index(["a", "b"])["verdict"].to_dict()
+    assert alone.pop(("bhyt_exact", "rmsnorm_gain")) == "different" and set(alone.values()) == {"undecided"}
+    assert set(judged(pairs)["verdict"]) == {"undecided"} and "(*undecided* among the three pairs)" in FINDINGS
+    agrees(quoted("alone are told apart, by NUMBER INTERVAL nats"), pairs.set_index("a").loc["bhyt_exact"])
     size = compare(runs, "rmsnorm_gain", "bhyt", "token_l2_mean", depth=16).iloc[0]
     agrees(quoted("the gain control's is NUMBER INTERVAL times BHyT's"), size)
     assert size["verdict"] == "different"
@@ -218,11 +226,11 @@ def test_what_the_search_found(runs: pd.DataFrame):
     search = rates.settled(normlab.load_runs(ROOT / "data" / "runs" / "search"))
     found = choose(search, depth=None).runs.set_index(["scheme", "depth"])
     assert f"rate; {search['tokens'].max() / 1e6:.1f}M tokens" in FINDINGS
-    for scheme in ("pre_rmsnorm", "lns", "bhyt", "rmsnorm_gain"):
+    for scheme in ("pre_rmsnorm", "lns", *SMALL_GAIN):
         cells = quoted(rf"\| {re.escape(title_of(scheme))} \| NUMBER \(NUMBER\) \| NUMBER \(NUMBER\) \|")
         rows = [found.loc[scheme, depth] for depth in (4, 16)]
         assert [float(cell) for cell in cells] == [v for row in rows for v in (round(row["eval_loss"], 2), row["lr"])]
-    small = ["bhyt", "rmsnorm_gain"]
+    small = list(SMALL_GAIN)
     sixteen = found["eval_loss"].xs(16, level="depth")
     assert sixteen[small].max() < sixteen["pre_rmsnorm"]
     behind = [compare(runs, scheme, "pre_rmsnorm", "loss", depth=16)["estimate"].item() for scheme in small]
@@ -261,7 +269,8 @@ def test_small_gains_come_out_in_two_groups(runs: pd.DataFrame):
     assert (lost.loc[bhyt] < 0.005).sum() == 4 and "of four of BHyT's eight blocks" in FINDINGS
     sixteen = without_attention("runs", 16)
     for scheme, words in (("rmsnorm_gain", "that of {}, {} and {} of the gain control's sixteen"),
-                          ("bhyt", "sixteen and of {}, {} and {} of BHyT's, seed by seed")):  # fmt: skip
+                          ("bhyt", "sixteen, of {}, {} and {} of BHyT's and"),
+                          ("bhyt_exact", "BHyT's and of {}, {} and {} of BHyT*'s, seed by seed")):  # fmt: skip
         counts = (sixteen[sixteen.index.str.startswith(f"{scheme}-d")] < 0.005).sum(axis=1)
         assert words.format(*counts.sort_index(key=lambda runs: runs.str.extract(r"-s(\d)-")[0])) in FINDINGS
     assert quoted("end NUMBER nats behind the other five", README) == [f"{high.mean() - low.mean():.2f}"]

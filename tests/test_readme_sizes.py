@@ -135,6 +135,15 @@ def test_how_the_stream_of_lns_grows_and_that_of_bhyt(runs: pd.DataFrame):
         row = compare(runs, "lns", "pre_rmsnorm", "token_l2_mean", depth=16, layer=layer).iloc[0]
         agrees(quoted(sentence), row)
         agrees(quoted(short, README), row)
+    exact = compare(runs, "bhyt_exact", "bhyt", "token_l2_mean", depth=16).iloc[0]
+    agrees(quoted(rf"BHyT\*'s is NUMBER INTERVAL times BHyT's \({exact['verdict']}\)"), exact)
+    agrees(
+        quoted(r"BHyT's \([a-z]+\), NUMBER INTERVAL of the gain control's and"),
+        compare(runs, "bhyt_exact", "rmsnorm_gain", "token_l2_mean", depth=16).iloc[0],
+    )
+    beside = compare(runs, "bhyt_exact", "pre_rmsnorm", "token_l2_mean", depth=16).iloc[0]
+    agrees(quoted(r"of the gain control's and NUMBER INTERVAL of Pre-LN's\."), beside)
+    agrees(quoted(r"nats and a stream of NUMBER INTERVAL;", README), beside)
     grown = claims.growth(runs).query("depth == 16").set_index("a")
     agrees(quoted("to the last they grow by NUMBER INTERVAL and"), grown.loc["lns"])
     agrees(quoted(r"grow by [\d.]+ \[[^]]+\] and NUMBER INTERVAL, LNS early and Pre-LN late"), grown.loc["pre_rmsnorm"])
