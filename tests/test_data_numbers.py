@@ -96,7 +96,13 @@ def test_what_bfloat16_and_the_compiler_gain():
     text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     table = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index(["what", "base"])
     ratio = table.loc[("bfloat16 compiled step", "float32 step"), "ratio"]
-    assert f"bfloat16 and compiled takes {ratio:.2f} of a float32 step" in text
+    share = table.loc[("bfloat16 compiled step", "bfloat16 matrix product"), "peak_share"]
+    sentence = f"bfloat16 and compiled takes {ratio:.2f} of a float32 step and reaches {share:.2f} of the core's peak"
+    assert sentence in text
+    base = "bfloat16 compiled step"
+    more = [table.loc[(f"{base}, {what}", base), "ratio"] for what in ("batch 16", "batch 32", "two threads")]
+    rows = "its step takes {:.2f} times as long with 16 rows as with 8, {:.2f} with 32, and {:.2f} on two threads"
+    assert rows.format(*more) in text and more[0] > 1 and more[2] > 1 / 1.9
 
 
 def test_what_a_second_ray_worker_gains():
