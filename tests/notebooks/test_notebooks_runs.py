@@ -111,7 +111,7 @@ def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(c
 
 
 def test_the_curse_of_depth_says_what_became_of_its_claims(curse: nbformat.NotebookNode):
-    growth, gain, use, losses, sizes, losses_beside, tokens, searched, _ = tables_in(curse)
+    growth, gain, use, losses, sizes, losses_beside, tokens, searched, printed, _ = tables_in(curse)
     for scheme, title in (("pre_rmsnorm", "Pre-LN"), ("bhyt", "BHyT")):
         (row,) = rows_of(growth, depth=4, scheme=title).to_dict("records")
         assert float(row["ratio"]) == pytest.approx(activation(scheme, 4, 20) / activation(scheme, 1, 20), abs=1e-3)
@@ -133,6 +133,8 @@ def test_the_curse_of_depth_says_what_became_of_its_claims(curse: nbformat.Noteb
     assert set(sizes["against"]) == {"Pre-LN", "Pre-LN, gain λ/κ", "BHyT without tanh"}
     (row,) = rows_of(losses_beside, depth=4, against="Pre-LN, gain λ/κ").to_dict("records")
     assert float(row["difference"]) == pytest.approx(-0.2, abs=1e-3) and row["seeds"] == "3"
+    cells = {cell for row in printed.itertuples(index=False) for cell in row}
+    assert {"24.714", "1409.79", "44.86", "27.4"} <= cells, "BHyT's Tables 1 to 3, The Curse of Depth's Table 1"
 
 
 def test_the_curse_of_depth_opens_a_widget_on_growth(curse: nbformat.NotebookNode):
@@ -253,7 +255,13 @@ def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path
     assert lines_of(jacobian)["bhyt"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert lines_of(lens)["bhyt"] == pytest.approx([4, 3, 2, 1, 0])
     assert all(trace["z"][0] == pytest.approx([0.1, 0.2, 0.3, 0.4]) for trace in angle["data"])
-    use, deleted_use, losses = tables_in(notebook)
+    use, beside, deleted_use, losses = tables_in(notebook)
+    (row,) = rows_of(beside, depth=4, scheme="BHyT").to_dict("records")
+    own, other = (
+        np.mean([skip_cost(name, layer, seed) for layer in (3, 4) for seed in range(3)])
+        for name in ("bhyt", "pre_rmsnorm")
+    )
+    assert row["against"] == "Pre-LN" and float(row["difference"]) == pytest.approx(own - other, abs=1e-3)
     for table, part in ((use, "block"), (deleted_use, "deleted")):
         (row,) = rows_of(table, depth=4, scheme="BHyT").to_dict("records")
         deep = [skip_cost("bhyt", layer, seed, part) for layer in (3, 4) for seed in range(3)]
