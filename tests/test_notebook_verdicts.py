@@ -63,7 +63,7 @@ def test_whether_depth_is_wasted(runs: pd.DataFrame, experiments: pd.DataFrame):
     agrees(quoted("one of LNS's NUMBER INTERVAL", text), use.loc["lns"])
     assert abs(gains.loc["lns", "estimate"] - gains.loc["pre_rmsnorm", "estimate"]) < 0.02
     share = claims.growth(runs).set_index(["a", "depth"]).loc[("pre_rmsnorm", 16), "one_block"]
-    assert quoted("which is itself NUMBER of it", text) == [f"{share:.2f}"]
+    assert quoted("its first; one block of 16, the first, makes NUMBER of it", text) == [f"{share:.2f}"]
 
 
 def test_whether_bhyt_is_stable(runs: pd.DataFrame):

@@ -86,7 +86,7 @@ def test_the_stream_is_largest_early(runs: pd.DataFrame):
 
 
 def test_one_block_makes_much_of_a_stream(runs: pd.DataFrame):
-    shares = claims.growth(runs).query("depth == 16")["one_block"]
+    shares = claims.growth(runs).query("depth == 16").set_index("a")["one_block"]
     ends = [f"{shares.min():.2f}", f"{shares.max():.2f}"]
     assert quoted("at 16 layers NUMBER to NUMBER of the last layer's size") == ends
     assert quoted("One block, the first or the second, makes NUMBER to NUMBER of what", README) == ends
@@ -94,7 +94,10 @@ def test_one_block_makes_much_of_a_stream(runs: pd.DataFrame):
     rows = rows[(rows["depth"] == 16) & (rows["step"] == 6000)].assign(log=lambda table: np.log(table["value"]))
     sizes = rows.pivot_table(index=["scheme", "seed"], columns="layer", values="value", observed=True)
     largest = sizes.diff(axis=1).idxmax(axis=1)
+    by_hand = (sizes.diff(axis=1).max(axis=1) / sizes[16]).groupby("scheme", observed=True).mean()
+    assert shares.sort_index().tolist() == pytest.approx(by_hand.sort_index().tolist())
     assert set(largest) == {1, 2} and set(largest["rmsnorm_gain"]) == {2} and sorted(largest["bhyt"]) == [1, 1, 2]
+    assert sorted(largest["bhyt_exact"]) == [1, 2, 2] and "as in one of BHyT's three and two of BHyT*'s." in FINDINGS
     assert set(largest["pre_rmsnorm"]) == set(largest["lns"]) == {1}
     mean = np.exp(rows.groupby(["scheme", "layer"], observed=True)["log"].mean())
     steps = quoted(

@@ -174,11 +174,11 @@ def growth(
     """
     _require_ratio(metric)
     chosen = choose(runs, depth=None, same_rate=True)
+    layers = [last_values(chosen, metric, layer=layer, step=step) for layer in range(max(chosen.depths) + 1)]
     values = []
     for depth in chosen.depths:
-        layers = [last_values(chosen, metric, layer=layer, step=step) for layer in range(depth + 1)]
         rows = layers[depth][layers[depth]["depth"] == depth]
-        sizes = np.stack([layer["value"].loc[rows.index].to_numpy() for layer in layers], 1)
+        sizes = np.stack([layer["value"].loc[rows.index].to_numpy() for layer in layers[: depth + 1]], 1)
         ratio, half = (sizes[:, end] / sizes[:, 1] for end in (depth, (depth + 1) // 2))
         with np.errstate(divide="ignore", invalid="ignore"):
             shares = {

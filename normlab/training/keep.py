@@ -3,8 +3,8 @@
     python -m normlab.training.keep RUNS OUT [--cache-dir DIR]
 
 Every run below RUNS that kept its weights becomes OUT/<scheme>-d<depth>, with what its model has of its own between the
-two (bhyt-lam_last10-d8): weights, configuration, tokenizer, held-out
-blocks (those of the run's own evaluation), and the run's manifest with `kept`: its loss on these blocks after rounding.
+two (bhyt-lam_last10-d8): weights, configuration, tokenizer, held-out blocks (those of the run's own evaluation), and
+the run's manifest with `kept`: its loss on these blocks after rounding.
 """
 
 from __future__ import annotations
