@@ -97,9 +97,14 @@ def test_which_blocks_a_model_needs(runs: pd.DataFrame, experiments: pd.DataFram
     agrees(quoted("NUMBER INTERVAL for Pre-LN", text), use.loc["pre_rmsnorm"])
     lns, plain = use.loc["lns"], use.loc["pre_rmsnorm"]
     assert lns["high"] < plain["estimate"]
-    less = claims.depth_use(experiments, 16, reference="pre_rmsnorm").set_index("a").loc["lns"]
-    agrees(quoted("a difference of NUMBER INTERVAL, below zero by its own interval and undecided", text), less)
-    assert less["high"] < 0 and less["verdict"] == "undecided"
+    less = claims.depth_use(experiments, 16, reference="pre_rmsnorm").set_index("a")
+    agrees(
+        quoted("a difference of NUMBER INTERVAL, below zero by its own interval and undecided", text), less.loc["lns"]
+    )
+    agrees(quoted("With a trained gain LNS's blocks there cost NUMBER INTERVAL,", text), use.loc["lns_gain"])
+    agrees(quoted("told apart from Pre-LN's, by NUMBER INTERVAL: less, not more", text), less.loc["lns_gain"])
+    assert less.loc[["lns", "lns_gain"], "verdict"].tolist() == ["undecided", "different"]
+    assert (less.loc[["lns", "lns_gain"], "high"] < 0).all()
     rows = experiments_of(experiments, "skip_delta_loss", "block").query("depth == 16")
     blocks = claims.means(rows.assign(depth=rows["layer"].astype(int)), "skip_delta_loss").query("a == 'lns'")
     assert f"met by {(blocks['low'] <= 0).sum()} of LNS's {len(blocks)} blocks" in text

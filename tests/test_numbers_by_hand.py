@@ -89,7 +89,8 @@ def says(sentence: str, found: tuple[float, float, float]) -> None:
     ("scheme", "sentence"),
     [
         ("pre_rmsnorm", "Pre-LN gains NUMBER INTERVAL nats of held-out loss"),
-        ("lns", "held-out loss, LNS NUMBER INTERVAL"),
+        ("lns_gain", "loss, LNS with a trained gain NUMBER INTERVAL"),
+        ("lns", "LNS gains NUMBER INTERVAL and"),
         ("bhyt", "and BHyT NUMBER INTERVAL"),
     ],
 )
@@ -104,6 +105,7 @@ def test_what_twelve_more_blocks_buy(about: pd.DataFrame, scheme: str, sentence:
     [
         ("lns", 16, alike, "Its loss is NUMBER INTERVAL nats from Pre-LN's there"),
         ("lns", 4, apart, "there, NUMBER INTERVAL at 4 layers"),
+        ("lns_gain", 16, alike, "trained gain the loss is NUMBER INTERVAL nats"),
         ("bhyt", 16, alike, "where its loss is NUMBER INTERVAL nats from Pre-LN's"),
         ("bhyt_exact", 16, alike, "computed, comes to NUMBER INTERVAL nats"),
         ("rmsnorm_gain", 16, alike, "no tanh to NUMBER INTERVAL nats"),
@@ -118,6 +120,7 @@ def test_losses_beside_pre_lns(about: pd.DataFrame, scheme: str, depth: int, by:
     [
         ("lns", 16, 1, apart, "smaller than Pre-LN's, NUMBER INTERVAL of it after the first"),
         ("lns", 16, None, alike, "and NUMBER INTERVAL after the last"),
+        ("lns_gain", 16, None, alike, "Pre-LN's and the stream NUMBER INTERVAL of it"),
         ("bhyt", 4, None, apart, "that its search chose it is NUMBER INTERVAL"),
         ("bhyt", 16, None, alike, "and NUMBER INTERVAL after 16 layers"),
         ("bhyt_exact", 16, None, alike, "nats and a stream of NUMBER INTERVAL;"),
@@ -148,6 +151,7 @@ def test_what_a_deep_block_is_worth(about: pd.DataFrame):
     half = stats.t.ppf(0.975, freedom) * spread / np.sqrt(len(table))
     for scheme, sentence in (
         ("lns", "half costs NUMBER INTERVAL nats"),
+        ("lns_gain", "nats, with a trained gain NUMBER INTERVAL, of"),
         ("pre_rmsnorm", "of Pre-LN's NUMBER INTERVAL"),
     ):
         says(sentence, (table[scheme].mean(), table[scheme].mean() - half, table[scheme].mean() + half))

@@ -98,10 +98,10 @@ def test_one_block_makes_much_of_a_stream(runs: pd.DataFrame):
     assert shares.sort_index().tolist() == pytest.approx(by_hand.sort_index().tolist())
     assert set(largest) == {1, 2} and set(largest["rmsnorm_gain"]) == {2} and sorted(largest["bhyt"]) == [1, 1, 2]
     assert sorted(largest["bhyt_exact"]) == [1, 2, 2] and "as in one of BHyT's three and two of BHyT*'s." in FINDINGS
-    assert set(largest["pre_rmsnorm"]) == set(largest["lns"]) == {1}
+    assert set(largest["pre_rmsnorm"]) == set(largest["lns"]) == set(largest["lns_gain"]) == {1}
     mean = np.exp(rows.groupby(["scheme", "layer"], observed=True)["log"].mean())
     steps = quoted(
-        r"from NUMBER to (\d+) and from NUMBER to (\d+); in the gain control the second, from NUMBER to (\d+)"
+        r"from NUMBER to (\d+) and LNS's from NUMBER to (\d+); in the gain control the second, from NUMBER to (\d+)"
     )
     expected = []
     for scheme, layer in (("pre_rmsnorm", 0), ("lns", 0), ("rmsnorm_gain", 1)):
@@ -165,3 +165,22 @@ def test_how_the_stream_of_lns_grows_and_that_of_bhyt(runs: pd.DataFrame):
         ("rmsnorm_gain", 16, "as large as Pre-LN's, NUMBER INTERVAL"),
     ):
         agrees(quoted(pattern, README), compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=depth).iloc[0])
+
+
+def test_lns_with_a_trained_gain_leads_with_a_stream_that_is_not_as_small(runs: pd.DataFrame):
+    sizes = {
+        other: compare(runs, "lns_gain", other, "token_l2_mean", depth=16).iloc[0] for other in ("lns", "pre_rmsnorm")
+    }
+    assert {other: row["verdict"] for other, row in sizes.items()} == {"lns": "different", "pre_rmsnorm": "undecided"}
+    for other, sentence, short in (
+        ("lns", "With a trained gain it is NUMBER INTERVAL times LNS's", r"of it, NUMBER INTERVAL times LNS's\."),
+        (
+            "pre_rmsnorm",
+            r"times LNS's, NUMBER INTERVAL of Pre-LN's \(undecided\), at a loss",
+            "stream NUMBER INTERVAL of it,",
+        ),
+    ):
+        agrees(quoted(sentence), sizes[other])
+        agrees(quoted(short, README), sizes[other])
+    lead = compare(runs, "lns_gain", "pre_rmsnorm", "loss", depth=16).iloc[0]
+    assert lead["verdict"] == "different" and lead["estimate"] < 0

@@ -37,7 +37,7 @@ TO_THE_LIMIT = (
 SIZED = ("lns", "bhyt")  # of the two papers' own sizes, unless another is named
 # What a search tries beside the learning rate, where a scheme is known to hang on it: fields of TrainConfig.
 SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
-    "dyt": ({}, {"model": {"alpha0": 0.5}}, {"model": {"alpha0": 0.25}}),
+    "dyt": ({}, {"model": {"alpha0": 0.5}}, {"model": {"alpha0": 2.0}}, {"warmup": 0.3}),
     "post_rmsnorm": ({}, {"warmup": 0.3}),
 }
 STUDIED = tuple(row.name for row in studied.ROWS)  # of the shipped runs

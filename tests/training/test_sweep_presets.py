@@ -126,7 +126,7 @@ def test_the_grid_of_rates_grows_until_the_best_lies_inside(
 def test_settings_of_a_scheme_are_searched_with_its_rate_and_the_best_are_kept(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    best = {1.0: 0.2, 0.5: 0.8, 0.25: 0.2}  # rate by alpha0, the loss lowest at 0.5
+    best = {1.0: 0.2, 0.5: 0.8, 2.0: 0.2}  # rate by alpha0, the loss lowest at 0.5
 
     def loss(config: TrainConfig) -> float:
         alpha = config.model.get("alpha0", 1.0)
@@ -137,7 +137,8 @@ def test_settings_of_a_scheme_are_searched_with_its_rate_and_the_best_are_kept(
     result = quiet_sweep(small_preset(text, parts=(Part({2: 2}, ("dyt",)),)), tmp_path)
     assert result.choices == {("dyt", 2): Choice(0.8, {"model": {"alpha0": 0.5}})}
     searched = [c for c in fake.started if c.held_out == "validation"]
-    assert {c.model.get("alpha0") for c in searched} == {None, 0.5, 0.25} and len(searched) == 3 * 3 + 2
+    assert {c.model.get("alpha0") for c in searched} == {None, 0.5, 2.0} and {c.warmup for c in searched} > {0.3}
+    assert len(searched) == 4 * 3 + 2
     assert [(c.seed, c.lr, c.model) for c in fake.started[len(searched) :]] == [
         (seed, 0.8, {"alpha0": 0.5}) for seed in (0, 1)
     ]
@@ -166,7 +167,7 @@ def test_rates_that_the_search_does_not_tell_apart_are_run_at_full_length_and_th
         ("lns", rate, 9, "validation") for rate in (0.1, 0.2, 0.4)
     ]
     # Finals that diverge decide nothing: the best of the search stays, of equal settings the first.
-    assert {c.model.get("alpha0") for c in finals if c.scheme == "dyt"} == {None, 0.5, 0.25}
+    assert {c.model.get("alpha0") for c in finals if c.scheme == "dyt"} == {None, 0.5, 2.0}
     assert result.choices == {
         ("lns", 2): Choice(0.4),
         ("bhyt", 2): Choice(0.2),
