@@ -11,7 +11,7 @@ import pytest
 from quoted_numbers import FINDINGS, INTERVAL, NUMBER, PLAIN, README, ROOT, SMALL_GAIN, agrees, quoted
 
 import normlab
-from normlab.analysis import claims, rates
+from normlab.analysis import claims
 from normlab.analysis.compare import compare, compare_variants
 from normlab.analysis.selection import choose, title_of
 from normlab.analysis.verdicts import judged
@@ -20,33 +20,6 @@ from normlab.analysis.verdicts import judged
 @pytest.fixture(scope="module")
 def runs() -> pd.DataFrame:
     return normlab.load_runs(ROOT / "data" / "runs")
-
-
-def test_what_the_finals_say_of_the_searchs_rates(runs: pd.DataFrame):
-    found = rates.finals(*(normlab.load_runs(ROOT / "data" / "runs" / name) for name in ("search", "finals")))
-    losses = found.set_index(["depth", "scheme", "lr"]).loc[4]
-    for scheme, low, high, pattern in (
-        (
-            "BHyT*",
-            0.004,
-            0.016,
-            r"BHyT\*'s loss at 0\.004 is NUMBER and at 0\.016 NUMBER, after 6\.1M NUMBER and NUMBER",
-        ),
-        ("Pre-LN", 0.004, 0.008, r"Pre-LN's at 0\.004 and 0\.008 are NUMBER and NUMBER, after 6\.1M NUMBER and NUMBER"),
-        ("LNS", 0.004, 0.008, r"LNS's are NUMBER and NUMBER, after 6\.1M NUMBER and NUMBER"),
-    ):
-        expected = [losses.loc[(scheme, lr), column] for column in losses for lr in (low, high)]
-        assert [float(text) for text in quoted(pattern)] == [round(value, 2) for value in expected]
-    best = found.loc[found.groupby(["scheme", "depth"])["loss_full"].idxmin()].set_index(["scheme", "depth"])["lr"]
-    sixteen = found[(found["depth"] == 16) & (found["scheme"] == "BHyT")].set_index("lr")
-    pattern = r"depth 16 BHyT's losses at 0\.016 and 0\.032 are NUMBER and NUMBER, after 6\.1M NUMBER and NUMBER"
-    assert quoted(pattern) == [
-        f"{value:.2f}" for column in sixteen[["loss_short", "loss_full"]] for value in sixteen[column]
-    ]
-    reported = runs.groupby(["scheme", "depth"], observed=True)["lr"].unique()
-    assert sixteen["loss_full"].idxmin() == 0.016 and list(reported["bhyt", 16]) == [0.016]
-    for scheme in (*SMALL_GAIN, *PLAIN):
-        assert all(list(reported[scheme, depth]) == [best[title_of(scheme), 4]] for depth in (4, 8)), scheme
 
 
 def table_rows(scheme: str, columns: int) -> list[str]:
@@ -73,7 +46,11 @@ def test_the_table_of_losses(runs: pd.DataFrame):
     trigram = about["trigram_loss"].unique()
     assert quoted(r"\| trigram model \| NUMBER \| NUMBER \| NUMBER") == [f"{trigram[0]:.2f}"] * 3 and len(trigram) == 1
     assert (about["eval_loss"] < about["trigram_loss"]).all()
-    for names, pattern in ((SMALL_GAIN, "depth 4 by up to NUMBER nats"), (PLAIN, "other three by up to NUMBER,")):
+    for names, pattern in (
+        (SMALL_GAIN, "depth 4 by up to NUMBER nats"),
+        (["pre_rmsnorm_scaled_init"], "scaled init by NUMBER,"),
+        (PLAIN, "Pre-LN and both LNS by up to NUMBER,"),
+    ):
         assert [float(text) for text in quoted(pattern)] == [round(max(spread[name, 4] for name in names), 2)]
     apart = [compare(runs, name, "pre_rmsnorm", "loss", depth=4)["df"].item() for name in SMALL_GAIN]
     assert apart == [2, 2, 2] and "so each pair has its own spread there" in FINDINGS
@@ -81,9 +58,14 @@ def test_the_table_of_losses(runs: pd.DataFrame):
     assert {name: rates_of[name] for name in (*SMALL_GAIN, *PLAIN)} == {
         **dict.fromkeys(PLAIN, {0.008}), **dict.fromkeys(SMALL_GAIN, {0.016}), "pre_rmsnorm": {0.004},
     }  # fmt: skip
-    words = "0.002 for Peri-LN, 0.004 for Pre-LN and Post-LN, 0.008 for LNS and LNS, trained gain, 0.016 for BHyT, "
-    assert words + "BHyT*, BHyT without tanh and Pre-LN, gain λ/κ." in FINDINGS
-    assert [rates_of[name] for name in ("peri_ln", "post_rmsnorm", "bhyt_linear")] == [{0.002}, {0.004}, {0.016}]
+    words = "0.002 for Peri-LN and DyT, 0.004 for Pre-LN, Post-LN, Mix-LN and scaled init, 0.008 for LNS and LNS, "
+    assert words + "trained gain, 0.016 for BHyT, BHyT*, BHyT without tanh and Pre-LN, gain λ/κ." in FINDINGS
+    for rate, names in (
+        (0.002, ("peri_ln", "dyt")),
+        (0.004, ("post_rmsnorm", "mix_ln", "pre_rmsnorm_scaled_init")),
+        (0.016, ("bhyt_linear",)),
+    ):
+        assert all(rates_of[name] == {rate} for name in names)
 
 
 def test_which_blocks_do_the_work():
@@ -199,9 +181,9 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
         agrees(quoted(long), row)
         agrees(quoted(short, README), row)
         assert row["seeds"] == 3 and row["verdict"] == "different" and row["df"] == 10
-    family = pd.concat(
-        [compare(runs, scheme, "pre_rmsnorm", "loss") for scheme in (*SMALL_GAIN, "lns", "lns_gain", "bhyt_linear")]
-    )
+    every = (*SMALL_GAIN, "lns", "lns_gain", "bhyt_linear", "pre_rmsnorm_scaled_init")
+    assert {*every, "pre_rmsnorm"} == set(runs[runs["seed"] == 2]["scheme"])
+    family = pd.concat([compare(runs, scheme, "pre_rmsnorm", "loss") for scheme in every])
     deep = judged(family[(family["depth"] == 16) & family["seeds"].gt(1)])
     assert set(deep["a"]) == {"lns", "lns_gain", *SMALL_GAIN} and (deep["verdict"] == "different").all()
     of_figure = judged(family[family["seeds"] > 0]).set_index(["a", "depth"])["verdict"]
@@ -219,51 +201,6 @@ def test_what_twelve_more_blocks_buy(runs: pd.DataFrame):
     size = compare(runs, "rmsnorm_gain", "bhyt", "token_l2_mean", depth=16).iloc[0]
     agrees(quoted("the gain control's is NUMBER INTERVAL times BHyT's"), size)
     assert size["verdict"] == "different"
-
-
-def test_what_the_search_says_of_rates_and_tokens(runs: pd.DataFrame):
-    paths = normlab.runs.find_runs(ROOT / "data" / "runs" / "search")
-    manifests = [normlab.runs.read_run(path).manifest for path in paths]
-    found = {
-        (m["config"]["scheme"], m["config"]["lr"]): m["eval_loss"] for m in manifests if m["config"]["depth"] == 16
-    }
-    for sentence, difference in (
-        (r"the same 0\.004 it is NUMBER ahead", found["pre_rmsnorm", 0.004] - found["lns", 0.004]),
-        ("at its own best, 0.008, by NUMBER", found["pre_rmsnorm", 0.004] - found["lns", 0.008]),
-        ("at 0.008 is NUMBER worse than at 0.004", found["pre_rmsnorm", 0.008] - found["pre_rmsnorm", 0.004]),
-    ):
-        assert quoted(sentence) == [f"{difference:.2f}"]
-    for scheme, rate in (("pre_rmsnorm", 0.004), ("lns", 0.008)):
-        assert min((loss, lr) for (name, lr), loss in found.items() if name == scheme)[1] == rate
-    finals = rates.finals(*(normlab.load_runs(ROOT / "data" / "runs" / name) for name in ("search", "finals")))
-    plain = finals[(finals["scheme"] == "Pre-LN") & (finals["depth"] == 4)].set_index("lr")
-    shrunk = [plain.loc[0.008, column] - plain.loc[0.004, column] for column in ("loss_short", "loss_full")]
-    assert quoted("such a gap shrank from NUMBER to NUMBER at full length") == [f"{gap:.2f}" for gap in shrunk]
-    fewer = claims.by_tokens(rates.settled(normlab.load_runs(ROOT / "data" / "runs" / "search")), runs)
-    gains = fewer.set_index(["scheme", "tokens"])["gain"]
-    worse, better, small = quoted(
-        "16 layers are NUMBER nats worse than 4 for Pre-LN, and NUMBER better for LNS and NUMBER for BHyT"
-    )
-    least = fewer["tokens"].min()
-    assert f"({least / 1e6:.1f}M; the" in FINDINGS and round(fewer["tokens"].max() / least) == 3
-    assert (float(worse), float(better)) == (round(-gains["Pre-LN", least], 2), round(gains["LNS", least], 2))
-    assert float(small) == round(gains["BHyT", least], 2)
-    assert gains["Pre-LN", least] <= 0 and "a third of the tokens Pre-LN had gained nothing" in README
-
-
-def test_what_the_search_found(runs: pd.DataFrame):
-    search = rates.settled(normlab.load_runs(ROOT / "data" / "runs" / "search"))
-    found = choose(search, depth=None).runs.set_index(["scheme", "depth"])
-    assert f"rate; {search['tokens'].max() / 1e6:.1f}M tokens" in FINDINGS
-    for scheme in ("pre_rmsnorm", "lns", "lns_gain", *SMALL_GAIN):
-        cells = quoted(rf"\| {re.escape(title_of(scheme))} \| NUMBER \(NUMBER\) \| NUMBER \(NUMBER\) \|")
-        rows = [found.loc[scheme, depth] for depth in (4, 16)]
-        assert [float(cell) for cell in cells] == [v for row in rows for v in (round(row["eval_loss"], 2), row["lr"])]
-    small = list(SMALL_GAIN)
-    sixteen = found["eval_loss"].xs(16, level="depth")
-    assert sixteen[small].max() < sixteen["pre_rmsnorm"]
-    behind = [compare(runs, scheme, "pre_rmsnorm", "loss", depth=16)["estimate"].item() for scheme in small]
-    assert min(behind) > 0 and "are ahead of Pre-LN at 16 layers; after 6.1M they are behind." in FINDINGS
 
 
 def test_small_gains_come_out_in_two_groups(runs: pd.DataFrame):
@@ -303,6 +240,19 @@ def test_small_gains_come_out_in_two_groups(runs: pd.DataFrame):
         counts = (sixteen[sixteen.index.str.startswith(f"{scheme}-d")] < 0.005).sum(axis=1)
         assert words.format(*counts.sort_index(key=lambda runs: runs.str.extract(r"-s(\d)-")[0])) in FINDINGS
     assert quoted("end NUMBER nats behind the other five", README) == [f"{high.mean() - low.mean():.2f}"]
+
+
+def test_scaled_init_comes_out_in_two_groups_too(runs: pd.DataFrame):
+    own = choose(runs, depth=4).runs.query("scheme == 'pre_rmsnorm_scaled_init'").sort_values("eval_loss")
+    plain = choose(runs, depth=4).runs.query("scheme == 'pre_rmsnorm'")["eval_loss"]
+    assert quoted("one ends at NUMBER, beside Pre-LN's, and two at NUMBER and NUMBER, and the second block's") == [
+        f"{loss:.2f}" for loss in own["eval_loss"]
+    ]
+    assert own["eval_loss"].iloc[0] - plain.max() < 0.03 and set(own["lr"]) == {0.004}
+    rows = normlab.load_experiments(ROOT / "data" / "runs").query("metric == 'skip_delta_loss' and layer == 2")
+    cost = rows[rows["part"] == "attention"].set_index("run")["value"][own.index]
+    found = quoted("attention costs NUMBER nats in the first, NUMBER and NUMBER in the two")
+    assert found == [f"{value:.2f}" for value in (cost.iloc[0], cost.iloc[1:].min(), cost.iloc[1:].max())]
 
 
 def test_the_same_without_the_tanh(runs: pd.DataFrame):
@@ -358,27 +308,3 @@ def test_the_last_held_out_loss_of_every_run_is_its_lowest(runs: pd.DataFrame):
         losses = table[(table["metric"] == "loss") & (table["split"] == "eval")].sort_values("step")
         by_run = losses.groupby("run", observed=True)["value"]
         assert (by_run.last() == by_run.min()).all()
-
-
-def test_what_a_longer_warm_up_does_for_post_ln(runs: pd.DataFrame):
-    paths = normlab.runs.find_runs(ROOT / "data" / "runs" / "search")
-    manifests = [normlab.runs.read_run(path).manifest for path in paths]
-    shallow = [(m["config"], m["eval_loss"]) for m in manifests if m["config"]["depth"] == 4]
-    own = {(c["warmup"], c["lr"]): loss for c, loss in shallow if c["scheme"] == "post_rmsnorm"}
-    short = quoted(
-        r"is warm-up \(NUMBER, NUMBER and NUMBER; the frequencies of tokens alone give NUMBER\), and NUMBER at"
-    )
-    (entropy,) = {m["corpus"]["unigram_entropy"] for m in manifests}
-    first = [own[0.1, 0.002], own[0.1, 0.004], own[0.1, 0.008], entropy, own[0.1, 0.001]]
-    assert short == [f"{value:.2f}" for value in first] and min(first[:3]) > entropy - 0.05
-    longer = quoted("three tenths its losses there are NUMBER, NUMBER and NUMBER: after")
-    assert longer == [f"{own[0.3, lr]:.2f}" for lr in (0.002, 0.004, 0.008)]
-    whole = runs[(runs["depth"] == 4) & (runs["seed"] == 0)]
-    ends = choose(whole, depth=4).runs.set_index("scheme")["eval_loss"]
-    pattern = "it ends at NUMBER .one seed., and Pre-LN by the same seed at NUMBER; Peri-LN ends at NUMBER"
-    assert quoted(pattern) == [f"{ends[scheme]:.2f}" for scheme in ("post_rmsnorm", "pre_rmsnorm", "peri_ln")]
-    manifest = normlab.runs.read_run(next((ROOT / "data" / "runs").glob("post_rmsnorm-d4-*"))).manifest
-    assert (manifest["config"]["warmup"], manifest["config"]["lr"]) == (0.3, 0.004) and ends["post_rmsnorm"] > ends[
-        "pre_rmsnorm"
-    ]
-    assert own[0.3, 0.004] < min(loss for c, loss in shallow if c["scheme"] != "post_rmsnorm")

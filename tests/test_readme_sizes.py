@@ -120,6 +120,10 @@ def test_streams_whose_size_norms_set(runs: pd.DataFrame):
     schemes = ("peri_ln", "post_rmsnorm", "pre_rmsnorm")
     assert ends == [f"{size[scheme, step]:.1f}" for scheme in schemes for step in (0, 6000)]
     assert all(abs(size[scheme, 6000] / size[scheme, 0] - 1) < 0.1 for scheme in schemes[:2])
+    grown = quoted(
+        "alone is Post-LN, goes from NUMBER to NUMBER, and that of DyT, which has no statistic, from NUMBER to NUMBER"
+    )
+    assert grown == [f"{size[scheme, step]:.1f}" for scheme in ("mix_ln", "dyt") for step in (0, 6000)]
 
 
 def test_how_the_stream_of_lns_grows_and_that_of_bhyt(runs: pd.DataFrame):
