@@ -317,8 +317,8 @@ def _label_lines(
     short: list[EndLabel] = []
     for name, depth, y in last[["scheme", "depth", "y"]].itertuples(index=False):
         style, reaches = theme.style_of(name), depth == chosen.depths[-1]
-        x = math.log10(depth * _sideways(chosen.schemes, name))
-        (whole if reaches else short).append(EndLabel(float(y), style.title, style.color, x))
+        x, clear = (math.log10(depth * _sideways(chosen.schemes, one)) for one in (name, chosen.schemes[-1]))
+        (whole if reaches else short).append(EndLabel(float(y), style.title, style.color, x, clear))
     label_ends(figure, whole, bounds, _PANEL[1], False, axis)
     low, high = _span(chosen.depths)
     lines = [

@@ -22,12 +22,14 @@ _LETTER = 6.6  # pixels of a letter
 
 @dataclass(frozen=True)
 class EndLabel:
-    """Text for the end of a line, in the line's colour; `x` and `y`: where the line ends."""
+    """Text for the end of a line, in the line's colour; `x` and `y`: where the line ends; `clear`: the text starts
+    right of this x, too."""
 
     y: float
     text: str
     color: str
     x: float = 0.0
+    clear: float = -math.inf
 
 
 def spread(positions: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
@@ -99,7 +101,8 @@ def label_inside(
     unit, pixel = (bounds[1] - bounds[0]) / size[1], across / size[0]
     taken = list(lines)
     for label in sorted(labels, key=lambda label: -label.y):
-        edges = [label.x + 10 * pixel, label.x + (26 + _LETTER * len(label.text)) * pixel]
+        start = max(label.x, label.clear)
+        edges = [start + 10 * pixel, start + (26 + _LETTER * len(label.text)) * pixel]
         span = np.linspace(edges[0], edges[1], 25)
         crossed = np.concatenate([np.interp(span, x, y, left=math.nan, right=math.nan) for x, y in taken])
         crossed = crossed[np.isfinite(crossed)]
@@ -109,7 +112,10 @@ def label_inside(
         taken += [(edges, [place + part * LINE * unit] * 2) for part in (-0.4, 0.4)]
         shift = (label.y - place) / unit
         where = dict(xref=f"x{axis}", x=label.x, yref=f"y{axis}", y=label.y)
-        figure.add_annotation(**where, **_words(label), **_leader(label.color, 16, shift, abs(shift) >= 2))
+        right = 16 + (start - label.x) / pixel
+        figure.add_annotation(
+            **where, **_words(label), **_leader(label.color, right, shift, abs(shift) >= 2 or right > 16)
+        )
 
 
 def _words(label: EndLabel) -> dict[str, Any]:

@@ -155,6 +155,10 @@ def test_a_label_inside_a_panel_keeps_clear_of_a_line_and_of_other_labels():
     assert min(abs(place - 0.5) for place in places) * 300 >= 9 and abs(places[0] - places[1]) * 300 >= 14
     label_inside(figure, [EndLabel(0.9, "free", "#000000", 1.0)], [([0.0, 4.0], [0.5, 0.5])], (0, 1), (400, 300), 4.0)
     assert figure.layout.annotations[-1].showarrow is False
+    aside = EndLabel(0.9, "aside", "#000000", 1.0, clear=1.5)
+    label_inside(figure, [aside], [([0.0, 4.0], [0.5, 0.5])], (0, 1), (400, 300), 4.0)
+    note = figure.layout.annotations[-1]
+    assert note.x + note.ax / 100 > 1.5 and note.showarrow is True
 
 
 def test_before_and_after_shows_both_ends_with_controls_and_ratios():
