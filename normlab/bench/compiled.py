@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from normlab.bench.probes import llama
 from normlab.errors import NormlabError
+from normlab.experimental.compiled_statistics import IN_GRAPH, CompiledRecorder
 from normlab.probes.callback import DEFAULT
-from normlab.probes.compiled import IN_GRAPH, CompiledRecorder
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.sites import sites
 

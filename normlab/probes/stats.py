@@ -102,7 +102,7 @@ class LayerStats:
         pieces = []
         for metric in (METRICS[name] for name in self.metrics):
             part = self.moments[self.moments["statistic"] == metric.statistic]
-            part = part[[metric.applies_to(site) for site in part["site"]]]
+            part = part[np.array([metric.applies_to(site) for site in part["site"]], dtype=bool)]
             count, mean, m2, peak = (part[name].to_numpy() for name in NUMBER_NAMES)
             error = np.full(len(part), np.nan)
             if metric.readout == "mean":

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes.spans import mergekit_config
+from normlab.probes import mergekit_config
 from normlab.report.inputs import Loaded, batches, check_input, load
 from normlab.report.measure import Measured, experiment, measure, on_device
 
