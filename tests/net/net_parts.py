@@ -158,7 +158,7 @@ def command_help() -> Json:
         text = _printed([*([name] if name else []), "--help"])
         words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
         found[f"normlab {name}".strip()] = {
-            "flags": sorted({word for word in words if word.startswith("--")}),
+            "flags": sorted({word for word in words if word.startswith("--")} | {"--help"}),
             "text": text.splitlines(),
         }
     return found
