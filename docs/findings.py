@@ -93,9 +93,14 @@ def against_pre_ln(metric: str, depth: int) -> pd.DataFrame:
     return judged(pd.concat(rows, ignore_index=True)).set_index("a")
 
 
+def pairs(values: pd.DataFrame, a: str, b: str, column: str = "value") -> pd.DataFrame:
+    """Scheme a minus scheme b at each depth; `values` has one row per run, of all schemes that give the floor."""
+    return judged(differences(values.assign(value=values[column]), a, b, "loss"))
+
+
 def pair(values: pd.DataFrame, a: str, b: str, column: str = "value") -> pd.Series:
-    """Scheme a minus scheme b; `values` has one row per run, of these two and of the rest of the family."""
-    return judged(differences(values.assign(value=values[column]), a, b, "loss")).iloc[0]
+    """`pairs` of a single depth."""
+    return pairs(values, a, b, column).iloc[0]
 
 
 def listed(values: Iterable[float], digits: int = 2) -> str:
@@ -143,17 +148,14 @@ def _losses(gains: pd.DataFrame) -> str:
 
 
 def fit() -> dict[str, str]:
-    rows, texts = [], {}
-    for depth in (4, 16):
-        values = fit_values(depth)
-        differ = [pair(values, LNS, PRE_LN, name) for name in ("held_out", "training", "gap")]
-        rows.append((depth, *(cell(row) for row in differ)))
-        texts[f"lns_training_{depth}"] = interval(differ[1], sign=True)
+    values = pd.concat([fit_values(depth) for depth in (4, 16)])
+    columns = [pairs(values, LNS, PRE_LN, name).apply(cell, axis=1) for name in ("held_out", "training", "gap")]
+    rows = zip((4, 16), *columns, strict=True)
     smaller = pair(fit_values(16).assign(less=lambda values: -values["gap"]), LNS, PRE_LN, "less")
     evals = runs().query("site == 'model' and metric == 'loss' and split == 'eval' and depth == 16 and step > 0")
     mean = evals.pivot_table(index="step", columns="scheme", values="value", observed=True)
     lead = mean[LNS] - mean[PRE_LN]
-    return texts | {
+    return {
         "lns_gap": interval(smaller, 3),
         "lns_equal_rate": interval(pair(rate_of_pre_ln("loss"), LNS, PRE_LN), sign=True),
         "epochs": plain(manifests("runs")[0]["epochs"], 1),
@@ -387,7 +389,8 @@ def groups() -> dict[str, str]:
     shown = []
     for scheme in (*SMALL_GAIN, "bhyt_linear", "pre_rmsnorm_scaled_init", PRE_LN, LNS):
         own = chosen().query("depth == 4 and scheme == @scheme").sort_values("eval_loss")
-        shown.append((title_of(scheme), ", ".join(map(plain, own["eval_loss"])), ", ".join(map(plain, cost[own.index]))))
+        columns = (own["eval_loss"], cost[own.index])
+        shown.append((title_of(scheme), *(", ".join(map(plain, column)) for column in columns)))
     return {"table_of_groups": table(("scheme", "loss of each seed", "cost of leaving out attention 2"), shown)}
 
 
