@@ -48,7 +48,7 @@ _PUBLIC = {
     "logit_lens_kl": "normlab.probes",
     "LayerStatsCallback": "normlab.probes.callback",
     "TrainConfig": "normlab.training.config",
-    "train": "normlab.training.trainer",
+    "train": "normlab.training.run",
     "sweep": "normlab.training.sweep",
     "load_runs": "normlab.runs",
     "load_configs": "normlab.runs",
@@ -94,8 +94,8 @@ if TYPE_CHECKING:
     from normlab.runs import read_configs as read_configs
     from normlab.schemes import SCHEMES as SCHEMES
     from normlab.training.config import TrainConfig as TrainConfig
+    from normlab.training.run import train as train
     from normlab.training.sweep import sweep as sweep
-    from normlab.training.trainer import train as train
 else:
 
     def __getattr__(name: str) -> Any:
