@@ -12,7 +12,7 @@ import normlab
 from normlab.analysis import claims, gain
 from normlab.analysis.compare import compare
 from normlab.analysis.selection import experiments_of
-from normlab.widgets.intervene import Change, ask
+from normlab.widgets.change import Change, ask
 
 
 @pytest.fixture(scope="module")
