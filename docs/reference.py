@@ -1,4 +1,4 @@
-"""The pages of the API reference: one a module, its public names as `__all__` has them.
+"""The pages of the API reference: one per module, its public names as `__all__` has them.
 
 write_pages   write them as reStructuredText, for autodoc to fill
 """
@@ -44,7 +44,10 @@ def write_pages(folder: Path) -> None:
 
 
 def _names(module: ModuleType) -> dict[str, Any]:
-    names = {name: getattr(module, name) for name in module.__all__ if not name.startswith("__")}
+    """The names of `__all__`, or else the public functions and classes that the module defines."""
+    names = {name: getattr(module, name) for name in getattr(module, "__all__", ()) if not name.startswith("__")}
+    own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    names = names or {name: value for name, value in own.items() if not name.startswith("_")}
     return {name: value for name, value in names.items() if not inspect.ismodule(value)}
 
 
