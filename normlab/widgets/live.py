@@ -119,6 +119,7 @@ def weights_of(model: Any) -> bytes:
         return (Path(model) / "model.safetensors").read_bytes()
     kept = (torch.bfloat16, torch.float32)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
+    config: Any = model.config
+    if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return save({name: tensor if tensor.dtype in kept else tensor.float() for name, tensor in state.items()})
