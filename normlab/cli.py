@@ -171,7 +171,7 @@ Cache = Annotated[str | None, flag("directory for prepared corpora; default: the
 Whole = Annotated[int, WHOLE]
 
 
-@command("train", "normlab.training.trainer")
+@command("train", "normlab.training.run")
 def _train(
     *,
     config: Annotated[_fields_of("training.config:TrainConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
@@ -193,7 +193,7 @@ def _train(
     from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of
-    from normlab.training.trainer import train, train_from_manifest
+    from normlab.training.run import train, train_from_manifest
 
     fields = given(config)
     if from_manifest and (fields or follow):

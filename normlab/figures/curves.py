@@ -184,9 +184,8 @@ def depth_scaling(
 ) -> go.Figure:
     """Held-out loss after training against depth (C5), and differences from a reference, paired by seed.
 
-    Error bars of losses are Student's t intervals over seeds; a point with one seed has none. Those of differences have
-    an sd pooled over all schemes of a depth where seeds move them alike, and all differences shown are one family
-    (`normlab.analysis.verdicts`).
+    Error bars of losses are Student's t intervals over seeds; a point with one seed has none. All
+    differences shown are one family (`normlab.analysis.verdicts`).
     Losses: open markers are not learned, crosses on the upper edge diverged. Differences, drawn where both schemes
     learned: discs are different, squares equivalent, rings undecided. A line that stops before the deepest depth has
     its label where it stops.

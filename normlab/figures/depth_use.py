@@ -10,8 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.claims import means
 from normlab.analysis.selection import depths_of_most, experiments_of, in_order, seeds_in_words
+from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
 from normlab.figures import theme
 from normlab.figures.labels import EndLabel, label_ends, label_room
@@ -65,8 +65,7 @@ def by_layer(
     """One number a layer, a line a scheme: the mean over seeds, with its interval; each seed is a dot. The schemes of a
     layer stand side by side.
 
-    The interval is mean +- t(0.95, df) sd / sqrt(seeds), the sd of a layer pooled over all schemes shown,
-    where seeds move them alike (`normlab.analysis.claims.means`).
+    The interval is that of `normlab.analysis.verdicts.means`, the schemes shown at a layer being one family.
 
     Args:
         experiments: table of `normlab.load_experiments`.
@@ -88,7 +87,7 @@ def by_layer(
         return theme.message_figure(f"No run measured {metric} ({PARTS[part]}).", title)
     first, last = int(rows["layer"].min()), int(rows["layer"].max())
     table = means(rows.assign(depth=rows["layer"].astype(int)), metric)
-    remarks = ["dots are seeds, bars 95% intervals, spread pooled where alike"] if rows["seed"].nunique() > 1 else []
+    remarks = ["dots are seeds, bars 95% intervals"] if rows["seed"].nunique() > 1 else []
     lowest = -math.inf
     if log:  # a line to what a logarithm does not have would fall out of the figure
         table = table.assign(estimate=table["estimate"].where(table["estimate"] > 0))
