@@ -26,7 +26,7 @@ from transformers import TrainerCallback, set_seed
 
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
-from normlab.schemes import BASELINE, TIMED
+from normlab.schemes import BASELINE, tagged
 from normlab.training.batches import SeededOrder
 from normlab.training.build import build_trainer
 from normlab.training.callbacks import refresh_interval
@@ -194,7 +194,7 @@ def _peak_name(loop: BareLoop) -> str:
 def bench(
     pairs: int = 9,
     *,
-    schemes: Sequence[str] = TIMED,
+    schemes: Sequence[str] = tagged("timed"),
     depth: int = 16,
     precision_depth: int = SMALLEST,
     width: int = 128,
