@@ -18,10 +18,10 @@ import pandas as pd
 import normlab
 from normlab.figures import FIGURES
 from normlab.models import NormlabConfig
+from normlab.models.costs import table as costs_of_schemes
 from normlab.notebook.exporters import claim_of
 from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric
 from normlab.schemes import NormSite, Scheme
-from normlab.schemes import table as costs_of_schemes
 from normlab.training.grids import Choice, Preset, Search
 from normlab.training.presets import PRESETS
 

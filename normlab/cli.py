@@ -465,7 +465,7 @@ def _bench(
 @command("schemes")
 def _schemes() -> int:
     """List every scheme with formula, paper, parameters and cost."""
-    from normlab.schemes import table
+    from normlab.models.costs import table
 
     print(table().to_string(index=False))
     return 0
