@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import torch
 
 from normlab.figures.attribution import METHODS, logit_attribution
-from normlab.widgets.intervene import slope_of
+from normlab.widgets.change import slope_of
 from normlab.widgets.plot import PlotWidget
 
 
