@@ -320,7 +320,9 @@ class CompiledRecorder:
                 for place in (watch.places if kind == "activation" else watch.gradients)
             ]
             has_counted = states[0].flatten(1).any(1)
-            absent |= {f"{site} {layer}": "no gradient arrived here" for i, (site, layer), _ in rows if not has_counted[i]}
+            absent |= {
+                f"{site} {layer}": "no gradient arrived here" for i, (site, layer), _ in rows if not has_counted[i]
+            }
             rows = [row for row in rows if has_counted[row[0]]]
             places, widths = [place for _, place, _ in rows], [width for *_, width in rows]
             tables.append(moments_table(states[:, [i for i, *_ in rows]], places, widths, self._mask_names, names))

@@ -7,6 +7,8 @@ branch is measured, the norm that reads the block's input is named by what comes
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
@@ -55,7 +57,7 @@ class BlockTrace:
         self._inputs: dict[nn.Module, tuple[Tensor | None, Tensor | None]] = {}
         if self._known_sites is None:
             self.rows = Rows(entered)
-            self._first = self.rows.of(entered)
+            self._first = cast(Tensor, self.rows.of(entered))
             self._eps = rounding(entered.dtype)
 
     def norm_starts(self, norm: nn.Module, x: Tensor, is_norm: bool = True) -> NormRead | None:

@@ -204,27 +204,26 @@ class _Search:
         if isinstance(event, BranchRun):
             choices = self.after_branch(i, event, state)
         elif event.rows is not None:
-            choices = self.after_norm(event, state)
+            choices = self.after_norm(i, event, state)
         else:
             choices = iter((state,))
         for choice in choices:
             yield from self.readings(i + 1, choice)
 
     def after_branch(self, i: int, run: BranchRun, state: Reading) -> Iterator[Reading]:
-        inner = self.inner_norm(i, run)
-        if inner is not None and inner.rows is not None and not state.pending:  # the branch returns norm(x + f(x))
-            if contains(inner.rows, state.rows):
-                made = Explanation("contained", (0,))
-                whole = self.segment(self.with_run(state, run), inner.x, inner.rows, made)
-                if whole is not None:
-                    yield whole.with_stream_norm(inner, run.kind)
+        inner = None if state.pending else self.inner_norm(i, run)
+        if inner is not None and inner.rows is not None and contains(inner.rows, state.rows):
+            made = Explanation("contained", (0,))  # the branch returns norm(x + f(x))
+            whole = self.segment(self.with_run(state, run), inner.x, inner.rows, made)
+            if whole is not None:
+                yield whole.with_stream_norm(inner, run.kind)
         if state.pending and run.read is not None and not self.same(run.read, state.rows):
             closed = self.closed(state, run.x, run.read)
             if closed is not None:
                 yield self.with_run(closed, run)
         yield self.with_run(state, run)
 
-    def after_norm(self, norm: NormRead, state: Reading) -> Iterator[Reading]:
+    def after_norm(self, i: int, norm: NormRead, state: Reading) -> Iterator[Reading]:
         assert norm.rows is not None
         if self.same(norm.rows, state.rows) and norm.is_norm:
             yield state.with_reader(norm)
@@ -233,7 +232,8 @@ class _Search:
                     yield replace(state, stream=norm.out, rows=norm.out_rows, normed=(), start=norm)
                 return
         if state.pending:
-            if norm.out_rows is not None and same_tensor(norm.x, state.pending[-1].out):
+            reads_output = norm.out_rows is not None and same_tensor(norm.x, state.pending[-1].out)
+            if reads_output:
                 yield state.with_output_norm(norm)
             closed = self.closed(state, norm.x, norm.rows)
             if closed is not None:
@@ -242,7 +242,17 @@ class _Search:
                 made, runs = closed.segments[-1].made, closed.segments[-1].runs
                 if norm.out_rows is not None and made.form != "contained":  # a norm after it would not be of a sum
                     yield closed.with_stream_norm(norm, runs[-1].kind)
+            if not reads_output and norm.out_rows is not None and self.reads_rearranged(i, norm, state.pending[-1]):
+                yield state.with_output_norm(norm)
         yield state
+
+    def reads_rearranged(self, i: int, norm: NormRead, run: BranchRun) -> bool:
+        """True if a norm right after a branch reads what that returned, in another order (Swin V2)."""
+        before = self.events[i - 1]
+        if not (isinstance(before, BranchRun) and before.branch is run.branch and norm.is_norm):
+            return False
+        assert norm.rows is not None
+        return is_rearranged(torch.zeros_like(norm.rows), norm.rows, run.out, self.eps)
 
     def inner_norm(self, i: int, run: BranchRun) -> NormRead | None:
         """The norm inside a branch whose output the branch returns."""
@@ -265,7 +275,9 @@ class _Search:
         pending = state.pending
         if after is None and not state.segments and bool(rows.any()) and torch.equal(state.rows, rows):
             # The block returns its very input, whatever its branches returned: gates and scales at 0.
-            made: Explanation | None = Explanation("added", tuple(range(len(pending))), (0.0,) * len(pending))
+            last = len(pending) - 1
+            ends = tuple(i for i in range(len(pending)) if i == last or not pending[i + 1].continues)
+            made: Explanation | None = Explanation("added", ends, (0.0,) * len(ends))
         else:
             made = explain(state.rows, rows, [run.rows for run in pending], self.eps)
         if made is None and is_rearranged(state.rows, rows, pending[-1].out, self.eps):

@@ -1,4 +1,4 @@
-"""`record`: a context manager that measures a model's layers while the caller runs it, and the `Recorder` it returns."""
+"""`record`: a context manager that measures a model's layers while the caller runs it."""
 
 from __future__ import annotations
 

@@ -463,7 +463,7 @@ def stacks_of(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
     stacks: dict[str, list[tuple[str, nn.Module]]] = {}
     size: dict[str, int] = {}
     for name, module in model.named_modules():
-        if not _is_list(module) or len(module) == 0:  # type: ignore[arg-type]
+        if not _is_list(module) or len(module) == 0:
             continue
         if not all(has_matrix(item) and any(True for _ in item.children()) for item in module.children()):
             continue

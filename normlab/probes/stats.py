@@ -55,8 +55,8 @@ def _merged(a: pandas.DataFrame, b: pandas.DataFrame) -> pandas.DataFrame:
     nothing = [0.0, 0.0, 0.0, -np.inf, 0.0]
     sides = []
     for key, table in zip(keys, (a, b), strict=True):  # a key that the side lacks takes the last row: no token
-        numbers = np.vstack([table[[*NUMBER_NAMES, "width"]].to_numpy(dtype=float), nothing])
-        sides.append(numbers[key.get_indexer(both)].T)
+        rows = np.vstack([table[[*NUMBER_NAMES, "width"]].to_numpy(dtype=float), nothing])
+        sides.append(rows[key.get_indexer(both)].T)
     (*moments_a, peak_a, width_a), (*moments_b, peak_b, width_b) = sides
     if ((width_a != width_b) & (width_a > 0) & (width_b > 0)).any():
         raise NormlabError("cannot merge statistics of different widths: they are of different models")
@@ -134,7 +134,10 @@ class LayerStats:
         import pandas
 
         rows = [
-            (*place, *row) for (*place, name), array in self.arrays.items() if name == statistic for row in rows_of(array)
+            (*place, *row)
+            for (*place, name), array in self.arrays.items()
+            if name == statistic
+            for row in rows_of(array)
         ]
         if not rows:
             raise NormlabError(hint)

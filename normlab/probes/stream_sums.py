@@ -110,7 +110,7 @@ def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps
     before, after = before[kept], after[kept]
     working = {i: o[kept] for i, o in working.items()}
     parts = list(working)
-    sets = [(i,) for i in parts[-1:]]
+    sets: list[tuple[int, ...]] = [(i,) for i in parts[-1:]]
     if len(parts) <= 4:
         sets += [chosen for size in range(len(parts), 1, -1) for chosen in combinations(parts, size)]
     sets += [(i,) for i in reversed(parts[:-1])]

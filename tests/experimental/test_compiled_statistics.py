@@ -197,7 +197,10 @@ def test_a_loss_that_cannot_be_told_must_be_given():
     with pytest.raises(NormlabError, match="pass loss_tokens"):
         recorder_of(model)
     found = {}
-    for name, given in {"number": 6.0, "function": lambda inputs: (inputs.arguments["labels"] != -100).sum() / 2}.items():
+    for name, given in {
+        "number": 6.0,
+        "function": lambda inputs: (inputs.arguments["labels"] != -100).sum() / 2,
+    }.items():
         recorder = recorder_of(model, ["grad_l2_mean"], loss_tokens=given)
         model(**batch)["loss"].backward()
         found[name] = values(recorder.stats())

@@ -178,6 +178,8 @@ def test_the_trainers_divisions_and_scalings_of_the_loss_are_undone():
     inputs.labels_averaged = 2  # labels
     assert float(callback._summed_loss_factor(arguments, None, inputs)) == 2 * 4  # two labels, a quarter of the mean
     assert float(callback._summed_loss_factor(arguments, scaled, inputs)) == 2 * 4 / 1024
-    inputs.arguments["num_items_in_batch"] = inputs.labels_averaged = torch.tensor(100)  # of both ranks, and the loss was doubled
+    inputs.arguments["num_items_in_batch"] = inputs.labels_averaged = torch.tensor(
+        100
+    )  # of both ranks, and the loss was doubled
     assert float(callback._summed_loss_factor(arguments, None, inputs)) == 50
     assert callback._summed_loss_factor(arguments, None, CallInputs()) is None
