@@ -361,7 +361,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _schemes(options: argparse.Namespace) -> int:
-    from normlab.schemes import table
+    from normlab.models.costs import table
 
     print(table().to_string(index=False))
     return 0

@@ -20,7 +20,7 @@ from normlab.analysis.theory import predict_runs
 from normlab.analysis.verdicts import LEVEL, lower_quartile, pair_variances, t_quantile, variance_over_seeds
 from normlab.errors import NormlabError
 from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
-from normlab.schemes import SCHEMES, SHORT_LIST
+from normlab.schemes import SCHEMES, tagged
 
 NOT_TRAINED = "not trained"
 MANY = 8  # lines that a reader can tell apart
@@ -307,9 +307,9 @@ def _relative_to_layer_one(measured: Measured) -> np.ndarray:
 def shown_first(schemes: Sequence[str]) -> list[str]:
     """The schemes that an explorer opens with.
 
-    All of eight or fewer. Of more, those of the registry's short list, if there are any.
+    All of eight or fewer. Of more, those tagged "short" in the registry, if there are any.
     """
-    short = [name for name in schemes if name in SHORT_LIST]
+    short = [name for name in schemes if name in tagged("short")]
     return short if len(schemes) > MANY and short else list(schemes)
 
 
