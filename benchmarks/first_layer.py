@@ -9,6 +9,7 @@ One row per case. A fault is put into the code (hooks), the weights or the call,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import csv
 import math
@@ -453,22 +454,17 @@ def faults(names: list[str], count: int, seed: int) -> Iterator[dict[str, Any]]:
                 break
             b = copy.deepcopy(a)
             try:
-                roles = roles_of(a, batch)
+                roles, expected = roles_of(a, batch), None
                 layer = random.randint(1, len(roles.blocks))
-                with torch.no_grad():
+                with torch.no_grad(), contextlib.suppress(AttributeError):  # a configuration without heads
                     expected = FAULTS[kind](Model(b, roles, layer, batch))
                 if expected is None or not _changes(a, b, batch):
                     continue
                 started = time.perf_counter()
                 result = diff(a, b, batch)
             except Exception as error:
-                if "expected" in locals():
-                    yield {
-                        "class": name,
-                        "fault": kind,
-                        "layer": layer,
-                        "verdict": f"{type(error).__name__}: {error}"[:200],
-                    }
+                verdict = f"{type(error).__name__}: {error}"[:200]
+                yield {"class": name, "fault": kind, "layer": layer, "verdict": verdict}
                 continue
             used, total = used + 1, total + 1
             done[kind] += 1
