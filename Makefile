@@ -84,8 +84,9 @@ gpu: ## on a CUDA machine: measure the kernels against every installed peer, the
 	PYTHONPATH="$(CURDIR)/kernels:$(CURDIR)" $(GPU_PYTHON) kernels/benchmarks/run.py --tests \
 	  $(if $(MINUTES),--minutes $(MINUTES)) --out $(OUT)/bench
 
-lint: $(VENV)/.installed-test ## ruff and mypy
+lint: $(VENV)/.installed-test ## ruff, the floors (import-linter) and mypy
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 clean: ## remove what make wrote, but not the virtual environment

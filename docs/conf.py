@@ -56,7 +56,7 @@ html_show_sourcelink = False
 html_copy_source = False
 # Pages of no section have no navigation of one.
 html_sidebars = dict.fromkeys(
-    ("index", "explorer", "notebooks/index", "measure", "train", "numbers", "contributing"), []
+    ("index", "explorer", "notebooks/index", "measure", "train", "numbers", "statistics", "contributing"), []
 )
 html_context = {"default_mode": "auto"}
 html_theme_options = {

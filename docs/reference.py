@@ -1,4 +1,4 @@
-"""The pages of the API reference: one a module, its public names as `__all__` has them.
+"""The pages of the API reference: one per module, its public names as `__all__` has them.
 
 write_pages   write them as reStructuredText, for autodoc to fill
 """
@@ -19,6 +19,7 @@ MODULES = {
     "normlab.widgets": "figures with controls",
     "normlab.analysis.claims": "what the papers claim of depth, asked of runs",
     "normlab.analysis.verdicts": "differences with intervals, and when one is called a difference",
+    "normlab.analysis.decisions": "questions whose answers were worded before the runs",
     "normlab.analysis.theory": "what layers will hold before training, in closed form",
     "normlab_kernels": "the norms as fused functions",
 }
@@ -44,7 +45,10 @@ def write_pages(folder: Path) -> None:
 
 
 def _names(module: ModuleType) -> dict[str, Any]:
-    names = {name: getattr(module, name) for name in module.__all__ if not name.startswith("__")}
+    """The names of `__all__`, or else the public functions and classes that the module defines."""
+    names = {name: getattr(module, name) for name in getattr(module, "__all__", ()) if not name.startswith("__")}
+    own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    names = names or {name: value for name, value in own.items() if not name.startswith("_")}
     return {name: value for name, value in names.items() if not inspect.ismodule(value)}
 
 

@@ -23,7 +23,7 @@ PATIENCE = 5.0  # seconds
 STOPPED = "stopped; the same command goes on from the last checkpoint"
 # What takes long to import, before a command begins.
 IMPORTED = {
-    "train": "normlab.training.trainer",
+    "train": "normlab.training.run",
     "sweep": "normlab.training.plan",
     "probe": "normlab.report",
     "export": "normlab.models.exported",
@@ -213,7 +213,7 @@ def _train(options: argparse.Namespace) -> int:
     from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of, given
-    from normlab.training.trainer import train, train_from_manifest
+    from normlab.training.run import train, train_from_manifest
 
     shared = {"cache_dir": options.cache_dir, "progress": not options.quiet}
     fields = given(options, TrainConfig)

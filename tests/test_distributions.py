@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -105,19 +104,6 @@ def test_one_editable_install_finds_both_packages(tmp_path: Path):
     (paths,) = (data.decode() for name, data in found.items() if name.endswith(".pth"))
     assert [Path(line) for line in paths.splitlines()] == [ROOT, KERNELS]
     assert not [name for name in found if name.endswith(".py")]
-
-
-def test_type_checkers_see_the_names_that_resolve():
-    tree = ast.parse((ROOT / "normlab" / "__init__.py").read_text(encoding="utf-8"))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    seen = {
-        alias.asname: (statement.module, alias.name)
-        for statement in block.body
-        if isinstance(statement, ast.ImportFrom)
-        for alias in statement.names
-    }
-    resolved = normlab._PUBLIC | dict.fromkeys(normlab._SUBPACKAGES, "normlab")
-    assert seen == {name: (module, name) for name, module in resolved.items()}
 
 
 def test_mypy_sees_a_wrong_attribute_in_a_users_script(tmp_path: Path):

@@ -10,9 +10,7 @@ by_tokens     the same gain at several budgets of training tokens
 depth_use     what it costs to skip a deep block, scheme by scheme
 shown         growth, depth_gain, depth_use, or rows of `normlab.compare`, as a table to look at
 
-A scheme's own mean over its seeds has the interval mean +- t(level, df) * sd / sqrt(seeds); sd is pooled over the
-schemes of a depth, each around its own mean, so a seed that moves all schemes alike counts as noise here; where seeds
-move some far more than others (`normlab.analysis.verdicts.unlike`), it is the scheme's own.
+Intervals and verdicts are those of `normlab.analysis.verdicts`.
 """
 
 from __future__ import annotations
@@ -26,31 +24,9 @@ import pandas as pd
 
 from normlab.analysis.compare import compare, last_values
 from normlab.analysis.selection import choose, depths_of_most, experiments_of, in_order, summarize, title_of
-from normlab.analysis.verdicts import (
-    DIFFERENT,
-    ROUNDING,
-    differences,
-    in_words,
-    judged,
-    lower_quartile,
-    t_quantile,
-    unlike,
-)
+from normlab.analysis.verdicts import DIFFERENT, differences, in_words, judged, means
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
-
-__all__ = [
-    "beside",
-    "by_tokens",
-    "depth_gain",
-    "depth_use",
-    "extremes",
-    "growth",
-    "learned",
-    "losses",
-    "means",
-    "shown",
-]
 
 DEEP = 0.5  # the deep blocks are the last half of them
 MOMENTS = (("before training", 0), ("after training", None))
@@ -137,7 +113,6 @@ def beside(
     metric: str = "token_l2_mean",
     *,
     depth: int | None = None,
-    level: float = 0.95,
 ) -> pd.DataFrame:
     """`scheme` against each of the others by `normlab.compare`, judged together; what has no run beside it is left
     out.
@@ -148,19 +123,17 @@ def beside(
     there = set(summarize(runs)["scheme"])
     moments = MOMENTS[1:] if metric_row(metric).default_site == "model" else MOMENTS
     found = [
-        compare(runs, scheme, other, metric, depth=depth, step=step, level=level).assign(when=when)
+        compare(runs, scheme, other, metric, depth=depth, step=step).assign(when=when)
         for other in others
         for when, step in moments
         if {scheme, other} <= there
     ]
     rows = pd.concat(found, ignore_index=True) if found else pd.DataFrame({"seeds": []})
     rows = rows[rows["seeds"] > 0].reset_index(drop=True)
-    return judged(rows, level) if len(rows) else pd.DataFrame()
+    return judged(rows) if len(rows) else pd.DataFrame()
 
 
-def growth(
-    runs: pd.DataFrame, metric: str = "token_l2_mean", step: int | None = None, level: float = 0.95
-) -> pd.DataFrame:
+def growth(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
     """Layer L over layer 1 after training, a row a scheme and depth: geometric means over the seeds.
 
     Returns:
@@ -174,7 +147,7 @@ def growth(
     """
     _require_ratio(metric)
     chosen = choose(runs, depth=None, same_rate=True)
-    layers = [last_values(chosen, metric, layer=layer, step=step) for layer in range(max(chosen.depths) + 1)]
+    layers = [last_values(chosen, metric, layer=layer) for layer in range(max(chosen.depths) + 1)]
     values = []
     for depth in chosen.depths:
         rows = layers[depth][layers[depth]["depth"] == depth]
@@ -189,17 +162,15 @@ def growth(
     table = pd.concat(values)
     shares = table.groupby(["depth", "scheme"])[["one_block", "first_half"]].mean()
     shares = shares.rename_axis(["depth", "a"]).reset_index()
-    return judged(means(table, metric, level), level).merge(shares, on=["depth", "a"])
+    return judged(means(table, metric)).merge(shares, on=["depth", "a"])
 
 
-def depth_gain(
-    runs: pd.DataFrame, shallow: int | None = None, deep: int | None = None, level: float = 0.95
-) -> pd.DataFrame:
+def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None = None) -> pd.DataFrame:
     """Held-out loss at depth `shallow` minus that at depth `deep`, paired by seed: above zero, depth pays.
 
     Each scheme and depth at its chosen learning rate. `shallow` defaults to the least depth at which a scheme has more
     than one seed, or to the least of all; `deep` to each scheme's own deepest with more than one seed, or to its
-    deepest. Rows of one depth share their spread of seeds where it is alike, and all of the table are one family.
+    deepest. All rows of the table are one family.
 
     Returns:
         The columns of `growth` up to `verdict`, and `shallow`; a row a scheme that was run at both depths. Runs
@@ -227,7 +198,7 @@ def depth_gain(
             return pd.DataFrame()
         raise NormlabError(f"no scheme was run at depths {shallow} and {deep}; there is {chosen.depths}")
     gain["value"] = gain["before"] - gain["value"]
-    return judged(means(gain, "loss", level), level).assign(shallow=shallow)
+    return judged(means(gain, "loss")).assign(shallow=shallow)
 
 
 def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
@@ -262,7 +233,6 @@ def depth_use(
     depth: int | None = None,
     part: str = "block",
     reference: str | None = None,
-    level: float = 0.95,
 ) -> pd.DataFrame:
     """Loss that skipping one block of the deeper half adds, in the mean over these blocks, a row a scheme.
 
@@ -297,53 +267,10 @@ def depth_use(
     table = table.reset_index()
     if reference is not None:
         others = [name for name in in_order(table["scheme"]) if name != reference]
-        pairs = [differences(table, name, reference, "skip_delta_loss", level) for name in others]
-        return judged(pd.concat(pairs, ignore_index=True), level) if pairs else pd.DataFrame()
+        pairs = [differences(table, name, reference, "skip_delta_loss") for name in others]
+        return judged(pd.concat(pairs, ignore_index=True)) if pairs else pd.DataFrame()
     shares = table.groupby("scheme", observed=True)[["share", "share_rest"]].mean().rename_axis("a").reset_index()
-    return judged(means(table, "skip_delta_loss", level), level).merge(shares, on="a")
-
-
-def means(values: pd.DataFrame, metric: str, level: float = 0.95) -> pd.DataFrame:
-    """Each scheme's own mean over its seeds against no effect: 1 for ratios (geometric means), 0 for differences.
-
-    Args:
-        values: columns `depth scheme seed value`, one row a run.
-        metric: its row in the metrics table says whether values are ratios.
-
-    Returns:
-        Rows for `normlab.analysis.verdicts.judged`: columns `depth a metric kind seeds estimate low high sd df p`.
-    """
-    from scipy.stats import t
-
-    ratio = metric_row(metric).is_ratio
-    undo = np.exp if ratio else float
-    y = values["value"].astype(float)
-    y = np.log(y.where(y > 0)) if ratio else y
-    values = values.assign(y=y.where(np.isfinite(y)))
-    found = []
-    for depth, layout in values.groupby("depth"):
-        groups = layout.groupby("scheme", observed=True)["y"]
-        names = in_order(layout["scheme"])
-        own = groups.var().reindex(names).to_numpy()
-        left = (groups.count() - 1).clip(lower=0).reindex(names).to_numpy()
-        together = left.sum()
-        pooled = np.nansum(own * left) / together if together else math.nan
-        apart = unlike(own, left, ROUNDING * layout["y"].abs().max())
-        floored = np.maximum(own, lower_quartile(own, left))
-        spread = (floored, left) if apart else (np.full(len(own), pooled), np.full(len(own), together))
-        for scheme, variance, freedom in zip(names, *spread, strict=True):
-            values_of = groups.get_group(scheme).dropna()
-            sd, freedom = math.sqrt(variance), int(freedom)
-            mean, error = values_of.mean(), sd / math.sqrt(len(values_of)) if len(values_of) else math.nan
-            half = t_quantile(level, freedom) * error
-            with np.errstate(divide="ignore", invalid="ignore"):
-                p = float(2 * t.sf(np.abs(np.float64(mean) / error), freedom)) if freedom else math.nan
-            found.append(
-                {"depth": int(depth), "a": scheme, "metric": metric, "kind": metric_row(metric).compared}
-                | {"seeds": len(values_of), "estimate": undo(mean), "low": undo(mean - half), "high": undo(mean + half)}
-                | {"sd": sd, "df": freedom, "p": p}
-            )
-    return pd.DataFrame(found)
+    return judged(means(table, "skip_delta_loss")).merge(shares, on="a")
 
 
 def shown(rows: pd.DataFrame, digits: int = 3, more: Sequence[str] = ()) -> pd.DataFrame:

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.selection import DIVERGED, Selection, checked, choose, in_order, summarize
-from normlab.analysis.verdicts import differences, in_words, judged
+from normlab.analysis.verdicts import LEVEL, differences, in_words, judged
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
@@ -36,13 +36,12 @@ def compare(
     split: str | None = None,
     step: int | None = None,
     level: float = 0.95,
-    margin: float | None = None,
 ) -> pd.DataFrame:
-    """Scheme a minus scheme b (a over b for positive sizes) after training, one row a depth, each with its verdict.
+    """Scheme a minus scheme b (a over b for positive sizes) after training, one row per depth, each with its verdict.
 
-    The mean over the n seeds that both were trained with, +- t(level, df) * sd * sqrt(2 / n), of logarithms for a
-    ratio. The sd is pooled over all schemes that were run at the depth, with seeds as blocks, unless seeds move some
-    far more than others (`normlab.analysis.verdicts`).
+    The interval is that of the pair's differences over the n seeds that both have: mean +- t(level, n - 1) sd /
+    sqrt(n), of logarithms for a ratio. Its sd has a floor (`normlab.analysis.verdicts.differences`), taken over all
+    schemes that were run at the depth.
 
     Args:
         runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate,
@@ -55,7 +54,6 @@ def compare(
         layer: block number; default the last block.
         step: optimizer steps done; default the last, 0 is before training.
         level: of confidence.
-        margin: how large a difference still does not matter (see `normlab.analysis.verdicts.judged`).
 
     Returns:
         Columns: `depth a b metric kind lr_a lr_b dtype_a dtype_b seeds mean_a mean_b estimate low high sd df p unpaired
@@ -66,14 +64,14 @@ def compare(
 
     Raises:
         NormlabError: a scheme, run, metric, site, layer, mask, split or step that is not in the table, a level outside
-            (0, 1), a margin that is not positive, runs that are no pair: of another depth, width or seed, or of another
-            number of steps where `step` is not given.
+            (0, 1), runs that are no pair: of another depth, width or seed, or of another number of steps where `step`
+            is not given.
     """
     where: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
     _require_level(level)
     own, everyone = _look(runs, a, b, metric, depth, width, where)
     values = last_values(own, metric, **where)
-    found = judged(_rows(values, a, b, metric, level, last_values(everyone, metric, **where)), level, margin)
+    found = judged(_rows(values, a, b, metric, level, last_values(everyone, metric, **where)), level)
     found.attrs["about"] = own.describe()
     return found
 
@@ -85,20 +83,17 @@ def compare_variants(
     b: str,
     by: Sequence[str],
     metric: str = "loss",
-    *,
-    level: float = 0.95,
-    margin: float | None = None,
     **where: Any,
 ) -> pd.DataFrame:
     """`compare` of schemes a and b within each group of runs that share the configuration fields `by`.
 
-    The groups are one family, and the sd is pooled as in `compare`, over all that have the same depth and width.
+    The groups are one family. The floor of the sd is taken over the pairs of all groups with the same depth and width.
 
     Args:
         runs: the table of `normlab.load_runs`.
         configs: the table of `normlab.load_configs` for the same runs.
         by: columns of `configs`.
-        metric, level, margin, where: as for `compare`.
+        metric, where: as for `compare`.
 
     Returns:
         One row a group in which both schemes were run: the columns `by`, then those of `compare`.
@@ -108,7 +103,6 @@ def compare_variants(
     """
     if unknown := [name for name in by if name not in configs.columns]:
         raise NormlabError(f"no run sets {', '.join(unknown)}; fields are {', '.join(map(str, configs.columns))}")
-    _require_level(level)
     choice = {name: where.pop(name, None) for name in ("depth", "width")}
     where = {"site": None, "layer": None, "mask": "all", "split": None, "step": None} | where
     groups, pool = [], []
@@ -122,9 +116,9 @@ def compare_variants(
         raise NormlabError(f"no configuration under which both {a} and {b} were run")
     pooled, found = pd.concat(pool), []
     for fields, values in groups:
-        rows = _rows(values, a, b, metric, level, pooled[pooled["width"] == values["width"].iloc[0]])
+        rows = _rows(values, a, b, metric, LEVEL, pooled[pooled["width"] == values["width"].iloc[0]])
         found.append(pd.concat([pd.DataFrame([fields] * len(rows), columns=list(by)), rows], axis=1))
-    return judged(pd.concat(found, ignore_index=True), level, margin)
+    return judged(pd.concat(found, ignore_index=True))
 
 
 def _require_level(level: float) -> None:

@@ -17,13 +17,12 @@ import pandas as pd
 
 from normlab.analysis.selection import NothingToShow, Selection, choose, depths_of_most, title_of
 from normlab.analysis.theory import predict_runs
-from normlab.analysis.verdicts import pair_variance, t_quantile
+from normlab.analysis.verdicts import LEVEL, lower_quartile, pair_variances, t_quantile, variance_over_seeds
 from normlab.errors import NormlabError
 from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
 from normlab.schemes import SCHEMES, SHORT_LIST
 
 NOT_TRAINED = "not trained"
-LEVEL = 0.95  # of the intervals of a comparison
 MANY = 8  # lines that a reader holds apart
 _KEY = ["site", "metric", "mask", "depth"]
 _AXES = ["scheme", "seed", "step", "layer"]
@@ -271,18 +270,17 @@ def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray
     """Ratio or difference (as the metric's row says) to the reference over the seeds that both have, by scheme, step
     and layer, its interval, and how many seeds.
 
-    The half-width is t sd sqrt(2 / seeds), of logarithms for a ratio; sd is what seeds move schemes by, beside what
-    they move all schemes by: `normlab.analysis.verdicts.pair_variance`.
+    The interval is that of `normlab.analysis.verdicts.differences`, its floor taken over all pairs of schemes.
     """
-    both = np.isfinite(values).any(axis=3)
-    both &= both[reference]
     values, undo = _on_scale(values, metric)
-    variance, freedom = pair_variance(values, reference)
-    seeds = both.sum(axis=1)
+    gaps = values - values[reference]
+    known = np.isfinite(gaps)
+    seeds, counts = known.any(axis=3).sum(axis=1), np.where(known.any(axis=1), known.sum(axis=1), np.nan)
+    variance, freedom = variance_over_seeds(gaps)
+    floor = lower_quartile(*pair_variances(values))
     with np.errstate(over="ignore", invalid="ignore"):
-        gaps = np.where(both[..., None], values - values[reference], 0.0)
-        counts = np.where(seeds, seeds, np.nan)[:, :, None]
-        mean, half = gaps.sum(axis=1) / counts, t_quantile(LEVEL, freedom) * np.sqrt(2 * variance) / np.sqrt(counts)
+        mean = np.where(known, gaps, 0.0).sum(axis=1) / counts
+        half = t_quantile(LEVEL, freedom) * np.sqrt(np.maximum(variance, floor) / counts)
         half[reference] *= 0.0
         return undo(mean), undo(mean - half), undo(mean + half), seeds
 

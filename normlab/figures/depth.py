@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from normlab.analysis.compare import last_values
 from normlab.analysis.limit import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
 from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, mean_of
-from normlab.analysis.verdicts import differences, in_words, interval, judged
+from normlab.analysis.verdicts import LEVEL, differences, in_words, interval, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
     SEQUENTIAL_SCALE,
@@ -30,7 +30,6 @@ from normlab.figures.registry import register
 from normlab.figures.training import LOSS, levels_in_words, mark_levels, ngram_levels
 from normlab.probes.metrics import metric_row
 
-LEVEL = 0.95  # of intervals
 _MARGIN = dict(l=70, r=30, t=140, b=64)
 _DIFFERENCE_ROW = 24  # pixels of a scheme's differences
 _LEFT, _BETWEEN = 0.4, 0.27  # of the width: the panel of losses, and the space for labels right of it
@@ -99,7 +98,7 @@ def _depth_points(shown: Selection) -> pd.DataFrame:
     rows = []
     for (scheme, depth), group in last_values(shown, "loss").groupby(["scheme", "depth"], observed=True):
         statuses = set(shown.runs.loc[group["run"], "status"])
-        mean, low, high = interval(group["value"].dropna().to_numpy(float), LEVEL)
+        mean, low, high = interval(group["value"].dropna().to_numpy(float))
         status = next((s for s in (DIVERGED, NOT_LEARNED) if s in statuses), FINISHED)
         rows.append((str(scheme), int(depth), mean, low, high, int(group["value"].notna().sum()), status))
     columns = ["scheme", "depth", "mean", "low", "high", "seeds", "status"]
@@ -152,13 +151,13 @@ def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list
     values = last_values(shown, "loss")
     learned = values[values["run"].isin(shown.runs.index[shown.runs["status"] == FINISHED])]
     present = set(learned["scheme"])
-    pairs = [differences(learned, name, base, "loss", LEVEL) for name in names if {name, base} <= present]
+    pairs = [differences(learned, name, base, "loss") for name in names if {name, base} <= present]
     if not pairs:
         for column in range(2, 2 + len(shown.depths)):
             figure.update_xaxes(visible=False, col=column).update_yaxes(visible=False, col=column)
         note(figure, f"no scheme to compare<br>with {theme.style_of(base).title}", "2")
         return 0
-    family = judged(pd.concat(pairs, ignore_index=True), LEVEL)
+    family = judged(pd.concat(pairs, ignore_index=True))
     family = family[family["seeds"] > 0]
     bounds = axis_bounds([0.0, *family["estimate"], *family["low"], *family["high"]], False)
     colors = [theme.style_of(name).color for name in names]

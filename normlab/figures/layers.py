@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.claims import means
 from normlab.analysis.selection import NothingToShow, depths_of_most, experiments_of, in_order, seeds_in_words
+from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
 from normlab.figures import theme
 from normlab.figures.draw import SEQUENTIAL_SCALE, add_line, axis_bounds, finite, is_lowest, panels, value_axis, whole

@@ -21,7 +21,7 @@ from torch import Tensor
 from normlab.errors import NormlabError
 from normlab.models.joins import is_llama_but_for_norms
 from normlab.norms import Norm
-from normlab.norms.rms import mean_square as exact_mean_square
+from normlab.norms.base import mean_square as exact_mean_square
 from normlab.schemes import get_scheme
 
 try:

@@ -1,24 +1,27 @@
-"""What every norm offers beside its forward pass, so that the floors above need not know its class."""
+"""The base of every norm, and the identity. Models, theory and TransformerLens use these members only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from normlab.errors import NormlabError
+
 
 @dataclass(frozen=True)
 class StartingMap:
-    """A norm at its starting constants, feature by feature: y = gain * f(z), z = slope * x / sqrt(ms + eps).
+    """A norm before training, per feature: ``y = gain * f(z)``, ``z = slope * x / sqrt(ms + eps)``.
 
     Args:
-        slope: factor on the input; for a norm with a tanh, its slope at 0.
+        slope: factor on the input. For a norm with a tanh, its slope at 0.
         gain: factor on the output.
-        eps: added to the mean square; None: x is not divided.
-        function: f, elementwise; None: the identity.
-        reach: |x|/rms(x) from which on |z| is above the norm's own bound lambda; None: it has none.
+        eps: added to the mean square. None: x is not divided.
+        function: f, elementwise. None: the identity.
+        reach: the |x|/rms(x) above which |z| exceeds the norm's bound lambda. None: no bound.
     """
 
     slope: float = 1.0
@@ -28,61 +31,129 @@ class StartingMap:
     reach: float | None = None
 
 
-class Norm(nn.Module):
-    """Base of every norm. A new one is a file here and a row in ``normlab.schemes``; models, theory and the
-    TransformerLens bridge take the rest from these members.
+def mean_square(x: Tensor) -> Tensor:
+    """``mean(x^2)`` over the last axis in float32, not centred: ``(..., d)`` to ``(..., 1)``."""
+    return x.float().pow(2).mean(-1, keepdim=True)
 
-    takes_mean_square: whether ``norm(x, mean_square=ms)`` and ``norm(x, return_mean_square=True)`` exist.
-    kernels: what computes it (see ``normlab.norms``).
-    gains: names of the parameters that are gains.
-    gain_name: of the parameter that is a factor of the output, as folding wants it.
-    centre: 1 for a zero-centred gain, gamma = 1 + weight, so that weight decay pulls gamma to 1; else 0.
-    probe_role: tells probes that this is a norm, whatever it holds.
-    numbers, operations: what a call costs a token, per channel: numbers read and written, and arithmetic operations.
+
+class Norm(nn.Module):
+    """Base of every norm. A new norm is one class here and one row in ``normlab.schemes``.
+
+    A subclass adds its parameters in ``__init__``. It defines `starting_map`, and either ``forward`` or ``kernel`` with
+    `operands`.
+
+    Args:
+        hidden_size: d, the width of the vectors. None: any.
+
+    Raises:
+        NormlabError: hidden_size below 1.
+
+    Attributes:
+        takes_mean_square: whether the call has ``mean_square`` and ``return_mean_square``.
+        kernels: the backend, see ``normlab.norms``.
+        kernel, add_kernel: functions of ``normlab_kernels``. The second also adds the residual.
+        gains: names of the parameters that are gains.
+        gain_name: the parameter that multiplies the output. Folding uses it.
+        centre: 1 for a zero-centred gain, ``gamma = 1 + weight``, so that weight decay pulls gamma to 1. Else 0.
+        probe_role: marks the module as a norm for probes.
+        numbers, operations: cost per token and channel. Numbers read and written, and arithmetic operations.
+        shown: attributes in the module's representation.
     """
 
     takes_mean_square = False
     kernels = "auto"
+    kernel: Any = None
+    add_kernel: Any = None
     gains: tuple[str, ...] = ("weight",)
     gain_name = "weight"
     centre = 0.0
     probe_role = "norm"
     numbers = 2.0
     operations = 4.0
+    shown: tuple[str, ...] = ("eps",)
     weight: nn.Parameter
+
+    def __init__(self, hidden_size: int | None = None) -> None:
+        super().__init__()
+        if hidden_size is not None and hidden_size < 1:
+            raise NormlabError(f"hidden_size is {hidden_size}: give the width of the vectors to normalize, at least 1")
+        self.hidden_size = hidden_size
+        self.starts: dict[str, float] = {}
+
+    def add_parameter(self, name: str, shape: int | tuple[int, ...], start: float) -> None:
+        """Register a parameter with every number at `start`."""
+        self.register_parameter(name, nn.Parameter(self._filled(name, shape, start)))
+
+    def add_buffer(self, name: str, shape: int | tuple[int, ...], start: float, persistent: bool = True) -> None:
+        """Register a buffer with every number at `start`."""
+        self.register_buffer(name, self._filled(name, shape, start), persistent)
+
+    def _filled(self, name: str, shape: int | tuple[int, ...], start: float) -> Tensor:
+        self.starts[name] = start
+        return torch.full((shape,) if isinstance(shape, int) else shape, float(start))
+
+    def reset_parameters(self) -> None:
+        """Set every parameter and buffer to its start, a gain to its start minus the centre."""
+        for name, start in self.starts.items():
+            nn.init.constant_(getattr(self, name), start - (self.centre if name in self.gains else 0.0))
 
     def gamma(self) -> Tensor:
         """The gain, shape of ``weight``."""
         return self.weight if self.centre == 0.0 else self.weight + self.centre
 
-    def at_step(self, step: int, total: int) -> None:
-        """Called with the number of optimizer steps done, of `total`: before the first and after every one."""
-
-    def reset_parameters(self) -> None:
-        """Give every parameter its starting value."""
-        raise NotImplementedError
-
     def starting_map(self) -> StartingMap:
-        """What the norm computes before training, for `normlab.analysis.theory`."""
+        """The map before training, for `normlab.analysis.theory`."""
         raise NotImplementedError
+
+    def at_step(self, step: int, total: int) -> None:
+        """Called before the first optimizer step and after each one, with the number of steps done."""
+
+    def operands(self) -> tuple[Any, ...]:
+        """Return the kernel's arguments after x."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel(x, *self.operands(), kernels=self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """s = residual + x and y = norm(s), shapes of x: (s, y); a norm with kernels does it in one pass."""
-        s = residual + x
-        return s, self(s)
+        """Return ``s = residual + x`` and norm(s), in one pass where there is an ``add_kernel``."""
+        if self.add_kernel is None:
+            s = residual + x
+            return s, self(s)
+        return self.add_kernel(x, residual, *self.operands(), kernels=self.kernels)
 
     def shares(self, x: Tensor, parts: Tensor) -> Tensor:
-        """The norm's output at x as a sum over parts of x, without its bias; what depends on the whole of x is held
-        fixed.
+        """Split the output at x, without its bias, over the parts of x.
 
-        Each feature's secant y_j/x_j times the part's feature: exact for every norm that acts on features one by one
-        but for its divisor.
+        Each feature's secant ``y_j/x_j`` multiplies the part's feature. What depends on all of x is held fixed. This is
+        exact for every norm that acts per feature but for its divisor.
 
         Args:
-            x: (..., d), the sum of the parts.
-            parts: (n, ..., d).
+            x: ``(..., d)``, the sum of the parts.
+            parts: ``(n, ..., d)``.
         """
         tiny = 1e-6 * x.square().mean(-1, keepdim=True).sqrt()
-        away = torch.where(x.abs() < tiny, tiny, x)  # y/x has a limit at x = 0, and this is near it
-        share: Tensor = self(away) / away * parts
+        nonzero = torch.where(x.abs() < tiny, tiny, x)  # y/x has a limit at x = 0, and this is close to it
+        share: Tensor = self(nonzero) / nonzero * parts
         return share
+
+    def extra_repr(self) -> str:
+        values = [f"{name}={getattr(self, name)}" for name in self.shown]
+        return ", ".join(values if self.hidden_size is None else [str(self.hidden_size), *values])
+
+
+class NoNorm(Norm):
+    """``y = x``, without parameters."""
+
+    numbers = 0.0
+    operations = 0.0
+    shown = ()
+
+    def starting_map(self) -> StartingMap:
+        return StartingMap()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def shares(self, x: Tensor, parts: Tensor) -> Tensor:
+        return parts

@@ -1,63 +1,80 @@
-"""LayerNorm: centred statistics, gain and bias."""
+"""Norms with a centred statistic: LayerNorm and its compressed form."""
 
 from __future__ import annotations
 
 import normlab_kernels as nk
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normlab.norms.base import Norm, StartingMap
-from normlab.norms.rms import check_width
 
 
 class LayerNorm(Norm):
-    """y = gamma * (x - mean(x)) / sqrt(var(x) + eps) + beta, with the biased variance, statistics in float32.
+    """``y = gamma * (x - mean(x)) / sqrt(var(x) + eps) + beta``, biased variance, statistics in float32.
 
-    Shapes: x and y (..., d); gamma = ``weight`` and beta = ``bias`` (d,).
+    gamma = ``weight`` and beta = ``bias`` have shape ``(d,)``.
 
     Args:
         hidden_size: d.
         eps: added to the variance.
 
-    Raises:
-        NormlabError: hidden_size below 1.
-
     Source: Ba, Kiros & Hinton, Layer Normalization (1607.06450).
     """
 
     operations = 7.0
+    kernel, add_kernel = staticmethod(nk.layer_norm), staticmethod(nk.add_layer_norm)
+    bias: nn.Parameter
 
     def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        check_width(hidden_size)
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
+        super().__init__(hidden_size)
         self.eps = eps
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 1.0 - self.centre)
-        nn.init.zeros_(self.bias)
+        self.add_parameter("weight", hidden_size, 1.0)
+        self.add_parameter("bias", hidden_size, 0.0)
 
     def starting_map(self) -> StartingMap:
-        """Of features whose mean is 0, as a wide residual stream's is before training."""
+        """Features have mean 0, as in a wide residual stream before training."""
         return StartingMap(eps=self.eps)
 
+    def operands(self) -> tuple[Tensor, Tensor, float]:
+        return self.gamma(), self.bias, self.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if nk.chooses_kernels(x, self.kernels):
+            return super().forward(x)
+        return F.layer_norm(x, self.weight.shape, *self.operands())
+
     def shares(self, x: Tensor, parts: Tensor) -> Tensor:
-        """As for every norm, with each part centred by itself."""
+        """As in every norm, but each part is centred first."""
         centred = x - x.mean(-1, keepdim=True)
         factor = self.gamma() / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return factor * (parts - parts.mean(-1, keepdim=True))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if nk.chooses_kernels(x, self.kernels):
-            return nk.layer_norm(x, self.gamma(), self.bias, self.eps, kernels=self.kernels)
-        return F.layer_norm(x, self.weight.shape, self.gamma(), self.bias, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """s = residual + x and y = norm(s), shapes of x: (s, y), by the kernels in one pass."""
-        return nk.add_layer_norm(x, residual, self.gamma(), self.bias, self.eps, kernels=self.kernels)
+class CRMSNorm(Norm):
+    """``y = gamma * x / sqrt((sum x^2 + (sum x)^2) / (d + 1) + eps)``, statistics in float32.
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}"
+    The last of d + 1 numbers with mean zero is ``-sum x`` of the first d. The root is the rms of all d + 1 numbers. So
+    this is LayerNorm of the whole vector, computed from its first d numbers.
+
+    gamma = ``weight`` has shape ``(d,)``.
+
+    Source: Pre-RMSNorm and Pre-CRMSNorm Transformers (2305.14858). The formula is derived as above and tested.
+    """
+
+    operations = 5.0
+    kernel, add_kernel = staticmethod(nk.crms_norm), staticmethod(nk.add_crms_norm)
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size)
+        self.eps = eps
+        self.add_parameter("weight", hidden_size, 1.0)
+
+    def starting_map(self) -> StartingMap:
+        """For independent features ``(sum x)^2 / sum x^2`` is chi-squared.
+
+        The mean square of the output is then ``E[1/(1 + chi^2_1)] = 0.6557`` at large d, from the normal integral.
+        """
+        return StartingMap(gain=0.6557**0.5, eps=self.eps)
+
+    def operands(self) -> tuple[Tensor, float]:
+        return self.gamma(), self.eps

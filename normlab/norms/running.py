@@ -1,8 +1,13 @@
-"""What PowerNorm and Unified Normalization share: statistics of a feature over the training batch, kept from step to
-step, and a backward pass that puts a running mean in place of a batch's own."""
+"""Norms whose statistics are kept from step to step: TaperNorm, PowerNorm and Unified Normalization.
+
+A forward or backward pass changes no statistic. It records what it saw, and `at_step` takes the mean over the parts of
+an accumulated batch and over ranks. So a pass can be repeated, as gradient checkpointing does. A training loop calls
+``model.after_step(step, total)`` after each step; without it the statistics keep their start.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,15 +16,110 @@ import torch
 from torch import Tensor, nn
 
 from normlab.norms.base import Norm, StartingMap
-from normlab.norms.rms import check_width
+from normlab.norms.base import mean_square as exact_mean_square
 
-Mean = tuple[Tensor, int]
-_DISABLED: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+
+def _ranks() -> int:
+    """Number of ranks of a distributed training, else 1."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
+
+
+class TaperNorm(Norm):
+    """``y = g * gamma * x / sqrt(mean(x^2) + eps) + (1 - g) * c * gamma' * x``: RMSNorm at g = 1, a gain at g = 0.
+
+    While g = 1, running means are kept of ``|gamma x|^2 / rms`` and of ``|gamma x|^2`` (momentum 0.99). Their quotient
+    is c, so that both branches have one size along the output. When g leaves 1, gamma' = ``fixed_weight`` becomes a
+    copy of gamma and is trained from there. The gate g falls along half a cosine.
+
+    gamma = ``weight`` and gamma' have shape ``(d,)``. The scalars are ``gate`` and c = ``inverse_rms``. ``seen``
+    ``(3,)`` holds the two running means and their number of steps.
+
+    Args:
+        hidden_size: d.
+        eps: added to the mean square.
+        start, end: shares of all steps where g leaves 1 and reaches 0. Ours; the paper tunes them.
+
+    Source: TaperNorm (2602.10408): the gate, its cosine, the calibration and the fixed branch's gain.
+    """
+
+    momentum = 0.99
+    gains = ("weight", "fixed_weight")
+    shown = ("eps", "start", "end")
+    fixed_weight: nn.Parameter
+    gate: Tensor
+    inverse_rms: Tensor
+    seen: Tensor
+    noted: Tensor
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, start: float = 0.25, end: float = 0.75) -> None:
+        super().__init__(hidden_size)
+        self.eps, self.start, self.end = eps, start, end
+        self.add_parameter("weight", hidden_size, 1.0)
+        self.add_parameter("fixed_weight", hidden_size, 1.0)
+        self.add_buffer("gate", (), 1.0)
+        self.add_buffer("inverse_rms", (), 1.0)
+        self.add_buffer("seen", 3, 0.0)
+        self.add_buffer("noted", 3, 0.0, persistent=False)  # the two sums over tokens, and the number of tokens
+
+    @property
+    def gain_name(self) -> str:  # type: ignore[override]
+        return "fixed_weight" if self.gate == 0 else "weight"
+
+    def starting_map(self) -> StartingMap:
+        return StartingMap(eps=self.eps)
+
+    @torch.no_grad()
+    def at_step(self, step: int, total: int) -> None:
+        if self.noted[2] > 0:
+            self._update()
+        done = (step / max(total, 1) - self.start) / (self.end - self.start)
+        if done > 0 and self.gate == 1:
+            self.fixed_weight.copy_(self.weight)
+        self.gate.fill_(0.5 + 0.5 * math.cos(math.pi * min(max(done, 0.0), 1.0)))
+
+    def _update(self) -> None:
+        if _ranks() > 1:
+            torch.distributed.all_reduce(self.noted)
+        if self.gate == 1:
+            means = self.noted[:2] / self.noted[2]
+            self.seen[:2].lerp_(means.to(self.seen.dtype), 1.0 if self.seen[2] == 0 else 1 - self.momentum)
+            self.seen[2] += 1
+            self.inverse_rms.copy_(self.seen[0] / self.seen[1])
+        self.noted.zero_()
+
+    @torch.no_grad()
+    def fix(self, scale: Tensor | float) -> None:
+        """Make the norm ``y = scale * gamma * x`` with its present gamma."""
+        self.fixed_weight.copy_(self.weight)
+        self.inverse_rms.fill_(float(scale))
+        self.gate.zero_()
+
+    def fixed_gain(self) -> Tensor:
+        """``c * gamma'``, ``(d,)``: the norm at gate 0."""
+        return (self.fixed_weight + self.centre) * self.inverse_rms
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        inverse = torch.rsqrt(exact_mean_square(x32) + self.eps)
+        if self.training:
+            self._note(x32, inverse)
+        tapered = self.gate * self.gamma() * (x32 * inverse).to(x.dtype)
+        return (tapered + (1 - self.gate) * self.fixed_gain() * x).to(x.dtype)
+
+    @torch.no_grad()
+    def _note(self, x: Tensor, inverse: Tensor) -> None:
+        size = (self.gamma() * x).float().square().sum(-1, keepdim=True)
+        count = size.new_tensor(float(size.numel()))
+        self.noted = self.noted + torch.stack([(size * inverse).sum(), size.sum(), count]).to(self.noted.dtype)
 
 
 class _Divided(torch.autograd.Function):
-    """z = x / divisor, feature by feature, with the gradient (g - psi z) / divisor: in place of the gradient through a
-    batch's own divisor, g - mean(g z) z, a psi that `choose(mean(g z), mean(z^2))` returns."""
+    """``z = x / divisor`` per feature, with the gradient ``(g - psi z) / divisor``.
+
+    The gradient through a batch's divisor would have ``mean(g z)`` for psi. Here ``choose(mean(g z), mean(z^2))`` gives
+    psi.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, divisor: Tensor, choose: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -39,8 +139,11 @@ def _over_tokens(x: Tensor) -> Tensor:
     return x.flatten(0, -2).mean(0)
 
 
+_DISABLED: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+
+
 def _never_compiled(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.compiler.disable`, at the first call: it loads the compiler, which takes longer than all of normlab."""
+    """`torch.compiler.disable` at the first call: it loads the compiler, which takes longer than all of normlab."""
 
     @wraps(method)
     def call(*args: Any) -> Tensor:
@@ -52,48 +155,36 @@ def _never_compiled(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class RunningNorm(Norm):
-    """y = gamma x / sqrt(s + eps) + beta, s a running mean of x^2 for each feature, the same for every token: a fixed
-    gain once trained. In training the subclass chooses s, and what its gradient is.
+    """``y = gamma * x / sqrt(s + eps) + beta``, with s a running mean of x^2 per feature.
 
-    A forward or backward pass writes no statistic: it notes what it saw, and `at_step` takes the mean of that in, over
-    the parts of an accumulated batch and over ranks. So a pass can be repeated (gradient checkpointing), and a model
-    that is trained without ``model.after_step`` keeps s = 1. While ``warming``, s is the batch's own, of this rank: its
-    tokens see the batch's later ones.
+    s is the same for every token, so a trained norm is a fixed gain. In training the subclass chooses s and its
+    gradient. While ``warming``, s is the present batch's, of this rank: tokens see the batch's later ones.
 
-    Shapes: x and y (..., d); gamma = ``weight``, beta = ``bias``, s = ``mean_square``, nu = ``gradient`` (d,).
+    gamma = ``weight``, beta = ``bias``, s = ``mean_square`` and nu = ``gradient`` have shape ``(d,)``.
 
     Args:
         hidden_size: d.
         eps: added to s.
         momentum: alpha of the running means.
-        warmup: share of the steps that use the batch's own s; ours: the released codes count iterations, 4,000 or more.
-
-    Raises:
-        NormlabError: hidden_size below 1.
+        warmup: share of the steps that use the batch's s. The released codes count 4,000 iterations or more instead.
     """
 
-    mean_square: Tensor
-    gradient: Tensor
     operations = 3.0
     shortest_warmup = 1
+    shown = ("eps", "momentum", "warmup")
+    bias: nn.Parameter
+    mean_square: Tensor
+    gradient: Tensor
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, *, momentum: float = 0.9, warmup: float = 0.1) -> None:
-        super().__init__()
-        check_width(hidden_size)
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
-        self.register_buffer("mean_square", torch.empty(hidden_size))
-        self.register_buffer("gradient", torch.empty(hidden_size))
+        super().__init__(hidden_size)
         self.eps, self.momentum, self.warmup = eps, momentum, warmup
         self.warming = True
-        self.noted: dict[str, Mean] = {}
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 1.0 - self.centre)
-        nn.init.zeros_(self.bias)
-        nn.init.ones_(self.mean_square)
-        nn.init.zeros_(self.gradient)
+        self.noted: dict[str, tuple[Tensor, int]] = {}  # sums, and how many passes
+        self.add_parameter("weight", hidden_size, 1.0)
+        self.add_parameter("bias", hidden_size, 0.0)
+        self.add_buffer("mean_square", hidden_size, 1.0)
+        self.add_buffer("gradient", hidden_size, 0.0)
 
     def starting_map(self) -> StartingMap:
         return StartingMap(slope=(1 + self.eps) ** -0.5)
@@ -107,9 +198,9 @@ class RunningNorm(Norm):
 
     @_never_compiled
     def _divided(self, x: Tensor) -> Tensor:
-        own = _over_tokens(x.detach().square())
-        self._note("mean_square", own)
-        return _Divided.apply(x, (self._used(own) + self.eps).sqrt(), self._choose)
+        batch = _over_tokens(x.detach().square())
+        self._note("mean_square", batch)
+        return _Divided.apply(x, (self._used(batch) + self.eps).sqrt(), self._choose)
 
     def _choose(self, gradient: Tensor, square: Tensor) -> Tensor:
         self._note("gradient", gradient)
@@ -123,32 +214,100 @@ class RunningNorm(Norm):
     @torch.no_grad()
     def at_step(self, step: int, total: int) -> None:
         if self.noted:
-            nothing = torch.zeros_like(self.mean_square), 1  # of a backward pass that did not reach this norm
+            nothing = torch.zeros_like(self.mean_square), 1  # if no backward pass reached this norm
             noted = {"gradient": nothing, "square": nothing, **self.noted}
             means = {name: sum_ / count for name, (sum_, count) in noted.items()}
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if (ranks := _ranks()) > 1:
                 for mean in means.values():
                     torch.distributed.all_reduce(mean)
-                    mean.div_(torch.distributed.get_world_size())
+                    mean.div_(ranks)
             self._update(step, **means)
         self.noted = {}
         self.warming = step < max(self.warmup * total, self.shortest_warmup)
 
     def _rate(self, step: int) -> float:
-        """Of a running mean of which the start is no part."""
+        """Rate of a running mean that does not contain its start."""
         return max(1 - self.momentum, 1 / max(step, 1))
 
-    def _used(self, own: Tensor) -> Tensor:
-        """s of this training pass, from the batch's own mean of x^2."""
+    def _used(self, batch: Tensor) -> Tensor:
+        """s of this training pass, from the batch's mean of x^2."""
         raise NotImplementedError
 
     def _psi(self, gradient: Tensor) -> Tensor:
-        """psi of this backward pass, from its own mean of g z."""
+        """psi of this backward pass, from its mean of g z."""
         raise NotImplementedError
 
     def _update(self, step: int, mean_square: Tensor, gradient: Tensor, square: Tensor) -> None:
-        """Take a step's means of x^2, g z and z^2 into the buffers."""
+        """Update the buffers with a step's means of x^2, g z and z^2."""
         raise NotImplementedError
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}, momentum={self.momentum:g}, warmup={self.warmup:g}"
+
+class PowerNorm(RunningNorm):
+    """``y = gamma * z + beta``, ``z = x / sqrt(s + eps)``, s a running mean of the batches' ``mean(x^2)``.
+
+    After the warm-up a step divides by ``s_{t-1}``. Its gradient is ``(g - nu_{t-1} z) / sqrt(s_{t-1} + eps)``, with
+    ``g = gamma dL/dy``. Then ``nu_t = nu_{t-1} (1 - (1 - alpha) mean(z^2)) + (1 - alpha) mean(g z)``. In the warm-up
+    it divides by the batch's mean square.
+
+    This is the paper's form. The released code first scales each token's groups of features by their rms. It also
+    divides the gradient by the batch's statistic.
+
+    Source: PowerNorm (2003.07845), algorithm 2. The warm-up is from its code.
+    """
+
+    def _used(self, batch: Tensor) -> Tensor:
+        return batch if self.warming else self.mean_square.float()
+
+    def _psi(self, gradient: Tensor) -> Tensor:
+        return self.gradient.float()
+
+    def _update(self, step: int, mean_square: Tensor, gradient: Tensor, square: Tensor) -> None:
+        fresh = 1 - self.momentum
+        self.mean_square.lerp_(mean_square.to(self.mean_square.dtype), self._rate(step))
+        self.gradient.mul_(1 - fresh * square).add_(fresh * gradient)
+
+
+class UnifiedNorm(RunningNorm):
+    """``y = gamma * z + beta``, ``z = x / sqrt(s + eps)``, s the geometric mean of the last M batches' ``mean(x^2)``.
+
+    The present batch is one of the M. Out of training s is its running mean, alpha = 0.9.
+
+    The gradient is ``(g - psi z) / sqrt(s + eps)`` with ``g = gamma dL/dy``. psi is a running mean of ``mean(g z)``
+    over the last M batches. In the warm-up s and that mean are the batch's.
+
+    The paper's general form also centres x and filters outlying batches; its code for language does neither. The code
+    rescales the gradient by s over its running mean. The text does not mention this, and it is left out here.
+
+    The buffers ``squares`` and ``gradients`` ``(M, d)`` hold one row per batch, the newest last.
+
+    Args:
+        window: M.
+
+    Source: Unified Normalization for Accelerating Transformers (2208.01313), and its code.
+    """
+
+    squares: Tensor
+    gradients: Tensor
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, window: int = 4, **shared: float) -> None:
+        super().__init__(hidden_size, eps, **shared)
+        self.add_buffer("squares", (window, hidden_size), 1.0)
+        self.add_buffer("gradients", (window, hidden_size), 0.0)
+        self.shortest_warmup = window  # until then the window has rows without a batch
+
+    def _used(self, batch: Tensor) -> Tensor:
+        return batch if self.warming else self._geometric(torch.cat([self.squares[1:], batch[None]]))
+
+    def _geometric(self, squares: Tensor) -> Tensor:
+        return squares.float().clamp_min(1e-30).log().mean(0).exp()
+
+    def _psi(self, gradient: Tensor) -> Tensor:
+        latest = gradient if self.warming else torch.cat([self.gradients[1:], gradient[None]]).mean(0)
+        return self.gradient.float().lerp(latest.float(), 1 - self.momentum)
+
+    def _update(self, step: int, mean_square: Tensor, gradient: Tensor, square: Tensor) -> None:
+        used, psi = self._used(mean_square), self._psi(gradient)
+        self.mean_square.lerp_(used.to(self.mean_square.dtype), self._rate(step))
+        self.gradient.copy_(psi)
+        for rows, new in ((self.squares, mean_square), (self.gradients, gradient)):
+            rows.copy_(torch.cat([rows[1:], new[None].to(rows.dtype)]))

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ def load(
         import transformers
     except ImportError as error:
         raise NormlabError("loading a model by name needs transformers: pip install transformers") from error
+    with contextlib.suppress(NormlabError):  # a transformers that is too old for our models loads others
+        import normlab.models  # noqa: F401  registers them
     source, options = _source(model, revision)
     what = "model"
     wanted = _dtype(dtype)

@@ -7,6 +7,7 @@ SkipMap(model, batches)   which blocks a model needs, and what the others do wit
 LogitAttribution(bridge, tokens, answers)   who writes a logit, while a tanh is made steeper (TransformerLens)
 KernelTimes(times)   a kernel's call, shape and pass: what it must move, how long it takes, and its floor
 TrainTheatre(schemes, out, recipe)   schemes train side by side in the background; curves and layers grow
+Change(kappa=0.5, layers={3: {"block": 0}})   a change to a model by layer; `with changed(model, change):` makes it
 PlotWidget(draw, controls)   a widget of your own: `draw(theme)` makes the figure of what the controls say
 explorer_page(runs, path)   the explorer as one HTML page that needs no kernel
 """
@@ -26,6 +27,8 @@ except ImportError as error:  # pragma: no cover - needs an environment without 
 _PUBLIC = {
     "NormExplorer": "normlab.widgets.explorer",
     "Intervene": "normlab.widgets.intervene",
+    "Change": "normlab.widgets.change",
+    "changed": "normlab.widgets.change",
     "SkipMap": "normlab.widgets.skipmap",
     "LogitAttribution": "normlab.widgets.attribution",
     "KernelTimes": "normlab.widgets.kernels",

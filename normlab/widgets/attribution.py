@@ -13,7 +13,7 @@ import torch
 
 from normlab.figures import themed
 from normlab.figures.one_model import METHODS, logit_attribution
-from normlab.widgets.intervene import slope_of
+from normlab.widgets.change import slope_of
 from normlab.widgets.plot import PlotWidget
 
 

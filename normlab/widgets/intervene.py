@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as widgets
@@ -16,90 +14,10 @@ from torch import nn
 
 from normlab.errors import NormlabError
 from normlab.figures import themed
-from normlab.figures.one_model import MEASURED, Answer, intervention
-from normlab.probes import record, sites
+from normlab.figures.one_model import intervention
+from normlab.probes import sites
+from normlab.widgets.change import SLOPES, Change, ask, slope_of
 from normlab.widgets.plot import PlotWidget
-
-_SLOPES = {"lam": "λ", "alpha": "α"}  # what stands before x inside a tanh norm
-
-
-def slope_of(norm: Any) -> str | None:
-    """Name of the parameter that stands before x inside a tanh norm: "lam", "alpha" (DyT's), or None for no such."""
-    return next((name for name in _SLOPES if isinstance(getattr(norm, name, None), torch.Tensor)), None)
-
-
-@dataclass(frozen=True)
-class Change:
-    """What is done to a model: factors on lambda (DyT: alpha), kappa and gamma, the exact statistic, blocks to skip."""
-
-    lam: float = 1.0
-    kappa: float = 1.0
-    gain: float = 1.0
-    exact: bool = False
-    skip: tuple[int, ...] = ()
-
-
-@contextmanager
-def changed(model: nn.Module, change: Change) -> Iterator[None]:
-    """The model with the change made to every block; afterwards it is bit for bit what it was.
-
-    Gamma, lambda and kappa are multiplied (only lambda/kappa enters a tanh norm); for DyT, lambda's factor is alpha's.
-    A skipped block returns its input.
-
-    Raises:
-        NormlabError: a block that the model does not have.
-    """
-    found = sites(model).blocks
-    blocks: list[Any] = [block.module for block in found]
-    wrong = [layer for layer in change.skip if not 1 <= layer <= len(blocks)]
-    if wrong:
-        raise NormlabError(f"no block {wrong[0]} to skip: the model has blocks 1 to {len(blocks)}")
-    with ExitStack() as undo, torch.no_grad():
-        for norm in (norm for block in found for norm in block.norms):
-            _multiply(norm, change, undo)
-        for block in blocks:
-            if change.exact and getattr(block, "carried", None):
-                undo.callback(setattr, block, "carried", block.carried)
-                block.carried = None
-        for layer in change.skip:
-            handle = blocks[layer - 1].register_forward_hook(_identity, with_kwargs=True)
-            undo.callback(handle.remove)
-        yield
-
-
-def _multiply(norm: Any, change: Change, undo: ExitStack) -> None:
-    for name, factor in (("weight", change.gain), (slope_of(norm), change.lam)):
-        value = getattr(norm, name, None) if name else None
-        if isinstance(value, torch.Tensor) and factor != 1.0:
-            undo.callback(_restore, value, value.detach().clone())
-            value.mul_(factor)
-    if isinstance(getattr(norm, "kappa", None), float) and change.kappa != 1.0:
-        undo.callback(setattr, norm, "kappa", norm.kappa)
-        norm.kappa = norm.kappa * change.kappa
-
-
-def _restore(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(before)
-
-
-def _identity(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """A block's input in the form of its output: a tensor, or a tuple whose first element is the hidden state."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
-
-
-def ask(model: nn.Module, tokens: torch.Tensor, change: Change) -> Answer:
-    """Run the changed model on `tokens` (batch, length) and measure every layer."""
-    was_training = model.training
-    model.eval()
-    try:
-        with changed(model, change), torch.no_grad(), record(model, metrics=list(MEASURED)) as recorder:
-            output = model(input_ids=tokens, labels=tokens, use_cache=False)
-    finally:
-        model.train(was_training)
-    chances = torch.softmax(output.logits[-1, -1].float(), dim=-1).cpu().numpy()
-    return Answer(float(output.loss), chances, recorder.stats().to_pandas())
 
 
 class Intervene(PlotWidget):
@@ -147,7 +65,7 @@ class Intervene(PlotWidget):
 
         blocks = sites(self.model).blocks
         norms = [norm for block in blocks for norm in block.norms]
-        slopes = {_SLOPES[name]: None for name in map(slope_of, norms) if name}
+        slopes = {SLOPES[name]: None for name in map(slope_of, norms) if name}
         self.lam = factor("/".join(slopes) or "λ", bool(slopes))
         self.kappa = factor("κ", any(isinstance(getattr(norm, "kappa", None), float) for norm in norms))
         self.gain = factor("γ", True)
@@ -161,7 +79,9 @@ class Intervene(PlotWidget):
     @property
     def change(self) -> Change:
         """What the controls say."""
-        return Change(self.lam.value, self.kappa.value, self.gain.value, self.exact.value, tuple(self.skip.value))
+        factors = {"lam": self.lam.value, "kappa": self.kappa.value, "gain": self.gain.value}
+        skipped = {layer: {"block": 0} for layer in self.skip.value}
+        return Change(**factors, exact=self.exact.value, layers=skipped)
 
     def _changed(self, _: object) -> None:
         with self.lock:

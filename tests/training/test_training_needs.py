@@ -79,8 +79,8 @@ import gc, os, torch
 from normlab import NormlabForCausalLM
 from normlab.training.config import TrainConfig
 from normlab.training.fields import given
-from normlab.training.precision import autocast
-from normlab.training.sharded import shard
+from normlab.training.distributed import autocast
+from normlab.training.distributed import shard
 torch.set_num_threads(1)
 ranks = int(os.environ.get("WORLD_SIZE", 1))
 if ranks > 1:

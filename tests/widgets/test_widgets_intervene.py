@@ -18,7 +18,7 @@ from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.errors import NormlabError
 from normlab.probes import skip_sensitivity
 from normlab.widgets import Intervene
-from normlab.widgets.intervene import Change, ask, changed
+from normlab.widgets.change import Change, ask, changed
 
 TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -40,7 +40,9 @@ def test_the_model_is_bit_for_bit_as_before(scheme: str):
     model = model_of(scheme).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     kappas = [m.kappa for m in model.modules() if hasattr(m, "kappa")]
-    change = Change(lam=3.0, kappa=0.3, gain=0.7, exact=True, skip=(2,))
+    change = Change(
+        lam=3.0, kappa=0.3, gain=0.7, exact=True, attention=0.5, layers={2: {"block": 0}, 3: {"block": 0.5, "mlp": 0}}
+    )
     assert ask(model, TOKENS, change).loss != loss_of(model)
     with pytest.raises(RuntimeError, match="on purpose"), changed(model, change):
         raise RuntimeError("on purpose")
@@ -75,6 +77,46 @@ def test_the_exact_statistic_is_that_of_the_exact_scheme():
     assert abs(loss_of(exact) - loss_of(carried)) > 4e-6
 
 
+def test_a_layer_keeps_what_all_blocks_have_but_for_its_own_fields():
+    change = Change(kappa=0.5, exact=True, layers={2: {"exact": False, "mlp": 0.25}})
+    assert (change.at(1).kappa, change.at(1).exact, change.at(1).mlp) == (0.5, True, 1.0)
+    assert (change.at(2).kappa, change.at(2).exact, change.at(2).mlp) == (0.5, False, 0.25)
+    text = change.to_json()
+    assert text == {"kappa": 0.5, "exact": True, "layers": {"2": {"exact": False, "mlp": 0.25}}}
+    assert Change(**text) == change
+
+
+@pytest.mark.parametrize("scheme", ["lns", "peri_ln", "post_rmsnorm", "bhyt"])
+def test_a_dimmer_is_linear_in_what_its_branch_adds(scheme: str):
+    model = model_of(scheme)
+    last = model.model.layers[-1]
+
+    def output(**fields: float) -> torch.Tensor:
+        seen = []
+        with changed(model, Change(layers={3: fields})), torch.no_grad():
+            handle = last.register_forward_hook(lambda _, args, out: seen.append(out))
+            model(input_ids=TOKENS)
+            handle.remove()
+        return seen[0]
+
+    for part in ("block", "mlp"):
+        none, half, full = (output(**{part: share}) for share in (0.0, 0.5, 1.0))
+        if part == "mlp" and scheme == "post_rmsnorm":  # its sum is normalized after the dimmer
+            none, half, full = (x / x.norm(dim=-1, keepdim=True) for x in (none, half, full))
+            assert (half - full).norm() > 1e-3
+        else:
+            tolerance = 0.05 * float((full - none).abs().max())
+            assert tolerance > 0 and torch.allclose(half, (none + full) / 2, atol=tolerance, rtol=0)
+
+
+def test_a_zero_centred_gain_is_multiplied_as_gamma():
+    model = model_of("pre_rmsnorm", zero_centred=True)
+    norm = model.model.layers[0].input_layernorm
+    gamma = norm.gamma().detach().clone()
+    with changed(model, Change(gain=3.0)):
+        assert torch.allclose(norm.gamma(), 3 * gamma)
+
+
 @pytest.mark.parametrize(
     "model", [model_of("lns"), GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50)).eval()]
 )
@@ -83,7 +125,8 @@ def test_skipping_a_block_costs_what_the_probe_says(model: torch.nn.Module):
     probed = skip_sensitivity(model, [batch], progress=False).set_index("layer")["skip_delta_loss"]
     whole = ask(model, TOKENS, Change()).loss
     for layer in (1, 2, 3):
-        assert ask(model, TOKENS, Change(skip=(layer,))).loss - whole == pytest.approx(probed[layer], abs=1e-5)
+        cost = ask(model, TOKENS, Change(layers={layer: {"block": 0}})).loss - whole
+        assert cost == pytest.approx(probed[layer], abs=1e-5)
 
 
 def traces(widget: Intervene) -> dict[str, Any]:
@@ -204,5 +247,8 @@ def test_what_cannot_be_asked_is_one_sentence():
         Intervene(model_of("lns"), "some text")
     with pytest.raises(NormlabError, match="at least 2 tokens"):
         Intervene(model_of("lns"), torch.zeros(1, 1, dtype=torch.long))
-    with pytest.raises(NormlabError, match="no block 4 to skip: the model has blocks 1 to 3"):
-        ask(model_of("lns"), TOKENS, Change(skip=(4,)))
+    for fields in ({"lam": 0}, {"block": 1.5}, {"layers": {1: {"skip": 1}}}, {"gain": float("nan")}, {"skip": (1,)}):
+        with pytest.raises(NormlabError, match="not a change"):
+            Change(**fields)
+    with pytest.raises(NormlabError, match="no block 4 to change: the model has blocks 1 to 3"):
+        ask(model_of("lns"), TOKENS, Change(layers={4: {}}))

@@ -18,7 +18,7 @@ SETUP = """
 import json, threading, time, torch
 import normlab
 from normlab.widgets import Intervene, TrainTheatre
-from normlab.widgets.intervene import ask
+from normlab.widgets.change import ask
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -1,0 +1,174 @@
+"""A change to a model, layer by layer: one description for Python, the page and the ONNX graph.
+
+Change     the description: typed, checked, JSON
+changed    a context manager: the model with the change made
+ask        run the changed model and measure its layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+
+from normlab.errors import NormlabError
+from normlab.figures.one_model import MEASURED, Answer
+from normlab.probes import record, sites
+from normlab.probes.sites import Block
+
+SLOPES = {"lam": "λ", "alpha": "α"}  # the parameter in front of x inside a tanh or erf norm
+
+
+class LayerChange(BaseModel):
+    """The change to one block. The defaults change nothing.
+
+    lam, kappa, gain: factors on the lambda (DyT, Derf: alpha), kappa and gamma of its norms.
+    exact: the MLP's norm reduces its own mean square, where BHyT carries the attention's.
+    block, attention, mlp: dimmers. The block returns h + block (f(h) - h); a branch adds its share of its output. 0
+    skips it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lam: float = Field(1.0, gt=0, allow_inf_nan=False)
+    kappa: float = Field(1.0, gt=0, allow_inf_nan=False)
+    gain: float = Field(1.0, ge=0, allow_inf_nan=False)
+    exact: bool = False
+    block: float = Field(1.0, ge=0, le=1)
+    attention: float = Field(1.0, ge=0, le=1)
+    mlp: float = Field(1.0, ge=0, le=1)
+
+
+class Change(LayerChange):
+    """A change to all blocks, with exceptions by layer (from 1).
+
+    >>> Change(kappa=0.5, layers={3: {"block": 0}})  # halve every kappa, skip block 3
+
+    As JSON: {"kappa": 0.5, "layers": {"3": {"block": 0}}}. The page reads the same.
+
+    Raises:
+        NormlabError: a field that does not exist, or a value out of its range.
+    """
+
+    layers: Mapping[int, LayerChange] = Field(default_factory=dict)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise NormlabError(f"not a change: {where}: {first['msg']}") from None
+
+    def at(self, layer: int) -> LayerChange:
+        """The change to one block: its own fields where given, else those of all blocks."""
+        fields = {name: getattr(self, name) for name in LayerChange.model_fields}
+        own = self.layers.get(layer)
+        given = {} if own is None else {name: getattr(own, name) for name in own.model_fields_set}
+        return LayerChange(**fields | given)
+
+    def to_json(self) -> dict[str, Any]:
+        """What was given, for `Change(**fields)` and for the page."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+def slope_of(norm: Any) -> str | None:
+    """Name of the parameter in front of x inside a tanh norm: "lam", "alpha", or None."""
+    return next((name for name in SLOPES if isinstance(getattr(norm, name, None), Tensor)), None)
+
+
+@contextmanager
+def changed(model: nn.Module, change: Change) -> Iterator[None]:
+    """The model with the change made; afterwards it is bit for bit what it was.
+
+    Raises:
+        NormlabError: a layer that the model lacks, or a dimmer that an output norm would undo.
+    """
+    blocks = sites(model).blocks
+    if wrong := [layer for layer in change.layers if not 1 <= layer <= len(blocks)]:
+        raise NormlabError(f"no block {wrong[0]} to change: the model has blocks 1 to {len(blocks)}")
+    with ExitStack() as undo:
+        for block in blocks:
+            _change_block(block, change.at(block.index), undo)
+        yield
+
+
+def _change_block(block: Block, change: LayerChange, undo: ExitStack) -> None:
+    def hook(handle: Any) -> None:
+        undo.callback(handle.remove)
+
+    for norm in block.norms:
+        _multiply(norm, change, undo)
+        if change.exact and getattr(norm, "takes_mean_square", False):
+            hook(norm.register_forward_pre_hook(_forget_mean_square, with_kwargs=True))
+    for part, branch in (("attention", block.attention), ("mlp", block.mlp)):
+        share = getattr(change, part)
+        if share != 1:
+            writer = _writer(block, part, branch, share)
+            hook(writer.register_forward_hook(partial(_dim_branch, share)))
+    if change.block != 1:
+        hook(block.module.register_forward_hook(partial(_dim_block, change.block), with_kwargs=True))
+
+
+def _multiply(norm: Any, change: LayerChange, undo: ExitStack) -> None:
+    zero = getattr(norm, "centre", 0.0)  # a zero-centred gain is 1 + weight
+    for name, factor, centre in (("weight", change.gain, zero), (slope_of(norm), change.lam, 0.0)):
+        value = getattr(norm, name, None) if name else None
+        if isinstance(value, Tensor) and factor != 1.0:
+            undo.callback(_restore, value, value.detach().clone())
+            _restore(value, (value.detach() + centre) * factor - centre)
+    if isinstance(getattr(norm, "kappa", None), float) and change.kappa != 1.0:
+        undo.callback(setattr, norm, "kappa", norm.kappa)
+        norm.kappa = norm.kappa * change.kappa
+
+
+@torch.no_grad()
+def _restore(tensor: Tensor, before: Tensor) -> None:
+    tensor.copy_(before)
+
+
+def _forget_mean_square(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args[:1], {**kwargs, "mean_square": None}
+
+
+def _writer(block: Block, part: str, branch: nn.Module | None, share: float) -> nn.Module:
+    """The module whose output joins the stream: the branch's output norm, or the branch."""
+    norm_at = getattr(block.module, "norm_at", None)
+    outer = norm_at({"attention": "attn_out", "mlp": "mlp_out"}[part]) if norm_at else None
+    if branch is None:
+        raise NormlabError(f"block {block.index} has no {part} to dim")
+    if norm_at is None and len(block.norms) > 2 and share:
+        raise NormlabError(f"block {block.index} may normalize its {part}'s output: only 0 and 1 dim it")
+    return outer or branch
+
+
+def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:
+    return output * share if isinstance(output, Tensor) else (output[0] * share, *output[1:])
+
+
+def _dim_block(share: float, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """In the form of the output: a tensor, or a tuple whose first element is the hidden state."""
+    before = args[0] if args else kwargs["hidden_states"]
+    after = output if isinstance(output, Tensor) else output[0]
+    if share and before.shape != after.shape:
+        raise NormlabError("a block that opens several streams can be skipped, not dimmed")
+    mixed = before + share * (after - before) if share else before
+    return mixed if isinstance(output, Tensor) else (mixed, *output[1:])
+
+
+def ask(model: nn.Module, tokens: Tensor, change: Change) -> Answer:
+    """Run the changed model on `tokens` (batch, length) and measure every layer."""
+    was_training = model.training
+    model.eval()
+    try:
+        with changed(model, change), torch.no_grad(), record(model, metrics=list(MEASURED)) as recorder:
+            output = model(input_ids=tokens, labels=tokens, use_cache=False)
+    finally:
+        model.train(was_training)
+    chances = torch.softmax(output.logits[-1, -1].float(), dim=-1).cpu().numpy()
+    return Answer(float(output.loss), chances, recorder.stats().to_pandas())

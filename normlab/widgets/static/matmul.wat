@@ -1,0 +1,67 @@
+;; y = x W^T for the page's model: the one part of it that is worth machine code.
+;;
+;; W (outer x inner) lies in panels of 8 outputs: panel p holds, for k = 0 .. inner-1, the eight numbers W[8p..8p+7, k].
+;; Each step of the k loop reads 8 weights and one number of each of 4 rows of x, and keeps 4 x 8 sums in registers.
+;; Addresses and row lengths are in bytes, so that a head's columns of a wider matrix can be read and written in place.
+(module
+  (import "page" "memory" (memory 1))
+  (func (export "matmul")
+    (param $x i32) (param $x_row i32)   ;; rows x inner, and the bytes from one row to the next
+    (param $w i32)                      ;; panels x inner x 8
+    (param $y i32) (param $y_row i32)   ;; rows x (8 panels)
+    (param $rows i32)                   ;; a multiple of 4
+    (param $inner i32) (param $panels i32)
+    (local $x0 i32) (local $x1 i32) (local $x2 i32) (local $x3 i32)
+    (local $xp i32) (local $yp i32) (local $wp i32) (local $r i32) (local $k i32)
+    (local $w0 v128) (local $w1 v128) (local $b v128)
+    (local $a0 v128) (local $a1 v128) (local $b0 v128) (local $b1 v128)
+    (local $c0 v128) (local $c1 v128) (local $d0 v128) (local $d1 v128)
+    (loop $panel
+      (local.set $xp (local.get $x))
+      (local.set $yp (local.get $y))
+      (local.set $r (local.get $rows))
+      (loop $four_rows
+        (local.set $x0 (local.get $xp))
+        (local.set $x1 (i32.add (local.get $x0) (local.get $x_row)))
+        (local.set $x2 (i32.add (local.get $x1) (local.get $x_row)))
+        (local.set $x3 (i32.add (local.get $x2) (local.get $x_row)))
+        (local.set $a0 (v128.const f32x4 0 0 0 0)) (local.set $a1 (v128.const f32x4 0 0 0 0))
+        (local.set $b0 (v128.const f32x4 0 0 0 0)) (local.set $b1 (v128.const f32x4 0 0 0 0))
+        (local.set $c0 (v128.const f32x4 0 0 0 0)) (local.set $c1 (v128.const f32x4 0 0 0 0))
+        (local.set $d0 (v128.const f32x4 0 0 0 0)) (local.set $d1 (v128.const f32x4 0 0 0 0))
+        (local.set $wp (local.get $w))
+        (local.set $k (local.get $inner))
+        (loop $next_k
+          (local.set $w0 (v128.load (local.get $wp)))
+          (local.set $w1 (v128.load offset=16 (local.get $wp)))
+          (local.set $b (v128.load32_splat (local.get $x0)))
+          (local.set $a0 (f32x4.add (local.get $a0) (f32x4.mul (local.get $b) (local.get $w0))))
+          (local.set $a1 (f32x4.add (local.get $a1) (f32x4.mul (local.get $b) (local.get $w1))))
+          (local.set $b (v128.load32_splat (local.get $x1)))
+          (local.set $b0 (f32x4.add (local.get $b0) (f32x4.mul (local.get $b) (local.get $w0))))
+          (local.set $b1 (f32x4.add (local.get $b1) (f32x4.mul (local.get $b) (local.get $w1))))
+          (local.set $b (v128.load32_splat (local.get $x2)))
+          (local.set $c0 (f32x4.add (local.get $c0) (f32x4.mul (local.get $b) (local.get $w0))))
+          (local.set $c1 (f32x4.add (local.get $c1) (f32x4.mul (local.get $b) (local.get $w1))))
+          (local.set $b (v128.load32_splat (local.get $x3)))
+          (local.set $d0 (f32x4.add (local.get $d0) (f32x4.mul (local.get $b) (local.get $w0))))
+          (local.set $d1 (f32x4.add (local.get $d1) (f32x4.mul (local.get $b) (local.get $w1))))
+          (local.set $x0 (i32.add (local.get $x0) (i32.const 4)))
+          (local.set $x1 (i32.add (local.get $x1) (i32.const 4)))
+          (local.set $x2 (i32.add (local.get $x2) (i32.const 4)))
+          (local.set $x3 (i32.add (local.get $x3) (i32.const 4)))
+          (local.set $wp (i32.add (local.get $wp) (i32.const 32)))
+          (br_if $next_k (local.tee $k (i32.sub (local.get $k) (i32.const 1)))))
+        (v128.store (local.get $yp) (local.get $a0)) (v128.store offset=16 (local.get $yp) (local.get $a1))
+        (local.set $x0 (i32.add (local.get $yp) (local.get $y_row)))
+        (v128.store (local.get $x0) (local.get $b0)) (v128.store offset=16 (local.get $x0) (local.get $b1))
+        (local.set $x1 (i32.add (local.get $x0) (local.get $y_row)))
+        (v128.store (local.get $x1) (local.get $c0)) (v128.store offset=16 (local.get $x1) (local.get $c1))
+        (local.set $x2 (i32.add (local.get $x1) (local.get $y_row)))
+        (v128.store (local.get $x2) (local.get $d0)) (v128.store offset=16 (local.get $x2) (local.get $d1))
+        (local.set $xp (i32.add (local.get $xp) (i32.shl (local.get $x_row) (i32.const 2))))
+        (local.set $yp (i32.add (local.get $yp) (i32.shl (local.get $y_row) (i32.const 2))))
+        (br_if $four_rows (local.tee $r (i32.sub (local.get $r) (i32.const 4)))))
+      (local.set $w (i32.add (local.get $w) (i32.shl (local.get $inner) (i32.const 5))))
+      (local.set $y (i32.add (local.get $y) (i32.const 32)))
+      (br_if $panel (local.tee $panels (i32.sub (local.get $panels) (i32.const 1)))))))

@@ -1,0 +1,103 @@
+"""Intervals of the shipped runs once more, from their files by pandas and scipy alone.
+
+Nothing of `normlab` computes the expected values, so a wrong rule in it cannot agree with itself.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+import normlab
+from normlab.analysis import claims
+from normlab.analysis.compare import compare
+
+RUNS = Path(__file__).resolve().parents[2] / "data" / "runs"
+Interval = tuple[float, float, float]
+
+
+@pytest.fixture(scope="module")
+def manifests() -> pd.DataFrame:
+    """One row per run: folder, scheme, depth, seed and held-out loss."""
+    found = {path.parent: json.loads(path.read_text(encoding="utf-8")) for path in RUNS.glob("*/manifest.json")}
+    rows = [
+        [path, *(m["config"][name] for name in ("scheme", "depth", "seed")), m["eval_loss"]]
+        for path, m in found.items()
+    ]
+    return pd.DataFrame(rows, columns=["path", "scheme", "depth", "seed", "loss"])
+
+
+@pytest.fixture(scope="module")
+def runs() -> pd.DataFrame:
+    return normlab.load_runs(RUNS)
+
+
+def cells(rows: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Seeds x schemes."""
+    return rows.pivot(index="seed", columns="scheme", values=value)
+
+
+def student(numbers: pd.Series, variances: list[float]) -> Interval:
+    """Mean and interval, the variance at least the lower quartile of `variances`."""
+    known = sorted(v for v in variances if np.isfinite(v))
+    half = stats.t.ppf(0.975, len(numbers) - 1) * np.sqrt(max(numbers.var(), known[len(known) // 4]) / len(numbers))
+    return numbers.mean(), numbers.mean() - half, numbers.mean() + half
+
+
+def paired(table: pd.DataFrame, a: str, b: str) -> Interval:
+    variances = [(table[one] - table[other]).var() for one, other in combinations(table.columns, 2)]
+    return student((table[a] - table[b]).dropna(), variances)
+
+
+def interval_of(row: pd.Series) -> list[float]:
+    return row[["estimate", "low", "high"]].astype(float).tolist()
+
+
+@pytest.mark.parametrize("depth", [4, 16])
+def test_differences_of_losses(runs: pd.DataFrame, manifests: pd.DataFrame, depth: int):
+    table = cells(manifests[manifests["depth"] == depth], "loss")
+    for scheme in ("lns", "bhyt", "rmsnorm_gain"):
+        row = compare(runs, scheme, "pre_rmsnorm", depth=depth).iloc[0]
+        assert interval_of(row) == pytest.approx(paired(table, scheme, "pre_rmsnorm"))
+
+
+def test_ratios_of_sizes(runs: pd.DataFrame, manifests: pd.DataFrame):
+    def size(path: Path) -> float:
+        rows = pd.read_parquet(path / "stats.parquet").query("site == 'block_out' and metric == 'token_l2_mean'")
+        last = rows.query("layer == 16 and mask == 'all' and step == step.max()")
+        return float(np.log(last["value"].item()))
+
+    here = manifests[manifests["depth"] == 16]
+    table = cells(here.assign(size=here["path"].map(size)), "size")
+    for scheme in ("lns", "bhyt"):
+        row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=16).iloc[0]
+        assert interval_of(row) == pytest.approx(np.exp(paired(table, scheme, "pre_rmsnorm")))
+
+
+def test_what_more_blocks_buy(runs: pd.DataFrame, manifests: pd.DataFrame):
+    shallow, deep = (cells(manifests[manifests["depth"] == depth], "loss") for depth in (4, 16))
+    gains = (shallow - deep).dropna(axis=1)
+    rows = claims.depth_gain(runs, 4, 16).set_index("a")
+    for scheme in gains:
+        assert interval_of(rows.loc[scheme]) == pytest.approx(student(gains[scheme], list(gains.var())))
+
+
+def test_what_a_deep_block_costs(manifests: pd.DataFrame):
+    def cost(path: Path) -> float:
+        rows = pd.read_parquet(path / "experiments.parquet").query("metric == 'skip_delta_loss' and part == 'block'")
+        return float(rows.loc[rows["layer"] > 8, "value"].mean())
+
+    here = manifests[manifests["depth"] == 16]
+    table = cells(here.assign(cost=here["path"].map(cost)), "cost")
+    experiments = normlab.load_experiments(RUNS)
+    own = claims.depth_use(experiments, 16).set_index("a")
+    against = claims.depth_use(experiments, 16, reference="pre_rmsnorm").set_index("a")
+    for scheme in ("lns", "lns_gain"):
+        assert interval_of(own.loc[scheme]) == pytest.approx(student(table[scheme], list(table.var())))
+        assert interval_of(against.loc[scheme]) == pytest.approx(paired(table, scheme, "pre_rmsnorm"))
