@@ -58,7 +58,7 @@ def whole(values: Iterable[float]) -> list[int]:
 def add_line(
     figure: go.Figure,
     scheme: str,
-    x: Sequence[float],
+    x: Sequence[float | None],
     y: Iterable[float],
     hover: str,
     *,

@@ -134,7 +134,9 @@ def by_setting(values: pd.DataFrame, setting: str, panels: Mapping[str, str], ti
             rows, style = shown[shown["scheme"] == name].sort_values("setting"), theme.style_of(name)
             mean = rows.groupby("setting")["value"].agg(_geometric if log else "mean")
             hover = f"<br>{setting} %{{x:g}}: %{{y:.4~g}}"
-            look = dict(name=style.title, legendgroup=name, meta=dict(scheme=name, panel=panel), row=1, col=column)
+            look: dict[str, Any] = dict(
+                name=style.title, legendgroup=name, meta=dict(scheme=name, panel=panel), row=1, col=column
+            )
             add_line(figure, name, mean.index.tolist(), mean, hover, showlegend=column == 1, **look)
             dot = dict(color=style.color, size=6, opacity=0.6)
             add_line(figure, name, rows["setting"].tolist(), rows["value"], hover, mode="markers", marker=dot,
