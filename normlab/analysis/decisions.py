@@ -29,10 +29,10 @@ from normlab.analysis.selection import Selection, experiments_of, in_order, summ
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differences, fisher, judged
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
-from normlab.schemes import AT_EVERY_RATE, SCHEMES, TANH_CHANGED
+from normlab.schemes import SCHEMES, tagged
 
-PRE_LN, LNS = AT_EVERY_RATE
-BOUNDED, UNBOUNDED = TANH_CHANGED
+PRE_LN, LNS = tagged("rates")
+BOUNDED, UNBOUNDED = tagged("exact_bound")
 DEPTH, SHALLOW = 16, 4  # blocks, of A
 BOTH_RATES = (0.004, 0.008)  # A1 and A4 take the mean over these
 PAPERS_RATE = 0.001  # of A3: at larger rates the stream is made in block 1

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.compare import last_values
-from normlab.analysis.limit import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
+from normlab.analysis.notebook_tables.curse_of_depth import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
 from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, mean_of
 from normlab.analysis.verdicts import LEVEL, differences, in_words, interval, judged
 from normlab.figures import theme
@@ -188,10 +188,10 @@ def _add_difference(figure: go.Figure, row: Any, position: int, column: int) -> 
 def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     """One row per scheme, lowest held-out loss first: loss, gradients by layer at step 0, last stream by layer.
 
-    Outcomes are those of `normlab.analysis.limit.outcomes`: a disc trains, a ring stalls, a cross diverges. A cross has
-    no loss: it is drawn `BEYOND` above the unigram entropy, as are losses above that. Gradients are of the batch at
-    each block's input (``grad_l2_total``), the stream is its L2 norm per token (``token_l2_mean``). Both are geometric
-    means over seeds. Each row of a profile spans its first layer to its last.
+    Outcomes are those of `outcomes`: a disc trains, a ring stalls, a cross diverges. A cross has no loss: it is drawn
+    `BEYOND` above the unigram entropy, as are losses above that. Gradients are of the batch at each block's input
+    (``grad_l2_total``), the stream is its L2 norm per token (``token_l2_mean``). Both are geometric means over seeds.
+    Each row of a profile spans its first layer to its last.
 
     Args:
         runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.

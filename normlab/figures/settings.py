@@ -1,7 +1,7 @@
 """A setting: a metric against it (B7), the difference of two schemes under each (N1), and what BHyT's own change (N2).
 
 variant_differences     two schemes under each variant of a sweep, paired by seed
-condition_differences   the same for the conditions of `normlab.analysis.gain`
+condition_differences   the same for the conditions of `normlab.analysis.notebook_tables.gain_or_bound`
 by_setting              quantities against a setting, each seed a dot
 saturation              the share of BHyT's tanh inputs beyond lambda, below Chebyshev's bound
 carried_ratio           the exact statistic over the carried one by layer
@@ -34,9 +34,9 @@ from normlab.figures.draw import (
 )
 from normlab.figures.registry import drawing
 from normlab.probes.metrics import metric_row
-from normlab.schemes import BOUND_AND_CONTROL
+from normlab.schemes import tagged
 
-BOUNDED = BOUND_AND_CONTROL[0]
+BOUNDED = tagged("bound")[0]
 _DASHES = ("solid", "dot", "dash", "dashdot")
 _ROW = 30  # pixels of a variant
 
@@ -83,7 +83,7 @@ def variant_differences(
 
 
 def condition_differences(table: pd.DataFrame) -> go.Figure:
-    """`variant_differences` with one row per condition of `normlab.analysis.gain.conditions`, headed by its group."""
+    """`variant_differences` with one row per condition of `gain_or_bound.conditions`, headed by its group."""
     heads = {int(row.Index): str(row.group) for row in table.drop_duplicates("group").itertuples()}
     return variant_differences(table, list(table["condition"]), heads)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from normlab.analysis.attribution import judged_methods
+from normlab.analysis.notebook_tables.attribution import judged_methods
 from normlab.figures import by_tool, shares_and_effects, themed
 from normlab.figures.theme import LINES_PAD, in_one, template, titled
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from figures_helpers import text_of
 
-from normlab.analysis import gain
+from normlab.analysis.notebook_tables import gain_or_bound as gain
 from normlab.figures import condition_differences, saturation
 
 
