@@ -11,8 +11,8 @@ from figures_helpers import UNIGRAM, activation, one_run, table, text_of
 
 from normlab.figures import trains_at_depth
 from normlab.schemes import BASELINE, SCHEMES
+from normlab.training.grids import planned
 from normlab.training.presets import get_preset
-from normlab.training.sweep import planned
 
 
 def mixed() -> pd.DataFrame:
