@@ -17,7 +17,6 @@ from normlab.schemes import (
     GAIN_CHANGED,
     GAIN_CONTROL,
     LEARN_SOON,
-    PILOT,
     SCHEMES,
     SHORT_LIST,
     TANH_CHANGED,
@@ -117,14 +116,6 @@ PRESETS = {
             ),
             rate=3e-3,
             fields={"probe_also": "saturation,saturation_95,tanh_input_max"},
-        ),
-        Preset(
-            "pilot",
-            parts=(
-                Part({4: 1, 16: 1}, PILOT, variants=tuple(Variant({"corpus": name}) for name in ("stdlib", "english"))),
-            ),
-            rate=1e-3,
-            fields=_TRAINED | {"steps": 3000, "held_out": "validation", "experiment_blocks": 0},
         ),
         Preset(
             "depth",
