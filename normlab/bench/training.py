@@ -25,7 +25,7 @@ from transformers import set_seed
 
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
-from normlab.schemes import BASELINE, TIMED
+from normlab.schemes import BASELINE, tagged
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for, autocast, use_fast_attention
 from normlab.training.loop import Training, block_order, parameter_groups, refresh_interval
@@ -170,7 +170,7 @@ def _peak_name(loop: BareLoop) -> str:
 def bench(
     pairs: int = 9,
     *,
-    schemes: Sequence[str] = TIMED,
+    schemes: Sequence[str] = tagged("timed"),
     depth: int = 16,
     precision_depth: int = SMALLEST,
     width: int = 128,

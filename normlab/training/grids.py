@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from normlab.schemes import SETTINGS, STUDIED, get_scheme
+from normlab.schemes import STUDIED, get_scheme
 from normlab.training.config import TrainConfig
 
 MOST_GROWTH = 4
@@ -106,9 +106,9 @@ class Stage(NamedTuple):
 class Search:
     """How a scheme's learning rate is found.
 
-    Every rate is tried at every one of `depths`, under each of the scheme's `SETTINGS`. If the lowest held-out loss is
-    at an edge of the grid, or less than `CLEARLY` below an edge's, the grid grows on that side by the same ratio. It
-    grows until the best lies inside, by `MOST_GROWTH` rates at most.
+    Every rate is tried at every one of `depths`, under each of the scheme's `settings`. If the lowest held-out loss is at
+    an edge of the grid, or less than `CLEARLY` below an edge's, the grid grows on that side by the same ratio. It grows
+    until the best lies inside, by `MOST_GROWTH` rates at most.
 
     fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses. finals: what differs in
     the finals, which are as long as reported runs. They are held if several trials lie within `CLEARLY` of the best
@@ -128,7 +128,7 @@ class Search:
         return self.rates
 
     def settings(self, scheme: str) -> tuple[Mapping[str, Any], ...]:
-        return SETTINGS.get(scheme, ({},))
+        return get_scheme(scheme).settings
 
     def depth_for(self, depth: int) -> int:
         return max((d for d in self.depths if d <= depth), default=min(self.depths))
