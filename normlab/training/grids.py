@@ -106,9 +106,9 @@ class Stage(NamedTuple):
 class Search:
     """How a scheme's learning rate is found.
 
-    Every rate is tried at every one of `depths`, under each of the scheme's `settings`. If the lowest held-out loss is at
-    an edge of the grid, or less than `CLEARLY` below an edge's, the grid grows on that side by the same ratio. It grows
-    until the best lies inside, by `MOST_GROWTH` rates at most.
+    Every rate is tried at every one of `depths`, under each of the scheme's `settings`. The grid grows where the lowest
+    held-out loss is at an edge, or less than `CLEARLY` below an edge's. It grows by the same ratio until the best lies
+    inside, by `MOST_GROWTH` rates at most.
 
     fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses. finals: what differs in
     the finals, which are as long as reported runs. They are held if several trials lie within `CLEARLY` of the best
