@@ -228,17 +228,16 @@ class LayerStats:
     def plot(
         self, metric: str | None = None, mask: str = "all", kind: Literal["line", "heatmap"] = "line"
     ) -> plotly.graph_objects.Figure:
-        """Draw the metric against layer, one line per site (`normlab.figures.layers.layer_figure`).
+        """Draw the metric against layer, one line per site (`normlab.figures.report`).
 
-        `kind="heatmap"` draws a heat map of it, or of all metrics, with one row per site
-        (`normlab.figures.heatmap.layer_heatmap`).
+        `kind="heatmap"` draws a heat map of it, or of all metrics, with one row per site.
         """
         if kind not in ("line", "heatmap"):
             raise NormlabError(f"unknown kind {kind!r}: choose from line, heatmap")
         if metric not in self.metrics and not (metric is None and kind == "heatmap"):
             raise NormlabError(f"{metric!r} was not recorded: choose from {', '.join(self.metrics)}")
         try:  # figures are a floor above probes, so they are found by name
-            module = importlib.import_module("normlab.figures." + ("layers" if kind == "line" else "heatmap"))
+            module = importlib.import_module("normlab.figures.report")
         except ImportError as error:
             raise NormlabError("plots need plotly: pip install 'normlab[figures]'") from error
         draw = module.layer_figure if kind == "line" else module.layer_heatmap
