@@ -49,13 +49,24 @@ class Explanation:
 
 
 class Rows:
-    """The same few tokens of every tensor of a block, as float64."""
+    """The same few tokens of every tensor of a block, as float64.
+
+    Attributes:
+        first: those of the tensor that the block reads.
+        eps: the coarsest rounding of the tensors seen.
+    """
 
     def __init__(self, like: Tensor):
         self.width, self.shape = like.shape[-1], like.shape
         self.tokens = like.numel() // max(1, self.width)
         step = max(1, self.tokens // CHECKED)
         self.index = torch.arange(0, self.tokens, step, device=like.device)[-CHECKED:]
+        self.first = like.detach().reshape(self.tokens, self.width)[self.index].double()
+        self.eps = torch.finfo(like.dtype).eps
+
+    def note_rounding(self, x: Tensor) -> None:
+        """Sums that `x` takes part in hold to its rounding."""
+        self.eps = max(self.eps, torch.finfo(x.dtype).eps)
 
     def of(self, x: Tensor | None) -> Tensor | None:
         """The rows of a tensor of the same tokens and features, or of one vector for all streams of a token.
@@ -74,11 +85,6 @@ class Rows:
         """True if the rows of `x` are still those that were kept: nothing was written over them."""
         now = self.of(x)
         return now is not None and torch.equal(now.nan_to_num(), kept.nan_to_num())
-
-
-def rounding(*dtypes: torch.dtype) -> float:
-    """The coarsest relative spacing of these float types."""
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def same(a: Tensor | None, b: Tensor | None, eps: float) -> bool:

@@ -1,20 +1,27 @@
 """The probes on every class that transformers maps for five tasks: the committed audit, a fast sample of it, all of it.
 
-`data/bench/architectures.csv` is written by `python tests/probes/architecture_audit.py data/bench/architectures.csv`.
+`python benchmarks/architecture_audit.py data/bench/architectures.csv` writes the table.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pandas
 import pytest
+import torch
 import transformers
-from architecture_audit import COLUMNS, audit, rows_of
-from architecture_zoo import TASKS, class_names
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from architecture_audit import COLUMNS, Layouts, audit, expected, rows_of  # noqa: E402
+from architecture_zoo import TASKS, class_names, config_class_of, prepare  # noqa: E402
+
+from normlab.probes import record, sites  # noqa: E402
 
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "architectures.csv"
-SAMPLE = 20
+SAMPLE = 12
 LEAST_MEASURED = 0.95  # share of the classes built that are measured in full; the others are told apart
 # The classes that cannot be built small from their configuration alone; the table says why of each. What is added here
 # is no longer audited.
