@@ -375,6 +375,9 @@ class Audit:
     def _known(self, x: Tensor, name: str) -> tuple[Layout, Tensor] | None:
         """The layout and masks of a tensor."""
         for layout in self.layouts.of(x):
+            rows = x.movedim(layout.features, -1).reshape(-1, x.shape[layout.features])
+            if torch.equal(rows.nan_to_num(), rows[:1].nan_to_num().expand_as(rows)):  # dead: all tokens are alike
+                return layout, torch.ones(2, len(rows), dtype=torch.bool)
             masks = self.layouts.masks(layout, self.batch)
             if masks is not None:
                 return layout, masks

@@ -172,7 +172,7 @@ class Accumulator:
 
 
 def _place(where: Place | NormRead) -> Place | None:
-    """Where a statistic belongs; None if that is no site."""
+    """The place of a statistic; None if that is no site."""
     place = where.place if isinstance(where, NormRead) else where
     return None if place is None or place[0] not in SITES else place
 

@@ -19,17 +19,13 @@ FEW = 6  # different tokens below which a sum that is not a plain one may not be
 
 
 class BlockTrace:
-    """What has run so far in one block during one forward pass.
-
-    Holds a few of the block's activations until the block ends.
+    """One block during one forward pass. Holds a few of its activations until it ends.
 
     Args:
-        block: the block.
-        layer: its layer in this call.
+        block, layer: the block, and its layer in this call.
         entered: the stream that it reads.
-        keeps_branches: whether what branches add is measured.
-        known_sites: the sites of the block's norms, when an earlier call has told them and no branch is measured. Then
-            nothing is traced.
+        keeps_branches: what branches add is measured.
+        known_sites: its norms' sites from an earlier call; if no branch is measured, nothing is traced then.
         given_up: why no reading is looked for any more.
     """
 
@@ -183,7 +179,7 @@ class BlockTrace:
         self.lost |= {name: self.why for name in names if name not in self.sites.values()}
 
     def _reason(self, last: Tensor) -> str:
-        """Why no reading was found."""
+        """The reason that there is no reading."""
         first = self.rows.first
         kinds = " + ".join(dict.fromkeys(run.kind for run in self.runs))
         if self._ends_in_projection(last):
@@ -202,7 +198,7 @@ class BlockTrace:
         return f"the block's output is not its input + {kinds} ({advice})"
 
     def reason_without_part(self, run: BranchRun) -> str:
-        """Why a branch that has run is no part of the reading."""
+        """The reason that a branch which has run is no part of the reading."""
         parts = [part.branch for segment in self.segments or () for part in segment.runs]
         if run.branch in parts:
             return "it changes the stream together with another branch"

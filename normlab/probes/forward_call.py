@@ -146,7 +146,7 @@ def call_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
 
 
 def _cached_tokens(cache: Any) -> int:
-    """How many tokens a cache holds; 1 if it holds some and does not say how many."""
+    """Tokens that a cache holds; 1 if it holds some and does not say how many."""
     if not hasattr(cache, "get_seq_length"):  # tensors of earlier tokens
         return 1 if isinstance(cache, Tensor) or len(cache) else 0
     try:

@@ -1,7 +1,7 @@
-"""Where the activation, its features, its rows and its tokens are in a module's call.
+"""Find the activation in a module's call, its features, its rows and its tokens.
 
 `hidden_state`, `output_tensor`   the activation among a module's arguments or outputs
-`block_input`                     what a block is called with
+`block_input`                     the same of a block, with how it lies
 `features_last`                   a view of it with the features as the last dimension
 `Layout`, `row_layout`            which dimensions are the caller's rows and the tokens of a row
 `token_masks`                     the tokens that count
@@ -113,7 +113,7 @@ def is_channels_first(block: nn.Module, x: Tensor) -> bool:
 
 
 def _last_width(module: nn.Module) -> int | None:
-    """How many features a module reads in the last dimension; None if it reads another one."""
+    """The features that a module reads in the last dimension; None if it reads another one."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return module.normalized_shape[-1]
     return module.in_features if isinstance(module, nn.Linear) else None
@@ -267,10 +267,10 @@ def read_by(block: nn.Module, state: Tensor) -> Tensor:
 
 
 class BlockInput(NamedTuple):
-    """What a block is called with."""
+    """The activation that a block is called with."""
 
-    x: Tensor  # the activation
-    name: int | str  # where it is among the arguments
+    x: Tensor
+    name: int | str  # its position or keyword
     channels_first: bool
     has_second_sequence: bool  # another sequence of vectors is among them, as a decoder is given its encoder's
 

@@ -71,8 +71,8 @@ def record(
             modules are run, uncompiled, inside the context, because compiled code ignores new hooks.
         metrics: names from `METRICS`; default: the cheap activation metrics.
         loss_tokens: how many labels the loss averages over: a number, or a function of the call's `CallInputs`.
-            By default it is told by comparing the returned loss with its logits' cross-entropy. 1 for a loss that is a
-            sum; for a scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
+            By default the returned loss is compared with its logits' cross-entropy. 1 for a loss that is a sum. For a
+            scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
 
     Raises:

@@ -1,4 +1,4 @@
-"""How a change of the residual stream is made of what the branches returned.
+"""Explain a change of the residual stream by what the branches returned.
 
 A few tokens of every tensor are kept while a block runs (`Rows`). On them `explain` finds how `after` is made of
 `before` and of branch outputs o:
@@ -12,7 +12,7 @@ A few tokens of every tensor are kept while a block runs (`Rows`). On them `expl
     rearranged  after - before = rows of o     in another order or with others between: windows
 
 The sums hold up to the rounding of the dtypes; what is further off is no explanation. Nor is a fit that few equations
-allow: of one token, of equal tokens or of a width of 2, anything is a sum of anything.
+allow: of one token or of equal tokens, anything is a sum of anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIKE = 1e-4  # relative distance below which two rows say the same
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a change of the stream is made of branch outputs.
+    """A change of the stream as a sum of branch outputs.
 
     Args:
         form: as in the table above.
@@ -140,7 +140,7 @@ def _fits(left: Tensor, sizes: Sequence[Tensor], eps: float) -> bool:
 
 
 def count_different(rows: Tensor) -> int:
-    """How many rows (n x width) differ from every row before them by more than rounding."""
+    """Count the rows (n x width) that differ from every row before them by more than rounding."""
     apart = torch.cdist(rows, rows) > LIKE * rows.norm(dim=1)
     return int((apart | torch.ones_like(apart).triu()).all(1).sum())
 
