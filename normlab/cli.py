@@ -26,7 +26,7 @@ IMPORTED = {
     "train": "normlab.training.run",
     "sweep": "normlab.training.plan",
     "probe": "normlab.report",
-    "export": "normlab.models.exported",
+    "export": "normlab.models.pretrained",
     "remove-norms": "normlab.training.removal",
     "bench": "normlab.bench.training",
 }
@@ -329,7 +329,7 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from normlab.models.exported import export_model
+    from normlab.models.pretrained import export_model
 
     print(export_model(options.run, options.out))
     return 0

@@ -15,8 +15,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from normlab.errors import NormlabError
-from normlab.models.block import NormlabDecoderLayer
-from normlab.models.joins import FinalNorm
+from normlab.models.block import FinalNorm, NormlabDecoderLayer
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
 
 STATIC = Path(__file__).parent / "static"
