@@ -1,12 +1,16 @@
-"""A trained model for the page: what `static/model.js` needs to know of it.
+"""The page that runs trained models: a reader changes their normalization, and every layer answers.
 
-model_spec   sizes, names of tensors, and each norm as data
+live_page    write it: `normlab page MODEL... --out FOLDER`
+model_spec   what `static/model.js` needs to know of a model: sizes, names of tensors, each norm as data
 weights_of   the weights as a safetensors file: as shipped, or of a model in memory
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gzip
+import json
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,13 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from normlab.errors import NormlabError
+from normlab.figures.theme import ink, style_of
 from normlab.models.block import NormlabDecoderLayer
 from normlab.models.joins import FinalNorm
+from normlab.models.kept import load_held_out, load_model, model_folder
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
+from normlab.widgets.change import SLOPES
+from normlab.widgets.plot import script
 
 STATIC = Path(__file__).parent / "static"
 
@@ -37,6 +45,7 @@ NORMS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
 }
 _TENSORS = ("slope", "shift", "bias")  # fields that name a tensor of the norm
 MULTIPLE = 8  # of the kernel's columns
+_PASSAGES, _LENGTH = [4, 20, 0, 12, 18, 27], 64  # blocks of held-out text, and their tokens that the page reads
 
 
 def model_spec(model: Any) -> dict[str, Any]:
@@ -123,3 +132,80 @@ def weights_of(model: Any) -> bytes:
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return save({name: tensor if tensor.dtype in kept else tensor.float() for name, tensor in state.items()})
+
+
+def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
+    """Write the page that runs trained models: `index.html`, and the weights of each model beside it.
+
+    The page needs no server and no network. It loads a model's weights when the reader chooses it.
+
+    Args:
+        models: names of models that come with normlab, or folders of runs that kept their weights.
+        folder: made where it is missing.
+
+    Returns:
+        The path of `index.html`.
+
+    Raises:
+        NormlabError: no model, one that cannot be loaded, or one with a part that the page does not compute.
+    """
+    if not models:
+        raise NormlabError("no model for the page: name one, such as bhyt-d8")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    described = [describe(load_model(name), Path(name).name, model_folder(name)) for name in models]
+    first = model_folder(models[0])
+    page = {
+        "models": [about for about, _ in described],
+        "passages": load_held_out(models[0])[_PASSAGES, :_LENGTH].tolist(),
+        "tokenizer": page_tokenizer((first / "tokenizer.json").read_text(encoding="utf-8")),
+        "kernel": b64encode((STATIC / "matmul.wasm").read_bytes()).decode(),
+        "tour": True,
+    }
+    for about, weights in described:
+        packed = b64encode(gzip.compress(weights, 9, mtime=0)).decode()
+        name = about["name"]
+        (folder / f"{name}.js").write_text(f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n", encoding="utf-8")
+    text = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    html = script("live.html").replace("/*style*/", script("live.css")).replace("/*script*/", live_script())
+    path = folder / "index.html"
+    path.write_text(html.replace("/*data*/", text), encoding="utf-8")
+    return path
+
+
+def live_script() -> str:
+    """The scripts of the page and of the widget, as one."""
+    return "\n".join(script(f"{name}.js") for name in ("model", "tokenizer", "chart", "live"))
+
+
+def describe(model: Any, name: str, source: Any) -> tuple[dict[str, Any], bytes]:
+    """What the page shows of a model, and its weights."""
+    spec = model_spec(model)
+    norms = [norm for block in spec["blocks"] for norm in block["norms"].values()]
+    style = style_of(model.config.scheme)
+    has = {"slope": "slope", "kappa": "kappa"}
+    traits = [trait for trait, field in has.items() if any(field in norm for norm in norms)]
+    traits += ["carried"] if any(block["carried"] for block in spec["blocks"]) else []
+    slopes = {norm["slope"].rpartition(".")[2] for norm in norms if "slope" in norm}
+    return {
+        "name": name,
+        "title": f"{style.title} ({name})",
+        "colors": {theme: ink(style.color, theme) for theme in ("light", "dark")},
+        "depth": len(spec["blocks"]),
+        "length": spec["length"],
+        "traits": traits,
+        "slope": SLOPES[slopes.pop()] if slopes else None,
+        "spec": spec,
+    }, weights_of(source)
+
+
+def page_tokenizer(text: str) -> dict[str, Any] | None:
+    """Vocabulary and merges of a byte-level BPE from the text of a tokenizer.json; None for another kind."""
+    content = json.loads(text)
+    model, splits = content["model"], content.get("pre_tokenizer") or {}
+    plain = splits.get("type") == "ByteLevel" and not splits.get("add_prefix_space") and not content.get("normalizer")
+    if model.get("type") != "BPE" or not plain:
+        return None
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    return {"vocab": model["vocab"], "merges": merges, "added": added}
