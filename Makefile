@@ -7,7 +7,7 @@ JOBS   ?= 2
 BIN       := $(VENV)/bin
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 
-.PHONY: help reproduce site notebooks lab voila test test-slow lint bench gpu clean
+.PHONY: help reproduce findings site notebooks lab voila test test-slow lint bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,6 +28,9 @@ reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the noteboo
 	$(PAGES) --runs $(OUT)/runs --out $(OUT)
 	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
 	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
+
+findings: $(VENV)/.installed-docs ## write the numbers of README.md, docs/findings.md and data/README.md from the shipped tables
+	$(BIN)/python docs/generate.py
 
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
 PAGES = $(BIN)/python -m normlab.notebook.pages notebooks --jobs $(JOBS)

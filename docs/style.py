@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 25
 MANY = 3  # separators
 SEPARATORS = re.compile(r"[,;:](?=\s)|\s[-\u2013\u2014]\s")
-SENTENCE_END = re.compile(r"(?<=[.?!])(?<!e\.g\.)(?<!i\.e\.)[\"')\u201d]*\s+(?=[A-Z`\"'(\u201c])")
+SENTENCE_END = re.compile(r"(?<=[.?!])(?<!e\.g\.)(?<!i\.e\.)[\"')\u201d]*\s+(?=[A-Z\u0391-\u03c9`\"'(\u201c*])")
 AVOIDED = re.compile(
     r"\b(an? \w+ an? \w+|goes on|gone on|go on|beside|of its own|of their own|stands|at second hand|"
     r"is told|was told|come to|comes to|came to|hangs? on|held against|gives way|road|dear|dearest)\b"

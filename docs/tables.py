@@ -18,10 +18,10 @@ import pandas as pd
 import normlab
 from normlab.figures import FIGURES
 from normlab.models import NormlabConfig
+from normlab.models.costs import table as costs_of_schemes
 from normlab.notebook.exporters import claim_of
 from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric
 from normlab.schemes import NormSite, Scheme
-from normlab.schemes import table as costs_of_schemes
 from normlab.training.grids import Choice, Preset, Search
 from normlab.training.presets import PRESETS
 
@@ -34,7 +34,7 @@ def substitutions() -> dict[str, str]:
     return {
         "schemes": schemes(),
         "metrics": metrics(),
-        "sites": table(("site", "what it is"), ((f"`{site.name}`", site.label) for site in SITES.values())),
+        "sites": sites(),
         "masks": table(("mask", "tokens"), ((f"`{name}`", what) for name, what in MASKS.items())),
         "figures": figures(),
         "presets": presets(),
@@ -51,6 +51,17 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     lines += [tuple(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
     lines.insert(1, ("---",) * len(lines[0]))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def sites() -> str:
+    return table(("site", "what it is"), ((f"`{site.name}`", site.label) for site in SITES.values()))
+
+
+def site_names() -> str:
+    """The sites of each kind, for the README."""
+    kinds = {"activation": "activations", "branch": "what a branch adds", "gradient": "gradients"}
+    names = {kind: ", ".join(f"`{site.name}`" for site in SITES.values() if site.takes == kind) for kind in kinds}
+    return table(("what", "sites"), ((kinds[kind], names[kind]) for kind in kinds))
 
 
 def arxiv_links(text: str) -> str:

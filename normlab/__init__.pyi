@@ -43,7 +43,7 @@ from .schemes import SCHEMES as SCHEMES
 
 # train models and measure them on the way
 from .training.config import TrainConfig as TrainConfig
+from .training.run import train as train
 from .training.sweep import sweep as sweep
-from .training.trainer import train as train
 
 __version__: str

@@ -19,6 +19,7 @@ from training_helpers import write_text
 import normlab
 from normlab import cli
 from normlab.figures import FIGURES
+from normlab.models import costs
 from normlab.probes.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +109,7 @@ def test_badges_are_absent_until_the_repository_has_an_address(site_code: dict[s
 def test_the_table_of_schemes_is_what_the_command_prints(site_code: dict[str, ModuleType]):
     lines = site_code["tables"].schemes().splitlines()
     head, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if "---" not in line)
-    printed = normlab.schemes.table()
+    printed = costs.table()
     assert [row[0].strip("`") for row in rows] == list(printed["name"])
     for column in ("parameters", "bytes", "operations"):
         assert [int(row[head.index(column)].replace(",", "")) for row in rows] == list(printed[column])

@@ -17,9 +17,9 @@ import normlab
 from normlab import NormlabError, runs, shipped
 from normlab.models import kept
 from normlab.release import _fetched, shipped_models
-from normlab.training.callbacks import mean_token_loss
 from normlab.training.config import TrainConfig
 from normlab.training.keep import keep, name_of
+from normlab.training.measure import mean_token_loss
 
 pytest_plugins = ("training_fixtures",)
 

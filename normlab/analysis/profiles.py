@@ -20,7 +20,7 @@ from normlab.analysis.theory import predict_runs
 from normlab.analysis.verdicts import LEVEL, lower_quartile, pair_variances, t_quantile, variance_over_seeds
 from normlab.errors import NormlabError
 from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
-from normlab.schemes import SCHEMES, SHORT_LIST
+from normlab.schemes import SCHEMES, tagged
 
 NOT_TRAINED = "not trained"
 MANY = 8  # lines that a reader holds apart
@@ -303,7 +303,7 @@ def _relative_to_layer_one(measured: Measured) -> np.ndarray:
 def shown_first(schemes: Sequence[str]) -> list[str]:
     """Those of many schemes that an explorer opens with, the registry's short list; all of eight or fewer, and of a
     table without the short list."""
-    short = [name for name in schemes if name in SHORT_LIST]
+    short = [name for name in schemes if name in tagged("short")]
     return short if len(schemes) > MANY and short else list(schemes)
 
 

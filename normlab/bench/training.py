@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,17 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
 
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
-from normlab.schemes import BASELINE, TIMED
-from normlab.training.batches import SeededOrder
-from normlab.training.build import build_trainer
-from normlab.training.callbacks import refresh_interval
+from normlab.schemes import BASELINE, tagged
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import Corpus, corpus_of
-from normlab.training.precision import autocast, use_fast_attention
+from normlab.training.distributed import accelerator_for, autocast, use_fast_attention
+from normlab.training.loop import Training, block_order, parameter_groups, refresh_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,13 +67,9 @@ class BareLoop:
         self.model = NormlabForCausalLM(config.model_config(corpus.vocab_size, corpus.eos_token_id)).train()
         use_fast_attention(self.model, config.dtype, self.model.device)
         self.forward = torch.compile(self.model) if config.compile else self.model
-        decayed = set(self.model.decay_parameter_names())
-        groups = [
-            {"params": [p for n, p in self.model.named_parameters() if (n in decayed) is decays], "weight_decay": decay}
-            for decays, decay in ((True, config.weight_decay), (False, 0.0))
-        ]
+        groups = parameter_groups(self.model, config.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-        self.order = iter(SeededOrder(len(corpus.train), config.steps * config.batch_size, config.seed))
+        self.order = block_order(len(corpus.train), config.seed)
 
     def run(self, steps: int) -> float:
         """Seconds a step."""
@@ -111,30 +104,13 @@ def peak_seconds(flops: float, dtype: str) -> float:
     return (time.perf_counter() - started) * flops / (2 * PEAK_SIZE**3)
 
 
-class _Stopwatch(TrainerCallback):
-    """Ends training after `steps` and keeps the seconds a step, data loading, logging and refreshing included."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.steps
-
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds = (time.perf_counter() - self.started) / self.steps
-
-
 def trainer_seconds(config: TrainConfig, corpus: Corpus, steps: int) -> float:
-    """Seconds a step of `normlab train` without statistics and checkpoints."""
-    with tempfile.TemporaryDirectory() as work:
-        trainer, *_ = build_trainer(config, corpus, Path(work))
-        watch = _Stopwatch(steps)
-        trainer.add_callback(watch)
-        trainer.train()
-    return watch.seconds
+    """Seconds a step of `normlab train` without statistics and checkpoints, reading the text included."""
+    trained = Training(config, corpus, accelerator_for(config)).steps()
+    started = time.perf_counter()
+    for _ in range(steps):
+        next(trained)
+    return (time.perf_counter() - started) / steps
 
 
 def interleaved(sides: Sequence[Callable[[], float]], rounds: int, tick: Callable[[], Any]) -> list[tuple[float, ...]]:
@@ -194,7 +170,7 @@ def _peak_name(loop: BareLoop) -> str:
 def bench(
     pairs: int = 9,
     *,
-    schemes: Sequence[str] = TIMED,
+    schemes: Sequence[str] = tagged("timed"),
     depth: int = 16,
     precision_depth: int = SMALLEST,
     width: int = 128,

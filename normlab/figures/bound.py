@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 
 from normlab.analysis.theory import chebyshev_bound
 from normlab.figures import theme
-from normlab.schemes import BOUND_AND_CONTROL
+from normlab.schemes import tagged
 
-BOUNDED = BOUND_AND_CONTROL[0]
+BOUNDED = tagged("bound")[0]
 _DASHES = ("solid", "dot", "dash", "dashdot")
 _ABOVE = dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom")
 

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from normlab.norms import RMSNorm
-from normlab.residuals.single import unit_length
+from normlab.residuals.base import unit_length
 from normlab.schemes import centred, get_scheme
 
 

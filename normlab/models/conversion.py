@@ -48,7 +48,7 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         )
     if idle := sorted(fields.keys() - NormlabConfig.__annotations__.keys() - {"rms_norm_eps"}):
         raise NormlabError(f"{idle[0]} changes nothing here: fields are {', '.join(NormlabConfig.__annotations__)}")
-    if not row.keeps_to_the_blocks:
+    if not row.changes_blocks_only:
         raise NormlabError(f"scheme {scheme} changes more than norms and sums of the blocks: train it from scratch")
     base: Any = model.base_model
     blocks = getattr(base, "layers", None)

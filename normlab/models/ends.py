@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normlab.residuals.base import rms_normalized
-from normlab.residuals.single import unit_length
+from normlab.residuals.base import rms_normalized, unit_length
 from normlab.schemes import get_scheme
 
 

@@ -51,7 +51,7 @@ def load_removable(name: str | Path) -> NormlabForCausalLM:
     row, sites = get_scheme(source.config.scheme), removable_norms(source)
     other = [name for name in sites if type(source.get_submodule(name)) is not RMSNorm]
     places = 1 + sum(len(layer.layout.places()) for layer in source.model.layers)
-    if other or row.residual is not None or not row.keeps_to_the_blocks or len(sites) != places:
+    if other or row.residual is not None or not row.changes_blocks_only or len(sites) != places:
         raise NormlabError(
             f"norms of scheme {row.name} cannot be removed: only an RMSNorm before a branch or the head becomes a "
             "fixed gain"

@@ -36,7 +36,44 @@ def mean_square(x: Tensor) -> Tensor:
     return x.float().pow(2).mean(-1, keepdim=True)
 
 
-class Norm(nn.Module):
+class ConstantStart(nn.Module):
+    """A module whose parameters and buffers start at constants. Base of norms and residual rules.
+
+    Attributes:
+        gains: names of the parameters that are gains.
+        centre: 1 for zero-centred gains, ``gamma = 1 + weight``, so that weight decay pulls gamma to 1. Else 0.
+        starts: name of a parameter or buffer -> its start.
+        numbers, operations: cost per token and channel. Numbers read and written, and arithmetic operations.
+    """
+
+    gains: tuple[str, ...] = ()
+    centre = 0.0
+    starts: dict[str, float] = {}
+    numbers: float
+    operations: float
+
+    def add_parameter(self, name: str, shape: int | tuple[int, ...], start: float) -> None:
+        """Register a parameter with every number at `start`."""
+        self.register_parameter(name, nn.Parameter(self._filled(name, shape, start)))
+
+    def add_buffer(self, name: str, shape: int | tuple[int, ...], start: float, persistent: bool = True) -> None:
+        """Register a buffer with every number at `start`."""
+        self.register_buffer(name, self._filled(name, shape, start), persistent)
+
+    def _filled(self, name: str, shape: int | tuple[int, ...], start: float) -> Tensor:
+        self.starts = {**self.starts, name: start}
+        return torch.full((shape,) if isinstance(shape, int) else shape, float(start))
+
+    def reset_parameters(self) -> None:
+        """Set every parameter and buffer to its start, a gain to its start minus the centre."""
+        for name, start in self.starts.items():
+            nn.init.constant_(getattr(self, name), start - (self.centre if name in self.gains else 0.0))
+
+    def at_step(self, step: int, total: int) -> None:
+        """Called before the first optimizer step and after each one, with the number of steps done."""
+
+
+class Norm(ConstantStart):
     """Base of every norm. A new norm is one class here and one row in ``normlab.schemes``.
 
     A subclass adds its parameters in ``__init__``. It defines `starting_map`, and either ``forward`` or ``kernel`` with
@@ -52,11 +89,8 @@ class Norm(nn.Module):
         takes_mean_square: whether the call has ``mean_square`` and ``return_mean_square``.
         kernels: the backend, see ``normlab.norms``.
         kernel, add_kernel: functions of ``normlab_kernels``. The second also adds the residual.
-        gains: names of the parameters that are gains.
         gain_name: the parameter that multiplies the output. Folding uses it.
-        centre: 1 for a zero-centred gain, ``gamma = 1 + weight``, so that weight decay pulls gamma to 1. Else 0.
         probe_role: marks the module as a norm for probes.
-        numbers, operations: cost per token and channel. Numbers read and written, and arithmetic operations.
         shown: attributes in the module's representation.
     """
 
@@ -66,7 +100,6 @@ class Norm(nn.Module):
     add_kernel: Any = None
     gains: tuple[str, ...] = ("weight",)
     gain_name = "weight"
-    centre = 0.0
     probe_role = "norm"
     numbers = 2.0
     operations = 4.0
@@ -78,24 +111,6 @@ class Norm(nn.Module):
         if hidden_size is not None and hidden_size < 1:
             raise NormlabError(f"hidden_size is {hidden_size}: give the width of the vectors to normalize, at least 1")
         self.hidden_size = hidden_size
-        self.starts: dict[str, float] = {}
-
-    def add_parameter(self, name: str, shape: int | tuple[int, ...], start: float) -> None:
-        """Register a parameter with every number at `start`."""
-        self.register_parameter(name, nn.Parameter(self._filled(name, shape, start)))
-
-    def add_buffer(self, name: str, shape: int | tuple[int, ...], start: float, persistent: bool = True) -> None:
-        """Register a buffer with every number at `start`."""
-        self.register_buffer(name, self._filled(name, shape, start), persistent)
-
-    def _filled(self, name: str, shape: int | tuple[int, ...], start: float) -> Tensor:
-        self.starts[name] = start
-        return torch.full((shape,) if isinstance(shape, int) else shape, float(start))
-
-    def reset_parameters(self) -> None:
-        """Set every parameter and buffer to its start, a gain to its start minus the centre."""
-        for name, start in self.starts.items():
-            nn.init.constant_(getattr(self, name), start - (self.centre if name in self.gains else 0.0))
 
     def gamma(self) -> Tensor:
         """The gain, shape of ``weight``."""
@@ -104,9 +119,6 @@ class Norm(nn.Module):
     def starting_map(self) -> StartingMap:
         """The map before training, for `normlab.analysis.theory`."""
         raise NotImplementedError
-
-    def at_step(self, step: int, total: int) -> None:
-        """Called before the first optimizer step and after each one, with the number of steps done."""
 
     def operands(self) -> tuple[Any, ...]:
         """Return the kernel's arguments after x."""

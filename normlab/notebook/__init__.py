@@ -110,7 +110,7 @@ def train_small(scheme: str, **fields: Any) -> Path:
     folder, which `normlab.load_model` and `normlab.load_held_out` read as they do a model that comes with normlab."""
     from normlab.training.config import TrainConfig
     from normlab.training.keep import keep
-    from normlab.training.trainer import train
+    from normlab.training.run import train
 
     folder = Path(tempfile.mkdtemp())
     config = TrainConfig(scheme=scheme, probe_every=0, checkpoint_every=0, **fields)

@@ -1,14 +1,14 @@
-"""How a branch's output joins the residual stream.
+"""Residual rules: how a branch's output joins the residual stream.
 
-Plain addition, x + f(x), is the model's own code (`normlab.models.modeling`). What differs from it is here, a module
-per sublayer, or one for both sublayers of a block:
+Plain addition, x + f(x), is the model's code (`normlab.models.block`). Every other rule is a module here, one per
+sublayer, or one for both sublayers of a block. In `base`, `single` and `streams`:
 
 Residual                 base: ``enter(state)`` is what the branch reads, ``join(state, branch, ...)`` the next state
 Scaled                   keep x + add f, two constants: DeepNorm, Keel, CompleteP
 NormalizedInput          keep r + f(r), r the normalized x: MiniMax-01
-LearnedScale             x + a f, a scalar or one per channel: LayerScale, SkipInit, Fixup
+LearnedScale             x + a f, a scalar or one number per channel: LayerScale, SkipInit, Fixup
 Gated                    sqrt(1 - s^2) x + s f: residual gate
-GradientPreserving       x + f, scaled down where gradients do not see it: GPAS
+GradientPreserving       x + f, scaled down without scaling the gradients: GPAS
 Progressive              x + a(t) f, switched on layer by layer: ProRes
 BlockInput               Post-LN with the block's input added once more: B2T
 Delta                    x + beta k (v - k.x): deep delta learning
@@ -18,46 +18,10 @@ EmbeddingMix             the embeddings mixed in again: nanochat
 HyperConnected           n streams that mix: hyper-connections; ManifoldHyperConnected: mHC
 DepthAttention           softmax over earlier outputs: attention residuals, of all sublayers or of blocks of them
 
-A state of n streams is one tensor (..., n d), stream by stream, so that blocks, caches and hooks go on passing tensors.
-``leave`` modules make what the final norm reads: SumOfStreams, DualEnd, SiameseEnd, FirstStream, DepthAttention.
+A state of n streams is one tensor ``(..., n d)``, stream by stream. So blocks, caches and hooks pass tensors. The
+modules SumOfStreams, DualEnd, SiameseEnd, FirstStream and DepthAttention make what the final norm reads.
 """
 
-from normlab.residuals.base import Residual, split
-from normlab.residuals.depth import DepthAttention
-from normlab.residuals.hyper import HyperConnected, ManifoldHyperConnected, SumOfStreams
-from normlab.residuals.single import (
-    BlockInput,
-    Delta,
-    Gated,
-    GradientPreserving,
-    LearnedScale,
-    NormalizedInput,
-    Progressive,
-    Scaled,
-    Spherical,
-)
-from normlab.residuals.two import Dual, DualEnd, EmbeddingMix, FirstStream, Siamese, SiameseEnd
+from normlab.residuals.base import Residual, rms_normalized, split, unit_length
 
-__all__ = [
-    "BlockInput",
-    "Delta",
-    "DepthAttention",
-    "Dual",
-    "DualEnd",
-    "EmbeddingMix",
-    "FirstStream",
-    "Gated",
-    "GradientPreserving",
-    "HyperConnected",
-    "LearnedScale",
-    "ManifoldHyperConnected",
-    "NormalizedInput",
-    "Progressive",
-    "Residual",
-    "Scaled",
-    "Siamese",
-    "SiameseEnd",
-    "Spherical",
-    "SumOfStreams",
-    "split",
-]
+__all__ = ["Residual", "rms_normalized", "split", "unit_length"]

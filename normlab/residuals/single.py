@@ -1,4 +1,4 @@
-"""Rules with one stream: weighted sums, and a step on the sphere."""
+"""Rules with one stream: weighted sums, gates, and a step on the sphere."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normlab.residuals.base import Map, Residual
+from normlab.residuals.base import Map, Residual, unit_length
 
 
 class Scaled(Residual):
-    """norm(keep x + add f), two constants.
+    """``norm(keep * x + add * f)`` with two constants.
 
-    DeepNorm (2203.00555): keep = (2L)^(1/4) for L layers of a decoder. Keel (2601.19895): keep = 2L. CompleteP
+    DeepNorm (2203.00555): keep = (2L)^(1/4) for a decoder of L layers. Keel (2601.19895): keep = 2L. CompleteP
     (2505.01618): add = 2/L.
     """
 
@@ -29,46 +29,60 @@ class Scaled(Residual):
         return f"keep={self.keep:.4g}, add={self.add:.4g}"
 
 
+class NormalizedInput(Residual):
+    """``norm(keep * r + f(r))``, where r is the normalized x that the branch read. The stream keeps r instead of x.
+
+    Source: MiniMax-01 (2501.08313) and its code. keep = (2L)^(1/4), DeepNorm's, with f unweighted.
+    """
+
+    operations = 2.0
+    keeps_read = True
+
+    def __init__(self, keep: float) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
+        return norm(self.keep * read + branch)
+
+    def extra_repr(self) -> str:
+        return f"keep={self.keep:.4g}"
+
+
 class LearnedScale(Residual):
-    """norm(x + scale f), ``scale`` (n,) learned: a scalar (n = 1) or one a channel (n = d).
+    """``norm(x + scale * f)`` with a learned ``scale`` ``(n,)``: a scalar (n = 1) or one number per channel (n = d).
 
     Args:
         channels: n.
-        start: what scale starts at. LayerScale (2103.17239): 0.1 to 1e-6 by depth; SkipInit (2002.10444): 0; Fixup
+        start: start of scale. LayerScale (2103.17239): 0.1 to 1e-6 by depth. SkipInit (2002.10444): 0. Fixup
             (1901.09321): 1.
     """
 
     operations = 2.0
+    scale: nn.Parameter
 
     def __init__(self, channels: int, start: float) -> None:
         super().__init__()
-        self.start = start
-        self.scale = nn.Parameter(torch.empty(channels))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.scale, self.start)
+        self.add_parameter("scale", channels, start)
 
     def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
         return norm(state + self.scale * branch)
 
 
 class GradientPreserving(Residual):
-    """s - silu(a) stop_gradient(s), s = norm(x + f): activations shrink, their gradients do not. ``gate`` = a, one
-    scalar per block, starts at 0, where this is plain addition.
+    """``s - silu(a) * stop_gradient(s)`` with ``s = norm(x + f)``: activations shrink, gradients do not.
+
+    ``gate`` = a is one scalar per block. It starts at 0, where this is plain addition.
 
     Source: Gradient-Preserving Activation Scaling (2506.22049).
     """
 
     operations = 3.0
+    gate: nn.Parameter
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.gate)
+        self.add_parameter("gate", 1, 0.0)
 
     def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
         total = norm(state + branch)
@@ -76,14 +90,15 @@ class GradientPreserving(Residual):
 
 
 class Progressive(Residual):
-    """norm(x + a_l(t) f), a_l(t) = min(1, t / (T0 l)) after t optimizer steps in layer l: deeper branches are switched
-    on later, and all stay on. ``alpha`` is a saved buffer: a checkpoint goes on where it was.
+    """``norm(x + a_l(t) * f)`` with ``a_l(t) = min(1, t / (T0 l))`` after t optimizer steps in layer l.
+
+    Deeper branches are switched on later, and all stay on. The saved buffer ``alpha`` holds a_l. Call
+    ``model.after_step(step, total)`` after each step; without it the branches stay off.
 
     Args:
         layer: l, counted from 1.
         warmup: T0, steps of the first layer.
 
-    A training loop tells the time by ``model.after_step``; without it the branches stay off.
     Source: progressive residual warm-up, linear schedule (2603.05369).
     """
 
@@ -93,11 +108,7 @@ class Progressive(Residual):
     def __init__(self, layer: int, warmup: int) -> None:
         super().__init__()
         self.steps = layer * warmup
-        self.register_buffer("alpha", torch.empty(()))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.alpha)
+        self.add_buffer("alpha", (), 0.0)
 
     def at_step(self, step: int, total: int) -> None:
         self.alpha.fill_(min(1.0, step / self.steps))
@@ -107,13 +118,13 @@ class Progressive(Residual):
 
 
 class BlockInput(Residual):
-    """Post-LN with the block's input added before its last norm: m = norm(x + attention(x)), norm'(m + MLP(m) + x).
+    """``m = norm(x + attention(x))``, ``norm'(m + MLP(m) + x)``: Post-LN with the block's input added once more.
 
-    The state between the two sublayers is (m, x).
+    Between the two sublayers the state is (m, x).
 
     Args:
         width: d.
-        last: the block's second sublayer.
+        last: whether this is the block's second sublayer.
 
     Source: B2T connection (2206.00330).
     """
@@ -133,74 +144,45 @@ class BlockInput(Residual):
         return norm(middle + branch + entered)
 
 
-def unit_length(x: Tensor) -> Tensor:
-    """x / ||x|| over the last axis, taken in float32; shape and type of x."""
-    return F.normalize(x.float(), dim=-1, eps=1e-12).to(x.dtype)
-
-
 class Spherical(Residual):
-    """u(x + a (u(f) - x)), u(x) = x/||x||: a step of rate a towards the branch's direction on the unit sphere.
+    """``u(x + a (u(f) - x))`` with ``u(x) = x/||x||``: a step of rate a towards f's direction on the unit sphere.
 
-    a = |``rate``| start sqrt(d), per channel; the parameter starts at 1/sqrt(d), so that a starts at `start` and learns
-    as fast as other numbers of that size.
+    ``a = |rate| * start * sqrt(d)`` per channel. The parameter ``rate`` starts at 1/sqrt(d). So a starts at `start` and
+    learns as fast as other numbers of that size.
 
     Source: nGPT (2410.01131).
     """
 
     operations = 9.0
+    rate: nn.Parameter
 
     def __init__(self, width: int, start: float = 0.05) -> None:
         super().__init__()
         self.start = start
-        self.rate = nn.Parameter(torch.empty(width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.rate, self.rate.numel() ** -0.5)
+        self.add_parameter("rate", width, width**-0.5)
 
     def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
         step = self.rate.abs() * self.start * self.rate.numel() ** 0.5
         return norm(unit_length(state + step * (unit_length(branch) - state)))
 
 
-class NormalizedInput(Residual):
-    """norm(keep r + f(r)), r what the branch read, its norm taken: the stream keeps r, not x.
-
-    Source: MiniMax-01 (2501.08313) and its code: keep = (2L)^(1/4), DeepNorm's, with f unweighted.
-    """
-
-    operations = 2.0
-    keeps_read = True
-
-    def __init__(self, keep: float) -> None:
-        super().__init__()
-        self.keep = keep
-
-    def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
-        return norm(self.keep * read + branch)
-
-    def extra_repr(self) -> str:
-        return f"keep={self.keep:.4g}"
-
-
 class Gated(Residual):
-    """norm(sqrt(1 - s^2) x + s f), s = sigmoid(w/T) per channel: where x and f are of one size and independent, so is
-    the sum. ``gate`` = w (d,) starts at 0, s at 1/2; T = 0.3. 1 - s^2 is kept at 0.001 or more.
+    """``norm(sqrt(1 - s^2) * x + s * f)`` with ``s = sigmoid(w/T)`` per channel.
 
-    Source: Muse Spark's residual gate, as transformers has it.
+    Where x and f are independent and equally large, so is the sum. ``gate`` = w ``(d,)`` starts at 0, so s starts at
+    1/2. T is 0.3, and 1 - s^2 is at least 0.001.
+
+    Source: Muse Spark's residual gate, as in transformers.
     """
 
     operations = 4.0
     temperature = 0.3
     least = 1e-3
+    gate: nn.Parameter
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.gate)
+        self.add_parameter("gate", width, 0.0)
 
     def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
         s = (self.gate.float() / self.temperature).sigmoid()
@@ -209,28 +191,27 @@ class Gated(Residual):
 
 
 class Delta(Residual):
-    """norm(x + beta k (v - k.x)): what x has along the branch's direction k = f/||f|| is moved to v.
+    """``norm(x + beta * k (v - k.x))``: x's part along the branch's direction ``k = f/||f||`` is moved to v.
 
-    beta = 2 sigmoid(r . ``step`` + ``step_bias``) of r, what the branch read; v = 4 sigmoid(x . ``value`` +
-    ``value_bias``). All four start at 0 (ours; the code draws them): beta = 1 and v = 2 for every token.
+    beta is ``2 sigmoid(r . step + step_bias)`` for r, what the branch read. v is ``4 sigmoid(x . value + value_bias)``.
+    All four parameters start at 0, where beta = 1 and v = 2. That start is ours: the code draws them.
 
-    Source: Deep Delta Learning (2601.00417), its form with one value per token and the released code's defaults.
+    Source: Deep Delta Learning (2601.00417), the form with one value per token, and the released code's defaults.
     """
 
     numbers = 4.0
     operations = 10.0
     keeps_read = True
     smallest = 1e-5  # of ||f||
+    step: nn.Parameter
+    value: nn.Parameter
+    step_bias: nn.Parameter
+    value_bias: nn.Parameter
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.step, self.value = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
-        self.step_bias, self.value_bias = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
+        for name, size in (("step", width), ("value", width), ("step_bias", 1), ("value_bias", 1)):
+            self.add_parameter(name, size, 0.0)
 
     def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
         x, f, r = state.float(), branch.float(), read.float()

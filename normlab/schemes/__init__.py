@@ -1,43 +1,19 @@
-"""A scheme is data: which norm, where in the block, how branches join the stream, what it starts at.
+"""A scheme is data: which norm, where in the block, how branches join the stream, and its starting values.
 
-scheme     Layout, NormSite, Sublayer, Branches, Ends, Rate, Scheme: the kinds of data
-parts      builders that rows name: norms, initialisation, rates
-rules      builders that rows name: residual rules
-studied    the rows of the shipped runs
-field      the rows of the rest of the field
-registry   all rows, `SCHEMES`, and the lists of them that other files need
-costs      `table()`: every scheme with formula, paper, parameters and cost
+scheme      the kinds of data: Layout, NormSite, Sublayer, Branches, Ends, Rate, Scheme
+core        the rows of the shipped runs
+literature  all other rows
+builders    functions that rows name: norms, residual rules, initialisation, rates
+
+``SCHEMES`` holds all rows by name. `tagged` lists the schemes with a tag. Other files take names from here, and compare
+none.
 """
 
-from normlab.schemes.costs import table
-from normlab.schemes.parts import CORRECTIONS, KAPPA_POWERS, correction_factors, is_bounded
-from normlab.schemes.registry import (
-    ALWAYS_FINAL,
-    AT_EVERY_RATE,
-    BASELINE,
-    BOUND_AND_CONTROL,
-    CORE,
-    DEEP,
-    DEEPEST,
-    DEFAULT,
-    FAR,
-    FURTHER,
-    GAIN_CHANGED,
-    GAIN_CONTROL,
-    LEARN_SOON,
-    PILOT,
-    REMOVABLE,
-    SCHEMES,
-    SETTINGS,
-    SHORT_LIST,
-    SIZED,
-    STUDIED,
-    TANH_CHANGED,
-    TIMED,
-    TO_THE_LIMIT,
-    TRAINED_GAIN,
-    get_scheme,
-)
+from __future__ import annotations
+
+from normlab.errors import NormlabError
+from normlab.schemes import core, literature
+from normlab.schemes.builders import CORRECTIONS, KAPPA_POWERS, correction_factors, is_bounded
 from normlab.schemes.scheme import (
     PARTS,
     QK_NORMS,
@@ -49,37 +25,64 @@ from normlab.schemes.scheme import (
     Scheme,
     Sublayer,
     centred,
+    part_of,
 )
 
+SCHEMES: dict[str, Scheme] = {row.name: row for row in (*core.ROWS, *literature.ROWS)}
+STUDIED = tuple(row.name for row in core.ROWS)  # of the shipped runs
+BASELINE = "pre_rmsnorm"  # what the others are compared with: stock Llama
+DEFAULT = "bhyt"  # of `normlab train`
+GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it
+REMOVABLE = "tapernorm"  # its norms can each become a fixed gain
+
+# Meaning of each tag.
+TAGS = {
+    "short": "sweep of minutes",
+    "learns_soon": "learns in minutes",
+    "core": "sweep of hours, with several seeds",
+    "further": "the rest of that sweep",
+    "deep": "at depth 32",
+    "deepest": "at depth 64",
+    "quadratic": "cost grows as the square of depth: left out at 256 layers",
+    "extreme": "at 1,000 layers: papers that claim great depth, their baselines, BHyT and its control",
+    "paper_sizes": "LNS and BHyT, at their papers' sizes",
+    "pilot": "shows which text is learned furthest",
+    "bound": "the same parameters, with the tanh and without",
+    "exact_bound": "with the tanh and without, on the exact statistic",
+    "small_gain": "small gains that can die: trained slower, and with normalized queries",
+    "rates": "compared at equal rates and depths",
+    "trained_gain": "LNS's factor as the start of a gain",
+    "always_final": "in the league's final at any rank",
+    "timed": "its training step is timed against the baseline's",
+}
+
+
+def get_scheme(name: str) -> Scheme:
+    """The scheme of that name. NormlabError names the known ones otherwise."""
+    if name not in SCHEMES:
+        raise NormlabError(f"unknown scheme {name!r}: choose one of {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+def tagged(tag: str) -> tuple[str, ...]:
+    """Names of the schemes with a tag, in the registry's order. NormlabError names the known tags otherwise."""
+    if tag not in TAGS:
+        raise NormlabError(f"unknown tag {tag!r}: choose one of {', '.join(TAGS)}")
+    return tuple(name for name, row in SCHEMES.items() if tag in row.tags.split())
+
+
 __all__ = [
-    "ALWAYS_FINAL",
-    "AT_EVERY_RATE",
     "BASELINE",
-    "BOUND_AND_CONTROL",
-    "CORE",
     "CORRECTIONS",
-    "DEEP",
-    "DEEPEST",
     "DEFAULT",
-    "FAR",
-    "FURTHER",
-    "GAIN_CHANGED",
     "GAIN_CONTROL",
     "KAPPA_POWERS",
     "PARTS",
-    "PILOT",
     "QK_NORMS",
     "REMOVABLE",
     "SCHEMES",
-    "SETTINGS",
-    "LEARN_SOON",
-    "SHORT_LIST",
-    "SIZED",
     "STUDIED",
-    "TANH_CHANGED",
-    "TIMED",
-    "TO_THE_LIMIT",
-    "TRAINED_GAIN",
+    "TAGS",
     "Branches",
     "Ends",
     "Layout",
@@ -91,5 +94,6 @@ __all__ = [
     "correction_factors",
     "get_scheme",
     "is_bounded",
-    "table",
+    "part_of",
+    "tagged",
 ]

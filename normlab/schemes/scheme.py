@@ -1,10 +1,10 @@
-"""What a scheme is: norm x layout x residual rule, and what else it changes.
+"""A scheme as data: norm, layout, residual rule, and what else it changes.
 
 Layout     which of a block's six places hold a norm, and the attribute that holds it (the name in released checkpoints)
-NormSite   one such place in one model: what a scheme needs to know to build the norm there
-Sublayer   one attention or MLP in one model: what a scheme needs to know to build its residual rule
-Branches   what changes inside attention and MLP
-Ends       what changes at the embeddings and the logits
+NormSite   one such place in one model, from which a scheme builds the norm
+Sublayer   one attention or MLP in one model, from which a scheme builds its residual rule
+Branches   changes inside attention and MLP
+Ends       changes at the embeddings and the logits
 Rate       factors on a parameter's learning rate, Adam eps and weight decay
 Scheme     the row of data
 """
@@ -12,23 +12,21 @@ Scheme     the row of data
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import nn
 
 from normlab.residuals import Residual
 
-# Families: what a scheme changes.
-NORM, PLACE, DEPTH = "norm", "placement", "depth"
-JOIN, STREAMS, WITHOUT_NORM = "residual", "streams", "without norm"
+Family = Literal["norm", "placement", "depth", "residual", "streams", "without norm"]  # what a scheme changes
 PARTS = ("attn", "mlp")  # the sublayers of a block
 QK_NORMS = ("none", "l2", "rms_head", "rms_width")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """x + out(f(in(x))), then sum(.), for f = attention and f = MLP: the attribute holding each norm, or None.
+    """``x + out(f(in(x)))``, then ``sum(.)``, for f = attention and f = MLP: the attribute of each norm, or None.
 
     ``*_in`` normalizes the branch's input, ``*_out`` its output, ``*_sum`` the residual sum.
     """
@@ -46,14 +44,16 @@ class Layout:
 
 
 def part_of(place: str) -> str:
-    """What a norm at a place belongs to: "attn", "mlp" or "final"."""
+    """The part that a place belongs to: "attn", "mlp" or "final"."""
     return place.partition("_")[0]
 
 
 @dataclass(frozen=True)
 class NormSite:
-    """Where a norm is built: ``place`` is a field of Layout, or "final"; ``layer`` counts from 1 (L+1 for the final
-    norm)."""
+    """Where a norm is built.
+
+    ``place`` is a field of Layout, or "final". ``layer`` counts from 1 and is L + 1 for the final norm.
+    """
 
     place: str
     layer: int
@@ -65,7 +65,7 @@ class NormSite:
 
     @property
     def lam(self) -> float:
-        """lambda at this site: ``lam_input``, ``lam_post`` or ``lam_last`` (0: not a tanh site)."""
+        """lambda at this site: ``lam_input``, ``lam_post`` or ``lam_last``. 0 means no tanh."""
         if self.place == "final":
             return self.config.lam_last
         return self.config.lam_input if part_of(self.place) == "attn" else self.config.lam_post
@@ -73,7 +73,7 @@ class NormSite:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """``part`` is "attn" or "mlp"; ``layer`` counts from 1."""
+    """Where a residual rule is built. ``part`` is "attn" or "mlp"; ``layer`` counts from 1."""
 
     part: str
     layer: int
@@ -84,24 +84,32 @@ class Sublayer:
         return self.config.hidden_size
 
     @property
+    def depth(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def eps(self) -> float:
+        return self.config.rms_norm_eps
+
+    @property
     def index(self) -> int:
-        """Sublayers before this one."""
+        """Number of sublayers before this one."""
         return 2 * (self.layer - 1) + (self.part == "mlp")
 
 
 @dataclass(frozen=True)
 class Branches:
-    """Inside attention and MLP.
+    """Changes inside attention and MLP.
 
     Args:
-        qk_norm: default of ``NormlabConfig.qk_norm``: "none"; "l2", unit queries and keys of each head with one learned
-            scale a head for the softmax (2010.04245); "rms_head", RMSNorm of each head (Qwen 3); "rms_width", RMSNorm
-            over all heads (OLMo 2).
+        qk_norm: default of ``NormlabConfig.qk_norm``, the norm of queries and keys. "none". "l2": unit length, with one
+            learned scale per head for the softmax (2010.04245). "rms_head": RMSNorm of each head (Qwen 3). "rms_width":
+            RMSNorm over all heads (OLMo 2).
         value_norm: RMSNorm of each head's values.
         output_norm: RMSNorm before the output projection of attention and MLP.
         spherical: nGPT's learned scales s_qk and s_uv on unit queries, unit keys, gate and up.
-        shifted: Fixup's learned scalars, added to what each matrix and the activation read.
-        softmax_scale: factor on the scores of queries and keys, from the configuration; None: 1/sqrt(d_head).
+        shifted: Fixup's learned scalars, added to the inputs of each matrix and of the activation.
+        softmax_scale: factor on the attention scores, from the configuration. None: 1/sqrt(d_head).
     """
 
     qk_norm: str = "none"
@@ -114,18 +122,17 @@ class Branches:
 
 @dataclass(frozen=True)
 class Ends:
-    """At the embeddings and the logits.
+    """Changes at the embeddings and the logits.
 
     Args:
-        embedding_scale: start of a learnable factor on the token embeddings, from the width; None: no factor.
-        unit_embeddings: embeddings sqrt(d) e/||e||, and logits from the same rows at unit length.
-        normalized_embeddings: embeddings e/rms(e), without a gain.
+        embedding_scale: start of a learnable factor on the token embeddings, from the width. None: no factor.
+        unit_embeddings: embeddings ``sqrt(d) e/||e||``, and logits from the same rows at unit length.
+        normalized_embeddings: embeddings ``e/rms(e)``, without a gain.
         projection: a square matrix after the embeddings and one before the head, orthogonal at the start.
         logit_factor: constant factor on the logits, from the configuration.
-        logit_scale: a learned factor a token of the vocabulary on the logits, 1 at the start.
-        head_std: standard deviation that the head is drawn with, unless it is the embeddings; None:
-            ``initializer_range``.
-        head_shift: a learned scalar, 0 at the start, added to what the head reads.
+        logit_scale: a learned factor per token of the vocabulary on the logits, 1 at the start.
+        head_std: standard deviation of an untied head's start. None: ``initializer_range``.
+        head_shift: a learned scalar, 0 at the start, added to the head's input.
     """
 
     embedding_scale: Callable[[int], float] | None = None
@@ -140,7 +147,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Rate:
-    """Factors on what the optimizer was told."""
+    """Multipliers on learning rate, Adam eps and weight decay."""
 
     lr: float = 1.0
     eps: float = 1.0
@@ -148,8 +155,8 @@ class Rate:
 
 
 def centred(module: Any, config: Any) -> Any:
-    """A norm or residual rule whose gains are 1 + their parameters where the configuration says so."""
-    if module.gains and getattr(config, "zero_centred", False):
+    """The norm or residual rule, with zero-centred gains if the configuration says so."""
+    if module.gains and config.zero_centred:
         module.centre = 1.0
         module.reset_parameters()
     return module
@@ -157,6 +164,7 @@ def centred(module: Any, config: Any) -> Any:
 
 PRE = Layout(attn_in="input_layernorm", mlp_in="post_attention_layernorm")
 POST = Layout(attn_sum="post_attention_layernorm", mlp_sum="post_feedforward_layernorm")
+OUT = Layout(attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm")
 PERI = Layout(
     attn_in="input_layernorm",
     attn_out="post_attention_layernorm",
@@ -180,26 +188,28 @@ class Scheme:
     Args:
         name: key in SCHEMES and value of ``NormlabConfig.scheme``.
         title: label in figures.
-        formula: of a sublayer f, in words of the stream x and the norm N.
+        formula: formula of a sublayer f, with the stream x and the norm N.
         paper: source.
         norm: builds the norm for a site.
-        family: what it changes; figures group by it.
+        family: what it changes. Figures group by it.
+        color, dash: the same in every figure. Without a color, the next free pair of `normlab.figures.theme`.
+        tags: lists that the scheme is in, separated by spaces. `tagged` reads them, and the sweeps' presets.
+        settings: what a rate search tries besides the learning rate, as fields of TrainConfig.
         layout: places of the norms in a block.
-        first_layout: places in the first ``first_blocks(config)`` of the blocks, if they differ (Mix-LN).
-        residual: builds a sublayer's residual rule; None: plain addition.
-        shares_residual: one rule is used after the attention and after the MLP of a block.
-        leave: builds what makes one stream of several in front of the final norm; None: there is one.
-        branches, ends: what changes inside the branches, and before and after the blocks.
-        carried: statistics the MLP site may use in place of its own, the default first; empty: none exists.
-        init: standard deviation of a block's matrix by its name ("v_proj" ...); None: ``initializer_range`` for all.
+        first_layout: places in the first ``first_blocks(config)`` blocks, if they differ (Mix-LN).
+        residual: builds a sublayer's residual rule. None: plain addition.
+        shares_residual: a block's attention and MLP share one rule.
+        leave: makes one stream of several, before the final norm. None: there is one.
+        branches, ends: changes inside the branches, and before and after the blocks.
+        carried: statistics that the MLP site may use instead of its own, the default first.
+        init: standard deviation of a block's matrix, by its name ("v_proj" ...). None: ``initializer_range``.
         decayed: names of norm, residual and scale parameters that weight decay acts on.
         decays_matrices: whether it acts on matrices.
-        after_step: what is done to a model at the start and after each optimizer step.
+        after_step: applied to the model at the start and after each optimizer step.
         rates: factors on the optimizer's settings, by parameter name and number of its dimensions.
         released_as: values of ``norm_type``, or of ``model_type``, in the configurations of released checkpoints.
-        is_control: exists to be shown beside BHyT: its gain, or its map without the bound.
-        unpredicted: why `normlab.analysis.theory` has no recursion for it; empty: it has.
-        color, dash: the same in every figure; without a color, the next free pair of `normlab.figures.theme`.
+        is_control: shown with BHyT as a control: its gain, or its map without the bound.
+        unpredicted: why `normlab.analysis.theory` has no recursion for it. Empty: it has.
     """
 
     name: str
@@ -207,9 +217,11 @@ class Scheme:
     formula: str
     paper: str
     norm: Callable[[NormSite], nn.Module]
-    family: str
+    family: Family
     color: str = ""
     dash: str = "solid"
+    tags: str = ""
+    settings: tuple[dict[str, Any], ...] = field(default=({},), hash=False)
     layout: Layout = PRE
     first_layout: Layout | None = None
     first_blocks: Callable[[Any], int] = lambda config: 1
@@ -230,12 +242,12 @@ class Scheme:
 
     @property
     def carries_statistic(self) -> bool:
-        """Whether the MLP site can reuse the attention site's mean square."""
+        """True if the MLP site can reuse the attention site's mean square."""
         return any(kind != "exact" for kind in self.carried)
 
     @property
-    def keeps_to_the_blocks(self) -> bool:
-        """Whether only the blocks' norms and sums differ from Llama, so that an existing model can be given it."""
+    def changes_blocks_only(self) -> bool:
+        """True if only norms and sums of the blocks differ from Llama, so that an existing model can be converted."""
         return self.ends == Ends() and self.branches == Branches() and self.leave is None and self.after_step is None
 
     def layout_at(self, layer: int, config: Any) -> Layout:
@@ -245,9 +257,9 @@ class Scheme:
         return self.layout
 
     def norm_at(self, site: NormSite) -> Any:
-        """The norm for a site, its gain centred as the configuration says."""
+        """The norm for a site, its gain zero-centred if the configuration says so."""
         return centred(self.norm(site), site.config)
 
     def matrix_std(self, name: str, config: Any) -> float:
-        """Standard deviation that a block's matrix is drawn with."""
+        """Standard deviation of a block's matrix at the start."""
         return config.initializer_range if self.init is None else self.init(name, config)

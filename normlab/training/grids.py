@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from normlab.schemes import SETTINGS, STUDIED, get_scheme
+from normlab.schemes import STUDIED, get_scheme
 from normlab.training.config import TrainConfig
 
 MOST_GROWTH = 4
@@ -66,7 +66,7 @@ Tried = tuple[int, float]  # place of the setting among the scheme's, learning r
 @dataclass(frozen=True)
 class Search:
     """How a scheme's learning rate is found: every rate of the grid at every one of `depths`, under each of the
-    scheme's `SETTINGS`; where the lowest final held-out loss is at an edge of the grid, or less than `CLEARLY` below
+    scheme's ``settings``; where the lowest final held-out loss is at an edge of the grid, or less than `CLEARLY` below
     an edge's, the grid grows on that side, by the same ratio, until it lies inside (by `MOST_GROWTH` rates at most).
 
     fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses. finals: in what the
@@ -87,7 +87,7 @@ class Search:
         return self.rates
 
     def settings(self, scheme: str) -> tuple[Mapping[str, Any], ...]:
-        return SETTINGS.get(scheme, ({},))
+        return get_scheme(scheme).settings
 
     def depth_for(self, depth: int) -> int:
         return max((d for d in self.depths if d <= depth), default=min(self.depths))

@@ -30,7 +30,7 @@ import torch
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM
 from normlab.training.config import TrainConfig
-from normlab.training.precision import autocast
+from normlab.training.distributed import autocast
 
 GIB = 2**30
 PEAK_TFLOPS, MFU, MEMORY_GIB = 989.0, 0.4, 72.0  # an H100 (SXM): bfloat16; a common share of it; of its 80 GB

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normlab import runs
-from normlab.training.build import ranks_of
 from normlab.training.clusters import Cluster
 from normlab.training.config import TrainConfig
+from normlab.training.distributed import device_of, settled
 from normlab.training.grids import Preset
-from normlab.training.precision import settled
 from normlab.training.progress import steps_in_all
+from normlab.training.run import train
 from normlab.training.sweep import planned, share_cores
-from normlab.training.trainer import train
 
 if TYPE_CHECKING:
     import pandas
@@ -75,7 +74,7 @@ def plan(
     done: dict[str, runs.Run] = {}
     order: list[tuple[str, TrainConfig]] = []
     for what, asked in planned(preset, threads=threads, keep_weights=False):
-        config = settled(asked, ranks_of(asked).device)
+        config = settled(asked, device_of(asked))
         if (path := asked.finished_in(runs.child(out, runs.SEARCH) if what == "search" else out)) is not None:
             run = runs.read_run(path)
             config = dataclasses.replace(config, dtype=run.manifest["config"]["dtype"])

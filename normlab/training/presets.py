@@ -5,25 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.schemes import (
-    ALWAYS_FINAL,
-    AT_EVERY_RATE,
-    BOUND_AND_CONTROL,
-    CORE,
-    DEEP,
-    DEEPEST,
-    FAR,
-    FURTHER,
-    GAIN_CHANGED,
-    GAIN_CONTROL,
-    LEARN_SOON,
-    PILOT,
-    SCHEMES,
-    SHORT_LIST,
-    TANH_CHANGED,
-    TO_THE_LIMIT,
-    TRAINED_GAIN,
-)
+from normlab.schemes import GAIN_CONTROL, SCHEMES, tagged
 from normlab.training.grids import LeagueSearch, Part, Preset, Search, Variant
 
 
@@ -74,6 +56,9 @@ _ONE_PASS: dict[str, Any] = {
 }
 
 
+_FAR = tuple(name for name in SCHEMES if name not in tagged("quadratic"))
+
+
 def _at_rates(*rates: float) -> tuple[Variant, ...]:
     return tuple(Variant({"lr": rate}) for rate in rates)
 
@@ -83,7 +68,7 @@ PRESETS = {
     for preset in (
         Preset(
             "tiny",
-            parts=(Part({4: 1}, SHORT_LIST), Part({2: 1}, LEARN_SOON)),
+            parts=(Part({4: 1}, tagged("short")), Part({2: 1}, tagged("learns_soon"))),
             # Nearly bytes: there a small model comes below the trigram of the whole text within a minute, where its
             # gain is not small. Schemes that start with a small gain do not in so short a run.
             rate=2e-3,
@@ -103,15 +88,15 @@ PRESETS = {
             parts=(
                 Part(
                     {8: 3},
-                    (*BOUND_AND_CONTROL, GAIN_CONTROL),
+                    (*tagged("bound"), GAIN_CONTROL),
                     variants=(
                         _scaled_lambda(1.0),
-                        *(_scaled_lambda(scale, schemes=BOUND_AND_CONTROL) for scale in (5.0, 10.0, 25.0)),
-                        _scaled_lambda(5.0, 1.0, BOUND_AND_CONTROL),
+                        *(_scaled_lambda(scale, schemes=tagged("bound")) for scale in (5.0, 10.0, 25.0)),
+                        _scaled_lambda(5.0, 1.0, tagged("bound")),
                         _scaled_lambda(1.0, **_OUTLIERS),
-                        _scaled_lambda(5.0, schemes=BOUND_AND_CONTROL, **_OUTLIERS),
-                        _scaled_lambda(1.0, schemes=BOUND_AND_CONTROL, width=256),
-                        _scaled_lambda(5.0, schemes=BOUND_AND_CONTROL, width=256),
+                        _scaled_lambda(5.0, schemes=tagged("bound"), **_OUTLIERS),
+                        _scaled_lambda(1.0, schemes=tagged("bound"), width=256),
+                        _scaled_lambda(5.0, schemes=tagged("bound"), width=256),
                     ),
                 ),
             ),
@@ -121,14 +106,18 @@ PRESETS = {
         Preset(
             "pilot",
             parts=(
-                Part({4: 1, 16: 1}, PILOT, variants=tuple(Variant({"corpus": name}) for name in ("stdlib", "english"))),
+                Part(
+                    {4: 1, 16: 1},
+                    tagged("pilot"),
+                    variants=tuple(Variant({"corpus": name}) for name in ("stdlib", "english")),
+                ),
             ),
             rate=1e-3,
             fields=_TRAINED | {"steps": 3000, "held_out": "validation", "experiment_blocks": 0},
         ),
         Preset(
             "depth",
-            parts=(Part({16: 1, 256: 1}, FAR), Part({1000: 1}, TO_THE_LIMIT)),
+            parts=(Part({16: 1, 256: 1}, _FAR), Part({1000: 1}, tagged("extreme"))),
             # So small that a core trains a thousand layers in minutes; nearly bytes, as in `tiny`. One rate for all: it
             # shows which schemes need no care of their own, not what each can reach. At 3e-3 so few steps are too few
             # for any at 256 layers; what a scheme reaches at 16 by the same steps says what depth took from it.
@@ -150,11 +139,11 @@ PRESETS = {
         Preset(
             "trained",
             parts=(
-                Part({4: 3, 8: 1}, CORE, kept=(8,)),
-                Part({16: 3}, CORE),
-                Part({4: 1, 16: 1}, FURTHER),
-                Part({32: 1}, DEEP),
-                Part({64: 1}, DEEPEST),
+                Part({4: 3, 8: 1}, tagged("core"), kept=(8,)),
+                Part({16: 3}, tagged("core")),
+                Part({4: 1, 16: 1}, tagged("further")),
+                Part({32: 1}, tagged("deep")),
+                Part({64: 1}, tagged("deepest")),
             ),
             # Where the best of most first searches lay. Rates that are alike after 2,000 steps need not be after 6,000.
             rate=Search((2e-3, 4e-3, 8e-3), (4, 16), _CHOOSING, finals={"steps": _TRAINED["steps"]}),
@@ -165,10 +154,10 @@ PRESETS = {
             parts=(
                 Part(
                     {4: 6},
-                    GAIN_CHANGED,
+                    tagged("small_gain"),
                     variants=tuple(
                         Variant({"lr": rate, **change}, (scheme,))
-                        for scheme, rate in zip(GAIN_CHANGED, (4e-3, 1.6e-2), strict=True)
+                        for scheme, rate in zip(tagged("small_gain"), (4e-3, 1.6e-2), strict=True)
                         for change in ({}, _GAINS_SLOWER, {"model": {"qk_norm": "rms_head"}})
                     ),
                 ),
@@ -179,17 +168,17 @@ PRESETS = {
         Preset(
             "depth_and_rate",
             parts=(
-                Part({16: 4}, AT_EVERY_RATE, variants=_at_rates(4e-3, 8e-3)),
-                Part({16: 4}, TRAINED_GAIN, variants=_at_rates(8e-3)),
-                Part({16: 4}, AT_EVERY_RATE, variants=_at_rates(1e-3)),
-                Part({4: 4}, AT_EVERY_RATE, variants=_at_rates(4e-3, 8e-3)),
+                Part({16: 4}, tagged("rates"), variants=_at_rates(4e-3, 8e-3)),
+                Part({16: 4}, tagged("trained_gain"), variants=_at_rates(8e-3)),
+                Part({16: 4}, tagged("rates"), variants=_at_rates(1e-3)),
+                Part({4: 4}, tagged("rates"), variants=_at_rates(4e-3, 8e-3)),
             ),
             rate=4e-3,  # every variant has its own
             fields=_ONE_PASS,
         ),
         Preset(
             "league",
-            parts=(Part({8: 3}, tuple(SCHEMES), kept=(8,), best=12, always=ALWAYS_FINAL),),
+            parts=(Part({8: 3}, tuple(SCHEMES), kept=(8,), best=12, always=tagged("always_final")),),
             rate=LeagueSearch((2e-3, 8e-3), (8,), _CHOOSING | {"probe_every": 2000}),
             fields=_ONE_PASS,
         ),
@@ -198,14 +187,14 @@ PRESETS = {
             parts=(
                 Part(
                     {8: 4},
-                    (*TANH_CHANGED, GAIN_CONTROL),
+                    (*tagged("exact_bound"), GAIN_CONTROL),
                     variants=(
-                        _scaled_lambda(1.0, schemes=TANH_CHANGED),
-                        _scaled_lambda(25.0, schemes=TANH_CHANGED),
+                        _scaled_lambda(1.0, schemes=tagged("exact_bound")),
+                        _scaled_lambda(25.0, schemes=tagged("exact_bound")),
                         Variant(schemes=(GAIN_CONTROL,)),
                     ),
                 ),
-                Part({8: 4}, TANH_CHANGED, variants=(_scaled_lambda(5.0),)),
+                Part({8: 4}, tagged("exact_bound"), variants=(_scaled_lambda(5.0),)),
             ),
             rate=8e-3,
             fields=_ONE_PASS,

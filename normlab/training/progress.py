@@ -67,6 +67,27 @@ def read_report(work: Path) -> Report | None:
         return None
 
 
+class Reporter:
+    """Reports one run about once per second. work: its working directory; None reports nothing.
+
+    loss: the last training loss logged. A report at a step comes before that step's loss.
+    """
+
+    def __init__(self, work: Path | None, began: int) -> None:
+        self.work, self.began = work, began
+        self.loss: float | None = None
+        self.write(began)
+
+    def step(self, number: int, tokens_per_s: float | None) -> None:
+        if number == self.began + 1 or time.perf_counter() - self.reported >= EVERY_SECONDS:
+            self.write(number, tokens_per_s)
+
+    def write(self, number: int, tokens_per_s: float | None = None) -> None:
+        self.reported = time.perf_counter()
+        if self.work is not None:
+            write_report(self.work, Report(self.began, number, self.loss, tokens_per_s))
+
+
 # --- work ---
 
 

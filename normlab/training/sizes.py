@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.schemes import SIZED
+from normlab.schemes import tagged
 from normlab.training.config import TrainConfig
 
-_CURSES, _BOUNDED = SIZED
+_CURSES, _BOUNDED = tagged("paper_sizes")
 LEFT_OUT = {
     f"{_BOUNDED}-374m": "its shape is known, the number of its steps is not",
     "curse-3b": "its shape is known, its recipe is not",

@@ -19,8 +19,8 @@ from normlab.errors import NormlabError, in_one_line
 from normlab.training.clusters import Cluster, cluster
 from normlab.training.config import AUTO, TrainConfig, require_same
 from normlab.training.corpus import CorpusSpec, corpus_of
+from normlab.training.distributed import device_of, why_dtype
 from normlab.training.grids import Choice, Choices, Part, Preset, Search, Tried
-from normlab.training.precision import device_of, why_dtype
 from normlab.training.presets import get_preset
 from normlab.training.progress import Progress
 from normlab.training.workers import exit_if_worker_imports_main, finish_in_any_order

@@ -35,7 +35,7 @@ def exit_if_worker_imports_main() -> None:
 
 def train_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
     """What a worker does; returns where the run is. The transformers stack is imported here, in the worker."""
-    from normlab.training.trainer import train
+    from normlab.training.run import train
 
     return str(child(out, train(config, out, cache_dir=cache_dir, progress=False).name))
 

@@ -12,7 +12,7 @@ from training_helpers import tiny, write_text
 from normlab import runs
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import Corpus, corpus_of
-from normlab.training.trainer import train
+from normlab.training.run import train
 
 
 @pytest.fixture(scope="module")

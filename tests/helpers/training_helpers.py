@@ -94,7 +94,7 @@ def die_the_first_time(config: TrainConfig, out: str, cache_dir: str | None) -> 
 
 def train_and_die_once(config: TrainConfig, out: str, cache_dir: str | None) -> str:
     """Train; the first to train seed 1 is killed two steps after a checkpoint. A run that is trained twice fails."""
-    from normlab.training.trainer import train
+    from normlab.training.run import train
 
     place = Path(out).parent
 
@@ -123,7 +123,7 @@ def work_for_ever(config: TrainConfig, out: str, cache_dir: str | None) -> str:
 
 # Children of a server that has imported everything start to train at once.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["normlab.training.trainer", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
+FORKS.set_forkserver_preload(["normlab.training.run", "normlab.probes", "datasets", "pandas", "pyarrow.parquet"])
 
 
 class ForkedCommand:

@@ -78,7 +78,7 @@ def test_swapped_bhyt_trains_everywhere_and_equals_our_model_if_llama(config_cla
     assert model.model.layers[1].c_attn.item() == constants[1]
 
 
-@pytest.mark.parametrize("scheme", [name for name in STUDIED if SCHEMES[name].keeps_to_the_blocks])
+@pytest.mark.parametrize("scheme", [name for name in STUDIED if SCHEMES[name].changes_blocks_only])
 def test_a_swapped_model_generates_the_same_with_and_without_cache(scheme):
     model = swap_norms(foreign(LlamaConfig, LlamaForCausalLM), scheme)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}
@@ -94,7 +94,7 @@ def test_a_model_of_another_shape_is_refused_in_one_line_and_left_as_it_was():
     assert torch.equal(model(IDS % 32).logits, before)
 
 
-JOINING = [name for name, row in SCHEMES.items() if row.keeps_to_the_blocks and row.residual is not None]
+JOINING = [name for name, row in SCHEMES.items() if row.changes_blocks_only and row.residual is not None]
 
 
 @pytest.mark.parametrize("scheme", JOINING)

@@ -20,7 +20,7 @@ from normlab import NormlabError, runs
 from normlab.cli import main
 from normlab.models import NormlabForCausalLM
 from normlab.models.exported import export_model
-from normlab.training.callbacks import mean_token_loss
+from normlab.training.measure import mean_token_loss
 
 pytest_plugins = ["training_fixtures"]
 

@@ -14,7 +14,7 @@ from reference_model import as_float64, rms_norm
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
 from normlab.norms import BHyT, LayerNorm, RMSNorm
-from normlab.schemes import STUDIED, NormSite, get_scheme
+from normlab.schemes import STUDIED, TAGS, NormSite, get_scheme, tagged
 
 
 def test_schemes_are_registered_under_their_names():
@@ -31,6 +31,13 @@ def test_a_scheme_says_who_it_is(scheme):
     assert row.carries_statistic == ("uniform" in row.carried)
     with pytest.raises(dataclasses.FrozenInstanceError):
         row.title = "another"
+
+
+def test_every_tag_of_a_row_is_known_and_every_known_tag_is_used():
+    assert {tag for row in SCHEMES.values() for tag in row.tags.split()} == set(TAGS)
+    assert tagged("learns_soon") == ("pre_rmsnorm", "lns")
+    with pytest.raises(NormlabError, match="unknown tag 'cor': choose one of short, "):
+        tagged("cor")
 
 
 def test_no_two_schemes_are_called_alike():

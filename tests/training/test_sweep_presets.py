@@ -13,7 +13,7 @@ from training_helpers import write_run, write_text
 
 import normlab
 from normlab import NormlabError, runs
-from normlab.schemes import BASELINE, BOUND_AND_CONTROL, GAIN_CONTROL, LEARN_SOON, SCHEMES
+from normlab.schemes import BASELINE, GAIN_CONTROL, SCHEMES, tagged
 from normlab.training import plan as plan_module
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
@@ -59,8 +59,8 @@ def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
     plan = planned(get_preset("tiny"))
     assert {what for what, _ in plan} == {"runs"}
     deep, shallow = ({c.scheme for _, c in plan if c.depth == depth} for depth in (4, 2))
-    assert deep >= {BASELINE, GAIN_CONTROL, BOUND_AND_CONTROL[0]} and len(deep) == 4
-    assert shallow == set(LEARN_SOON) and len(plan) == 6
+    assert deep >= {BASELINE, GAIN_CONTROL, tagged("bound")[0]} and len(deep) == 4
+    assert shallow == set(tagged("learns_soon")) and len(plan) == 6
     assert all(c.experiment_blocks for _, c in plan), "notebooks 01 and 04 show what is measured after training"
     assert {c.width for _, c in plan} == {128}
     assert {round(c.steps * c.tokens_per_step / 1e6, 1) for _, c in plan} == {0.5}, "as the README says"
@@ -71,7 +71,7 @@ def test_of_the_tiny_sweep_those_have_learned_that_the_readme_names(tmp_path: Pa
     found = normlab.sweep("tiny", tmp_path, progress=False).runs
     status = {(run.manifest["config"]["scheme"], run.manifest["config"]["depth"]): run.status for run in found}
     learned = {place for place, word in status.items() if word == "finished"}
-    assert learned == {(scheme, depth) for scheme in LEARN_SOON for depth in (2, 4)} and len(status) == 6
+    assert learned == {(scheme, depth) for scheme in tagged("learns_soon") for depth in (2, 4)} and len(status) == 6
     assert {word for place, word in status.items() if place not in learned} == {"not_learned"}
 
 

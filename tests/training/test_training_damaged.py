@@ -15,27 +15,15 @@ from training_helpers import tiny
 
 from normlab import NormlabError, runs
 from normlab.training import keep
-from normlab.training.callbacks import RunStopped
 from normlab.training.config import TrainConfig
+from normlab.training.run import RunStopped
 
 pytest_plugins = ["training_fixtures"]
 
-FILES = (
-    "model.safetensors",
-    "config.json",
-    "generation_config.json",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "trainer_state.json",
-    "training_args.bin",
-    "stats.parquet",
-    "begun.json",
-    "files.json",
-)
+FILES = ("state.pt", "stats.parquet", "begun.json", "files.json")
 DAMAGES = ("truncated", "empty", "garbage", "missing", "swapped")
 CASES = [(file, damage) for file in FILES for damage in DAMAGES]
-TRAINED = {("optimizer.pt", "missing"), ("trainer_state.json", "swapped"), ("files.json", "garbage")}
+TRAINED = {("state.pt", "missing"), ("state.pt", "swapped"), ("files.json", "garbage")}
 
 
 def damage(path: Path, kind: str, other: Path) -> None:
@@ -139,14 +127,27 @@ def test_a_checkpoint_stays_until_the_next_one_was_read_back(
     def flips_a_byte(staged: Path, final: Path) -> None:
         publish(staged, final)
         if final.name == "checkpoint-6":
-            damage(final / "optimizer.pt", "garbage", final)
+            damage(final / "state.pt", "garbage", final)
 
     monkeypatch.setattr(runs, "publish", flips_a_byte)
-    with pytest.raises(NormlabError, match="optimizer.pt is not the file that was written"):
+    with pytest.raises(NormlabError, match="state.pt is not the file that was written"):
         go(tiny(text), tmp_path)
     work = tmp_path / runs.PARTIAL / tiny(text).run_id
     assert {path.name for path in runs.checkpoints(work)} == {"checkpoint-3", "checkpoint-6"}
     runs.check_files(work / "checkpoint-3")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(
+    begun: Path, text: Path, go: Callable, done: runs.Run, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / runs.PARTIAL / begun.name / "checkpoint-5"
+    shutil.copytree(begun / "checkpoint-5", checkpoint)
+    (checkpoint / "state.pt").rename(checkpoint / "optimizer.pt")
+    (checkpoint / "files.json").unlink()
+    runs.list_files(checkpoint)
+    with pytest.warns(UserWarning, match="was written by an earlier version .*: the run starts again from step 0"):
+        run = go(tiny(text), tmp_path)
+    assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
 
 
 # --- at an address ---
@@ -162,14 +163,12 @@ def test_a_published_checkpoint_stays_until_the_next_one_was_read_back(
 
     def cut(self: Any, here: str, name: str, **options: Any) -> None:
         put(self, here, name, **options)
-        if name.endswith("optimizer.pt"):
+        if name.endswith("state.pt"):
             damage(Path(name), "truncated", there)
 
     with monkeypatch.context() as patch:
         patch.setattr(type(place.files), "put_file", cut)
-        with pytest.raises(
-            NormlabError, match="optimizer.pt does not read back as it was written; nothing was deleted"
-        ):
+        with pytest.raises(NormlabError, match="state.pt does not read back as it was written; nothing was deleted"):
             place.publish_checkpoint(begun / "checkpoint-5")
     runs.check_files(there / "checkpoint-2")
     place.publish_checkpoint(begun / "checkpoint-5")
@@ -185,9 +184,9 @@ def test_another_machine_takes_the_newest_whole_checkpoint_at_an_address(
     shutil.copytree(begun, there)
     (there / "checkpoint-oops").mkdir()
     (there / "checkpoint-oops" / "files.json").write_text("{}")
-    (there / "checkpoint-5" / "scheduler.pt").unlink()
+    (there / "checkpoint-5" / "state.pt").unlink()
     place = runs.Place(f"file://{tmp_path}/bucket")
-    with pytest.warns(UserWarning, match="checkpoint-5 is not whole .scheduler.pt is missing.: it is not used"):
+    with pytest.warns(UserWarning, match="checkpoint-5 is not whole .state.pt is missing.: it is not used"):
         place.fetch(begun.name)
     assert [path.name for path in (place.copy / runs.PARTIAL / begun.name).iterdir()] == ["checkpoint-2"]
     assert (there / "checkpoint-5").is_dir()

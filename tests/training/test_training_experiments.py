@@ -139,7 +139,7 @@ def test_a_run_is_measured_on_the_half_that_it_names(text: Path, corpus: Corpus,
     losses = {half: go(tiny(text, held_out=half, steps=2), tmp_path).eval_loss for half in ("validation", "test")}
     model = runs.read_run(runs.find_runs(tmp_path)[0]).load_model()
     assert losses["validation"] != losses["test"]
-    from normlab.training.callbacks import mean_token_loss
+    from normlab.training.measure import mean_token_loss
 
     for half, loss in losses.items():
         assert mean_token_loss(model, corpus.spread(4, half), 2) == pytest.approx(loss, abs=1e-6)

@@ -15,8 +15,8 @@ from training_helpers import tiny
 
 from normlab import NormlabError, runs
 from normlab.models import NormlabForCausalLM
-from normlab.training.callbacks import RunStopped
 from normlab.training.config import TrainConfig
+from normlab.training.run import RunStopped
 
 pytest_plugins = ["training_fixtures"]
 

@@ -9,13 +9,11 @@ import os
 import platform
 import subprocess
 import sys
-import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 import torch._inductor.config as inductor
@@ -23,10 +21,10 @@ from training_helpers import tiny
 
 from normlab import NormlabError, runs
 from normlab.models import NormlabForCausalLM
-from normlab.training import build, precision
-from normlab.training.callbacks import RunStopped
+from normlab.training import distributed
 from normlab.training.config import TrainConfig
 from normlab.training.presets import PRESETS
+from normlab.training.run import RunStopped
 from normlab.training.sweep import planned
 
 pytest_plugins = ["training_fixtures"]
@@ -94,8 +92,8 @@ def test_attention_in_float32_is_attention(text: Path) -> None:
     model = NormlabForCausalLM(tiny(text, scheme="pre_rmsnorm").model_config(300, 0)).eval()
     ids = torch.randint(300, (2, 16))
     expected = model(ids).logits
-    precision.use_fast_attention(model, "bfloat16", torch.device("cpu"))
-    assert model.config._attn_implementation == precision.ATTENTION_IN_FLOAT32
+    distributed.use_fast_attention(model, "bfloat16", torch.device("cpu"))
+    assert model.config._attn_implementation == distributed.ATTENTION_IN_FLOAT32
     assert torch.equal(model(ids).logits, expected)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -104,23 +102,14 @@ def test_attention_in_float32_is_attention(text: Path) -> None:
     assert torch.equal(model(ids, attention_mask=mask).logits[:, 5:], padded[:, 5:])
 
 
-def test_compile_reaches_the_trainer(text: Path, tmp_path: Path) -> None:
-    assert [build.training_arguments(tiny(text, compile=c), tmp_path).torch_compile for c in (True, False)] == [
-        True,
-        False,
-    ]
-
-
-@pytest.mark.parametrize("state", ["cpu", "cuda"])
-def test_the_trainer_hears_of_a_cpu_from_the_configuration_whatever_ran_before(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+@pytest.mark.parametrize(("device", "left_on_cpu"), [("auto", False), ("cpu", True)])
+def test_a_run_takes_the_device_of_its_configuration_whatever_ran_before(
+    device: str, left_on_cpu: bool, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """accelerate's state is that of the process, and stays as the first run of it made it."""
-    left = types.SimpleNamespace(num_processes=1, device=torch.device(state))
-    monkeypatch.setattr(accelerate, "PartialState", lambda **_: left)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    found = [build.training_arguments(tiny(text, device=d), tmp_path).use_cpu for d in ("auto", "cpu")]
-    assert found == [False, True]
+    distributed.accelerator_for(tiny(text, device="auto" if device == "cpu" else "cpu"))
+    assert distributed.accelerator_for(tiny(text, device=device)).state._cpu is left_on_cpu
 
 
 @pytest.mark.slow
@@ -182,7 +171,7 @@ def test_where_compiling_fails_training_continues_uncompiled_and_says_so_in_one_
 PRESET_DTYPES = """
 import torch
 from normlab.training.config import TrainConfig
-from normlab.training.precision import computes_bfloat16, settled
+from normlab.training.distributed import computes_bfloat16, settled
 from normlab.training.presets import PRESETS
 from normlab.training.sweep import planned
 
@@ -198,31 +187,31 @@ def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where
     said = subprocess.run([sys.executable, "-c", PRESET_DTYPES], env=hidden, capture_output=True, text=True, check=True)
     assert said.stdout.split()[-2:] == ["False", "float32"]
     cpu = torch.device("cpu")
-    expected = "bfloat16" if precision.computes_bfloat16(cpu) else "float32"
+    expected = "bfloat16" if distributed.computes_bfloat16(cpu) else "float32"
     configs = [config for preset in PRESETS.values() for _, config in planned(preset)]
-    assert {precision.settled(config, cpu).dtype for config in configs} == {expected}
+    assert {distributed.settled(config, cpu).dtype for config in configs} == {expected}
 
 
 def test_bfloat16_asked_for_where_it_is_emulated_is_warned_of_with_the_measured_factor(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "computes_bfloat16", lambda device: False)
+    monkeypatch.setattr(distributed, "computes_bfloat16", lambda device: False)
     cpu = torch.device("cpu")
     with pytest.warns(UserWarning, match=r"^bfloat16 is emulated here: .* takes \d+\.\d times as long as in float32; "):
-        precision.warn_if_emulated(tiny(text, dtype="bfloat16"), cpu)
+        distributed.warn_if_emulated(tiny(text, dtype="bfloat16"), cpu)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        precision.warn_if_emulated(tiny(text, dtype="float32"), cpu)
+        distributed.warn_if_emulated(tiny(text, dtype="float32"), cpu)
 
 
 def test_a_run_begun_or_finished_in_one_precision_keeps_it_where_another_is_faster(
     text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny(text, dtype="auto")
-    monkeypatch.setattr(precision, "computes_bfloat16", lambda device: True)
+    monkeypatch.setattr(distributed, "computes_bfloat16", lambda device: True)
     with pytest.raises(RunStopped):
         go(config, tmp_path / "a", watch=lambda step, rows: step != 4)
-    monkeypatch.setattr(precision, "computes_bfloat16", lambda device: False)
+    monkeypatch.setattr(distributed, "computes_bfloat16", lambda device: False)
     resumed = go(config, tmp_path / "a")
     assert resumed.manifest["measured"]["resumed_from_step"] == 4
     assert resumed.manifest["config"]["dtype"] == "bfloat16" and "--dtype bfloat16" in resumed.manifest["command"]
@@ -239,7 +228,7 @@ def test_fields_that_this_version_added_leave_the_names_of_runs_as_they_were() -
 
 FAULTS = """
 import resource, torch
-from normlab.training.precision import memory_kept
+from normlab.training.distributed import memory_kept
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -20,8 +20,8 @@ from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import load_corpus
 from normlab.training.progress import Progress, Report, read_report, steps_in_all, steps_until, write_report
+from normlab.training.run import train
 from normlab.training.sweep import sweep
-from normlab.training.trainer import train
 
 
 class Clock:
@@ -252,7 +252,7 @@ def test_a_training_run_ends_with_a_line_in_a_log_file(tmp_path: Path, monkeypat
 
 
 def test_a_run_reports_its_steps_and_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normlab.training.callbacks.EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("normlab.training.progress.EVERY_SECONDS", 0.0)
     config = tiny(write_text(tmp_path / "text.txt"))
     seen: list[Report | None] = []
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from training_helpers import FORKS, tiny
 
 from normlab import runs
 from normlab.errors import NormlabError
-from normlab.training.callbacks import RunStopped
 from normlab.training.config import TrainConfig
+from normlab.training.run import RunStopped
 
 pytest_plugins = ["training_fixtures"]
 KEYS = ["step", "split", "site", "layer", "metric", "mask"]
@@ -41,7 +40,7 @@ def alone(config: TrainConfig, go: Callable, tmp_path_factory: pytest.TempPathFa
 
 def _train_rank(environment: dict[str, str], config: TrainConfig, out: Path, cache: Path, stop_at: int) -> None:
     os.environ.update(environment)
-    from normlab.training.trainer import train
+    from normlab.training.run import train
 
     with contextlib.suppress(RunStopped):
         train(config, out, cache_dir=cache, progress=False, watch=lambda step, _: step != stop_at)
@@ -137,7 +136,7 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
 def test_ranks_that_do_not_divide_the_batch_are_refused_in_one_line(
     config: TrainConfig, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerate, "PartialState", lambda **_: types.SimpleNamespace(num_processes=3))
+    monkeypatch.setattr(accelerate.Accelerator, "num_processes", 3)
     with pytest.raises(NormlabError, match="^3 ranks do not divide batch_size 4, .*: change one of the two$"):
         go(config, tmp_path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from training_helpers import WORDS, tiny
 
 from normlab import NormlabError, runs
 from normlab.training import documents
-from normlab.training.batches import SeededOrder
-from normlab.training.build import build_trainer
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import Corpus, corpus_of
-from normlab.training.stored import copied_tokens
+from normlab.training.distributed import accelerator_for
+from normlab.training.loop import Training, block_order
+from normlab.training.measure import Measurements, RunLog, copied_tokens
 
 pytest_plugins = ["training_fixtures"]
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -60,24 +61,20 @@ def test_a_field_that_cannot_be_is_named(fields: dict[str, Any], message: str, t
 # --- rates ---
 
 
-def _after_one_step(config: TrainConfig, corpus: Corpus, folder: Path) -> dict[str, torch.Tensor]:
+def _after_one_step(config: TrainConfig, corpus: Corpus) -> dict[str, torch.Tensor]:
     """What one step adds to each parameter."""
-    trainer = build_trainer(config, corpus, folder)[0]
-    model: Any = trainer.model
+    training = Training(config, corpus, accelerator_for(config))
+    model = training.model
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainer.train()
+    next(training.steps())
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("scheme", ["bhyt_exact", "dyt", "layer_scale"])
-def test_the_rate_of_gains_moves_gains_alone_and_by_its_share(
-    scheme: str, text: Path, corpus: Corpus, tmp_path: Path
-) -> None:
-    fields = dict(scheme=scheme, steps=1, probe_every=0, eval_every=0, checkpoint_every=0, weight_decay=0.0, lr=1e-2)
+def test_the_rate_of_gains_moves_gains_alone_and_by_its_share(scheme: str, text: Path, corpus: Corpus) -> None:
+    fields: dict[str, Any] = dict(scheme=scheme, steps=1, weight_decay=0.0, lr=1e-2)
     fields["model"] = {"qk_norm": "rms_head"}
-    alike, slower = (
-        _after_one_step(tiny(text, gain_lr_ratio=ratio, **fields), corpus, tmp_path / str(ratio)) for ratio in (1, 0.1)
-    )
+    alike, slower = (_after_one_step(tiny(text, gain_lr_ratio=ratio, **fields), corpus) for ratio in (1, 0.1))
     gains = {name for name, moved in alike.items() if moved.dim() < 2}
     assert {"model.norm.weight", "model.layers.0.self_attn.q_norm.weight"} <= gains < set(alike)
     for name, moved in alike.items():
@@ -86,14 +83,11 @@ def test_the_rate_of_gains_moves_gains_alone_and_by_its_share(
         assert moved.abs().max() > 0 or scheme == "layer_scale"
 
 
-def test_gradients_are_not_clipped_where_clip_is_zero(text: Path, corpus: Corpus, tmp_path: Path) -> None:
-    fields = dict(steps=2, probe_every=0, eval_every=0, checkpoint_every=0)
-    free = build_trainer(tiny(text, clip=0.0, **fields), corpus, tmp_path)[0]
-    wide = build_trainer(tiny(text, clip=1e6, **fields), corpus, tmp_path)[0]
-    for trainer in (free, wide):
-        trainer.train()
+def test_gradients_are_not_clipped_where_clip_is_zero(text: Path, corpus: Corpus) -> None:
+    configs = [tiny(text, clip=clip, steps=2) for clip in (0.0, 1e6)]
+    free, wide = (Training(config, corpus, accelerator_for(config)) for config in configs)
+    assert [step.grad_norm for step in free.steps()] == [step.grad_norm for step in wide.steps()]
     assert all(map(torch.equal, free.model.parameters(), wide.model.parameters()))
-    assert [row.value for row in free.run_log.rows] == [row.value for row in wide.run_log.rows]
 
 
 def test_a_run_that_stops_early_is_the_beginning_of_the_whole_one(text: Path, go: Callable, tmp_path: Path) -> None:
@@ -179,7 +173,9 @@ def test_losses_by_file_make_up_the_held_out_loss(stored: runs.Run, held_out: Co
 
 
 def test_the_loss_on_seen_blocks_is_of_blocks_that_the_run_was_trained_on(stored: runs.Run, held_out: Corpus) -> None:
-    order = list(SeededOrder(len(held_out.train), 6 * 2, 0))  # twelve blocks were seen, fewer than are asked for
+    order = list(
+        islice(block_order(len(held_out.train), 0), 6 * 2)
+    )  # twelve blocks were seen, fewer than are asked for
     expected = _losses(stored.load_model(), held_out.train[order].astype(np.int64)).mean()
     assert _value(stored, "seen_loss") == pytest.approx(expected, abs=1e-5)
 
@@ -201,17 +197,14 @@ def test_sizes_of_gains_and_matrices_are_those_of_the_weights(stored: runs.Run) 
     assert len(table["parameter_mean"]) == sum(weight.dim() < 2 for weight in weights.values())
 
 
-def test_a_block_whose_queries_are_zero_has_uniform_attention(stored: runs.Run, held_out: Corpus, cache: Path) -> None:
-    config = TrainConfig.from_dict(stored.manifest["config"])
-    built = build_trainer(config, held_out, cache / "uniform")
-    model: Any = built.trainer.model
+def test_a_block_whose_queries_are_zero_has_uniform_attention(stored: runs.Run, held_out: Corpus) -> None:
+    config, log = TrainConfig.from_dict(stored.manifest["config"]), RunLog(1)
+    model: Any = stored.load_model()
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.zero_()
         model.model.layers[1].self_attn.q_proj.weight.mul_(1e3)
-    for callback in built.trainer.callback_handler.callbacks:
-        if type(callback).__name__ in ("ProbeCallback", "StoredCallback"):
-            callback.act(model, 0)
-    found = {row.layer: row.value for row in built.log.rows if row.metric == "uniform_attention"}
+    Measurements(config, held_out, held_out.measured_on(config), log).at(model, 0)
+    found = {row.layer: row.value for row in log.rows if row.metric == "uniform_attention"}
     assert found == {1: 1.0, 2: 0.0}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from training_helpers import tiny
 
 import normlab
 from normlab import NormlabError, runs
-from normlab.training import trainer as trainer_module
-from normlab.training.callbacks import RunStopped
+from normlab.training import run as run_module
 from normlab.training.clusters import Cluster, Outcome, Slurm
 from normlab.training.config import TrainConfig
+from normlab.training.run import RunStopped
 from normlab.training.sweep import sweep
 
 pytest_plugins = ["training_fixtures"]
@@ -63,7 +62,7 @@ def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_t
     measured = normlab.load_runs(address).query("metric != 'tokens_per_s'")
     assert measured[columns].equals(done.table().query("metric != 'tokens_per_s'")[columns])
     assert list(runs.read_configs(address)) == [config.run_id]
-    monkeypatch.setattr(trainer_module, "_run", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
     assert go(config, address).load_model().config.scheme == config.scheme
 
 
@@ -115,7 +114,7 @@ def test_addresses_that_cannot_be_used_are_one_line(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with monkeypatch.context() as patch, pytest.raises(NormlabError, match="^ranks on several machines .* as --out$"):
-        patch.setattr(accelerate, "PartialState", lambda **_: types.SimpleNamespace(num_processes=2))
+        patch.setattr(accelerate.Accelerator, "num_processes", 2)
         go(tiny(text), "memory://empty")
     with pytest.raises(NormlabError, match="^cannot use nowhere://runs: "):
         normlab.load_runs("nowhere://runs")

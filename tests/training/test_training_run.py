@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +16,45 @@ from training_helpers import WORDS, tiny
 
 from normlab import runs
 from normlab.schemes import STUDIED
-from normlab.training.batches import SeededOrder
-from normlab.training.build import build_trainer
-from normlab.training.callbacks import mean_token_loss, refresh_interval
+from normlab.training.config import TrainConfig
 from normlab.training.corpus import Corpus
+from normlab.training.distributed import accelerator_for
+from normlab.training.loop import Training, block_order, optimizer_of, refresh_interval
+from normlab.training.measure import Measurements, RunLog, mean_token_loss
 
 pytest_plugins = ["training_fixtures"]
+
+
+def begin(config: TrainConfig, corpus: Corpus) -> Training:
+    return Training(config, corpus, accelerator_for(config))
 
 
 # --- data order and start ---
 
 
-def test_one_seed_gives_one_data_order_to_every_scheme(text: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_one_seed_gives_one_data_order_to_every_scheme(text: Path, corpus: Corpus) -> None:
     def first_batches(scheme: str, seed: int) -> torch.Tensor:
-        loader = build_trainer(tiny(text, scheme=scheme, seed=seed), corpus, tmp_path)[0].get_train_dataloader()
+        blocks = begin(tiny(text, scheme=scheme, seed=seed), corpus)._blocks()
         torch.manual_seed(len(scheme))  # whatever a scheme's model drew for its weights
-        return torch.stack([batch["input_ids"] for batch in loader])
+        return torch.stack([next(blocks) for _ in range(8)])
 
     reference = first_batches("pre_rmsnorm", 0)
-    assert len(reference) == tiny(text).steps
     assert all(torch.equal(first_batches(scheme, 0), reference) for scheme in STUDIED)
     assert not torch.equal(first_batches("pre_rmsnorm", 1), reference)
 
 
 def test_every_block_is_read_once_before_any_is_read_again() -> None:
-    order = list(SeededOrder(10, 25, seed=3))
+    order = list(islice(block_order(10, seed=3), 25))
     assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
     assert order[:10] != order[10:20]
-    assert len(order) == 25 and len(set(order[20:])) == 5
-    assert order == list(SeededOrder(10, 25, seed=3))
+    assert len(set(order[20:])) == 5
+    assert order == list(islice(block_order(10, seed=3), 25))
 
 
-def test_tensors_that_schemes_share_start_equal(text: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_tensors_that_schemes_share_start_equal(text: Path, corpus: Corpus) -> None:
     def start(scheme: str, seed: int = 0) -> dict[str, torch.Tensor]:
         torch.manual_seed(len(scheme))
-        return build_trainer(tiny(text, scheme=scheme, seed=seed), corpus, tmp_path)[0].model.state_dict()
+        return begin(tiny(text, scheme=scheme, seed=seed), corpus).model.state_dict()
 
     reference = start("pre_rmsnorm")
     for scheme in ("bhyt", "lns", "dyt", "peri_ln", "post_rmsnorm"):
@@ -62,20 +67,20 @@ def test_tensors_that_schemes_share_start_equal(text: Path, corpus: Corpus, tmp_
 # --- optimizer ---
 
 
-def test_weight_decay_acts_on_what_the_model_names(text: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_weight_decay_acts_on_what_the_model_names(text: Path, corpus: Corpus) -> None:
     for scheme in ("dyt", "bhyt", "pre_layernorm"):
-        trainer = build_trainer(tiny(text, scheme=scheme), corpus, tmp_path)[0]
-        trainer.create_optimizer()
-        names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-        decayed, exempt = ({names[id(p)] for p in group["params"]} for group in trainer.optimizer.param_groups)
-        assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.1
-        assert trainer.optimizer.param_groups[1]["weight_decay"] == 0.0
-        assert decayed == set(trainer.model.decay_parameter_names())
+        config = tiny(text, scheme=scheme)
+        model = begin(config, corpus).model
+        optimizer = optimizer_of(model, config)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        decayed, exempt = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+        assert optimizer.param_groups[1]["weight_decay"] == 0.0
+        assert decayed == set(model.decay_parameter_names())
         assert decayed | exempt == set(names.values()) and not decayed & exempt
-    # transformers' own rule goes by the name, and would exempt DyT's norms
-    dyt = build_trainer(tiny(text, scheme="dyt"), corpus, tmp_path)[0]
-    named = set(super(type(dyt), dyt).get_decay_parameter_names(dyt.model))
-    assert "model.norm.weight" not in named and "model.norm.weight" in dyt.get_decay_parameter_names(dyt.model)
+        assert ("model.norm.weight" in decayed) == (scheme == "dyt"), (
+            "transformers goes by the name and would exempt it"
+        )
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine_to_its_minimum(
@@ -90,21 +95,17 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine_to_its_minimum(
     assert rates[-1] == pytest.approx(0.0025)
 
 
-def test_gradients_are_clipped_and_their_norm_is_logged_unclipped(text: Path, corpus: Corpus, tmp_path: Path) -> None:
-    from transformers import TrainerCallback
+def test_gradients_are_clipped_and_their_norm_is_logged_unclipped(text: Path, corpus: Corpus) -> None:
+    training = begin(tiny(text, clip=0.01), corpus)
+    norms: list[float] = []
 
-    norms = []
+    def watch(*_: Any) -> None:
+        norms.append(torch.sqrt(sum(p.grad.square().sum() for p in training.model.parameters())).item())
 
-    class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            norms.append(torch.sqrt(sum(p.grad.square().sum() for p in model.parameters())).item())
-
-    config = tiny(text, clip=0.01, probe_every=0, eval_every=0, checkpoint_every=0)
-    trainer, log, *_ = build_trainer(config, corpus, tmp_path)
-    trainer.add_callback(Watch())
-    trainer.train()
-    assert norms == pytest.approx([0.01] * config.steps, rel=1e-3)
-    assert min(row[-1] for row in log.rows if row[5] == "grad_norm") > 0.1
+    training.optimizer.register_step_pre_hook(watch)
+    logged = [each.grad_norm for each in training.steps()]
+    assert norms == pytest.approx([0.01] * 8, rel=1e-3)
+    assert min(logged) > 0.1
 
 
 # --- measuring ---
@@ -147,23 +148,22 @@ def test_probes_cover_the_sites_on_one_batch_for_all_runs(
     assert table.query(start).value.tolist() == other.query(start).value.tolist()
 
 
-def test_probe_gradients_are_of_the_summed_loss(text: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_probe_gradients_are_of_the_summed_loss(text: Path, corpus: Corpus) -> None:
     config = tiny(text, steps=1, eval_every=0)
-    trainer, log, *_ = build_trainer(config, corpus, tmp_path)
-    model = trainer.model
+    model, log = begin(config, corpus).model, RunLog(1)
     seen: list[torch.Tensor] = []
     hook = model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     ids = torch.from_numpy(corpus.spread(config.probe_blocks))
     loss = model(input_ids=ids, labels=ids).loss * ids[:, 1:].numel()
     gradient = torch.autograd.grad(loss, seen[0])[0]
     hook.remove()
-    trainer.train()
+    Measurements(config, corpus, corpus.measured_on(config), log).at(model, 0)
     measured = [row[-1] for row in log.rows if (row[0], *row[3:7]) == (0, "block_in_grad", 2, "grad_l2_total", "all")]
     assert measured == pytest.approx([gradient.norm().item()], rel=1e-5)
 
 
-def test_held_out_loss_is_the_mean_over_all_tokens(text: Path, corpus: Corpus, tmp_path: Path) -> None:
-    model = build_trainer(tiny(text), corpus, tmp_path)[0].model
+def test_held_out_loss_is_the_mean_over_all_tokens(text: Path, corpus: Corpus) -> None:
+    model = begin(tiny(text), corpus).model
     blocks = corpus.spread(5)
     ids = torch.from_numpy(blocks)
     expected = model(input_ids=ids, labels=ids).loss.item()
@@ -180,15 +180,16 @@ def test_the_carried_constant_is_refreshed_every_fiftieth_of_the_run_within_boun
 
 
 def test_the_carried_constant_is_refreshed_on_schedule_and_after_the_last_step(
-    text: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny(text, steps=103, probe_every=0, eval_every=0, checkpoint_every=0)
-    trainer = build_trainer(config, corpus, tmp_path)[0]
-    refresh, steps = trainer.model.refresh_carried, []
-    monkeypatch.setattr(trainer.model, "refresh_carried", lambda: (steps.append(trainer.state.global_step), refresh()))
-    trainer.train()
-    assert steps == [*range(0, 103, 2), 103]
-    for layer in trainer.model.model.layers:
+    training = begin(tiny(text, steps=103), corpus)
+    refresh, steps = training.model.refresh_carried, []
+    monkeypatch.setattr(training.model, "refresh_carried", lambda: (steps.append(training.done), refresh()))
+    for layer in training.model.model.layers:
+        assert layer.c_attn.item() == layer.attention_variance_constant().item()
+    list(training.steps())
+    assert steps == [*range(2, 103, 2), 103]
+    for layer in training.model.model.layers:
         assert layer.c_attn.item() == layer.attention_variance_constant().item()
 
 

@@ -9,10 +9,10 @@ import torch
 from training_helpers import tiny
 
 from normlab import NormlabForCausalLM, runs
-from normlab.training.build import build_trainer
-from normlab.training.callbacks import RunStopped
 from normlab.training.corpus import Corpus
-from normlab.training.trainer import train
+from normlab.training.distributed import accelerator_for
+from normlab.training.loop import Training
+from normlab.training.run import RunStopped, train
 
 pytest_plugins = ["training_fixtures"]
 
@@ -34,11 +34,11 @@ def test_matrices_have_unit_length_after_a_run(text, corpus, tmp_path):
     assert (lengths - 1).abs().max() < 1e-5
 
 
-def test_the_trainers_optimizer_has_the_schemes_rates(text: Path, corpus: Corpus, tmp_path: Path):
-    trainer = build_trainer(tiny(text, scheme="complete_p", lr=0.01), corpus, tmp_path)[0]
-    trainer.create_optimizer_and_scheduler(8)
-    block = trainer.model.model.layers[0]
-    found = {p: group["initial_lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+def test_the_optimizer_has_the_schemes_rates(text: Path, corpus: Corpus):
+    config = tiny(text, scheme="complete_p", lr=0.01)
+    training = Training(config, corpus, accelerator_for(config))
+    block = training.model.model.layers[0]
+    found = {p: group["initial_lr"] for group in training.optimizer.param_groups for p in group["params"]}
     assert found[block.mlp.up_proj.weight] == pytest.approx(0.01 * 256 / 32)
     assert found[block.input_layernorm.weight] == pytest.approx(0.01)
 

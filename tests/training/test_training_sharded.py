@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -11,17 +12,18 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from test_training_ranks import _train_rank, assert_same, finish, kill_a_rank
 from training_helpers import tiny
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from normlab import LayerStatsCallback, runs
-from normlab.training import build as build_module
-from normlab.training.build import build_trainer
-from normlab.training.callbacks import RunStopped
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import corpus_of
+from normlab.training.distributed import accelerator_for
+from normlab.training.loop import fresh_model
 from normlab.training.needs import needs
+from normlab.training.run import RunStopped
 
 pytest_plugins = ["training_fixtures"]
 
@@ -53,19 +55,39 @@ def test_a_split_model_goes_on_with_another_number_of_ranks(
     assert list(tmp_path.iterdir()) == [run.path]
 
 
+class _Trainer(Trainer):
+    """Anyone's, of a model that is split already."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+
 def _watch_rank(environment: dict[str, str], config: TrainConfig, out: Path, cache: Path, _: int) -> None:
     """Train with the callback that anyone's Trainer takes; write its table, and the bytes of weights and of the
     optimizer's moments that are here."""
     os.environ.update(environment)
-    trainer = build_trainer(config, corpus_of(config, cache), out / "work")[0]
+    corpus, accelerator = corpus_of(config, cache), accelerator_for(config)
+    model = fresh_model(config, corpus, accelerator)
     callback = LayerStatsCallback(every=2, metrics=["token_l2_mean", "feature_var_mean", "grad_l2_mean"])
-    trainer.add_callback(callback)
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch_size // accelerator.num_processes,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    blocks = [{"input_ids": ids, "labels": ids} for ids in torch.from_numpy(corpus.train.astype("int64"))]
+    trainer = _Trainer(model, arguments, train_dataset=blocks, callbacks=[callback])
     trainer.train()
     name = environment.get("RANK", "alone")
     callback.to_pandas().to_parquet(out / f"{name}.parquet")
     if environment:
-        weights = sum(p.to_local().nbytes for p in trainer.model.parameters())
-        states = trainer._parts()[1].state.values()
+        weights = sum(p.to_local().nbytes for p in model.parameters())
+        states = trainer.optimizer.optimizer.state.values()
         moments = sum(state[moment].to_local().nbytes for state in states for moment in ("exp_avg", "exp_avg_sq"))
         (out / f"bytes-{name}").write_text(f"{weights} {moments}")
 
@@ -105,9 +127,7 @@ def _train_compiled_rank(
     """Train by captured graphs without inductor, which takes long; write how many there were."""
     from torch._dynamo.utils import counters
 
-    build_module.TrainingArguments = lambda **given: TrainingArguments(
-        **given, torch_compile_backend="eager" if given["torch_compile"] else None
-    )
+    torch.compile = functools.partial(torch.compile, backend="eager")
     _train_rank(environment, config, out, cache, stop_at)
     (out.parent / f"graphs-{environment['RANK']}").write_text(str(counters["stats"]["unique_graphs"]))
 

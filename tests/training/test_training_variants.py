@@ -17,7 +17,7 @@ import normlab
 from normlab.analysis.compare import compare_variants
 from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
-from normlab.schemes import BOUND_AND_CONTROL, GAIN_CONTROL
+from normlab.schemes import GAIN_CONTROL, tagged
 from normlab.training.config import TrainConfig
 from normlab.training.corpus import CorpusSpec, load_corpus
 from normlab.training.presets import Part, Preset, Variant, get_preset
@@ -44,8 +44,8 @@ def outliers(text: Path, go: Callable, tmp_path_factory: pytest.TempPathFactory)
 
 def test_every_run_with_a_tanh_has_a_twin_without_it_that_differs_in_nothing_else():
     bounded, linear = (
-        {dataclasses.replace(c, scheme=BOUND_AND_CONTROL[0]).run_id for c in CONFIGS if c.scheme == name}
-        for name in BOUND_AND_CONTROL
+        {dataclasses.replace(c, scheme=tagged("bound")[0]).run_id for c in CONFIGS if c.scheme == name}
+        for name in tagged("bound")
     )
     assert bounded == linear and len(bounded) == 27
     assert len({config.run_id for config in CONFIGS}) == len(CONFIGS) == 60

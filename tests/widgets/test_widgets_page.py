@@ -18,7 +18,7 @@ from normlab.analysis.profiles import Profiles, View
 from normlab.errors import NormlabError
 from normlab.figures.profile import PlotOptions, drawing, plain
 from normlab.figures.theme import style_of
-from normlab.schemes import SHORT_LIST
+from normlab.schemes import tagged
 from normlab.widgets.page import explorer_page, page_data
 
 
@@ -173,7 +173,7 @@ def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: P
         own.goto(path.as_uri())
         own.wait_for_selector(".js-plotly-plot .main-svg")
         drawn = "() => document.getElementById('plot').data.map(trace => trace.name)"
-        assert set(own.evaluate(drawn)) == {style_of(name).title for name in SHORT_LIST}
+        assert set(own.evaluate(drawn)) == {style_of(name).title for name in tagged("short")}
         assert not own.locator("#scheme-keel").is_visible()
         own.locator("#further summary").click()
         assert own.locator("#further").inner_text().startswith("5 further schemes")

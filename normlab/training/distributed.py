@@ -1,18 +1,25 @@
-"""Faster training steps: bfloat16 or float16 matrix products by autocast, `torch.compile`, and memory that stays.
+"""Devices, precision, ranks: what one training step runs on.
 
-`fastest_dtype(device)`  bfloat16 where the device computes it in hardware, else float32: what dtype "auto" becomes
-`device_of(config)`      the device that a run takes here
-`settled(config, device)` a configuration with its dtype "auto" replaced by that
-`why_dtype(device)`      the reason for it, in words
-`warn_if_emulated`       one warning, with the measured factor, where bfloat16 was asked for and is emulated
-`autocast(dtype)`        the context of a training step's forward pass
-`scaler_of(dtype)`       what keeps float16 gradients in range
-`use_fast_attention`     keeps attention's core in float32 where bfloat16 would be slower
-`uncompiled(error)`      turns `torch.compile` off for the rest of a run, with one line
-`memory_kept`            what a step frees stays with the process until the run ends
+`accelerator_for(config)`    the processes that train a run together, and their devices
+`fastest_dtype(device)`      bfloat16 where the device computes it in hardware, else float32: what dtype "auto" becomes
+`device_of(config)`          the device that a run takes here
+`settled(config, device)`    a configuration with its dtype "auto" replaced by that
+`why_dtype(device)`          the reason for it, in words
+`warn_if_emulated`           one warning, with the measured factor, where bfloat16 was asked for and is emulated
+`autocast(dtype)`            the context of a training step's forward pass
+`scaler_of(dtype)`           the loss scaler of float16
+`use_fast_attention`         keeps attention's core in float32 where bfloat16 would be slower
+`uncompiled(error)`          turns `torch.compile` off for the rest of a run, with one line
+`memory_kept`                keeps what a step frees in the process until the run ends
+`shard`, `gathered`          a model split over the ranks (FSDP2); a whole copy of it
+`save`, `load`               checkpoints of a split model, which any number of ranks can read
 
-Weights, gradients, the optimizer and the residual stream stay in float32, and so does everything that is measured:
-probes and held-out losses run the model itself, outside both.
+Weights, gradients, optimizer and residual stream stay in float32, and so does everything that is measured. Probes and
+held-out losses run the model itself, outside autocast and compilation. That is why autocast is not left to accelerate:
+it would wrap the model's own forward.
+
+Models are split by `torch.distributed.fsdp.fully_shard` itself, on CPUs and GPUs alike. accelerate applies it on GPUs
+only, to blocks that its own configuration names, and writes checkpoints in another form.
 """
 
 from __future__ import annotations
@@ -20,24 +27,54 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import os
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from normlab.errors import in_one_line
+from normlab.errors import NormlabError, in_one_line
+from normlab.training import require_training
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from normlab.models import NormlabForCausalLM
     from normlab.training.config import TrainConfig
 
 ATTENTION_IN_FLOAT32 = "sdpa_float32"
 # Of glibc's mallopt: trim the heap's top only beyond as much as this, and map nothing that is smaller by itself.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 2**31 - 1), (-3, 2**30)
+
+
+def accelerator_for(config: TrainConfig) -> Accelerator:
+    """The processes that train this run together: one, unless a launcher started more. NormlabError for a GPU that is
+    not there."""
+    require_training()
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.state import AcceleratorState
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise NormlabError("device is 'cuda', and PyTorch sees no GPU here; leave it at 'auto'")
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if not several:  # accelerate's state is that of the process, and an earlier run may have taken another device
+        AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(
+        # By itself it takes several processes on a CPU for one.
+        cpu=config.device == "cpu" or (several and not torch.cuda.is_available()),
+        mixed_precision="no",
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=not config.gradient_checkpointing)],
+    )
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        raise NormlabError("accelerate is configured to shard the model itself: take that out, and give --fsdp")
+    return accelerator
 
 
 def computes_bfloat16(device: torch.device) -> bool:
@@ -168,3 +205,54 @@ def memory_kept() -> Iterator[None]:
     finally:
         if keeps:
             libc.malloc_trim(0)
+
+
+def shard(model: NormlabForCausalLM, device: torch.device) -> None:
+    """Split the parameters over all ranks, in place. They become DTensors; their names stay."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def gathered(model: NormlabForCausalLM) -> NormlabForCausalLM:
+    """A copy with whole weights. Every rank has to call it."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    weights = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
+    copy = type(model)(model.config)
+    copy.load_state_dict(weights)
+    copy.to(device=model.device)  # type: ignore[call-arg]
+    return copy.train(model.training)
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write weights and optimizer state; every rank writes its share."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    weights, optimized = states.get_state_dict(model, optimizer)
+    with _alone() as alone:
+        dcp.save({"weights": weights, "optimizer": optimized}, checkpoint_id=folder, no_dist=alone)
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read them into a model and its optimizer, split or whole."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    weights, optimized = states.get_state_dict(model, optimizer)
+    with _alone() as alone:
+        dcp.load({"weights": weights, "optimizer": optimized}, checkpoint_id=folder, no_dist=alone)
+    states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimized)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[bool]:
+    """True if this is the only process; PyTorch warns of it at every checkpoint."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""The table of schemes: a row each, whose parameters are those that a model has."""
+"""The table of costs: one row per scheme, with the parameters of a model's norms and rules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from model_helpers import tiny_config
 
 from normlab import SCHEMES, NormlabForCausalLM, cli
+from normlab.models.costs import table
 from normlab.norms import Norm
 from normlab.residuals import Residual
-from normlab.schemes import table
 
 
-def test_a_row_a_scheme_with_what_follows_from_its_formula():
+def test_one_row_per_scheme_with_the_costs_of_its_formula():
     found = table(1024, 16).set_index("name")
     assert list(found.index) == list(SCHEMES)
     assert list(found.columns) == ["family", "formula", "paper", "parameters", "bytes", "operations"]
@@ -23,26 +23,17 @@ def test_a_row_a_scheme_with_what_follows_from_its_formula():
     assert (found[["bytes", "operations"]] > 0).all().all()
 
 
-RMS, LAYERS, SUBLAYERS = 4, 2, 4  # operations a channel: square, sum, division, gain
-NORMS = RMS * (SUBLAYERS + 1)
+RMS, LAYERS, SUBLAYERS = 4, 2, 4  # operations per channel: square, sum, division, gain
 OPERATIONS = {
     "bhyt": LAYERS * (RMS + 1) + LAYERS * (RMS + 1 - 2) + RMS + SUBLAYERS,  # a tanh more; square and sum less
-    "bhyt_exact": SUBLAYERS * (RMS + 1) + RMS + SUBLAYERS,
-    "pre_layernorm": 7 * (SUBLAYERS + 1) + SUBLAYERS,
-    "attn_residuals": NORMS + sum(6 * values for values in (2, 3, 4, 5)),  # square, sum, q.v, weighted sum of each
     # per sublayer: 4d numbers times 24 columns, their rms, read 4, mix 16, write 4; then four streams' sum
-    "mhc": NORMS + SUBLAYERS * (2 * 4 * 24 + 3 * 4 + 2 * (4 + 16 + 4)) + 3,
-    "residual_dual": SUBLAYERS * (RMS + 2) + RMS + 1,
-    "siamese_norm": NORMS + SUBLAYERS * (2 * RMS + 4) + 2 * RMS + 1,
-    "b2t": NORMS + LAYERS * (1 + 2),
-    "fixup": SUBLAYERS * 2,
-    "ngpt": SUBLAYERS * (3 + 3 + 3),
+    "mhc": RMS * (SUBLAYERS + 1) + SUBLAYERS * (2 * 4 * 24 + 3 * 4 + 2 * (4 + 16 + 4)) + 3,
 }
 
 
-def test_operations_are_counted_where_the_formula_has_them():
-    found = table(64, LAYERS).set_index("name")["operations"]
-    assert {scheme: found[scheme] / 64 for scheme in OPERATIONS} == OPERATIONS
+def test_operations_follow_from_the_formula():
+    operations = table(64, LAYERS).set_index("name")["operations"]
+    assert {scheme: operations[scheme] / 64 for scheme in OPERATIONS} == OPERATIONS
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,0 +1,135 @@
+"""The numbers of data/README.md, made from the shipped files.
+
+texts   every text by the name that marks it in the page
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+from findings import ROOT, manifests, outcome, plain
+from tables import table
+
+from normlab.runs import FINALS, SEARCH
+
+
+def texts() -> dict[str, str]:
+    parts = (pilot, precision, hours, removal, deepest, gains, packages, bench)
+    return {name: text for part in parts for name, text in part().items()}
+
+
+def pilot() -> dict[str, str]:
+    rows: dict[str, list[str]] = {}
+    for manifest in sorted(manifests("pilot"), key=lambda m: (m["config"]["corpus"] != "stdlib", m["config"]["depth"])):
+        row = rows.setdefault(manifest["config"]["corpus"], [])
+        row += [plain(manifest["eval_loss"], 3)]
+        if manifest["config"]["depth"] == 16:
+            row += [plain(manifest[name], 3) for name in ("trigram_loss", "bigram_loss")]
+    lines = [(f"`{corpus}`", *row) for corpus, row in rows.items()]
+    return {"table_of_pilot": table(("text", "4 blocks", "16 blocks", "trigram", "bigram"), lines)}
+
+
+def precision() -> dict[str, str]:
+    loss = {
+        (m["config"]["dtype"], m["config"]["seed"]): m["eval_loss"]
+        for m in (*manifests("precision"), *manifests("pilot"))
+        if m["config"]["depth"] == 4 and m["config"]["corpus"] == "stdlib"
+    }
+    return {
+        "loss_bfloat16": plain(loss["bfloat16", 0], 3),
+        "loss_float32": plain(loss["float32", 0], 3),
+        "loss_other_seed": plain(loss["bfloat16", 1], 3),
+    }
+
+
+def hours() -> dict[str, str]:
+    """Hours by the clock of the sweep `trained`, and at the fastest run of each depth and length."""
+    folders = {"runs": "reported", f"runs/{SEARCH}": "search", f"runs/{FINALS}": "finals", "other_rates": "other rates"}
+    rows = [
+        (what, *(m["config"][name] for name in ("depth", "steps", "experiment_blocks")), m["measured"])
+        for folder, what in folders.items()
+        for m in manifests(folder)
+    ]
+    runs = pd.DataFrame(rows, columns=["what", "depth", "steps", "blocks", "measured"])
+    runs["wall_s"] = [measured["wall_s"] for measured in runs["measured"]]
+    runs["whole"] = [not measured["resumed_from_step"] for measured in runs["measured"]]
+    shape = ["depth", "steps", "blocks"]
+    fastest = runs[runs["whole"]].groupby(shape)["wall_s"].min()
+    quiet = fastest.loc[list(runs[shape].itertuples(index=False, name=None))].sum()
+    counts = runs["what"].value_counts()
+    return {
+        "runs": f"{len(runs)}",
+        "runs_searched": f"{counts['search']}",
+        "runs_finals": f"{counts['finals']}",
+        "runs_other_rates": f"{counts['other rates']}",
+        "runs_hours": plain(runs["wall_s"].sum() / 3600, 0),
+        "runs_quiet_hours": plain(quiet / 3600, 0),
+        "runs_interrupted": f"{(~runs['whole']).sum()}",
+    }
+
+
+def removal() -> dict[str, str]:
+    steps = pd.read_csv(ROOT / "data" / "removal" / "pre_rmsnorm-d8.csv")
+    cost = steps["loss_removed"] - steps["loss_before"]
+    return {
+        "removal_norms": f"{len(steps)}",
+        "removal_before": plain(steps["loss_before"].iloc[0]),
+        "removal_after": plain(steps["loss_tuned"].iloc[-1]),
+        "removal_costliest": plain(cost.max()),
+    }
+
+
+def deepest() -> dict[str, str]:
+    runs = manifests("depth")
+    shallow = [m for m in runs if m["config"]["depth"] == 16]
+    limit = [m for m in runs if m["config"]["depth"] == 1000]
+    best = min(limit, key=lambda m: m["eval_loss"] or float("inf"))
+    return {
+        "depth_runs": f"{len(runs)}",
+        "depth_hours": plain(sum(m["measured"]["wall_s"] for m in runs) / 3600, 1),
+        "depth_schemes": f"{len(shallow)}",
+        "depth_limit": f"{len(limit)}",
+        "depth_unigram": plain(runs[0]["corpus"]["unigram_entropy"]),
+        "depth_bigram": plain(runs[0]["bigram_loss"]),
+        "depth_best_scheme": f"`{best['config']['scheme']}`",
+        "depth_best": plain(best["eval_loss"]),
+        "depth_trains": ", ".join(
+            f"{sum(outcome(m) == 'trains' for m in runs if m['config']['depth'] == depth)} at {depth:,}"
+            for depth in (16, 256, 1000)
+        ),
+    }
+
+
+def gains() -> dict[str, str]:
+    return {"gains_runs": f"{len(manifests('gains'))}"}
+
+
+def packages() -> dict[str, str]:
+    """The corpus `packages`, as a run that read it describes it."""
+    manifest = manifests("gains")[0]
+    corpus = manifest["corpus"]
+    return {
+        "packages_tokens": f"{corpus['train_tokens'] / 1e6:.1f}M",
+        "packages_steps": f"{corpus['train_blocks'] // manifest['config']['batch_size']:,}",
+        "packages_held_out": f"{corpus['held_out_blocks']:,}",
+        "packages_unigram": plain(corpus["unigram_entropy"]),
+        "packages_bigram": plain(manifest["bigram_loss"]),
+        "packages_trigram": plain(manifest["trigram_loss"]),
+    }
+
+
+def bench() -> dict[str, str]:
+    steps = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index(["what", "base"])
+    workers = pd.read_csv(ROOT / "data" / "bench" / "ray_workers.csv").set_index("workers")
+    probes = pd.read_csv(ROOT / "data" / "bench" / "probes_cpu.csv").set_index(["pass", "case"])
+    moves = pd.read_csv(ROOT / "data" / "bench" / "latency.csv").query("control == 'all'").set_index("surface")
+    default, lens = "normlab, default metrics", "TransformerLens run_with_cache"
+    return {
+        "bfloat16_step": plain(steps.loc[("bfloat16 compiled step", "float32 step"), "ratio"]),
+        "two_ray_workers": plain(workers.loc[2, "ratio"]),
+        "record_cpu": plain(probes.loc[("forward and backward", f"{default} and gradients"), "cpu_ratio"]),
+        "bare_cpu": plain(probes.loc[("forward and backward", "the same again"), "cpu_ratio"]),
+        "record_memory": plain(probes.loc[("forward", default), "extra_peak_mib"], 0),
+        "lens_memory": f"{probes.loc[('forward', lens), 'extra_peak_mib']:,.0f}",
+        "slider_lab": plain(moves.loc["JupyterLab", "median_ms"], 0),
+        "slider_page": plain(moves.loc["page", "median_ms"], 0),
+    }

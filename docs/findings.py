@@ -1,0 +1,409 @@
+"""The numbers of docs/findings.md, made from the shipped runs.
+
+texts   every text by the name that marks it in the page
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from safetensors import safe_open
+from scipy import stats
+from tables import table
+
+import normlab
+from normlab.analysis import claims, rates
+from normlab.analysis.compare import compare, compare_variants, last_values
+from normlab.analysis.selection import choose, in_order, title_of
+from normlab.analysis.verdicts import DIFFERENT, differences, judged
+from normlab.models import NormlabConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PRE_LN, LNS, BHYT = "pre_rmsnorm", "lns", "bhyt"
+SMALL_GAIN = ("bhyt", "bhyt_exact", "rmsnorm_gain")
+PLAIN = ("pre_rmsnorm", "lns", "lns_gain")
+MANY_STEPS = 500  # training loss is a mean over the last of them
+UNIFORM = 0.98  # a uniform attention has more than this share of the largest entropy
+
+
+def texts() -> dict[str, str]:
+    parts = (depth, fit, blocks, stream, attention, tanh, search, warm_up, groups, deepest)
+    return {name: text for part in parts for name, text in part().items()}
+
+
+@cache
+def runs(folder: str = "runs") -> pd.DataFrame:
+    return normlab.load_runs(ROOT / "data" / folder)
+
+
+@cache
+def experiments(folder: str = "runs") -> pd.DataFrame:
+    return normlab.load_experiments(ROOT / "data" / folder)
+
+
+@cache
+def chosen() -> pd.DataFrame:
+    """One row per run of `data/runs`, each scheme at its chosen rate: `scheme depth seed lr eval_loss ...`."""
+    return choose(runs(), depth=None).runs
+
+
+@cache
+def manifests(folder: str) -> list[dict]:
+    return [normlab.runs.read_run(path).manifest for path in normlab.runs.find_runs(ROOT / "data" / folder)]
+
+
+def signed(value: float, digits: int = 2) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def plain(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
+def interval(row: pd.Series, digits: int = 2, sign: bool = False) -> str:
+    """An estimate and its interval: 0.10 [0.07, 0.12]."""
+    estimate = signed(row["estimate"], digits) if sign else plain(row["estimate"], digits)
+    if math.isnan(row["low"]):
+        return estimate
+    return f"{estimate} [{plain(row['low'], digits)}, {plain(row['high'], digits)}]"
+
+
+def cell(row: pd.Series, sign: bool = True) -> str:
+    """The interval, bold if the verdict is *different*; empty for one seed."""
+    if not row["seeds"] > 1:
+        return ""
+    return f"**{interval(row, sign=sign)}**" if row["verdict"] == DIFFERENT else interval(row, sign=sign)
+
+
+def several(depth: int) -> list[str]:
+    """The schemes with several seeds at a depth."""
+    seeds = chosen().query("depth == @depth").groupby("scheme")["seed"].nunique()
+    return in_order(seeds.index[seeds > 1])
+
+
+def against_pre_ln(metric: str, depth: int) -> pd.DataFrame:
+    """Each scheme with several seeds against Pre-LN, judged as one family; indexed by scheme."""
+    others = [name for name in several(depth) if name != PRE_LN]
+    rows = [compare(runs(), name, PRE_LN, metric, depth=depth) for name in others]
+    return judged(pd.concat(rows, ignore_index=True)).set_index("a")
+
+
+def pairs(values: pd.DataFrame, a: str, b: str, column: str = "value") -> pd.DataFrame:
+    """Scheme a minus scheme b at each depth; `values` has one row per run, of all schemes that give the floor."""
+    return judged(differences(values.assign(value=values[column]), a, b, "loss"))
+
+
+def pair(values: pd.DataFrame, a: str, b: str, column: str = "value") -> pd.Series:
+    """`pairs` of a single depth."""
+    return pairs(values, a, b, column).iloc[0]
+
+
+def listed(values: Iterable[float], digits: int = 2) -> str:
+    """Numbers in a sentence: 0.1, 0.2 and 0.3."""
+    *first, last = (plain(value, digits) for value in values)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+# Does depth pay?
+
+
+def depth() -> dict[str, str]:
+    gains = claims.depth_gain(runs(), 4, 16).query("seeds > 1").set_index("a")
+    few = claims.by_tokens(rates.settled(runs("runs/search")), runs()).query("tokens == tokens.min()")
+    loss = chosen().pivot_table(index=["scheme", "seed"], columns="depth", values="eval_loss")
+    paired = (loss[4] - loss[16]).dropna().rename("value").reset_index().assign(depth=16)
+    size = {
+        depth: next(m["parameters"] for m in manifests("runs") if m["config"]["depth"] == depth) for depth in (4, 16)
+    }
+    return {
+        "gain_pre_ln": interval(gains.loc[PRE_LN]),
+        "gain_lns_minus_pre_ln": interval(pair(paired, LNS, PRE_LN), sign=True),
+        "gain_few_tokens": signed(few.set_index("scheme")["gain"][title_of(PRE_LN)]),
+        "parameters_16_over_4": plain(size[16] / size[4], 1),
+        "table_of_losses": _losses(gains),
+    }
+
+
+def _losses(gains: pd.DataFrame) -> str:
+    mean = chosen().groupby(["scheme", "depth"])["eval_loss"].mean()
+    rate = chosen().groupby("scheme")["lr"].first()
+    pairs = {depth: against_pre_ln("loss", depth) for depth in (4, 16)}
+    rows = []
+    for scheme in in_order(chosen()["scheme"]):
+        losses = [plain(mean[scheme, d]) if (scheme, d) in mean.index else "" for d in (4, 8, 16)]
+        differ = [cell(pairs[d].loc[scheme]) if scheme in pairs[d].index else "" for d in (4, 16)]
+        gain = cell(gains.loc[scheme], sign=False) if scheme in gains.index else ""
+        rows.append((title_of(scheme), f"{rate[scheme]:g}", *losses, *differ, gain))
+    rows.append(("trigram model", "", *[plain(chosen()["trigram_loss"].iloc[0])] * 3, "", "", ""))
+    head = ("scheme", "rate", "4 blocks", "8", "16", "minus Pre-LN: 4 blocks", "16", "gain from 4 to 16")
+    return table(head, rows)
+
+
+# Does LNS fit better, or generalize better?
+
+
+def fit() -> dict[str, str]:
+    values = pd.concat([fit_values(depth) for depth in (4, 16)])
+    columns = [pairs(values, LNS, PRE_LN, name).apply(cell, axis=1) for name in ("held_out", "training", "gap")]
+    rows = zip((4, 16), *columns, strict=True)
+    smaller = pair(fit_values(16).assign(less=lambda values: -values["gap"]), LNS, PRE_LN, "less")
+    evals = runs().query("site == 'model' and metric == 'loss' and split == 'eval' and depth == 16 and step > 0")
+    mean = evals.pivot_table(index="step", columns="scheme", values="value", observed=True)
+    lead = mean[LNS] - mean[PRE_LN]
+    return {
+        "lns_gap": interval(smaller, 3),
+        "lns_equal_rate": interval(pair(rate_of_pre_ln("loss"), LNS, PRE_LN), sign=True),
+        "epochs": plain(manifests("runs")[0]["epochs"], 1),
+        "table_of_fit": table(("blocks", "held-out loss", "training loss", "held-out minus training"), rows),
+        "table_of_lead": table(
+            ("step", *(f"{step:,}" for step in lead.index)), [("LNS minus Pre-LN", *map(signed, lead))]
+        ),
+    }
+
+
+def fit_values(depth: int) -> pd.DataFrame:
+    """Held-out loss at the end, training loss of the last steps, and their gap: one row per run of a depth."""
+    loss = runs().query("site == 'model' and metric == 'loss' and depth == @depth")
+    last, by_run = loss["step"].max(), ["scheme", "depth", "seed"]
+    training = loss[(loss["split"] == "train") & (loss["step"] > last - MANY_STEPS)]
+    held_out = loss[(loss["split"] == "eval") & (loss["step"] == last)]
+    values = pd.DataFrame(
+        {
+            "held_out": held_out.groupby(by_run, observed=True)["value"].mean(),
+            "training": training.groupby(by_run, observed=True)["value"].mean(),
+        }
+    ).reset_index()
+    values = values[values["scheme"].isin(several(depth))]
+    return values.assign(gap=values["held_out"] - values["training"])
+
+
+def rate_of_pre_ln(metric: str) -> pd.DataFrame:
+    """Values of the schemes that were trained at Pre-LN's rate at depth 4, one row per run."""
+    both = [last_values(choose(runs(folder), depth=4), metric) for folder in ("runs", "other_rates")]
+    values = pd.concat(both)
+    values = values[values["lr"] == values.loc[values["scheme"] == PRE_LN, "lr"].iloc[0]]
+    return values[values.groupby("scheme")["seed"].transform("nunique") > 1]
+
+
+# Which blocks do the work?
+
+
+def blocks() -> dict[str, str]:
+    values = block_costs()
+    columns = ["costliest", "early", "late", "deep", "last", "change"]
+    mean = values.groupby("scheme")[columns].mean()
+    rows = [(title_of(name), *map(plain, mean.loc[name])) for name in in_order(mean.index)]
+    rows.append(("LNS minus Pre-LN", *(cell(pair(values, LNS, PRE_LN, name)) for name in columns)))
+    less = pair(values.assign(less=-values["late"]), LNS, PRE_LN, "less")
+    head = ("scheme", "costliest block", "sum of 2 to 8", "sum of 9 to 16", "mean of 9 to 15", "block 16", "change")
+    return {"deep_cost_less": interval(less), "table_of_blocks": table(head, rows)}
+
+
+def block_costs() -> pd.DataFrame:
+    """Costs of leaving out one of 16 blocks, and how far blocks 9 to 15 are from the identity: one row per run."""
+    cost, jacobian = by_layer("skip_delta_loss"), by_layer("jacobian_identity")
+    values = {
+        "costliest": cost.max(axis=1),
+        "early": cost.loc[:, 2:8].sum(axis=1),
+        "late": cost.loc[:, 9:16].sum(axis=1),
+        "deep": cost.loc[:, 9:15].mean(axis=1),
+        "last": cost[16],
+        "change": jacobian.loc[:, 9:15].mean(axis=1),
+    }
+    return pd.DataFrame(values).reset_index().assign(depth=16)
+
+
+def by_layer(metric: str) -> pd.DataFrame:
+    """An experiment on each block of the models of 16 blocks: a row per scheme and seed, a column per block."""
+    rows = experiments().query("metric == @metric and part == 'block' and depth == 16")
+    return rows.pivot_table(index=["scheme", "seed"], columns="layer", values="value", observed=True)
+
+
+# Is the stream small?
+
+
+def stream() -> dict[str, str]:
+    sizes, losses = (against_pre_ln(metric, 16) for metric in ("token_l2_mean", "loss"))
+    rows = [
+        (title_of(name), cell(sizes.loc[name], sign=False), cell(losses.loc[name])) for name in in_order(sizes.index)
+    ]
+    by_rate = rates.by_rate(runs(), runs("other_rates"), depth=4)
+    columns = zip(
+        by_rate["scheme"],
+        by_rate["lr"].map("{:g}".format),
+        by_rate["loss"].map(plain),
+        by_rate["spread"].map(plain),
+        by_rate["token_l2"].map("{:.1f}".format),
+        by_rate["against"].map(plain),
+        strict=True,
+    )
+    low = differences(rate_of_pre_ln("token_l2_mean"), BHYT, PRE_LN, "token_l2_mean").iloc[0]
+    growth = claims.growth(runs()).query("depth == 16").set_index("a")
+    return {
+        "bhyt_stream": interval(sizes.loc[BHYT]),
+        "bhyt_loss": interval(losses.loc[BHYT], sign=True),
+        "bhyt_stream_low_rate": interval(low),
+        "bhyt_loss_low_rate": interval(pair(rate_of_pre_ln("loss"), BHYT, PRE_LN), sign=True),
+        "one_block_low": plain(growth["one_block"].min()),
+        "one_block_high": plain(growth["one_block"].max()),
+        "growth_pre_ln": plain(growth.loc[PRE_LN, "estimate"], 1),
+        "growth_lns": plain(growth.loc[LNS, "estimate"], 1),
+        "table_of_streams": table(("scheme", "L2 norm after block 16, over Pre-LN's", "loss minus Pre-LN's"), rows),
+        "table_of_rates": table(("scheme", "rate", "loss", "apart", "L2 norm", "over Pre-LN's"), columns),
+    }
+
+
+# Where does attention die?
+
+
+def attention() -> dict[str, str]:
+    tables = [_uniform(runs(), 16), _uniform(runs(), 4), _uniform(runs("other_rates"), 4)]
+    counts = pd.concat(tables, ignore_index=True).query("seeds > 1")
+    rows = [
+        (title_of(r.scheme), r.depth, f"{r.lr:g}", f"{r.models} of {r.seeds}", f"{r.dead} of {r.attentions}")
+        for r in counts.sort_values(["depth", "lr"], ascending=[False, False], kind="stable").itertuples()
+    ]
+    deep = tables[0].set_index("scheme")
+    small, other = (deep.loc[list(names), ["models", "seeds"]].sum() for names in (SMALL_GAIN, (PRE_LN, LNS)))
+    share = stats.binomtest(int(small["models"]), int(small["seeds"])).proportion_ci()
+    sides = [[side["models"], side["seeds"] - side["models"]] for side in (small, other)]
+    gains = _gains_of_shipped()
+    return {
+        "dead_models": f"{small['models']} of {small['seeds']}",
+        "dead_share": f"{small['models'] / small['seeds']:.0%} [{share.low:.0%}, {share.high:.0%}]",
+        "dead_models_other": f"{other['models']} of {other['seeds']}",
+        "dead_p": f"{stats.fisher_exact(sides).pvalue:.4f}",
+        "dead_lambda": listed(gains[gains["dead"]]["lambda"]),
+        "live_lambda": plain(gains[~gains["dead"]]["lambda"].min()),
+        "start_lambda": f"{NormlabConfig(scheme=BHYT).lam_input:g}",
+        "table_of_attention": table(("scheme", "blocks", "rate", "models with one", "uniform attentions"), rows),
+    }
+
+
+def _entropy(table: pd.DataFrame) -> pd.DataFrame:
+    """Entropy of attention at the end of training over the uniform one's: a row per run, a column per block."""
+    rows = table.query("metric == 'attention_entropy' and mask == 'all' and step == step.max()")
+    queries = np.arange(1, manifests("runs")[0]["config"]["block_length"] + 1)
+    return rows.pivot_table(index="run", columns="layer", values="value", observed=True) / np.log(queries).mean()
+
+
+def _uniform(table: pd.DataFrame, depth: int) -> pd.DataFrame:
+    """Uniform attentions of the blocks after the first: how many, and in how many models, per scheme."""
+    about = choose(table, depth=depth).runs
+    dead = _entropy(table).loc[about.index, list(range(2, depth + 1))] > UNIFORM
+    per_run = about.assign(dead=dead.sum(axis=1), models=dead.any(axis=1), attentions=depth - 1)
+    counts = per_run.groupby("scheme").agg(
+        depth=("depth", "first"),
+        lr=("lr", "first"),
+        seeds=("seed", "nunique"),
+        models=("models", "sum"),
+        dead=("dead", "sum"),
+        attentions=("attentions", "sum"),
+    )
+    return counts.loc[in_order(counts.index)].reset_index()
+
+
+def _gains_of_shipped() -> pd.DataFrame:
+    """lambda before attention in blocks 2 to 8 of the shipped BHyT and BHyT*, and whether that attention is uniform."""
+    entropy, rows = _entropy(runs()), []
+    for scheme in ("bhyt", "bhyt_exact"):
+        folder = ROOT / "data" / "models" / f"{scheme}-d8"
+        run = normlab.runs.read_run(folder).manifest["run"]
+        with safe_open(folder / "model.safetensors", "pt") as weights:
+            for layer in range(2, 9):
+                gain = weights.get_tensor(f"model.layers.{layer - 1}.input_layernorm.lam")
+                rows.append((abs(float(gain)), bool(entropy.loc[run, layer] > UNIFORM)))
+    return pd.DataFrame(rows, columns=["lambda", "dead"]).sort_values("lambda")
+
+
+# What does the tanh add?
+
+
+def tanh() -> dict[str, str]:
+    loss, size = (compare(runs(), BHYT, "bhyt_linear", metric, depth=4).iloc[0] for metric in ("loss", "token_l2_mean"))
+    grid, configs = runs("gain_or_bound"), normlab.load_configs(ROOT / "data" / "gain_or_bound")
+    by = ["width", "outlier_channels", "lam_input", "gamma0"]
+    found = compare_variants(grid, configs, BHYT, "bhyt_linear", by, "token_l2_mean").set_index(by)
+    return {
+        "tanh_loss": interval(loss, sign=True),
+        "tanh_stream": interval(size),
+        "tanh_small_gain": interval(found.loc[(128, 0, 2.0, 1.0)]),
+        "tanh_large_gain": interval(found.loc[(128, 0, 50.0, 0.04)]),
+    }
+
+
+# Appendix
+
+
+def search() -> dict[str, str]:
+    """The best rate of each scheme in short runs, and the finals that were run again at full length."""
+    best = choose(rates.settled(runs("runs/search")), depth=None).runs.set_index(["scheme", "depth"])
+    rows = [
+        (title_of(name), *(_best(best, name, depth) for depth in (4, 16))) for name in in_order(best.index.unique(0))
+    ]
+    finals = rates.finals(runs("runs/search"), runs("runs/finals"))
+    again = [
+        (row.scheme, row.depth, f"{row.lr:g}", plain(row.loss_short), plain(row.loss_full))
+        for row in finals.itertuples()
+    ]
+    return {
+        "short_tokens": f"{runs('runs/search')['tokens'].max() / 1e6:.1f}M",
+        "table_of_search": table(("scheme", "4 blocks", "16 blocks"), rows),
+        "table_of_finals": table(("scheme", "blocks", "rate", "loss, short run", "loss, full length"), again),
+    }
+
+
+def _best(best: pd.DataFrame, scheme: str, depth: int) -> str:
+    if (scheme, depth) not in best.index:
+        return ""
+    row = best.loc[(scheme, depth)]
+    return f"{plain(row['eval_loss'])} ({row['lr']:g})"
+
+
+def warm_up() -> dict[str, str]:
+    tried = {
+        (c["scheme"], c["warmup"], c["lr"]): m["eval_loss"]
+        for m in manifests("runs/search")
+        if (c := m["config"])["depth"] == 4 and c["model"].get("alpha0", 1) == 1
+    }
+    ends = chosen().query("depth == 4 and seed == 0").set_index("scheme")["eval_loss"]
+    shown = [("post_rmsnorm", 0.004), ("dyt", 0.002)]
+    rows = [
+        (title_of(name), f"{rate:g}", *(plain(tried[name, part, rate]) for part in (0.1, 0.3)), plain(ends[name]))
+        for name, rate in shown
+    ]
+    head = ("scheme", "rate", "warm-up of a tenth", "of three tenths", "full length")
+    entropy = manifests("runs/search")[0]["corpus"]["unigram_entropy"]
+    return {"unigram_loss": plain(entropy), "table_of_warm_up": table(head, rows)}
+
+
+def groups() -> dict[str, str]:
+    """The losses at depth 4 of schemes whose seeds come out in two groups, and what attention 2 is worth to each."""
+    rows = experiments().query("metric == 'skip_delta_loss' and part == 'attention' and layer == 2 and depth == 4")
+    cost = rows.set_index("run")["value"]
+    shown = []
+    for scheme in (*SMALL_GAIN, "bhyt_linear", "pre_rmsnorm_scaled_init", PRE_LN, LNS):
+        own = chosen().query("depth == 4 and scheme == @scheme").sort_values("eval_loss")
+        columns = (own["eval_loss"], cost[own.index])
+        shown.append((title_of(scheme), *(", ".join(map(plain, column)) for column in columns)))
+    return {"table_of_groups": table(("scheme", "loss of each seed", "cost of leaving out attention 2"), shown)}
+
+
+def deepest() -> dict[str, str]:
+    """Count the schemes that train at 16, 256 and 1,000 blocks, in `data/depth`."""
+    outcomes = pd.DataFrame([(m["config"]["depth"], outcome(m)) for m in manifests("depth")], columns=["depth", "end"])
+    counts = outcomes.value_counts().unstack(fill_value=0)[["trains", "stalls", "diverges"]]
+    rows = [(f"{depth:,}", *row) for depth, row in counts.iterrows()]
+    return {"table_of_deepest": table(("blocks", *counts.columns), rows)}
+
+
+def outcome(manifest: dict) -> str:
+    """A run trains if its loss ends 0.05 nats below the entropy of token frequencies."""
+    if manifest["status"] == "diverged":
+        return "diverges"
+    return "trains" if manifest["eval_loss"] < manifest["corpus"]["unigram_entropy"] - 0.05 else "stalls"

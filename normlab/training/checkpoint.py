@@ -1,0 +1,96 @@
+"""Checkpoints of a run in progress: whole or absent.
+
+`write_checkpoint(...)`     write aside, sync, rename and read back; then delete older ones
+`resumable(work, ...)`      the newest whole checkpoint that continues to the same numbers
+`begun_alike(folder, ...)`  True if a checkpoint comes from the same text, versions and threads
+
+    checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states
+                 shards/          with `fsdp`: weights and optimizer, one share per rank
+                 stats.parquet    the log up to step N
+                 begun.json       the run's manifest before its first step
+                 stream.json      with `stream`: the position in the text
+                 files.json       size and SHA-256 of all these files
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from normlab import runs
+from normlab.errors import NormlabError
+from normlab.training.config import TrainConfig
+from normlab.training.loop import STATE, Training
+from normlab.training.measure import RunLog
+
+STREAM, BEGUN = "stream.json", "begun.json"
+
+
+def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> Path:
+    """Write a checkpoint in the run's working directory and return it. Every rank has to call this."""
+    accelerator = training.accelerator
+    staging, final = work / "staging", work / f"checkpoint-{training.done}"
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+        accelerator.wait_for_everyone()
+        training.save(staging)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            runs.write_json(staging / BEGUN, manifest)
+            runs.write_stats(staging / runs.STATS, log.frame())
+            if training.stream is not None:
+                runs.write_json(staging / STREAM, training.stream.position._asdict())
+            runs.list_files(staging)
+            runs.publish(staging, final)
+            runs.check_files(final)
+            for old in runs.checkpoints(work):
+                if old != final:
+                    shutil.rmtree(old)
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(staging, ignore_errors=True)
+    return final
+
+
+def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
+    """Continue from a checkpoint. Every rank has to call this."""
+    training.load(checkpoint, runs.checkpoint_step(checkpoint.name))
+    log.restore(checkpoint / runs.STATS)
+    if training.stream is not None:
+        training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
+
+
+def begun_alike(checkpoint: Path, manifest: dict[str, Any]) -> bool:
+    """True if a checkpoint comes from the same text, versions and threads, so that it continues to the same numbers."""
+    try:
+        begun = json.loads((checkpoint / BEGUN).read_text())
+        begun["config"] = TrainConfig.from_dict(begun["config"]).to_dict()  # with fields that were added since
+        return all(begun[part] == manifest[part] for part in ("schema", "config", "corpus", "environment"))
+    except (OSError, ValueError, LookupError, TypeError):  # of another version, or damaged: `check_files` says so
+        return False
+
+
+def resumable(work: Path, manifest: dict[str, Any]) -> Path | None:
+    """The newest whole checkpoint that was begun alike. Damaged ones before it are set aside, and those of earlier
+    versions passed over, each with a warning."""
+    unusable, newest = [], None
+    for checkpoint in reversed(runs.checkpoints(work)):
+        try:
+            runs.check_files(checkpoint)
+        except NormlabError as error:
+            unusable.append(f"{runs.set_aside(checkpoint)} is a damaged checkpoint ({error}), set aside")
+            continue
+        if begun_alike(checkpoint, manifest):
+            if (checkpoint / STATE).is_file():
+                newest = checkpoint
+                break
+            unusable.append(f"{checkpoint} was written by an earlier version of normlab and cannot be read")
+    then = f"resumes from {newest.name}" if newest else "starts again from step 0, as no other can be used"
+    for reason in unusable:
+        warnings.warn(f"{reason}: the run {then}; its numbers stay the same", stacklevel=2)
+    return newest

@@ -1,0 +1,266 @@
+"""The training loop, from a fresh model to the last optimizer step.
+
+    training = Training(config, corpus, accelerator)
+    for step in training.steps():
+        ...
+
+A step takes the next blocks of the text, forward and backward in parts, clips, and steps AdamW and its schedule. Then
+the scheme acts on the weights and the carried statistic is refreshed. Nothing is measured or written here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from transformers import get_scheduler, set_seed
+
+from normlab.models import NormlabForCausalLM
+from normlab.training import distributed
+from normlab.training.config import TrainConfig
+from normlab.training.corpus import Corpus
+from normlab.training.stream import StreamedBlocks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+STATE, SHARDS = "state.pt", "shards"
+
+
+class Step(NamedTuple):
+    """One optimizer step.
+
+    number: steps done, this one included. grad_norm: before clipping. learning_rate: of this step. overflowed: float16
+    gradients were not finite, and the weights stayed.
+    """
+
+    number: int
+    grad_norm: Tensor
+    learning_rate: float
+    overflowed: bool
+
+
+class Training:
+    """A model in training: weights, optimizer, schedule and position in the text.
+
+    Attributes:
+        model: the model itself. It is what is measured.
+        done: optimizer steps so far.
+        compiled: whether steps run compiled. False once compiling has failed.
+        scaler: the loss scaler of float16 steps; else None.
+        seconds: of each step of this process, without reading the text.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, accelerator: Accelerator) -> None:
+        self.config, self.corpus, self.accelerator = config, corpus, accelerator
+        self.done, self.compiled = 0, config.compile
+        self.seconds: list[float] = []
+        self.model = fresh_model(config, corpus, accelerator)
+        self.optimizer = optimizer_of(self.model, config)
+        self.schedule = get_scheduler(
+            "cosine_warmup_with_min_lr",
+            self.optimizer,
+            num_warmup_steps=math.ceil(config.warmup * config.steps),
+            num_training_steps=config.steps,
+            scheduler_specific_kwargs={"min_lr_rate": config.min_lr_ratio},
+        )
+        self.scaler = distributed.scaler_of(config.dtype, accelerator.device)
+        # DDP sums gradients over the ranks. A model that is split over them does so by itself.
+        self.forward: nn.Module = self.model if config.fsdp else accelerator.prepare_model(self.model)
+        if config.compile:
+            self.forward = cast(nn.Module, torch.compile(self.forward))
+        self.stream: StreamedBlocks | None = None
+        if config.stream:
+            self.stream = StreamedBlocks(config.corpus, config.text_column, corpus.tokenizer(), config.block_length)
+        # The loss of the steps since it was last asked for.
+        self._loss = torch.zeros((), device=accelerator.device)
+        self._loss_begins = 0
+        set_seed(config.seed)  # Dropout would not depend on what a scheme drew for its weights.
+        self.model.set_schedules(0, config.steps)
+        self.model.refresh_carried()
+
+    def steps(self) -> Iterator[Step]:
+        """Train up to the last step, and yield after each one."""
+        blocks = self._blocks()
+        while self.done < self.config.last_step:
+            yield self.step(next(blocks))
+
+    def step(self, blocks: Tensor) -> Step:
+        """Train one step on this rank's `blocks`, (parts, blocks, tokens) ids."""
+        started = time.perf_counter()
+        config, model, optimizer = self.config, self.model, self.optimizer
+        labels = torch.tensor(float(config.batch_size * (config.block_length - 1)), device=self.accelerator.device)
+        for part, ids in enumerate(blocks, 1):
+            is_last = part == len(blocks)
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.forward):
+                self._loss += self._forward_backward(ids, labels)
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        overflowed = False
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            scale = self.scaler.get_scale()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            overflowed = self.scaler.get_scale() < scale
+        self.seconds.append(time.perf_counter() - started)
+        learning_rate = self.schedule.get_last_lr()[0]
+        if not overflowed:
+            self.schedule.step()
+        model.zero_grad()
+        self.done += 1
+        model.after_step(self.done, config.steps)
+        if is_due(self.done, refresh_interval(config.steps), config.last_step):
+            model.refresh_carried()
+        return Step(self.done, grad_norm, learning_rate, overflowed)
+
+    def _forward_backward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Add the gradients of one part of a step; its share of the step's mean token loss.
+
+        labels: their number in the whole step, on all ranks. DDP divides gradients by the number of ranks.
+        """
+        try:
+            with distributed.autocast(self.config.dtype, self.accelerator.device):
+                loss = self.forward(input_ids=ids, labels=ids, num_items_in_batch=labels).loss
+        except TorchDynamoException as error:
+            self.compiled = False
+            distributed.uncompiled(error)
+            return self._forward_backward(ids, labels)
+        loss = loss * self.accelerator.num_processes
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss.detach()
+
+    def mean_loss(self) -> float:
+        """Mean token loss in nats over the steps since the last call, on all ranks."""
+        total = self.accelerator.gather(self._loss).mean().item()
+        mean = total / (self.done - self._loss_begins)
+        self._loss, self._loss_begins = torch.zeros_like(self._loss), self.done
+        return mean
+
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second by the median of the last 200 steps; None before the first step."""
+        return self.config.tokens_per_step / float(np.median(self.seconds[-200:])) if self.seconds else None
+
+    def _blocks(self) -> Iterator[Tensor]:
+        """This rank's blocks of each step, (parts, blocks, tokens) ids."""
+        ranks, device = self.accelerator.num_processes, self.accelerator.device
+        shape = (self.config.accumulate, ranks, -1, self.config.block_length)
+        for ids in self._streamed() if self.stream is not None else self._read():
+            yield ids.view(shape)[:, self.accelerator.process_index].to(device)
+
+    def _read(self) -> Iterator[Tensor]:
+        """Each step's blocks of the prepared text, on every rank."""
+        train, size = self.corpus.train, self.config.batch_size
+        order = itertools.islice(block_order(len(train), self.config.seed), self.done * size, None)
+        while True:
+            rows = list(itertools.islice(order, size))
+            yield torch.from_numpy(train[rows].astype(np.int64))
+
+    def _streamed(self) -> Iterator[Tensor]:
+        """Each step's blocks of the text that is read while training: by the first rank, which hands them on."""
+        shape = (self.config.batch_size, self.config.block_length)
+        blocks = iter(cast(StreamedBlocks, self.stream))
+        while True:
+            if self.accelerator.is_main_process:
+                ids = torch.from_numpy(np.stack(list(itertools.islice(blocks, shape[0]))).astype(np.int64))
+            else:
+                ids = torch.empty(shape, dtype=torch.int64)
+            yield broadcast(ids.to(self.accelerator.device)) if self.accelerator.num_processes > 1 else ids
+
+    def save(self, folder: Path) -> None:
+        """Write all that later steps depend on. Every rank has to call it."""
+        state: dict[str, Any] = {
+            "schedule": self.schedule.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state() if self.accelerator.device.type == "cuda" else None,
+        }
+        if self.config.fsdp:
+            distributed.save(folder / SHARDS, self.model, self.optimizer)
+        else:
+            state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.accelerator.is_main_process:
+            torch.save(state, folder / STATE)
+
+    def load(self, folder: Path, done: int) -> None:
+        """Continue after `done` steps, from what `save` wrote. Every rank has to call it."""
+        state = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+        if self.config.fsdp:
+            distributed.load(folder / SHARDS, self.model, self.optimizer)
+        else:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"] is not None and self.accelerator.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"])
+        self.done = self._loss_begins = done
+        self.model.set_schedules(done, self.config.steps)
+
+
+def fresh_model(config: TrainConfig, corpus: Corpus, accelerator: Accelerator) -> NormlabForCausalLM:
+    """The model before its first step: by the seed alone, on its device, split over the ranks with `fsdp`."""
+    set_seed(config.seed)
+    model = NormlabForCausalLM(config.model_config(corpus.vocab_size, corpus.eos_token_id))
+    model.config.use_cache = False
+    with torch.no_grad():
+        embeddings = cast(nn.Embedding, model.get_input_embeddings())
+        embeddings.weight[:, : config.outlier_channels] = config.outlier_size
+    if config.gradient_checkpointing:
+        # Under its older name in transformers before 5.20.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if config.fsdp and accelerator.num_processes > 1:
+        distributed.shard(model, accelerator.device)
+    model.to(device=accelerator.device)  # type: ignore[call-arg]
+    distributed.use_fast_attention(model, config.dtype, accelerator.device)
+    return model.train()
+
+
+def optimizer_of(model: NormlabForCausalLM, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay where the model asks for it, and the scheme's rates."""
+    groups = parameter_groups(model, config.weight_decay)
+    # The fused one skips a float16 step by itself, unseen by the schedule, and takes no scaler with split weights.
+    fused = config.dtype != "float16"
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
+    model.apply_rates(optimizer, config.gain_lr_ratio)
+    return optimizer
+
+
+def parameter_groups(model: NormlabForCausalLM, weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's parameters: those that the model decays, and the others."""
+    decayed = set(model.decay_parameter_names())
+    return [
+        {"params": [p for n, p in model.named_parameters() if (n in decayed) is decays], "weight_decay": decay}
+        for decays, decay in ((True, weight_decay), (False, 0.0))
+    ]
+
+
+def block_order(blocks: int, seed: int) -> Iterator[int]:
+    """Indices of `blocks` blocks without end: one permutation of all of them after another, from the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(blocks, generator=generator).tolist()
+
+
+def refresh_interval(steps: int) -> int:
+    """Steps between two refreshes of the carried constant: clamp(steps // 50, 1, 1000), the paper's schedule."""
+    return min(max(steps // 50, 1), 1000)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """True every `every` steps, at step 0 and after the last; never if `every` is 0."""
+    return every > 0 and (step % every == 0 or step == last)

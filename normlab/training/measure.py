@@ -1,0 +1,206 @@
+"""What a run measures while it trains, and its log.
+
+`RunLog`                the run's measurements, one row per value
+`Measurements.at(step)` layer statistics and held-out loss, and all that `store_all` stores
+
+Layer statistics are of one fixed held-out batch. Nothing here changes gradients, parameters or random states.
+
+With `store_all` a run also has these rows:
+
+| metric | split | site | layer | at steps |
+|---|---|---|---|---|
+| `parameter_rms` | probe | a parameter's name within its block | block | of layer statistics |
+| `parameter_mean`, of gains | probe | the same | block | of layer statistics |
+| `uniform_attention` | probe | model | block | of layer statistics |
+| `copy_loss` | probe | model | - | of layer statistics |
+| `seen_loss` | probe | model | - | the last |
+| `file_loss`, `file_tokens` | eval | a held-out file's path | - | the last |
+
+Definitions are in `normlab.probes.ALL_METRICS`. The mean of `file_loss`, weighted by `file_tokens`, is the last
+held-out loss. Text that is not split by file has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from torch.nn import functional
+
+from normlab.models.block import whole
+from normlab.probes import record
+from normlab.runs import Row, rows_of, stats_frame
+from normlab.training.config import TrainConfig
+from normlab.training.corpus import Corpus, MeasuredOn
+from normlab.training.loop import block_order, is_due
+
+EVAL_TOKENS = 4096  # at most in one forward pass; every rank has room for them
+NEARLY = 0.98  # of uniform attention's entropy: above it, attention counts as uniform
+COPIES = 32  # rows of copied tokens
+_IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+class RunLog:
+    """Rows of the run's table, in the order in which they were measured."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.rows: list[Row] = []
+
+    def add(
+        self,
+        step: int,
+        split: str,
+        metric: str,
+        value: float,
+        site: str = "model",
+        layer: Any = None,
+        mask: str = "all",
+    ) -> None:
+        index = None if pd.isna(layer) else int(layer)
+        self.rows.append(Row(step, step * self.tokens_per_step, split, site, index, metric, mask, float(value)))
+
+    def frame(self) -> pd.DataFrame:
+        return stats_frame(self.rows)
+
+    def restore(self, path: Path) -> None:
+        """Go back to the rows of a checkpoint."""
+        self.rows = list(rows_of(pd.read_parquet(path)))
+
+    def last(self, metric: str, split: str) -> float | None:
+        """The value measured last; None if there is none."""
+        values = (row.value for row in reversed(self.rows) if (row.metric, row.split) == (metric, split))
+        return next(values, None)
+
+
+class Measurements:
+    """Everything that a run measures on its model.
+
+    on: the held-out blocks. log: where rows are added.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, on: MeasuredOn, log: RunLog) -> None:
+        self.config, self.corpus, self.on, self.log = config, corpus, on, log
+        self.batch_size = max(1, min(config.batch_size // config.accumulate, EVAL_TOKENS // config.block_length))
+
+    def at(self, model: nn.Module, step: int) -> None:
+        """Measure what is due after `step` optimizer steps."""
+        config = self.config
+        if is_due(step, config.probe_every, config.last_step):
+            self.layers(model, step)
+        if is_due(step, config.eval_every, config.last_step):
+            self.log.add(step, "eval", "loss", mean_token_loss(model, self.on.eval, self.batch_size))
+        if config.store_all and is_due(step, config.probe_every, config.last_step):
+            self.stored(model, step)
+
+    def layers(self, model: nn.Module, step: int) -> None:
+        """Layer statistics. Gradients are of the summed token loss, towards block 1's input by `autograd.grad`."""
+        ids = torch.from_numpy(self.on.probe).to(device_of(model))
+        training = model.training
+        model.eval()
+        try:
+            with torch.enable_grad(), record(model, metrics=self.config.probe_metrics()) as recorder:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                recorder.backward(loss)
+        finally:
+            model.train(training)
+        self.log.add(step, "probe", "loss", loss.item())
+        table = recorder.stats().to_pandas()
+        for row in table[["site", "layer", "metric", "mask", "value"]].itertuples(index=False):
+            self.log.add(step, "probe", row.metric, row.value, row.site, row.layer, row.mask)
+
+    def stored(self, model: nn.Module, step: int) -> None:
+        """The table above, after the layer statistics, whose attention entropy it reads."""
+        for site, layer, metric, value in (*_parameter_sizes(model), *self._uniform_attention(step)):
+            self.log.add(step, "probe", metric, value, site, layer)
+        copied = copied_tokens(self.corpus.vocab_size, self.corpus.eos_token_id, self.config.block_length)
+        # The first copy determines what follows the first copied token.
+        copy_losses = token_losses(model, copied, self.batch_size)[:, copied.shape[1] // 2 :]
+        self.log.add(step, "probe", "copy_loss", copy_losses.mean())
+        if step == self.config.last_step:
+            seen = seen_blocks(self.config, self.corpus.train)
+            self.log.add(step, "probe", "seen_loss", token_losses(model, seen, self.batch_size).mean())
+            self._file_losses(model, step)
+
+    def _uniform_attention(self, step: int) -> Iterator[tuple[str, int | None, str, float]]:
+        """1 for each block whose attention is uniform at this step. A query at position t sees t tokens."""
+        most = np.log(np.arange(1, self.config.block_length + 1)).mean()
+        for row in self.log.rows:
+            if (row.step, row.metric, row.mask) == (step, "attention_entropy", "all"):
+                yield "model", row.layer, "uniform_attention", float(row.value > NEARLY * most)
+
+    def _file_losses(self, model: nn.Module, step: int) -> None:
+        if self.on.eval_files is None:
+            return
+        losses = token_losses(model, self.on.eval, self.batch_size)
+        files = self.on.eval_files[:, 1:].reshape(-1)  # of the labels
+        sums, counts = np.bincount(files, losses.reshape(-1)), np.bincount(files)
+        for file in np.flatnonzero(counts).tolist():
+            path = self.corpus.files[file][0]
+            self.log.add(step, "eval", "file_loss", sums[file] / counts[file], path)
+            self.log.add(step, "eval", "file_tokens", counts[file], path)
+
+
+@torch.no_grad()
+def mean_token_loss(model: nn.Module, blocks: np.ndarray, batch_size: int) -> float:
+    """Mean cross-entropy per token over all blocks, in nats. All blocks have equally many labels."""
+    training = model.training
+    model.eval()
+    total = 0.0
+    for start in range(0, len(blocks), batch_size):
+        ids = torch.from_numpy(blocks[start : start + batch_size]).to(device_of(model))
+        total += model(input_ids=ids, labels=ids, use_cache=False).loss.item() * len(ids)
+    model.train(training)
+    return total / len(blocks)
+
+
+@torch.no_grad()
+def token_losses(model: nn.Module, blocks: np.ndarray, batch_size: int) -> np.ndarray:
+    """(blocks, tokens - 1) cross-entropies in nats: of each token but a row's first."""
+    training = model.training
+    model.eval()
+    batches = []
+    for start in range(0, len(blocks), batch_size):
+        ids = torch.from_numpy(blocks[start : start + batch_size]).to(device_of(model))
+        logits, labels = model(input_ids=ids, use_cache=False).logits[:, :-1].float(), ids[:, 1:]
+        losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        batches.append(losses.view_as(labels))
+    model.train(training)
+    return torch.cat(batches).double().cpu().numpy()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def copied_tokens(vocab_size: int, eos_token_id: int, length: int) -> np.ndarray:
+    """(COPIES, 2 x (length // 2)) ids: random tokens, each row twice, equal for all runs of a vocabulary."""
+    tokens = np.delete(np.arange(vocab_size), eos_token_id)
+    once = np.random.default_rng(0).choice(tokens, (COPIES, length // 2))
+    return np.concatenate([once, once], axis=1)
+
+
+def seen_blocks(config: TrainConfig, train: np.ndarray) -> np.ndarray:
+    """As many blocks as the held-out loss is taken on, evenly spaced over those trained on, in their order. They are
+    equal for all runs with one seed and number of steps."""
+    order = list(itertools.islice(block_order(len(train), config.seed), config.last_step * config.batch_size))
+    chosen = np.linspace(0, len(order) - 1, min(config.eval_blocks, len(order))).round().astype(int)
+    return train[np.array(order)[chosen]].astype(np.int64)
+
+
+def _parameter_sizes(model: nn.Module) -> Iterator[tuple[str, int | None, str, float]]:
+    """Site, layer, metric and value of every parameter's size."""
+    for name, parameter in model.named_parameters():
+        inside = _IN_BLOCK.fullmatch(name)
+        layer, site = (int(inside[1]) + 1, inside[2]) if inside else (None, name)
+        values = whole(parameter.detach()).float()
+        yield site, layer, "parameter_rms", values.square().mean().sqrt().item()
+        if parameter.dim() < 2:
+            yield site, layer, "parameter_mean", values.mean().item()

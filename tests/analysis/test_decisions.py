@@ -1,0 +1,256 @@
+"""Decisions stated beforehand, on tables made so that each answer is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from normlab.analysis import decisions
+from normlab.errors import NormlabError
+
+PRE, LNS = "pre_rmsnorm", "lns"
+RATES = (0.001, 0.004, 0.008)
+NOISE = np.random.default_rng(0).normal(0, 0.002, size=1000)
+
+
+class Table:
+    """Rows of `load_runs`, one run at a time."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.noise: Iterator[float] = iter(NOISE)
+
+    def add(self, scheme: str, depth: int, seed: int, lr: float, loss: float, name: str = "", **more: float) -> str:
+        """One run: its held-out loss, and further values of the last step by metric."""
+        run = name or f"{scheme}-d{depth}-lr{lr:g}-s{seed}"
+        about = {"run": run, "scheme": scheme, "depth": depth, "width": 128, "seed": seed, "lr": lr}
+        about |= {"status": "finished", "dtype": "float32", "mask": "all", "tokens": 1024, "layer": pd.NA, "step": 3000}
+        self.about = about
+        self.put("loss", loss + next(self.noise), split="eval")
+        self.put("trigram_loss", 4.0, split="eval")
+        for metric, value in more.items():
+            self.put(metric, value + next(self.noise))
+        return run
+
+    def put(self, metric: str, value: float, site: str = "model", **more: Any) -> None:
+        self.rows.append(self.about | {"metric": metric, "site": site, "split": "probe", "value": value} | more)
+
+    def frame(self) -> pd.DataFrame:
+        return pd.DataFrame(self.rows).astype({"layer": "Int64"})
+
+
+def depth_and_rate(loss: float = 0.0, seen: float = 0.0, seeds: int = 4, gain: float = 0.0, base: float = 3.5) -> Table:
+    """LNS's losses differ from Pre-LN's by `loss` and `seen`, and by `gain` less at 4 blocks."""
+    table = Table()
+    for scheme, is_lns in ((PRE, 0), (LNS, 1)):
+        for depth, rates in ((16, RATES), (4, RATES[1:])):
+            for lr in rates:
+                for seed in range(seeds):
+                    more = is_lns * (loss + (gain if depth == 4 else 0.0)) + (0.1 if depth == 4 else 0.0)
+                    table.add(scheme, depth, seed, lr, base + more, seen_loss=base - 0.1 + is_lns * seen)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("loss", "seen", "seeds", "verdict", "says"),
+    [
+        (-0.05, -0.05, 4, "different", "better at equal rates"),
+        (-0.05, 0.0, 4, "different", "better at equal rates: it generalizes better"),
+        (0.0, 0.0, 4, "equivalent", "equivalent: its lead is rate tolerance"),
+        (0.05, 0.0, 4, "different", "not better at equal rates"),
+        (-0.05, 0.0, 3, "different", "incomplete: 3 of 4 seeds"),
+    ],
+)
+def test_a1_is_lns_better_at_equal_rates(loss: float, seen: float, seeds: int, verdict: str, says: str):
+    row = decisions.equal_rates(depth_and_rate(loss, seen, seeds).frame()).iloc[0]
+    assert (row["verdict"], row["says"]) == (verdict, says)
+
+
+def test_a1_has_one_value_per_seed_the_mean_over_both_rates():
+    runs = depth_and_rate(-0.03).frame()
+    table = decisions.equal_rates(runs)
+    held = runs.query("metric == 'loss' and depth == 16 and lr > 0.001").groupby(["scheme", "seed"])["value"].mean()
+    expected = stats.ttest_rel(held[LNS], held[PRE])
+    low, high = expected.confidence_interval(0.95)
+    assert table[["estimate", "low", "high"]].iloc[0].tolist() == pytest.approx(
+        [(held[LNS] - held[PRE]).mean(), low, high]
+    )
+    assert table["seeds"].tolist() == [4, 4] and table["says"].iloc[1] == ""
+    assert table[["files_low", "files_high"]].isna().all(axis=None)  # these runs store no file's loss
+
+
+def test_the_interval_over_files_weighs_them_by_their_tokens():
+    table = Table()
+    for scheme, gaps in ((PRE, (0.0, 0.0)), (LNS, (-0.1, 0.3))):
+        for seed in range(2):
+            table.add(scheme, 16, seed, 0.004, 3.5)
+            for file, gap, tokens in zip(("a.py", "b.py"), gaps, (3000, 1000), strict=True):
+                table.put("file_loss", 3.5 + gap, file, split="eval")
+                table.put("file_tokens", tokens, file, split="eval")
+    low, high = decisions.over_files(table.frame(), LNS, PRE, 16)
+    assert (low, high) == pytest.approx((-0.1, 0.3))  # two files: a quarter of the samples has one of them twice
+    same = table.frame().query("site != 'b.py'")
+    assert decisions.over_files(same, LNS, PRE, 16) == pytest.approx((-0.1, -0.1))
+
+
+def skip_costs(runs: pd.DataFrame, deep: float) -> pd.DataFrame:
+    """Skip costs and Jacobians: LNS's costs differ from Pre-LN's by `deep` in blocks 9-15 and by 5 in the others."""
+    rows, noise = [], iter(np.random.default_rng(1).normal(0, 0.002, 10_000))
+    about = runs[runs["depth"] == 16].drop_duplicates("run")
+    for run in about.itertuples():
+        for layer in range(1, 17):
+            more = (deep if 9 <= layer <= 15 else 5.0) * (run.scheme == LNS)
+            for metric in ("skip_delta_loss", "jacobian_identity"):
+                value = 0.1 + (more if metric == "skip_delta_loss" else 0.0) + next(noise)
+                rows.append((run.run, run.scheme, 16, 128, run.seed, metric, "block", layer, pd.NA, value))
+    columns = ["run", "scheme", "depth", "width", "seed", "metric", "part", "layer", "other", "value"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def test_a2_does_lns_wake_deep_layers():
+    runs = depth_and_rate().frame()
+    for deep, says in ((0.05, "LNS wakes deep layers"), (-0.05, "not shown that LNS wakes deep layers")):
+        table = decisions.deep_blocks(runs, skip_costs(runs, deep))
+        assert len(table) == 9 and table["lr"].tolist() == [*RATES] * 3
+        assert table["says"].tolist() == [says] * 3 + [""] * 6
+        assert table["estimate"].iloc[:3].tolist() == pytest.approx([deep] * 3, abs=0.01)
+        assert table["estimate"].iloc[3:6].tolist() == pytest.approx([7 * 5.0] * 3, abs=0.05)  # the sum of blocks 2-8
+    unlearned = depth_and_rate(base=4.5).frame()
+    assert decisions.deep_blocks(unlearned, skip_costs(unlearned, 0.05))["says"].iloc[0] == (
+        "nothing: 24 of 24 runs have not learned"
+    )
+
+
+@pytest.mark.parametrize(("factor", "says"), [(1.6, "paper-like"), (1.4, "not paper-like")])
+def test_a3_does_the_stream_grow_as_in_the_papers(factor: float, says: str):
+    table = Table()
+    for scheme, grows in ((PRE, 4.0 * factor), (LNS, 4.0)):
+        for lr in RATES[:2]:
+            for seed in range(4):
+                table.add(scheme, 16, seed, lr, 3.5)
+                for layer, size in ((1, 77.0), (2, 3.0), (16, 3.0 * grows)):
+                    table.put("token_l2_mean", size * (1 + next(table.noise)), "block_out", layer=layer)
+    rows = decisions.growth_curve(table.frame()).set_index("lr")
+    assert rows.loc[0.001, "estimate"] == pytest.approx(factor, rel=0.01)
+    assert rows["says"].tolist() == [says, ""]
+
+
+def test_a4_does_lns_gain_more_from_depth():
+    for gain, says in ((0.05, "LNS gains more from depth"), (-0.05, "not shown that LNS gains more")):
+        row = decisions.depth_gain(depth_and_rate(gain=gain).frame()).iloc[0]
+        assert row["estimate"] == pytest.approx(gain, abs=0.005) and row["says"] == says and row["seeds"] == 4
+
+
+def gains(dead: dict[tuple[str, str], int], seeds: int = 6) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Runs of the preset `gains`, so many of each scheme and change with a uniform attention, and their settings."""
+    table, configs = Table(), {}
+    fields = dict(zip(decisions.CHANGES, ({}, {"gain_lr_ratio": 0.1}, {"qk_norm": "rms_head"}), strict=True))
+    for number, ((scheme, change), count) in enumerate(dead.items()):
+        for seed in range(seeds):
+            run = table.add(
+                scheme, 4, seed, 0.004, 3.9 - 0.1 * (change != decisions.UNCHANGED), f"r{number}-{seed}", copy_loss=2.0
+            )
+            for layer in range(1, 5):  # block 1 is not looked at
+                is_dead = layer == 1 or (layer == 3 and seed < count)
+                table.put("uniform_attention", float(is_dead), layer=layer)
+                table.put("uniform_attention", 1.0, layer=layer, step=2000)
+            configs[run] = {"gain_lr_ratio": 1.0} | fields[change]
+    return table.frame(), pd.DataFrame.from_dict(configs, orient="index")
+
+
+def test_b_a_cure_of_dead_gains_is_one_in_each_scheme():
+    unchanged, tenth, by_head = decisions.CHANGES
+    counts = {("bhyt_exact", unchanged): 6, ("bhyt_exact", tenth): 1, ("bhyt_exact", by_head): 0}
+    counts |= {("rmsnorm_gain", unchanged): 6, ("rmsnorm_gain", tenth): 0, ("rmsnorm_gain", by_head): 2}
+    table = decisions.dead_gains(*gains(counts)).set_index(["scheme", "change"])
+    assert table["uniform"].to_dict() == counts and set(table["models"]) == {6}
+    assert table.loc[("bhyt_exact", tenth), "p"] == pytest.approx(0.01515, abs=1e-5)
+    assert table["says"].xs(tenth, level="change").tolist() == ["a cure"] * 2
+    assert table["says"].xs(by_head, level="change").tolist() == ["no cure"] * 2  # not in each scheme
+    assert table.loc[("bhyt_exact", tenth), ["loss_verdict", "copy_verdict"]].tolist() == ["different", "equivalent"]
+    assert table.loc[("bhyt_exact", tenth), "loss"] == pytest.approx(-0.1, abs=0.01)
+    assert math.isnan(table.loc[("bhyt_exact", unchanged), "loss"])
+
+
+def test_b_says_what_is_missing_and_what_was_not_ill():
+    unchanged, tenth, _ = decisions.CHANGES
+    counts = {(scheme, change): 5 for scheme in ("bhyt_exact", "rmsnorm_gain") for change in (unchanged, tenth)}
+    few = decisions.dead_gains(*gains(counts, seeds=5))
+    assert set(few.query("change == @tenth")["says"]) == {"incomplete: 20 of 24 models"}
+    whole = decisions.dead_gains(*gains(counts))
+    assert set(whole.query("change == @tenth")["says"]) == {
+        "undecided: not every unchanged model has a uniform attention"
+    }
+
+
+@pytest.mark.parametrize(
+    ("apart", "says"),
+    [
+        ({0.2}, "the bound matters as published"),
+        ({0.2, 5.0}, "the bound matters as published"),
+        ({5.0}, "the bound matters where it acts"),
+        ({1.0, 5.0}, "undecided"),
+        (set(), "undecided"),
+    ],
+)
+def test_c_does_the_bound_matter(apart: set[float], says: str):
+    table, configs = Table(), {}
+    for scheme in ("bhyt_exact", "bhyt_linear", "rmsnorm_gain"):
+        for g in decisions.GAINS:
+            for seed in range(4):
+                loss = 3.5 - 0.1 * (g in apart and scheme == "bhyt_exact")
+                run = table.add(scheme, 8, seed, 0.008, loss, f"{scheme}-{g}-{seed}")
+                table.put("token_l2_mean", 30.0 * (1 + next(table.noise)), "block_out", layer=8)
+                configs[run] = {"lam_input": math.nan if scheme == "rmsnorm_gain" else 10 * g}
+    rows = decisions.tanh(table.frame(), pd.DataFrame.from_dict(configs, orient="index"))
+    assert len(rows) == 6 and rows["g"].tolist() == [*decisions.GAINS] * 2
+    assert rows["says"].tolist() == [says, "", "", "undecided", "", ""]
+
+
+def test_d_a_set_of_the_best_and_what_is_below_it():
+    finals, search = Table(), Table()
+    for scheme, loss in ((PRE, 3.40), (LNS, 3.40), ("bhyt", 3.80)):
+        for seed in range(3):
+            finals.add(scheme, 8, seed, 0.004, loss)
+    for scheme, losses in {PRE: (3.7, 3.6, 3.8), LNS: (3.7, 3.6), "dyt": (4.4, 4.3)}.items():
+        for lr, loss in zip((0.002, 0.004, 0.008), losses, strict=False):
+            search.add(scheme, 8, 1000, lr, loss)
+    table = decisions.league(finals.frame(), search.frame()).set_index("scheme")
+    assert table["in_set"].to_dict() == {PRE: True, LNS: True, "bhyt": False, "dyt": False}
+    assert table.loc[["bhyt", "dyt"], "says"].tolist() == ["below the best", "below at 2M tokens"]
+    assert table.loc[PRE, ["rate", "inside"]].tolist() == [0.004, True] and not table.loc[LNS, "inside"]
+    assert list(table.index)[2:] == ["bhyt", "dyt"]
+
+
+def test_d_the_set_holds_the_best_scheme_as_often_as_it_says():
+    random, lost = np.random.default_rng(3), 0
+    for _ in range(60):
+        values = pd.DataFrame(
+            {"depth": 8, "scheme": scheme, "seed": seed, "value": random.normal(-0.001 * (scheme == "s0"), 1.0)}
+            for scheme in ("s0", "s1", "s2", "s3")
+            for seed in range(4)
+        )
+        lost += decisions._worse_than_some(values, "s0", ["s0", "s1", "s2", "s3"]) < 0.05
+    assert lost <= 7  # 3 expected of 60; more than 7 has a probability of 0.01
+
+
+def test_d_predictions_of_others():
+    finals, search = Table(), Table()
+    for scheme, loss in (("pre_rmsnorm", 3.4), ("gatednorm", 3.2), ("peri_ln", 3.4)):
+        for seed in range(3):
+            finals.add(scheme, 8, seed, 0.004, loss)
+    for scheme, loss in (("pre_rmsnorm", 3.6), ("post_rmsnorm", 3.9)):
+        search.add(scheme, 8, 1000, 0.004, loss)
+    table = decisions.predictions(finals.frame(), search.frame())
+    assert table["says"].tolist() == ["holds", "undecided", "one seed each: as predicted"]
+
+
+def test_a_question_asked_of_other_runs_is_one_line():
+    with pytest.raises(NormlabError, match="no runs of LNS that this question asks of"):
+        decisions.equal_rates(depth_and_rate().frame().query("scheme != 'lns'"))

@@ -1,0 +1,98 @@
+"""README.md, docs/findings.md and data/README.md say what the shipped tables hold, in numbers and in words."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import normlab
+from normlab.analysis import claims
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+MODULES = ("tables", "findings", "data_numbers", "generate")
+
+
+@pytest.fixture(scope="module")
+def code() -> Iterator[dict[str, ModuleType]]:
+    """The scripts of `make findings`."""
+    sys.path.insert(0, str(DOCS))
+    for name in MODULES:  # the benchmarks have a module `tables` too
+        sys.modules.pop(name, None)
+    yield {name: importlib.import_module(name) for name in MODULES}
+    sys.path.remove(str(DOCS))
+    for name in MODULES:
+        sys.modules.pop(name)
+
+
+def test_generating_the_numbers_changes_nothing(code: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]):
+    code["generate"].main(["--check"])
+    assert capsys.readouterr().out == "", "run make findings"
+
+
+def test_a_mark_is_filled_and_a_bad_one_is_refused(code: dict[str, ModuleType]):
+    filled = code["generate"].filled
+    texts = {"loss": "3.14", "table": "| a |"}
+    assert filled("It is <!-- loss -->?<!-- / -->.", texts, "p") == "It is <!-- loss -->3.14<!-- / -->."
+    assert filled("<!-- table -->\n?<!-- / -->", texts, "p") == "<!-- table -->\n\n| a |\n\n<!-- / -->"
+    for page, message in (("A <!-- los -->?<!-- / -->", "los"), ("A\n<!-- loss -->?<!-- / -->", "begins a line")):
+        with pytest.raises(ValueError, match=message):
+            filled(page, texts, "p")
+
+
+def test_a_finding_is_one_short_sentence_with_one_number_and_its_interval():
+    page = re.sub(r"<!--.*?-->", "", (DOCS / "findings.md").read_text(encoding="utf-8"))
+    items = re.findall(r"^\d\. \*\*.*?\*\* (.*)$", page, flags=re.MULTILINE)
+    assert 3 <= len(items) <= 7
+    for item in items:
+        assert len(item.split()) <= 25 and len(re.findall(r"\d+% \[|\d\.\d+ \[", item)) == 1 and item.count("[") == 1
+    for item in items[:3]:
+        assert item in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_words_of_the_findings_hold(code: dict[str, ModuleType]):
+    """The verdicts that the sentences state; the numbers are generated."""
+    findings = code["findings"]
+    runs, pair = findings.runs(), findings.pair
+    gains = claims.depth_gain(runs, 4, 16).set_index("a")
+    assert gains.loc["pre_rmsnorm", "low"] > 0
+    values = findings.block_costs()
+    late = pair(values, "lns", "pre_rmsnorm", "late")
+    assert late["high"] < 0 and pair(values, "lns", "pre_rmsnorm", "early")["low"] > 0
+    assert pair(values, "lns", "pre_rmsnorm", "change")["high"] < 0
+    sizes, losses = (findings.against_pre_ln(metric, 16) for metric in ("token_l2_mean", "loss"))
+    assert sizes.loc["bhyt", "high"] < 1 and losses.loc["bhyt", "low"] > 0
+    assert sizes.loc["rmsnorm_gain", "verdict"] == "undecided"
+    fit = findings.fit_values(16)
+    assert pair(fit, "lns", "pre_rmsnorm", "gap")["high"] < 0
+    for name in ("training", "held_out"):
+        assert pair(fit, "lns", "pre_rmsnorm", name)["verdict"] == "undecided"
+    for metric in ("loss", "token_l2_mean"):
+        assert normlab.compare(runs, "bhyt", "bhyt_linear", metric, depth=4)["verdict"].item() == "undecided"
+    equal = pair(findings.rate_of_pre_ln("loss"), "lns", "pre_rmsnorm")
+    assert equal["low"] < 0 < equal["high"]
+
+
+def test_what_the_sections_say_of_single_runs(code: dict[str, ModuleType]):
+    findings = code["findings"]
+    about = findings.chosen()
+    assert (about["eval_loss"] < about["trigram_loss"]).all(), "each has learned"
+    cost = findings.by_layer("skip_delta_loss")
+    assert (cost.max(axis=1) > cost.sum(axis=1) / 2).all() and set(cost.idxmax(axis=1)) == {1, 2}
+    for folder in ("runs", "runs/search", "runs/finals", "other_rates"):
+        losses = findings.runs(folder).query("metric == 'loss' and split == 'eval'").sort_values("step")
+        by_run = losses.groupby("run", observed=True)["value"]
+        assert (by_run.last() == by_run.min()).all(), "each ends at its lowest held-out loss"
+    bigram = {m["corpus"]["content_hash"]: m["bigram_loss"] for m in findings.manifests("pilot")}
+    short = findings.manifests("gain_or_bound")
+    assert all(not m["eval_loss"] <= bigram[m["corpus"]["content_hash"]] for m in short)
+    trained = findings.manifests("runs") + findings.manifests("runs/search") + findings.manifests("other_rates")
+    assert len({m["commit"] for m in trained}) == 1
+    wide = [m for m in findings.manifests("depth") if m["config"]["depth"] == 256]
+    assert all(not m["eval_loss"] or m["eval_loss"] > m["bigram_loss"] for m in findings.manifests("depth")) and wide
