@@ -22,8 +22,9 @@ from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
 from normlab.models.block import NormlabDecoderLayer
 from normlab.models.joins import FinalNorm
-from normlab.models.kept import load_held_out, load_model, model_folder
+from normlab.models.kept import BLOCKS, load_held_out, load_model, model_folder
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
+from normlab.release import shipped_models
 from normlab.widgets.change import SLOPES
 from normlab.widgets.plot import script
 
@@ -45,6 +46,7 @@ NORMS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
 }
 _TENSORS = ("slope", "shift", "bias")  # fields that name a tensor of the norm
 MULTIPLE = 8  # of the kernel's columns
+_SAMPLE = 'def add(first, second):\n    """Return the sum of two numbers."""\n    return first + second\n'
 _PASSAGES, _LENGTH = [4, 20, 0, 12, 18, 27], 64  # blocks of held-out text, and their tokens that the page reads
 
 
@@ -124,7 +126,7 @@ def weights_of(model: Any) -> bytes:
     """A safetensors file: a folder's as it is, or a model's present weights (bfloat16 and float32 are kept)."""
     from safetensors.torch import save
 
-    if not isinstance(model, nn.Module):
+    if isinstance(model, str | Path):
         return (Path(model) / "model.safetensors").read_bytes()
     kept = (torch.bfloat16, torch.float32)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -147,20 +149,24 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
         The path of `index.html`.
 
     Raises:
-        NormlabError: no model, one that cannot be loaded, or one with a part that the page does not compute.
+        NormlabError: no model, one that cannot be loaded, one with a part that the page does not compute, or models
+            with different tokenizers.
     """
     if not models:
         raise NormlabError("no model for the page: name one, such as bhyt-d8")
-    folder = Path(folder)
+    folder, sources = Path(folder), [model_folder(name) for name in models]
+    tokenizers = {(source / "tokenizer.json").read_text(encoding="utf-8") for source in sources}
+    if len(tokenizers) > 1:
+        raise NormlabError("the models have different tokenizers: write a page for each")
     folder.mkdir(parents=True, exist_ok=True)
-    described = [describe(load_model(name), Path(name).name, model_folder(name)) for name in models]
-    first = model_folder(models[0])
+    described = [describe(load_model(source), source.name, source) for source in sources]
+    (tokenizer,) = tokenizers
     page = {
         "models": [about for about, _ in described],
-        "passages": load_held_out(models[0])[_PASSAGES, :_LENGTH].tolist(),
-        "tokenizer": page_tokenizer((first / "tokenizer.json").read_text(encoding="utf-8")),
+        "passages": _passages(sources[0], tokenizer),
+        "tokenizer": page_tokenizer(tokenizer),
         "kernel": b64encode((STATIC / "matmul.wasm").read_bytes()).decode(),
-        "tour": True,
+        "tour": {source.name for source in sources} <= set(shipped_models()),
     }
     for about, weights in described:
         packed = b64encode(gzip.compress(weights, 9, mtime=0)).decode()
@@ -171,6 +177,15 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     path = folder / "index.html"
     path.write_text(html.replace("/*data*/", text), encoding="utf-8")
     return path
+
+
+def _passages(source: Path, tokenizer: str) -> list[list[int]]:
+    """Held-out text of the model's corpus; for a run, which keeps none, a line of code."""
+    if (source / BLOCKS).is_file():
+        return load_held_out(source)[_PASSAGES, :_LENGTH].tolist()
+    from tokenizers import Tokenizer
+
+    return [Tokenizer.from_str(tokenizer).encode(_SAMPLE).ids]
 
 
 def live_script() -> str:
