@@ -153,7 +153,7 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
             with different tokenizers.
     """
     if not models:
-        raise NormlabError("no model for the page: name one, such as bhyt-d8")
+        raise NormlabError(f"no model for the page: name one, such as {', '.join(shipped_models())}")
     folder, sources = Path(folder), [model_folder(name) for name in models]
     tokenizers = {(source / "tokenizer.json").read_text(encoding="utf-8") for source in sources}
     if len(tokenizers) > 1:
