@@ -420,7 +420,7 @@ def _export(
     return 0
 
 
-@command("page", "normlab.models.kept")
+@command("page", "normlab.models.pretrained")
 def _page(
     *models: Annotated[str, flag("models that come with normlab, or directories of runs that kept their weights")],
     out: Annotated[str, flag("folder of the page")],
