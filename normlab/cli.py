@@ -1,54 +1,45 @@
-"""The command `normlab`: train, sweep, plan, compare, probe, figures, export, remove-norms, bench, schemes.
+"""The command `normlab`: each command is a typed function, whose parameters are its flags.
 
 Bad input ends with one line on standard error and exit code 2.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
+import json
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
-from normlab.errors import NormlabError, ends_at_once, is_first_rank, show_warning, without_bars
+from cyclopts import App, CycloptsError, Parameter
 
-PATIENCE = 5.0  # seconds
-STOPPED = "stopped; the same command goes on from the last checkpoint"
-# What takes long to import, before a command begins.
-IMPORTED = {
-    "train": "normlab.training.run",
-    "sweep": "normlab.training.plan",
-    "probe": "normlab.report",
-    "export": "normlab.models.exported",
-    "remove-norms": "normlab.training.removal",
-    "bench": "normlab.bench.training",
-}
-RUNS = "directory of runs, or an address that fsspec knows, such as s3://..."
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors in our one-line form, and no flag that is guessed from its beginning."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
-
-    def error(self, message: str) -> Any:
-        raise NormlabError(f"{message} (see `{self.prog} --help`)")
+from normlab.errors import STOPPED, NormlabError, ends_at_once, fail, is_first_rank, show_warning, without_bars
 
 
 class Command(NamedTuple):
-    """A row of the command's table."""
+    """A command. imports: what takes long to import, before the command begins."""
 
-    help: str
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    act: Callable[[argparse.Namespace], int]
+    act: Callable[..., int]
+    imports: str
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(name: str, imports: str = "normlab") -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Register a command. Its docstring is its help."""
+
+    def register(act: Callable[..., int]) -> Callable[..., int]:
+        COMMANDS[name] = Command(act, imports)
+        return act
+
+    return register
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,200 +50,208 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise NormlabError(f"{strange[0]!r} is not UTF-8; give it another name")
         with warnings.catch_warnings():
             warnings.showwarning = show_warning  # type: ignore[assignment]
-            with ends_at_once(lambda: _fail(STOPPED, 130)):
-                options = parse(arguments)
-                importlib.import_module(IMPORTED.get(options.command, "normlab"))
-            with without_bars() if getattr(options, "quiet", False) else contextlib.nullcontext():
-                return int(COMMANDS[options.command].act(options))
+            with ends_at_once():
+                act, options = parse(arguments)
+                importlib.import_module(next((row.imports for row in COMMANDS.values() if row.act is act), "normlab"))
+            with without_bars() if options.arguments.get("quiet") else contextlib.nullcontext():
+                return act(*options.args, **options.kwargs) or 0
     except NormlabError as error:
-        return _fail(str(error))
+        return fail(str(error))
     except OSError as error:
         if error.errno is None:  # not the operating system's
             raise
-        return _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+        return fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
     except KeyboardInterrupt:
-        return _fail(STOPPED, 130)
+        return fail(STOPPED, 130)
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line as a namespace. Only the flags of a command that is named are made:
-    some are a training field each, which takes torch to know."""
+def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], Any]:
+    """The function that a command line asks for, and its bound arguments (`inspect.BoundArguments`).
+
+    A command's parameters are looked at only if it is named: those of `train` take torch to know.
+    """
     import normlab
 
-    parser = _Parser(prog="normlab", description="What normalization does to a deep transformer, layer by layer.")
-    parser.add_argument("--version", action="version", version=f"normlab {normlab.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
-        below = commands.add_parser(name, help=command.help)
-        if name in arguments:
-            command.add_flags(below)
-    return parser.parse_args(arguments)
-
-
-def _train_flags(parser: argparse.ArgumentParser) -> None:
-    from normlab.training.config import TrainConfig
-    from normlab.training.fields import add_flags
-
-    parser.epilog = (
-        "several processes or GPUs: torchrun --nproc-per-node N -m normlab train ... (--batch-size is of all together)"
+    app = App(
+        name="normlab",
+        help="What normalization does to a deep transformer, layer by layer.",
+        version=normlab.__version__,
+        default_parameter=Parameter(negative=(), allow_repeating=True),
+        help_format="plaintext",
     )
-    add_flags(parser, TrainConfig)
-    parser.add_argument("--from-manifest", metavar="PATH", help="repeat the run of this manifest.json or run directory")
-    follow = "print what is measured as lines of JSON; take pause, train and stop from standard input, and end with it"
-    parser.add_argument("--follow", action="store_true", help=follow)
-    _add_output(parser, "runs")
+    for name, row in COMMANDS.items():
+        app.command(
+            f"{__name__}:{row.act.__name__}", name=name, help=row.act.__doc__, sort_key=list(COMMANDS).index(name)
+        )
+    first = arguments[0] if arguments else ""
+    if not first.startswith("-") and first not in COMMANDS:
+        raise NormlabError(f"no command {first!r}; choose from {', '.join(COMMANDS)} (see `normlab --help`)")
+    try:
+        act, options, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        page = f"normlab {first}" if first in COMMANDS else "normlab"
+        raise NormlabError(f"{str(error).rstrip('.')} (see `{page} --help`)") from None
+    return act, options
 
 
-def _add_output(parser: argparse.ArgumentParser, default: str | None, what: str = RUNS) -> None:
-    parser.add_argument("--out", default=default, required=default is None, help=what)
-    parser.add_argument("--cache-dir", help="directory for prepared corpora; default: the user's cache directory")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+def whole(text: str) -> int:
+    """A whole number. NormlabError for anything else."""
+    try:
+        return int(text)
+    except ValueError:
+        raise NormlabError(f"{text!r} is no whole number") from None
 
 
-def _sweep_flags(parser: argparse.ArgumentParser) -> None:
-    from normlab.training.presets import PRESETS
-
-    parser.add_argument("--preset", default="tiny", help=f"{', '.join(PRESETS)}; --dry-run tells how long it takes")
-    parser.add_argument("--schemes", help="only these, comma-separated")
-    parser.add_argument("--depths", help="only these, comma-separated")
-    parser.add_argument("--workers", help="runs at once; ray or slurm: on the machines of a cluster; default 2")
-    parser.add_argument("--address", help="of the Ray cluster (auto, HOST:PORT); for slurm, local tries the sweep here")
-    parser.add_argument("--gpus", type=float, default=0.0, help="GPUs a run on a cluster, for ray shares of one too")
-    parser.add_argument(
-        "--slurm", action="append", metavar="NAME=VALUE", help="such as timeout_min=600 or slurm_partition=NAME"
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads a run; default cores/workers")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print runs, order and hours; train nothing but a few steps"
-    )
-    _add_output(parser, None)
+def field_values(texts: Iterable[str]) -> dict[str, Any]:
+    """The mapping that FIELD=VALUE, given more than once, says; a value is JSON or a word."""
+    fields = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise NormlabError(f"takes FIELD=VALUE, not {text!r}")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    return fields
 
 
-def _plan_flags(parser: argparse.ArgumentParser) -> None:
-    from normlab.training.config import TrainConfig
-    from normlab.training.needs import MEMORY_GIB, MFU, PEAK_TFLOPS
-    from normlab.training.sizes import SIZES
-
-    parser.add_argument("size", help=", ".join(SIZES))
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of one machine (default: 1)")
-    parser.add_argument("--scheme", help="default: the paper's own")
-    (fsdp,) = (spec.metadata["help"] for spec in dataclasses.fields(TrainConfig) if spec.name == "fsdp")
-    parser.add_argument("--fsdp", action="store_true", help=fsdp)
-    parser.add_argument("--mfu", type=float, default=MFU, help=f"share of --tflops reached (default: {MFU})")
-    parser.add_argument(
-        "--tflops",
-        type=float,
-        default=PEAK_TFLOPS,
-        help=f"a GPU's peak (default: {PEAK_TFLOPS:g}, an H100 in bfloat16)",
-    )
-    parser.add_argument(
-        "--memory", type=float, default=MEMORY_GIB, help=f"GiB a GPU has for training (default: {MEMORY_GIB:g})"
-    )
+def given(config: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields of a configuration whose flags were given."""
+    return {name: field_values(value) if isinstance(value, list) else value for name, value in (config or {}).items()}
 
 
-def _compare_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", help="scheme, or the name or directory of a run")
-    parser.add_argument("b", help="what it is compared with")
-    parser.add_argument("--runs", nargs="+", default=["runs"], help="runs, or directories of runs (default: runs)")
-    parser.add_argument("--metric", default="loss", help="a name of normlab.figures.METRICS (default: held-out loss)")
-    parser.add_argument("--depth", type=int, help="only this depth")
-    parser.add_argument("--width", type=int, help="default: the one with most runs")
-    parser.add_argument(
-        "--site", help="where it was measured; default: the metric's own site, as normlab.figures has it"
-    )
-    parser.add_argument("--layer", type=int, help="default: the last block")
-    parser.add_argument("--mask", default="all", help="all, or no_first: without each row's first token")
-    parser.add_argument("--split", help="train, eval or probe; default for the loss: eval")
-    parser.add_argument("--step", type=int, help="optimizer steps done; default: the last")
-    parser.add_argument("--level", type=float, default=0.95, help="of confidence (default: 0.95)")
+# cyclopts rounds 2.5 to a whole number.
+WHOLE = Parameter(converter=lambda kind, tokens: whole(tokens[-1].value))
+REPEATED = Parameter(allow_repeating=None)
+SEVERAL = Parameter(consume_multiple=True, allow_repeating=None, show_default=False)
+SWITCH = Parameter(show_default=False)
 
 
-def _figures_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", help="runs, or directories of runs")
-    parser.add_argument("--out", required=True, help="directory for the figures: HTML, and PNG where a Chrome is found")
-    parser.add_argument("--depth", type=int, help="only runs of this depth; default: each figure chooses")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+def flag(text: str) -> Parameter:
+    """The help of a flag."""
+    return Parameter(help=text)
 
 
-def _probe_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="directory or hub name: causal, masked, sequence-to-sequence, or of images")
-    parser.add_argument("--text", required=True, nargs="+", help="text files, or folders of images, to run it on")
-    parser.add_argument("--against", metavar="MODEL", help="another model, set beside it on one page")
-    parser.add_argument("--revisions", help="its layers over training: hub revisions or folders in it, comma-separated")
-    parser.add_argument("--device", help="cpu, cuda:1 ..., or auto to spread it; default: a GPU when there is one")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: as saved")
-    parser.add_argument("--out", help="directory for the tables and the report; default: named for the model")
-    parser.add_argument("--length", type=int, default=256, help="tokens a row")
-    parser.add_argument("--rows", type=int, default=16, help="rows at most")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+# Called in annotations, which are strings until the command that has them is parsed.
+def _known(path: str) -> Any:
+    """What a module of the library knows by a name: `MODULE:NAME`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"normlab.{module}"), name)
 
 
-def _export_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="directory of a run that kept its weights, or a model that comes with normlab")
-    parser.add_argument("out", help="new folder; whoever loads it needs normlab and says trust_remote_code")
+def _names(path: str) -> str:
+    return ", ".join(_known(path))
 
 
-def _remove_norms_flags(parser: argparse.ArgumentParser) -> None:
-    from normlab.training.fields import add_flags
-    from normlab.training.removal import RemovalConfig
+@functools.cache
+def _fields_of(path: str) -> Any:
+    """Flags for the fields of a configuration: a `TypedDict`, which holds those that are given."""
+    from normlab.training.fields import flag_of
 
-    parser.add_argument("model", help="a Llama, a run that kept its weights, or a model that comes with normlab")
-    add_flags(parser, RemovalConfig)
-    _add_output(parser, None, "folder for the model and the table of losses; the same command goes on in it")
+    cls = _known(path)
+    types, flags = get_type_hints(cls), {}
+    for spec in dataclasses.fields(cls):
+        text, kind, rules = spec.metadata["help"], types[spec.name], []
+        if spec.default_factory is not dataclasses.MISSING:
+            kind, rules = list[str], [REPEATED]
+        else:
+            text += "" if spec.default is None else f" (default: {spec.default})"
+        if kind is bool:
+            rules = [Parameter(negative=flag_of(f"no_{spec.name}"))]
+        elif int in (kind, *getattr(kind, "__args__", ())):
+            rules = [WHOLE]
+        flags[spec.name] = Annotated[kind, Parameter(help=text), *rules]
+    return TypedDict(cls.__name__, flags, total=False)  # type: ignore[operator]
 
 
-def _bench_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs; at least 9 for a result to quote")
-    parser.add_argument("--schemes", help="schemes to set against Pre-LN, comma-separated")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    _add_output(parser, "bench.csv", "CSV file for the ratios")
+RUNS = "directory of runs, or an address that fsspec knows, such as s3://..."
+Quiet = Annotated[bool, flag("no progress bar"), SWITCH]
+Cache = Annotated[str | None, flag("directory for prepared corpora; default: the user's cache directory")]
+Whole = Annotated[int, WHOLE]
 
 
-def _train(options: argparse.Namespace) -> int:
+@command("train", "normlab.training.run")
+def _train(
+    *,
+    config: Annotated[_fields_of("training.config:TrainConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    from_manifest: Annotated[str | None, flag("repeat the run of this manifest.json or run directory")] = None,
+    follow: Annotated[
+        bool,
+        flag("print measurements as lines of JSON; take pause, train and stop from standard input"),
+        SWITCH,
+    ] = False,
+    out: Annotated[str, flag(RUNS)] = "runs",
+    cache_dir: Cache = None,
+    quiet: Quiet = False,
+) -> int:
+    """Train one model and measure its layers.
+
+    For several processes or GPUs: torchrun --nproc-per-node N -m normlab train ...; --batch-size is of all together.
+    """
     from normlab.runs import COUNT_LOSSES, child
     from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
-    from normlab.training.fields import flag_of, given
+    from normlab.training.fields import flag_of
     from normlab.training.run import train, train_from_manifest
 
-    shared = {"cache_dir": options.cache_dir, "progress": not options.quiet}
-    fields = given(options, TrainConfig)
-    if options.from_manifest and (fields or options.follow):
-        flags = ", ".join([*map(flag_of, fields), *["--follow"] * options.follow])
+    fields = given(config)
+    if from_manifest and (fields or follow):
+        flags = ", ".join([*map(flag_of, fields), *["--follow"] * follow])
         raise NormlabError(f"--from-manifest sets the whole configuration; leave out {flags}")
-    if options.from_manifest:
-        run = train_from_manifest(options.from_manifest, options.out, **shared)
+    if from_manifest:
+        run = train_from_manifest(from_manifest, out, cache_dir=cache_dir, progress=not quiet)
+    elif follow:
+        train_followed(TrainConfig(**fields), out, cache_dir)
+        return 0
     else:
-        config = TrainConfig(**fields)
-        if options.follow:
-            train_followed(config, options.out, options.cache_dir)
-            return 0
-        run = train(config, options.out, **shared)
+        run = train(TrainConfig(**fields), out, cache_dir=cache_dir, progress=not quiet)
     if not is_first_rank():
         return 0
     losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"]}
     losses |= {name: run.manifest[name] for name in COUNT_LOSSES}
-    beside = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
-    print(f"{child(options.out, run.name)}: {run.status}, eval loss {run.eval_loss:.4f} ({beside}), nats a token")
+    others = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
+    print(f"{child(out, run.name)}: {run.status}, eval loss {run.eval_loss:.4f} ({others}), nats a token")
     return 0
 
 
-def _sweep(options: argparse.Namespace) -> int:
-    from normlab.training.clusters import workers_of
-    from normlab.training.fields import whole_number
+@command("sweep", "normlab.training.plan")
+def _sweep(
+    *,
+    preset: Annotated[str, flag(f"{_names('training.presets:PRESETS')}; --dry-run tells how long it takes")] = "tiny",
+    schemes: Annotated[str | None, flag("only these, comma-separated")] = None,
+    depths: Annotated[str | None, flag("only these, comma-separated")] = None,
+    workers: Annotated[str | None, flag("runs at once; ray or slurm: on the machines of a cluster; default 2")] = None,
+    address: Annotated[
+        str | None, flag("of the Ray cluster (auto, HOST:PORT); for slurm, local tries the sweep here")
+    ] = None,
+    gpus: Annotated[float, flag("GPUs a run on a cluster, for ray shares of one too")] = 0.0,
+    slurm: Annotated[
+        list[str] | None, flag("NAME=VALUE, such as timeout_min=600 or slurm_partition=NAME"), REPEATED
+    ] = None,
+    threads: Annotated[Whole | None, flag("CPU threads a run; default cores/workers")] = None,
+    dry_run: Annotated[bool, flag("print runs, order and hours; train nothing but a few steps"), SWITCH] = False,
+    out: Annotated[str, flag(RUNS)],
+    cache_dir: Cache = None,
+    quiet: Quiet = False,
+) -> int:
+    """Train many models: scheme x depth x seed x learning rate; finished runs are skipped."""
     from normlab.training.plan import plan
     from normlab.training.presets import get_preset
     from normlab.training.sweep import sweep
 
-    schemes = options.schemes.split(",") if options.schemes else None
-    depths = [whole_number(text, "--depths") for text in options.depths.split(",")] if options.depths else None
-    preset = get_preset(options.preset).only(schemes, depths)
-    workers = workers_of(options.workers, options.address, options.gpus, options.slurm)
-    shared = {"workers": workers, "threads": options.threads, "cache_dir": options.cache_dir}
-    if options.dry_run:
-        print(plan(preset, options.out, **shared, progress=not options.quiet).in_words())
+    numbers = [whole(text) for text in depths.split(",")] if depths else None
+    chosen = get_preset(preset).only(schemes.split(",") if schemes else None, numbers)
+    shared = {
+        "workers": workers_of(workers, {"address": address, "gpus": gpus, "options": field_values(slurm or ())}),
+        "threads": threads,
+        "cache_dir": cache_dir,
+        "progress": not quiet,
+    }
+    if dry_run:
+        print(plan(chosen, out, **shared).in_words())
         return 0
-    result = sweep(preset, options.out, **shared, progress=not options.quiet)
+    result = sweep(chosen, out, **shared)
     counts = Counter(run.status for run in result.runs)
     print(f"{result.out}: {len(result.runs)} runs" + "".join(f", {n} {status}" for status, n in counts.items()))
     for name, reason in result.failures.items():
@@ -260,35 +259,89 @@ def _sweep(options: argparse.Namespace) -> int:
     return 1 if result.failures else 0
 
 
-def _plan(options: argparse.Namespace) -> int:
+def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
+    """A number of processes, or a `Cluster`. NormlabError for options that have no effect on it."""
+    from normlab.training.clusters import CLUSTERS, cluster
+
+    flags = {"address": "--address", "gpus": "--gpus", "options": "--slurm"}
+    taken = {spec.name for spec in dataclasses.fields(CLUSTERS[workers])} if workers in CLUSTERS else set()
+    if idle := [flags[name] for name, value in options.items() if value and name not in taken]:
+        raise NormlabError(f"{', '.join(idle)} would change nothing: leave out, or choose another --workers")
+    if workers in CLUSTERS:
+        return cluster(workers, **{name: value for name, value in options.items() if name in taken})
+    return None if workers is None else whole(workers)
+
+
+@command("plan")
+def _plan(
+    size: Annotated[str, flag(_names("training.sizes:SIZES"))],
+    /,
+    *,
+    gpus: Annotated[Whole, flag("GPUs of one machine")] = 1,
+    scheme: Annotated[str | None, flag("default: the paper's own")] = None,
+    fsdp: Annotated[bool, flag("split weights, gradients and optimizer over the GPUs"), SWITCH] = False,
+    mfu: Annotated[float | None, flag(f"share of --tflops reached; default: {_known('training.needs:MFU')}")] = None,
+    tflops: Annotated[
+        float | None, flag(f"a GPU's peak; default: {_known('training.needs:PEAK_TFLOPS'):g}, an H100 in bfloat16")
+    ] = None,
+    memory: Annotated[
+        float | None, flag(f"GiB a GPU has for training; default: {_known('training.needs:MEMORY_GIB'):g}")
+    ] = None,
+) -> int:
+    """Say what a model of a paper's size needs, and the commands that train it."""
     from normlab.training.needs import needs
     from normlab.training.sizes import get_size
 
-    size = get_size(options.size)
-    config = dataclasses.replace(size.config, scheme=options.scheme or size.config.scheme, fsdp=options.fsdp)
-    given = {"mfu": options.mfu, "tflops": options.tflops, "memory_gib": options.memory}
-    print(f"{options.size}   ({size.source})\n{needs(config, options.gpus, **given).in_words()}")
-    if size.swept:
-        print("\ntried by the paper: " + "; ".join(f"{name} {values}" for name, values in size.swept.items()))
+    known = get_size(size)
+    config = dataclasses.replace(known.config, scheme=scheme or known.config.scheme, fsdp=fsdp)
+    assumed: dict[str, Any] = {"mfu": mfu, "tflops": tflops, "memory_gib": memory}
+    assumed = {name: value for name, value in assumed.items() if value is not None}
+    print(f"{size}   ({known.source})\n{needs(config, gpus, **assumed).in_words()}")
+    if known.swept:
+        print("\ntried by the paper: " + "; ".join(f"{name} {values}" for name, values in known.swept.items()))
     return 0
 
 
-def _compare(options: argparse.Namespace) -> int:
+@command("compare")
+def _compare(
+    a: Annotated[str, flag("scheme, or the name or directory of a run")],
+    b: Annotated[str, flag("what it is compared with")],
+    /,
+    *,
+    runs: Annotated[tuple[str, ...], flag("runs, or directories of runs (default: runs)"), SEVERAL] = ("runs",),
+    metric: Annotated[str, flag("a name of normlab.figures.METRICS")] = "loss",
+    depth: Annotated[Whole | None, flag("only this depth")] = None,
+    width: Annotated[Whole | None, flag("default: the one with most runs")] = None,
+    site: Annotated[str | None, flag("where it was measured; default: the metric's own site")] = None,
+    layer: Annotated[Whole | None, flag("default: the last block")] = None,
+    mask: Annotated[str, flag("all, or no_first: without each row's first token")] = "all",
+    split: Annotated[str | None, flag("train, eval or probe; default for the loss: eval")] = None,
+    step: Annotated[Whole | None, flag("optimizer steps done; default: the last")] = None,
+    level: Annotated[float, flag("of confidence")] = 0.95,
+) -> int:
+    """Compare two schemes: their difference, paired by seed, with its interval."""
     from normlab.analysis.compare import compare, report
     from normlab.runs import MANIFEST, load_runs, read_run
 
-    names, paths = [options.a, options.b], options.runs
-    if all((Path(name) / MANIFEST).is_file() for name in names):
-        paths, names = names, [read_run(name).name for name in names]
-    table = load_runs(paths)
-    where = {name: getattr(options, name) for name in ("site", "layer", "mask", "split", "step")}
-    a, b = names
-    found = compare(table, a, b, options.metric, depth=options.depth, width=options.width, level=options.level, **where)
-    print(report(found, options.level))
+    if all((Path(name) / MANIFEST).is_file() for name in (a, b)):
+        runs = (a, b)
+        a, b = (read_run(name).name for name in (a, b))
+    place: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
+    table = compare(load_runs(runs), a, b, metric, depth=depth, width=width, level=level, **place)
+    print(report(table, level))
     return 0
 
 
-def _figures(options: argparse.Namespace) -> int:
+@command("figures")
+def _figures(
+    runs: Annotated[list[str], flag("runs, or directories of runs"), SEVERAL],
+    /,
+    *,
+    out: Annotated[str, flag("directory for the figures: HTML, and PNG where a Chrome is found")],
+    depth: Annotated[Whole | None, flag("only runs of this depth; default: each figure chooses")] = None,
+    quiet: Quiet = False,
+) -> int:
+    """Draw every figure of some runs."""
     from tqdm import tqdm
 
     from normlab.analysis import published, selection
@@ -299,95 +352,120 @@ def _figures(options: argparse.Namespace) -> int:
         from normlab.figures import draw_all
     except ImportError as error:
         raise NormlabError(str(error)) from error
-    out = Path(options.out)
-    if out.exists() and not out.is_dir():
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
         raise NormlabError(f"output {out} is a file; name a directory")
-    tables, drawn = {"runs": selection.of_depth(load_runs(options.runs), options.depth)}, {}
+    tables, drawn = {"runs": selection.of_depth(load_runs(runs), depth)}, {}
     try:
-        tables["experiments"] = selection.of_depth(load_experiments(options.runs), options.depth)
+        tables["experiments"] = selection.of_depth(load_experiments(runs), depth)
     except NormlabError as error:
         print(f"normlab: without the figures of what was measured after training: {error}", file=sys.stderr)
     every = draw_all(tables, published.load_published())
-    for name, figure in tqdm(every, "figures", disable=options.quiet, leave=False):
+    for name, figure in tqdm(every, "figures", disable=quiet, leave=False):
         drawn[name] = figure
-        out.mkdir(parents=True, exist_ok=True)
-        figure.write_html(out / f"{name}.html", include_plotlyjs=True)
-    images, missing = save_images(drawn, out)
-    print("\n".join(str(path) for path in [*(out / f"{name}.html" for name in drawn), *images]))
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.write_html(folder / f"{name}.html", include_plotlyjs=True)
+    images, missing = save_images(drawn, folder)
+    print("\n".join(str(path) for path in [*(folder / f"{name}.html" for name in drawn), *images]))
     if missing:
         print(f"normlab: {missing}", file=sys.stderr)
     return 0
 
 
-def _probe(options: argparse.Namespace) -> int:
+@command("probe", "normlab.report")
+def _probe(
+    model: Annotated[str, flag("directory or hub name: causal, masked, sequence-to-sequence, or of images")],
+    /,
+    *,
+    text: Annotated[list[str], flag("text files, or folders of images, to run it on"), SEVERAL],
+    against: Annotated[str | None, flag("another model, shown on the same page")] = None,
+    revisions: Annotated[
+        str | None, flag("its layers over training: hub revisions or folders in it, comma-separated")
+    ] = None,
+    device: Annotated[
+        str | None, flag("cpu, cuda:1 ..., or auto to spread it; default: a GPU when there is one")
+    ] = None,
+    dtype: Annotated[str | None, flag("float32, bfloat16 or float16; default: as saved")] = None,
+    out: Annotated[str | None, flag("directory for tables and report; default: named for the model")] = None,
+    length: Annotated[Whole, flag("tokens per row")] = 256,
+    rows: Annotated[Whole, flag("rows at most")] = 16,
+    quiet: Quiet = False,
+) -> int:
+    """Measure the layers of any model on texts or images."""
     from normlab.report import probe_report
 
-    shape = {name: getattr(options, name) for name in ("out", "length", "rows", "against", "device", "dtype")}
-    revisions = options.revisions.split(",") if options.revisions else ()
-    print(probe_report(options.model, options.text, revisions=revisions, progress=not options.quiet, **shape))
+    options: dict[str, Any] = {
+        "out": out,
+        "length": length,
+        "rows": rows,
+        "against": against,
+        "device": device,
+        "dtype": dtype,
+    }
+    names = revisions.split(",") if revisions else ()
+    print(probe_report(model, text, revisions=names, progress=not quiet, **options))
     return 0
 
 
-def _export(options: argparse.Namespace) -> int:
+@command("export", "normlab.models.exported")
+def _export(
+    run: Annotated[str, flag("directory of a run that kept its weights, or a model that comes with normlab")],
+    out: Annotated[str, flag("new folder; loading it needs normlab and trust_remote_code")],
+    /,
+) -> int:
+    """Write a trained model as a folder that lm-eval and transformers load."""
     from normlab.models.exported import export_model
 
-    print(export_model(options.run, options.out))
+    print(export_model(run, out))
     return 0
 
 
-def _remove_norms(options: argparse.Namespace) -> int:
-    from normlab.training.fields import given
+@command("remove-norms", "normlab.training.removal")
+def _remove_norms(
+    model: Annotated[str, flag("a Llama, a run that kept its weights, or a model that comes with normlab")],
+    /,
+    *,
+    config: Annotated[_fields_of("training.removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    out: Annotated[str, flag("folder for the model and its losses; the same command resumes in it")],
+    cache_dir: Cache = None,
+    quiet: Quiet = False,
+) -> int:
+    """Make a trained model's norms fixed gains one by one, and fine-tune after each."""
     from normlab.training.removal import MODEL, RemovalConfig, remove_norms
 
-    config = RemovalConfig(**given(options, RemovalConfig))
-    shared = {"cache_dir": options.cache_dir, "progress": not options.quiet}
-    print(remove_norms(options.model, options.out, config, **shared).round(4).to_string(index=False))
-    print(Path(options.out) / MODEL)
+    table = remove_norms(model, out, RemovalConfig(**given(config)), cache_dir=cache_dir, progress=not quiet)
+    print(table.round(4).to_string(index=False))
+    print(Path(out) / MODEL)
     return 0
 
 
-def _bench(options: argparse.Namespace) -> int:
+@command("bench", "normlab.bench.training")
+def _bench(
+    *,
+    pairs: Annotated[Whole, flag("interleaved pairs; at least 9 for a result to quote")] = 9,
+    schemes: Annotated[str | None, flag("schemes to compare with Pre-LN, comma-separated")] = None,
+    threads: Annotated[Whole, flag("CPU threads")] = 1,
+    out: Annotated[str, flag("CSV file for the ratios")] = "bench.csv",
+    cache_dir: Cache = None,
+    quiet: Quiet = False,
+) -> int:
+    """Time whole training steps against each other."""
     from normlab.bench.training import bench
 
-    chosen = {"schemes": options.schemes.split(",")} if options.schemes else {}
-    shared = {"threads": options.threads, "cache_dir": options.cache_dir, "progress": not options.quiet}
-    table = bench(options.pairs, **chosen, **shared)
+    chosen: dict[str, Any] = {"schemes": schemes.split(",")} if schemes else {}
+    table = bench(pairs, **chosen, threads=threads, cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))
-    if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(options.out, index=False)
-        print(options.out)
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(out, index=False)
+        print(out)
     return 0
 
 
-def _schemes(options: argparse.Namespace) -> int:
+@command("schemes")
+def _schemes() -> int:
+    """List every scheme with formula, paper, parameters and cost."""
     from normlab.models.costs import table
 
     print(table().to_string(index=False))
     return 0
-
-
-COMMANDS = {
-    "train": Command("train one model and measure its layers", _train_flags, _train),
-    "sweep": Command(
-        "train many models: scheme x depth x seed x learning rate; finished runs are skipped", _sweep_flags, _sweep
-    ),
-    "plan": Command("what a model of a paper's size needs, and the commands that train it", _plan_flags, _plan),
-    "compare": Command("difference between two schemes, paired by seed, with its interval", _compare_flags, _compare),
-    "figures": Command("draw every figure of some runs", _figures_flags, _figures),
-    "probe": Command("measure the layers of any model on texts or images", _probe_flags, _probe),
-    "export": Command("a trained model as a folder that lm-eval and transformers load", _export_flags, _export),
-    "remove-norms": Command(
-        "a trained model's norms made fixed gains one by one, fine-tuned after each", _remove_norms_flags, _remove_norms
-    ),
-    "bench": Command("time whole training steps against each other", _bench_flags, _bench),
-    "schemes": Command("every scheme with formula, paper, parameters and cost", lambda parser: None, _schemes),
-}
-
-
-def _fail(message: str, code: int = 2) -> int:
-    if code == 2 and not is_first_rank():  # torchrun ends all ranks with the first that ends: the first one speaks
-        time.sleep(PATIENCE)
-    if code == 2 or is_first_rank():
-        print(f"normlab: error: {' '.join(message.split())}", file=sys.stderr)
-    return code

@@ -7,11 +7,14 @@ import reprlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 ANSWER_SECONDS = 20.0  # what a connection waits for an answer
+PATIENCE = 5.0  # seconds that other ranks leave to the first, to speak
+STOPPED = "stopped; the same command goes on from the last checkpoint"
 
 
 class NormlabError(ValueError):
@@ -57,13 +60,22 @@ def show_warning(message: Any, category: Any, *rest: Any) -> None:
         print(f"normlab: warning: {message}", file=sys.stderr)
 
 
+def fail(message: str, code: int = 2) -> int:
+    """Print an error as one line and return its exit code. Of several ranks the first speaks."""
+    if code == 2 and not is_first_rank():  # torchrun ends all ranks with the first that ends
+        time.sleep(PATIENCE)
+    if code == 2 or is_first_rank():
+        print(f"normlab: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
 @contextmanager
-def ends_at_once(say: Callable[[], int]) -> Iterator[None]:
-    """On Ctrl-C `say`, then end the process with what it returns. For the time of imports: libraries make tracebacks of
-    their own, or nothing, of a KeyboardInterrupt that meets them half loaded."""
+def ends_at_once() -> Iterator[None]:
+    """On Ctrl-C say so and end the process. For imports: of a KeyboardInterrupt libraries that are half loaded make
+    tracebacks of their own, or nothing."""
 
     def end(*_: Any) -> None:
-        os._exit(say())
+        os._exit(fail(STOPPED, 130))
 
     is_ours = threading.current_thread() is threading.main_thread()
     if is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

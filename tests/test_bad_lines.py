@@ -17,10 +17,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from training_helpers import tiny, write_run, write_text
 
-from normlab import NormlabError, cli, runs, storage
-from normlab.training import documents
+from normlab import NormlabError, cli, errors, runs, storage
 from normlab.training.clusters import Ray
-from normlab.training.corpus import corpus_of
+from normlab.training.text import source
+from normlab.training.text.corpus import corpus_of
 
 HERE = Path(__file__)
 PROBE = ["probe", "no-such-model", "--text", HERE, "--quiet"]
@@ -114,10 +114,10 @@ def test_a_rank_that_is_not_the_first_lets_the_first_speak(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
     assert "--dept" in refused(capsys, "train", "--dept", 4)
-    assert waited == [cli.PATIENCE]
+    assert waited == [errors.PATIENCE]
 
 
 def test_a_table_that_cannot_be_parsed_is_one_line_and_not_the_readers_too(
@@ -144,11 +144,10 @@ def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch: pytest.Mon
     from transformers.utils import logging
 
     shown: list[bool] = []
-    act = lambda _: shown.append(logging.is_progress_bar_enabled()) or 0  # noqa: E731
-    monkeypatch.setitem(cli.COMMANDS, "figures", cli.COMMANDS["figures"]._replace(act=act))
+    monkeypatch.setattr(cli, "_export", lambda *, quiet=False: shown.append(logging.is_progress_bar_enabled()))
     before = logging.is_progress_bar_enabled()
-    cli.main(["figures", "runs", "--out", "out", "--quiet"])
-    cli.main(["figures", "runs", "--out", "out"])
+    cli.main(["export", "--quiet"])
+    cli.main(["export"])
     assert shown == [False, before] and logging.is_progress_bar_enabled() == before
 
 
@@ -176,7 +175,7 @@ def test_an_address_of_text_that_does_not_answer_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(documents, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(source, "ANSWER_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
         address = f"http://127.0.0.1:{server.getsockname()[1]}/text.txt"
         where = ["--out", tmp_path / "out", "--cache-dir", tmp_path / "cache", "--quiet"]
@@ -195,10 +194,10 @@ def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
 def test_an_interrupted_import_is_one_line() -> None:
     """The process interrupts itself in the middle of an import, as a user does who changes his mind at once."""
     code = (
-        "import importlib, os, signal, sys, time; from normlab import cli\n"
+        "import importlib, os, signal, sys, time; from normlab.__main__ import main\n"
         "importlib.import_module = lambda name: (os.kill(os.getpid(), signal.SIGINT), time.sleep(30))\n"
-        "sys.exit(cli.main(['schemes']))"
+        "sys.argv[1:] = ['schemes']; sys.exit(main())"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stderr) == (130, f"normlab: error: {cli.STOPPED}\n")
+    assert (ended.returncode, ended.stderr) == (130, f"normlab: error: {errors.STOPPED}\n")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

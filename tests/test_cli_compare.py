@@ -53,7 +53,7 @@ def test_one_seed_and_two_runs_say_that_there_is_no_interval(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("lns", "required: b"),
+        ("lns", "B requires an argument"),
         ("lns dyt", "no run of 'dyt' in the table, which has: pre_rmsnorm, lns, bhyt"),
         ("lns bhyt --metric size", "no metric 'size' in the table, which has: feature_var_mean"),
         ("lns bhyt --metric token_l2_mean --layer 9", "no layer 9 of token_l2_mean in the table, which has: 0, 1, 2"),

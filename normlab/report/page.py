@@ -12,9 +12,15 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from normlab.figures.heatmap import layer_heatmap
-from normlab.figures.layers import layer_figure
-from normlab.figures.recorded import angles, lens, recorded_lines, recorded_map, skip_costs
+from normlab.figures.report import (
+    angles,
+    layer_figure,
+    layer_heatmap,
+    lens,
+    recorded_lines,
+    recorded_map,
+    skip_costs,
+)
 from normlab.probes.metrics import METRICS, metric_row
 from normlab.report.measure import Measured
 

@@ -1,7 +1,6 @@
 """Runs on many machines: Ray's tasks, or one array of Slurm jobs through submitit.
 
 `cluster(kind, ...)`   where the runs go: `Ray` or `Slurm`; their `finish` yields (config, Run or exception) as runs end
-`workers_of(...)`      the same from the command line
 
 The output directory is one that all machines see. A run whose worker is lost (killed, a node gone, its time over) is
 started again, up to `RETRIES` times, and goes on from its last checkpoint, on whichever machine.
@@ -16,14 +15,13 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, in_one_line
 from normlab.runs import PARTIAL, Run, is_address, read_run
 from normlab.training.config import TrainConfig
-from normlab.training.fields import pairs, whole_number
 
 Outcome = tuple[TrainConfig, "Run | Exception"]
 RETRIES = 3
@@ -176,32 +174,17 @@ def _outcome(result: str | Exception) -> Run | Exception:
     return result if isinstance(result, Exception) else read_run(result)
 
 
-_KINDS: dict[str, type[Cluster]] = {"ray": Ray, "slurm": Slurm}
+CLUSTERS: dict[str, type[Cluster]] = {"ray": Ray, "slurm": Slurm}
 _EXTRAS = {"ray": ("ray", "Ray"), "submitit": ("slurm", "submitit")}
 
 
 def cluster(kind: str, **given: Any) -> Cluster:
     """The cluster of a name ("ray", "slurm"), with what is needed for it at hand. NormlabError otherwise."""
-    if kind not in _KINDS:
-        raise NormlabError(f"workers is {kind!r}; give a number of processes, at least 1, or {' or '.join(_KINDS)}")
-    found = _KINDS[kind](**given)
+    if kind not in CLUSTERS:
+        raise NormlabError(f"workers is {kind!r}; give a number of processes, at least 1, or {' or '.join(CLUSTERS)}")
+    found = CLUSTERS[kind](**given)
     found.check()
     return found
-
-
-def workers_of(
-    workers: str | None, address: str | None, gpus: float, slurm: Sequence[str] | None
-) -> int | Cluster | None:
-    """What --workers, --address, --gpus and --slurm ask for; NormlabError where one of them has no effect."""
-    kind = _KINDS.get(workers or "")
-    given = {"address": address, "gpus": gpus, "options": pairs(slurm or (), "--slurm")}
-    taken = {spec.name for spec in fields(kind)} if kind else set()
-    flags = {"address": "--address", "gpus": "--gpus", "options": "--slurm"}
-    if idle := [flags[name] for name, value in given.items() if value and name not in taken]:
-        raise NormlabError(f"{', '.join(idle)} would change nothing: leave out, or choose another --workers")
-    if kind:
-        return cluster(str(workers), **{name: value for name, value in given.items() if name in taken})
-    return None if workers is None else whole_number(workers, "--workers")
 
 
 def _import(name: str) -> Any:

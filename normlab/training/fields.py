@@ -5,19 +5,13 @@
 `check(configuration)`           NormlabError for a value of another type, or that its rule refuses
 `described(cls)`                 the fields as text, for a docstring
 `flag_of(name)`                  the command-line flag of a field
-`add_flags(parser, cls)`         a flag for every field
-`given(options, cls)`            the fields whose flags were given
-`pairs(texts, flag)`             a mapping from FIELD=VALUE; `whole_number(text, flag)`
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import textwrap
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -93,51 +87,3 @@ def described(cls: Any) -> str:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def add_flags(parser: argparse.ArgumentParser, cls: Any) -> None:
-    """A flag for every field of a configuration; one that is not given stays None. transformers' HfArgumentParser reads
-    such a dataclass too, but has no `--no-compile`, takes no FIELD=VALUE, and fills in defaults: which flags were given
-    is lost."""
-    for spec in dataclasses.fields(cls):
-        flag, text = flag_of(spec.name), spec.metadata["help"]
-        if spec.default_factory is not dataclasses.MISSING:
-            parser.add_argument(flag, action="append", metavar="FIELD=VALUE", help=text)
-            continue
-        text += "" if spec.default is None else f" (default: {spec.default})"
-        if isinstance(spec.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            kind = {"int": int, "float": float}.get(str(spec.type).split(" ")[0], str)
-            parser.add_argument(flag, type=kind, help=text)
-
-
-def given(options: argparse.Namespace, cls: Any) -> dict[str, Any]:
-    """Fields of a configuration whose flags were given."""
-    values = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(cls)}
-    return {
-        name: pairs(value, flag_of(name)) if isinstance(value, list) else value
-        for name, value in values.items()
-        if value is not None
-    }
-
-
-def whole_number(text: str, flag: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise NormlabError(f"{flag}: {text!r} is no whole number") from None
-
-
-def pairs(texts: Iterable[str], flag: str) -> dict[str, Any]:
-    """What FIELD=VALUE, given more than once, says; a value is JSON or a word."""
-    fields = {}
-    for pair in texts:
-        name, sign, value = pair.partition("=")
-        if not sign:
-            raise NormlabError(f"{flag} takes FIELD=VALUE, not {pair!r}")
-        try:
-            fields[name] = json.loads(value)
-        except ValueError:
-            fields[name] = value
-    return fields

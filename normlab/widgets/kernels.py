@@ -6,8 +6,9 @@ import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.kernels import moved
+from normlab.analysis.notebook_tables.kernels import moved
 from normlab.errors import NormlabError
+from normlab.figures import themed
 from normlab.figures.kernels import one_call
 from normlab.widgets.plot import PlotWidget
 
@@ -51,4 +52,4 @@ class KernelTimes(PlotWidget):
         for column, control in chosen.items():
             rows = rows[rows[column] == control.value]
         where = f"{self.call.value}, {self.part.label}, {self.shape.value} on {self.device.value}"
-        return one_call(rows, moved(rows), where, theme)
+        return themed(one_call(rows, moved(rows), where), theme)

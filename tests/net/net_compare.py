@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ def machine() -> dict[str, str]:
 
 
 def interpreter() -> dict[str, str]:
-    """What argparse's wording depends on."""
-    return {"python": ".".join(platform.python_version_tuple()[:2])}
+    """What the wording of help depends on."""
+    return {"python": ".".join(platform.python_version_tuple()[:2]), "cyclopts": version("cyclopts")}
 
 
 def _processor() -> str:

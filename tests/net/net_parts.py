@@ -152,13 +152,13 @@ def _without_address(default: Any) -> Any:
 
 
 def command_help() -> Json:
-    """`normlab --help` and `normlab COMMAND --help` at 80 columns: the flags, and the text."""
+    """`normlab --help` and `normlab COMMAND --help` at 100 columns: the flags, and the text."""
     found = {}
     for name in ("", *COMMANDS):
         text = _printed([*([name] if name else []), "--help"])
         words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
         found[f"normlab {name}".strip()] = {
-            "flags": sorted({word for word in words if word.startswith("--")}),
+            "flags": sorted({word for word in words if word.startswith("--")} | {"--help"}),
             "text": text.splitlines(),
         }
     return found
@@ -166,7 +166,7 @@ def command_help() -> Json:
 
 def _printed(arguments: list[str]) -> str:
     before, out = os.environ.get("COLUMNS"), io.StringIO()
-    os.environ["COLUMNS"] = "80"
+    os.environ["COLUMNS"] = "100"
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             main(arguments)

@@ -17,7 +17,7 @@ from training_helpers import tiny, write_text
 
 from normlab import NormlabError, cli, runs
 from normlab.training import workers as workers_module
-from normlab.training.clusters import LOCAL, Cluster, Ray, Slurm, cluster, workers_of
+from normlab.training.clusters import LOCAL, Cluster, Ray, Slurm, cluster
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_clusters_that_cannot_serve_are_one_line(
 def test_flags_reach_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slurm, "check", lambda self: None)
     flags = ["--workers", "slurm", "--gpus", "1", "--slurm", "timeout_min=60", "--slurm", "slurm_partition=night"]
-    given = cli.parse(["sweep", *flags, "--out", "runs"])
-    assert workers_of(given.workers, given.address, given.gpus, given.slurm) == Slurm(
-        None, 1.0, {"timeout_min": 60, "slurm_partition": "night"}
-    )
+    _, options = cli.parse(["sweep", *flags, "--out", "runs"])
+    chosen = options.arguments
+    workers = cli.workers_of(chosen["workers"], {"gpus": chosen["gpus"], "options": cli.field_values(chosen["slurm"])})
+    assert workers == Slurm(None, 1.0, {"timeout_min": 60, "slurm_partition": "night"})

@@ -18,7 +18,6 @@ from normlab import NormlabError, NormlabForCausalLM, cli
 from normlab.schemes import BASELINE
 from normlab.training import needs as needs_module
 from normlab.training.config import TrainConfig
-from normlab.training.fields import given
 from normlab.training.needs import Held, needs
 from normlab.training.sizes import LEFT_OUT, SIZES, get_size
 
@@ -78,7 +77,6 @@ MEASURE = """
 import gc, os, torch
 from normlab import NormlabForCausalLM
 from normlab.training.config import TrainConfig
-from normlab.training.fields import given
 from normlab.training.distributed import autocast
 from normlab.training.distributed import shard
 torch.set_num_threads(1)
@@ -212,8 +210,8 @@ def test_the_command_of_a_plan_is_its_configuration(
     (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchrun")]
     launcher, _, arguments = command.partition(" -m normlab ")
     assert launcher == "torchrun --nproc-per-node 4"
-    options = cli.parse(shlex.split(arguments))
-    config = TrainConfig(**given(options, TrainConfig))
+    _, options = cli.parse(shlex.split(arguments))
+    config = TrainConfig(**cli.given(options.arguments["config"]))
     assert dataclasses.replace(config, accumulate=1) == dataclasses.replace(SIZES[name].config, fsdp=bool(flags))
     assert config.batch_size % (4 * config.accumulate) == 0
 

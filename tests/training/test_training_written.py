@@ -21,8 +21,8 @@ import normlab
 from normlab import NormlabError, runs
 from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus
 from normlab.training.run import commit, train_from_manifest
+from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
 
@@ -61,12 +61,11 @@ def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(done: r
 
 
 def test_the_command_in_a_manifest_gives_its_configuration(text: Path) -> None:
-    from normlab.cli import parse
-    from normlab.training.fields import given
+    from normlab.cli import given, parse
 
     config = tiny(text, keep_weights=False, model={"lam_input": 3.0, "carried": "causal"}, tokenizer="some/where")
-    options = parse(["train", *config.to_arguments()])
-    assert TrainConfig(**given(options, TrainConfig)) == config
+    _, options = parse(["train", *config.to_arguments()])
+    assert TrainConfig(**given(options.arguments["config"])) == config
 
 
 def test_the_same_manifest_gives_the_same_numbers(done: runs.Run, cache: Path, tmp_path: Path) -> None:

@@ -1,0 +1,411 @@
+"""Text in, fixed-length blocks of token ids out: one code path for every corpus.
+
+`CorpusSpec`                      which text, cut how
+`load_corpus(corpus)`             builds the packed train and held-out splits, or finds them in the cache
+`corpus_of(config)`               the same for a run's configuration
+`Corpus`                          what training needs of a text
+`MeasuredOn`                      the held-out blocks that one run is measured on
+`train_tokenizer`, `tokenize`     a byte-level BPE; documents as ids
+
+Every source becomes a stream of documents with two columns, `key` and `text`. A document is held out if a hash of its
+key falls into the last 5%. The key is a file's path for `stdlib` and `packages`, and the text itself for every other
+source, so no duplicate is in both splits and the order of reading does not matter. The halves "validation" and "test"
+of held-out blocks are alternate ones. Those of `packages` are blocks of different files, 5% of the files each.
+
+`datasets` reads and maps the files. Packing and the cache's key are ours: its cache depends on the code that made an
+entry, ours on the hash of the text. It also writes a column in pieces, and only a single piece maps as one array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from normlab.errors import NormlabError, first_line
+from normlab.runs import full_disk_named
+from normlab.training import require_training
+from normlab.training.fields import TEXT, at_least, check, described, setting
+from normlab.training.progress import can_redraw
+from normlab.training.text.ngrams import ngram_losses, unigram_entropy
+from normlab.training.text.source import (
+    DEFAULT_CORPUS,
+    HELD_OUT_PERCENT,
+    SPLIT_BY_FILE,
+    check_text,
+    digest,
+    part_of,
+    source_key,
+    texts,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+HELD_OUT = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}  # which held-out blocks: the first, and the step
+PARTS = ("validation", "test")  # of held-out text that is split by file, in the order of their blocks
+CACHE_VERSION = 2
+END_OF_TEXT = "<|endoftext|>"
+TRAINING_CHARACTERS = 20_000_000  # a byte-level BPE of a few thousand entries hardly changes with more text
+TOKENIZED_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class CorpusSpec:
+    """Which text a run reads, and how it is cut. A `TrainConfig` has the same fields.
+
+    NormlabError for a value out of range.
+    """
+
+    corpus: str = setting(
+        DEFAULT_CORPUS,
+        "stdlib; packages; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a "
+        "folder of them; addresses of such files (http:, https:), comma-separated; a hub data set (name or "
+        "name:configuration)",
+        TEXT,
+    )
+    tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE", TEXT)
+    vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1))
+    block_length: int = setting(128, "tokens a block; also the context length and BHyT's T", at_least(2))
+    text_column: str = setting("text", "column that holds the text", TEXT)
+    characters: int = setting(100_000_000, "read at most so much of the corpus", at_least(1))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @classmethod
+    def of(cls, config: Any) -> CorpusSpec:
+        """The fields that anything else has in common with it."""
+        return cls(**{spec.name: getattr(config, spec.name) for spec in fields(cls)})
+
+
+CorpusSpec.__doc__ = f"{CorpusSpec.__doc__}\n{described(CorpusSpec)}\n"
+
+
+class MeasuredOn(NamedTuple):
+    """Held-out blocks that a run is measured on, (blocks, tokens) ids.
+
+    count_losses: n-gram baselines on the blocks of the held-out loss. eval_files: the files of their tokens.
+    """
+
+    probe: np.ndarray
+    eval: np.ndarray
+    experiments: np.ndarray
+    count_losses: dict[str, float]
+    eval_files: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A packed corpus.
+
+    source: as given. train, held_out: int32 arrays (blocks, block_length), memory-mapped from disk.
+    content_hash: of every document, in order. tokenizer_hash: of vocabulary, merges and normalisation.
+    unigram_entropy, ngram_losses: see `normlab.training.text.ngrams`; nats per token, (2, held-out blocks).
+    validation_blocks: the first so many held-out blocks are the half "validation". None: every other one is.
+    files: path and first token of each held-out file, in order, if text is split by file.
+    """
+
+    source: str
+    train: np.ndarray
+    held_out: np.ndarray
+    tokenizer_path: Path
+    vocab_size: int
+    eos_token_id: int
+    content_hash: str
+    tokenizer_hash: str
+    unigram_entropy: float
+    ngram_losses: np.ndarray
+    validation_blocks: int | None = None
+    files: Sequence[tuple[str, int]] = ()
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of one epoch."""
+        return self.train.size
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer, as transformers knows it."""
+        from transformers import AutoTokenizer
+
+        return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(self.tokenizer_path))
+
+    def spread(self, count: int, held_out: str = "all") -> np.ndarray:
+        """`count` held-out blocks, evenly spaced over the split or one half of it ("validation", "test").
+
+        They are the same for every run, and fewer if there are fewer.
+        """
+        return self.held_out[self._spread_rows(count, held_out)].astype(np.int64)
+
+    def count_losses(self, count: int | None = None, held_out: str = "all") -> dict[str, float]:
+        """`bigram_loss` and `trigram_loss` of the blocks `spread(count, held_out)`, in nats per token.
+
+        By default of all held-out blocks. They compare with a model's loss on the same blocks.
+        """
+        rows = self._spread_rows(len(self.held_out) if count is None else count, held_out)
+        bigram, trigram = self.ngram_losses[:, rows].mean(axis=1)
+        return {"bigram_loss": float(bigram), "trigram_loss": float(trigram)}
+
+    def measured_on(self, config: Any) -> MeasuredOn:
+        """The blocks that a run of `config`, a `TrainConfig`, is measured on. A warning if there are fewer."""
+        most = len(self._spread_rows(len(self.held_out), config.held_out))
+        for name in ("probe_blocks", "eval_blocks", "experiment_blocks"):
+            count = getattr(config, name)
+            if count > most and count != config.__dataclass_fields__[name].default:
+                warnings.warn(f"{name} is {count}; all of the {most} held-out blocks are used", stacklevel=2)
+        return MeasuredOn(
+            probe=self.spread(config.probe_blocks, config.held_out),
+            eval=self.spread(config.eval_blocks, config.held_out),
+            experiments=self.spread(config.experiment_blocks, config.held_out),
+            count_losses=self.count_losses(config.eval_blocks, config.held_out),
+            eval_files=self.files_of(config.eval_blocks, config.held_out),
+        )
+
+    def files_of(self, count: int, held_out: str = "all") -> np.ndarray | None:
+        """The index in `files` of each token of `spread(count, held_out)`; None if text is not split by file."""
+        if not self.files:
+            return None
+        starts = np.array([start for _, start in self.files])
+        length = self.held_out.shape[1]
+        tokens = self._spread_rows(count, held_out)[:, None] * length + np.arange(length)
+        return np.searchsorted(starts, tokens, side="right") - 1
+
+    def _spread_rows(self, count: int, held_out: str) -> np.ndarray:
+        first, step = HELD_OUT[held_out]
+        rows = np.arange(first, len(self.held_out), step)
+        if self.validation_blocks is not None and held_out in PARTS:
+            halves = np.split(np.arange(len(self.held_out)), [self.validation_blocks])
+            rows = halves[PARTS.index(held_out)]
+        count = min(count, len(rows))
+        return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
+
+    def identity(self) -> dict[str, Any]:
+        """The corpus as a manifest has it: numbers are only compared between equal corpora."""
+        return {
+            "source": self.source,
+            "content_hash": self.content_hash,
+            "tokenizer_hash": self.tokenizer_hash,
+            "vocab_size": self.vocab_size,
+            "train_blocks": len(self.train),
+            "train_tokens": self.train_tokens,
+            "held_out_blocks": len(self.held_out),
+            "unigram_entropy": self.unigram_entropy,
+        }
+
+
+def default_cache_dir() -> Path:
+    """The user's cache directory for normlab, as the platform has it."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("normlab"))
+
+
+def load_corpus(
+    corpus: str = DEFAULT_CORPUS, *, cache_dir: str | Path | None = None, progress: bool = False, **more: Any
+) -> Corpus:
+    """Read, tokenize, pack and cache a corpus. A second call with the same content maps the cached files.
+
+    Hub data sets are cached by name: they are not read again to see whether they changed.
+
+    Args:
+        corpus, more: fields of `CorpusSpec`.
+
+    Raises:
+        NormlabError: a missing, empty, binary or too small corpus, or the extra `train` is not installed.
+    """
+    return corpus_of(CorpusSpec(str(corpus), **more), cache_dir, progress)
+
+
+def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool = False) -> Corpus:
+    """The corpus of a `CorpusSpec`, or of a configuration with the same fields; see `load_corpus`."""
+    require_training()
+    spec = CorpusSpec.of(config)
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    tokenizer = spec.tokenizer or f"bpe-{spec.vocab_size}"
+    cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
+    key = digest(str(CACHE_VERSION), source_key(spec.corpus), *cut)
+    final = root / "corpus" / key[:20]
+    if not (final / "corpus.json").is_file():
+        with full_disk_named(root):
+            _build(final, spec, progress)
+    return _open(final, spec.corpus)
+
+
+def _open(path: Path, source: str) -> Corpus:
+    from datasets import Dataset
+
+    facts = json.loads((path / "corpus.json").read_text())
+    length = facts.pop("block_length")
+    blocks = {}
+    for split in ("train", "held_out"):
+        column = Dataset.from_file(str(path / f"{split}.arrow")).data.column("input_ids")
+        flat = column.chunk(0).flatten().to_numpy(zero_copy_only=True)  # one chunk, as `_write_blocks` wrote it
+        blocks[split] = flat.reshape(-1, length)
+    return Corpus(
+        **facts | {"source": source},
+        **blocks,
+        tokenizer_path=path / "tokenizer",
+        ngram_losses=np.load(path / "ngram_losses.npy"),
+    )
+
+
+def _build(final: Path, spec: CorpusSpec, progress: bool) -> None:
+    """Build into a temporary directory and rename it to `final`, so that a killed build leaves no half cache."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".building-", dir=final.parent))
+    try:
+        _write(staging, spec, progress)
+        try:
+            os.rename(staging, final)
+        except OSError:  # another process built the same corpus meanwhile: both are equal, keep the first
+            if not (final / "corpus.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
+    """The files of a cached corpus."""
+    documents, content_hash = _read_documents(spec, progress)
+    train = [text for _, text in documents.pop("train")]
+    tokenizer = saved_tokenizer(spec.tokenizer) if spec.tokenizer else train_tokenizer(train, spec.vocab_size)
+    tokenizer.save_pretrained(directory / "tokenizer")
+    train_ids = np.concatenate(tokenize(train, tokenizer, "tokenizing", progress))
+    _write_blocks(directory / "train.arrow", _blocks(train_ids, spec, "train"))
+    held_out_ids: list[np.ndarray] = []
+    blocks: list[np.ndarray] = []
+    files: list[tuple[str, int]] = []
+    for keyed in documents.values():
+        pieces = tokenize([text for _, text in keyed], tokenizer, "tokenizing held-out text", progress)
+        held_out_ids += pieces
+        before = sum(part.size for part in blocks)
+        blocks.append(_blocks(np.concatenate(pieces), spec, "held-out"))
+        starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
+        files += [(key, before + at) for (key, _), at in zip(keyed, starts, strict=True) if at < blocks[-1].size]
+    held_out = np.concatenate(blocks)
+    _write_blocks(directory / "held_out.arrow", held_out)
+    np.save(directory / "ngram_losses.npy", ngram_losses(train_ids, held_out, len(tokenizer)))
+    facts = {
+        "source": spec.corpus,
+        "block_length": spec.block_length,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "content_hash": content_hash,
+        "tokenizer_hash": digest(json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()), sort_keys=True)),
+        "unigram_entropy": unigram_entropy(train_ids, np.concatenate(held_out_ids), len(tokenizer)),
+    }
+    if spec.corpus in SPLIT_BY_FILE:
+        facts |= {"validation_blocks": len(blocks[0]), "files": files}
+    (directory / "corpus.json").write_text(json.dumps(facts, indent=1))
+
+
+def _read_documents(spec: CorpusSpec, progress: bool) -> tuple[dict[str, list[tuple[str, str]]], str]:
+    """Keys and texts by part, "train" and the held-out ones, and the hash of all texts in order."""
+    from tqdm import tqdm
+
+    check_text(spec.corpus)
+    held_out = PARTS if spec.corpus in SPLIT_BY_FILE else ("held_out",)
+    documents: dict[str, list[tuple[str, str]]] = {part: [] for part in ("train", *held_out)}
+    content = hashlib.sha256()
+    left = spec.characters
+    silent = not (progress and can_redraw())
+    bar = tqdm(desc="reading corpus", unit="char", unit_scale=True, disable=silent, leave=False, delay=1)
+    with bar:
+        for key, text in texts(spec.corpus, spec.text_column):
+            text = text[:left]
+            content.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
+            documents[part_of(spec.corpus, key)].append((key, text))
+            left -= len(text)
+            bar.update(len(text))
+            if left <= 0:
+                break
+    if not any(documents.values()):
+        raise NormlabError(f"corpus {spec.corpus!r} is empty: it holds no text")
+    if not all(documents.values()):
+        raise NormlabError(f"corpus {spec.corpus!r} is too small to hold out {HELD_OUT_PERCENT}% of its documents")
+    return documents, content.hexdigest()
+
+
+def _blocks(ids: np.ndarray, spec: CorpusSpec, split: str) -> np.ndarray:
+    """The ids in rows; the rest is left out. NormlabError if they do not fill one row."""
+    if len(ids) < spec.block_length:
+        raise NormlabError(
+            f"corpus {spec.corpus!r} is too small: {len(ids)} {split} tokens, one block has {spec.block_length}"
+        )
+    return ids[: len(ids) // spec.block_length * spec.block_length].reshape(-1, spec.block_length)
+
+
+def _write_blocks(path: Path, blocks: np.ndarray) -> None:
+    """One record batch, so that the memory-mapped column is a single array."""
+    import pyarrow as pa
+
+    column = pa.FixedSizeListArray.from_arrays(pa.array(blocks.reshape(-1)), blocks.shape[1])
+    table = pa.table({"input_ids": column})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+# --- tokens ---
+
+
+def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in directory `name`, or of that name on the hub. NormlabError if it cannot be used."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # hub, network, JSON and missing-dependency errors alike
+        raise NormlabError(f"cannot load tokenizer {name!r}: {first_line(error)}") from error
+    if tokenizer.eos_token_id is None or not tokenizer.is_fast:
+        raise NormlabError(f"tokenizer {name!r} needs an end-of-text token and a fast (tokenizers) form")
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most `vocab_size` entries (fewer when the texts have no more pairs to merge)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size <= len(alphabet):
+        raise NormlabError(f"vocabulary size is {vocab_size}; a byte-level tokenizer needs more than {len(alphabet)}")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(_head(texts, TRAINING_CHARACTERS), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+
+
+def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text
+        characters -= len(text)
+
+
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, title: str, progress: bool) -> list[np.ndarray]:
+    """The ids of each document, an end-of-text token last."""
+    from tqdm import tqdm
+
+    pieces: list[np.ndarray] = []
+    starts = range(0, len(texts), TOKENIZED_AT_ONCE)
+    silent = not (progress and can_redraw())
+    for start in tqdm(starts, desc=title, unit="batch", disable=silent, leave=False, delay=1):
+        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(
+            texts[start : start + TOKENIZED_AT_ONCE], add_special_tokens=False
+        ):
+            pieces.append(np.array([*encoding.ids, tokenizer.eos_token_id], dtype=np.int32))
+    return pieces

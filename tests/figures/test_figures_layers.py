@@ -1,0 +1,124 @@
+"""Figures of what runs measured after their last step: means over seeds, intervals, one scale for all panels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+from figures_helpers import table, text_of
+from scipy import stats
+
+from normlab import NormlabError
+from normlab.analysis.claims import depth_use
+from normlab.figures.layers import BY_PAIR, PARTS, by_layer, by_pair
+
+SCHEMES = ("pre_rmsnorm", "lns")
+
+
+def lines_of(figure: go.Figure) -> dict[str, go.Scatter]:
+    return {trace.name: trace for trace in figure.data if trace.meta}
+
+
+@pytest.fixture(scope="module")
+def measured() -> pd.DataFrame:
+    """Three seeds of two schemes at depth 4, one run at depth 8, as `load_experiments` gives them."""
+    draw, rows = np.random.default_rng(0), []
+    for scheme, depth, seed in [*((s, 4, k) for s in SCHEMES for k in range(3)), ("lns", 8, 0)]:
+        about = (f"{scheme}-{depth}-{seed}", scheme, depth, 32, seed)
+        for layer in range(1, depth + 1):
+            rows += [(*about, "skip_delta_loss", part, layer, None, draw.gamma(2)) for part in ("block", "deleted")]
+            rows += [(*about, name, "block", layer, other, draw.random()) for name in BY_PAIR for other in range(layer)]
+    return pd.DataFrame(rows, columns="run scheme depth width seed metric part layer other value".split())
+
+
+def test_a_line_is_the_mean_of_its_seeds_with_its_interval(measured):
+    figure = by_layer(measured, part="deleted", depth=4)
+    rows = measured.query("metric == 'skip_delta_loss' and part == 'deleted' and depth == 4")
+    values = rows.pivot_table(index=["scheme", "seed"], columns="layer", values="value")
+    for scheme in SCHEMES:
+        line = next(trace for trace in figure.data if trace.meta and trace.meta["scheme"] == scheme)
+        sd = values.loc[scheme].std(ddof=1)  # the floor of two schemes is the smaller of their variances
+        assert list(line.y) == pytest.approx(list(values.loc[scheme].mean()))
+        half = np.array([high - low for low, high in line.customdata]) / 2
+        assert half == pytest.approx(list(stats.t.ppf(0.975, 2) * sd / np.sqrt(3)))
+    dots = [y for trace in figure.data if trace.mode == "markers" for y in trace.y]
+    assert sorted(dots) == pytest.approx(sorted(rows["value"]))
+
+
+def test_every_scheme_has_a_panel_with_the_first_scheme_in_grey(measured):
+    figure = by_layer(measured, depth=4)
+    first, second = (lines_of(figure)[name] for name in SCHEMES)
+    (grey,) = [trace for trace in figure.data if trace.name == "reference"]
+    assert first.xaxis != second.xaxis == grey.xaxis and list(grey.y) == list(first.y)
+    assert list(second.x) == [1, 2, 3, 4] == list(figure.layout.xaxis.tickvals), "no block 0, and none after the last"
+    assert figure.layout.yaxis.range == figure.layout.yaxis2.range, "one axis for all"
+
+
+def test_the_title_says_where_the_mean_is_largest(measured):
+    rows = measured[measured["metric"].eq("skip_delta_loss") & measured["depth"].eq(4)].assign(value=1.0)
+    rows.loc[rows["layer"] == 3, "value"] = 2.0
+    assert by_layer(rows).layout.title.text.endswith(": most at block 3 under 2 of 2 schemes")
+
+
+def test_an_interval_that_a_log_axis_cannot_hold_is_cut_at_the_axis_and_said_to_be(measured):
+    rows = measured[(measured["depth"] == 4) & (measured["part"] == "block")].copy()
+    rows = rows[rows["metric"] == "skip_delta_loss"]
+    rows["value"] = 1.0 + 0.01 * rows["seed"]
+    assert "are cut" not in text_of(by_layer(rows, log=True)) and "lie below" not in text_of(by_layer(rows, log=True))
+    wide = (rows["scheme"] == "lns") & (rows["layer"] == 2)
+    rows.loc[wide, "value"] = rows.loc[wide, "seed"].map({0: 0.1, 1: 8.0, 2: -0.01})
+    figure = by_layer(rows, log=True)
+    bottom = 10 ** figure.layout.yaxis.range[0]
+    lows = [low for low, _ in lines_of(figure)["lns"].customdata]
+    assert lows[1] == pytest.approx(bottom) and min(lows[0], *lows[2:]) > bottom
+    assert "intervals are cut at the axis" in text_of(figure)
+    assert "2 of 24 dots lie below the axis" in text_of(figure) and bottom > 0.2
+    assert "are cut" not in text_of(by_layer(rows)), "a linear axis holds it"
+
+
+def test_the_title_names_what_is_left_out(measured):
+    titles = {part: by_layer(measured.assign(part=part), part=part).layout.title.text for part in PARTS}
+    assert titles["block"].startswith("Loss added by leaving out one block:") and len(set(titles.values())) == len(
+        PARTS
+    )
+    assert "attention" in titles["attention"] and "MLP" in titles["mlp"] and "deleting" in titles["deleted"]
+
+
+def test_every_panel_has_numbers_below_it_and_the_lowest_of_a_column_a_title(measured):
+    four = pd.concat([measured, measured.replace({"scheme": {"lns": "bhyt", "pre_rmsnorm": "dyt"}})])
+    axes = [axis for axis in by_pair(four, depth=4).select_xaxes() if axis.anchor]
+    assert [bool(axis.title.text) for axis in axes[:4]] == [False, True, True, True]
+    assert all(axis.showticklabels for axis in axes[:4])
+
+
+def test_the_depth_with_most_runs_is_shown_and_named(measured):
+    assert "depth 4 · width 32 · 3 seeds" in text_of(by_layer(measured))
+    assert "depth 8 · width 32 · 1 seeds" not in text_of(by_pair(measured))
+
+
+@pytest.mark.parametrize("metric", BY_PAIR)
+def test_a_panel_a_scheme_holds_means_over_seeds_on_one_scale(measured, metric):
+    figure = by_pair(measured, metric, depth=4)
+    panels = [trace for trace in figure.data if trace.type == "heatmap"]
+    assert len(panels) == 2 and all(panel.coloraxis == "coloraxis" for panel in panels)
+    rows = measured[(measured["metric"] == metric) & (measured["depth"] == 4) & (measured["scheme"] == SCHEMES[0])]
+    mean = rows.groupby(["layer", "other"])["value"].mean()
+    shown = {(y, x): z for y, row in zip(panels[0].y, panels[0].z, strict=True)
+             for x, z in zip(panels[0].x, row, strict=True) if z is not None}  # fmt: skip
+    assert shown == pytest.approx(mean.to_dict())
+
+
+def test_what_was_not_measured_is_said_and_what_does_not_exist_is_refused(measured):
+    assert "No run measured jacobian_identity" in text_of(by_layer(measured, "jacobian_identity"))
+    assert "No run measured" in text_of(by_pair(measured, depth=64))
+    with pytest.raises(NormlabError, match="metrics skip_delta_loss"):
+        by_layer(measured, "loss")
+    with pytest.raises(NormlabError, match="by pairs of layers"):
+        by_pair(measured, "loss")
+
+
+def test_a_table_of_runs_is_refused_with_what_to_pass():
+    for function in (by_layer, by_pair, depth_use):
+        with pytest.raises(NormlabError, match=r"lacks the columns part: pass what normlab\.load_experiments"):
+            function(table())

@@ -1,0 +1,210 @@
+"""Figures draw what the table says: lines, controls, marks of failed runs, and words where there is nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, one_run, table, text_of
+
+from normlab.analysis.compare import compare
+from normlab.analysis.published import load_published
+from normlab.analysis.selection import choose
+from normlab.errors import NormlabError
+from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
+from normlab.figures.draw import EndLabel, label_ends, spread
+from normlab.figures.theme import template
+from normlab.schemes import SCHEMES
+
+# One of those that share a function.
+OF_RUNS = sorted({row.draw: row.name for row in FIGURES.values() if row.reads == "runs"}.values())
+
+
+def lines(figure: go.Figure, **meta: object) -> list[go.Scatter]:
+    """Traces whose meta has these entries."""
+    return [t for t in figure.data if t.meta and all(t.meta.get(key) == value for key, value in meta.items())]
+
+
+def test_growth_shows_every_layer_of_every_scheme_from_step_zero():
+    figure = layer_growth(table(depths=(4,)))
+    assert {t.meta["scheme"] for t in lines(figure)} == {"pre_rmsnorm", "lns", "bhyt", "bhyt_linear", "rmsnorm_gain"}
+    (start,), (end,) = lines(figure, scheme="bhyt", step=0), lines(figure, scheme="bhyt", step=20)
+    assert list(end.x) == [0, 1, 2, 3, 4]
+    assert list(end.y) == pytest.approx([activation("bhyt", layer, 20) * MEAN_OF_SEEDS for layer in range(5)])
+    assert start.line.dash == "dash" and end.line.dash == "solid" and start.line.color != end.line.color
+    assert METRICS["token_l2_mean"].definition in end.hovertemplate
+
+
+def test_a_linear_axis_fits_its_panel_and_a_log_axis_is_one_for_all():
+    figure, logs = (layer_growth(table(depths=(4,)), log=log) for log in (False, True))
+    axes, shared = ([one.layout[f"yaxis{n}"] for n in ("", 2, 3, 4, 5)] for one in (figure, logs))
+    assert {axis.type for axis in axes} == {"linear"} and {axis.type for axis in shared} == {"log"}
+    assert len({axis.range for axis in axes}) == 5 and len({axis.range for axis in shared}) == 1
+
+
+def test_growth_shows_the_deepest_depth_of_a_table_and_the_depth_of_a_selection():
+    assert max(lines(layer_growth(table()))[0].x) == 4
+    assert max(lines(layer_growth(choose(table(), depth=2)))[0].x) == 2
+
+
+def test_published_values_are_drawn_at_their_layer_with_their_reading_error():
+    figure = layer_growth(table(), published=load_published())
+    published = lines(figure, published=True)
+    assert len(published) == 3  # pre_rmsnorm, lns, bhyt
+    bhyt = next(t for t in published if t.y[0] == 139)
+    assert list(bhyt.x) == [16] and bhyt.error_y.array[0] == pytest.approx(13.9)
+    assert "Figure 3" in text_of(figure)
+    assert not lines(layer_growth(table()), published=True)
+
+
+def test_many_steps_are_thinned_but_first_and_last_stay():
+    runs = one_run("lns", steps=list(range(0, 500, 10)))
+    steps = [t.meta["step"] for t in lines(layer_growth(runs), scheme="lns")]
+    assert len(steps) <= 9 and steps[0] == 0 and steps[-1] == 490
+
+
+def test_loss_curves_show_both_splits_and_the_unigram_entropy():
+    figure = loss_curves(table())
+    (held,) = [t for t in lines(figure, scheme="lns", split="eval") if "seed" not in t.meta]
+    assert held.y[-1] == pytest.approx(4.4) and lines(figure, scheme="lns", split="train")
+    assert len([t for t in lines(figure, scheme="lns", split="eval") if "seed" in t.meta]) == 3
+    assert f"{UNIGRAM:.2f}" in text_of(figure)
+    assert {shape.y0 for shape in figure.layout.shapes} == {UNIGRAM}
+    assert any("LNS 4.400" in a.text for a in figure.layout.annotations)
+
+
+def with_counted(runs: pd.DataFrame, **levels: float) -> pd.DataFrame:
+    """The table, with runs that know those losses."""
+    known = runs[runs["metric"] == "unigram_entropy"]
+    return pd.concat([runs, *(known.assign(metric=name, value=value) for name, value in levels.items())])
+
+
+@pytest.mark.parametrize("draw", [loss_curves, depth_scaling])
+def test_loss_figures_draw_and_name_what_counting_achieves(draw):
+    figure = draw(with_counted(table(), bigram_loss=5.25, trigram_loss=4.5))
+    levels = [shape.y0 for shape in figure.layout.shapes if shape.y0]
+    assert sorted(set(levels)) == [4.5, 5.25, UNIGRAM]
+    words = text_of(figure)
+    assert "dotted: held-out unigram entropy 6.00, bigram loss 5.25, trigram loss 4.50" in words
+    labels = [a.text for a in figure.layout.annotations]
+    assert "trigram loss 4.50" in labels
+    # the panel that is enlarged reaches down to the lowest of them, not up to the highest
+    low, high = (figure.layout.yaxis2 if draw is loss_curves else figure.layout.yaxis).range
+    assert low < 4.5 < high < UNIGRAM and "unigram entropy 6.00" not in labels
+
+
+def test_failed_runs_are_marked_wherever_they_appear():
+    runs = table(statuses={("lns", 4): "diverged", ("pre_rmsnorm", 4): "not_learned"})
+    for figure in (layer_growth(runs), loss_curves(runs), growth_before_after(runs)):
+        words = text_of(figure) + " ".join(figure.layout.yaxis.ticktext or ())
+        assert "diverged" in words and "not learned" in words
+    scaling = depth_scaling(runs)
+    (cross,) = lines(scaling, scheme="lns", diverged=True)
+    assert list(cross.x) == [4] and cross.marker.symbol == "x"
+    (line,) = lines(scaling, scheme="pre_rmsnorm", panel="loss")
+    assert line.marker.symbol == ("circle", "circle-open")
+
+
+def test_before_and_after_shows_both_ends_with_controls_and_ratios():
+    figure = growth_before_after(choose(table(), schemes=["pre_rmsnorm", "bhyt"]), published=load_published())
+    assert {t.meta["scheme"] for t in figure.data} == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
+    (bhyt,) = lines(figure, scheme="bhyt")
+    assert list(bhyt.x) == pytest.approx(
+        [MEAN_OF_SEEDS * activation("bhyt", 4, 0), MEAN_OF_SEEDS * activation("bhyt", 4, 20)]
+    )
+    words = [a.text for a in figure.layout.annotations]
+    assert "0.28" in words and any(w.startswith("0.169 [") for w in words) and "0.20" in words
+    assert any("layer 16: BHyT Figure 3, Llama-1B, read off the plot ±10%" in w for w in words)
+    unpublished = table(("rmsnorm_gain", "bhyt_linear"))
+    for other in (growth_before_after(table()), growth_before_after(unpublished, published=load_published())):
+        assert "published" not in text_of(other) and "±10%" not in text_of(other)
+
+
+def test_before_and_after_prints_the_interval_of_the_comparison_of_all_schemes():
+    runs = table(depths=(4,))
+    last = runs["metric"].eq("token_l2_mean") & runs["site"].eq("block_out") & runs["step"].eq(20)
+    for scheme, seed, factor in (
+        ("lns", 0, 1.1),
+        ("lns", 1, 0.9),
+        ("bhyt", 2, 1.05),
+        ("bhyt_linear", 0, 0.9),
+        ("rmsnorm_gain", 1, 0.95),
+    ):
+        runs.loc[last & runs["scheme"].eq(scheme) & runs["seed"].eq(seed), "value"] *= factor
+    figure = growth_before_after(choose(runs, schemes=["pre_rmsnorm", "bhyt"]))
+    found = compare(runs, "bhyt", "pre_rmsnorm", "token_l2_mean", depth=4).iloc[0]
+    low, high = (f"{found[end]:.3g}" for end in ("low", "high"))
+    assert any(f"[{low}, {high}]" in note.text for note in figure.layout.annotations)
+
+
+@pytest.mark.parametrize("name", OF_RUNS)
+def test_every_figure_is_drawn_in_both_themes_and_says_what_it_measures(name: str):
+    figure = FIGURES[name](table(), published=load_published())
+    assert len(figure.data) > 4 and figure.layout.title.text
+    dark = themed(figure, "dark")
+    assert (
+        dark.layout.paper_bgcolor is None
+        and dark.layout.template.layout.paper_bgcolor != template().layout.paper_bgcolor
+    )
+    assert "#000000" in figure.to_json() and "#000000" not in dark.to_json()
+    assert themed(dark, "light").to_json().count("#000000") == figure.to_json().count("#000000")
+
+
+@pytest.mark.parametrize("name", OF_RUNS)
+@pytest.mark.parametrize(
+    "runs",
+    [
+        empty(),
+        one_run("bhyt"),
+        one_run("bhyt", status="diverged"),
+        one_run("bhyt").assign(value=np.nan),
+        one_run("bhyt").assign(value=0.0),
+        one_run("bhyt", steps=[0]),
+        one_run("bhyt", depth=1),
+        one_run("bhyt")[lambda t: t["site"] == "model"],
+        one_run("bhyt")[lambda t: t["site"] != "model"],
+        one_run("not_registered"),
+        pd.concat([one_run("bhyt"), one_run("lns", status="diverged"), one_run("dyt", status="not_learned")]),
+    ],
+    ids="empty one diverged nan zero untrained shallow no_layers no_losses unregistered mixed".split(),
+)
+def test_whatever_the_table_lacks_there_is_a_figure(name: str, runs: pd.DataFrame):
+    figure = FIGURES[name](runs, published=load_published())
+    figure.to_json()
+    assert figure.data or text_of(figure).strip()
+    if runs.empty:
+        assert "no run has been trained yet" in text_of(figure)
+
+
+def test_something_that_is_no_table_of_runs_is_refused():
+    with pytest.raises(NormlabError, match="normlab.load_runs"):
+        layer_growth(pd.DataFrame({"a": [1]}))
+    with pytest.raises(NormlabError, match="light or dark"):
+        themed(loss_curves(table()), "sepia")
+
+
+def test_a_scheme_has_one_look_in_all_figures():
+    looks: dict[str, set[tuple[str, str]]] = {}
+    for figure in (loss_curves(table()), depth_scaling(table())):
+        for trace in figure.data:
+            if trace.meta and "seed" not in trace.meta and trace.meta.get("panel") != "difference" and trace.line.color:
+                looks.setdefault(trace.meta["scheme"], set()).add((trace.line.color, trace.line.dash))
+    assert looks == {name: {(SCHEMES[name].color, SCHEMES[name].dash)} for name in looks} and len(looks) == 5
+
+
+def test_labels_right_of_a_panel_stand_in_one_column():
+    def shifts(*ends: float) -> set[tuple[object, object]]:
+        figure = go.Figure()
+        label_ends(figure, [EndLabel(end, "a", "#000000") for end in ends], (0.0, 10.0), 300, False)
+        return {(note.ax, note.xshift) for note in figure.layout.annotations}
+
+    assert shifts(1.0, 1.1, 1.2, 9.0) == {(22, None)} and shifts(1.0, 5.0, 9.0) == {(None, 6)}
+
+
+def test_labels_keep_their_distance_and_stay_inside():
+    places = spread([1.0, 1.01, 1.02, 5.0, 9.99], gap=0.5, low=0.0, high=10.0)
+    ordered = sorted(places)
+    assert min(b - a for a, b in zip(ordered, ordered[1:], strict=False)) >= 0.5 - 1e-9
+    assert places == ordered and places[3] == 5.0 and ordered[0] >= 0.0 and ordered[-1] <= 10.0
+    assert spread([0.0, 0.1], gap=1.0, low=0.0) == [0.0, 1.0]
