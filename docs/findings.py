@@ -17,8 +17,9 @@ from scipy import stats
 from tables import table
 
 import normlab
-from normlab.analysis import claims, rates
+from normlab.analysis import claims
 from normlab.analysis.compare import compare, compare_variants, last_values
+from normlab.analysis.notebook_tables import curse_of_depth as rates
 from normlab.analysis.selection import choose, in_order, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
 from normlab.models import NormlabConfig
@@ -114,7 +115,7 @@ def listed(values: Iterable[float], digits: int = 2) -> str:
 
 def depth() -> dict[str, str]:
     gains = claims.depth_gain(runs(), 4, 16).query("seeds > 1").set_index("a")
-    few = claims.by_tokens(rates.settled(runs("runs/search")), runs()).query("tokens == tokens.min()")
+    few = rates.by_tokens(rates.settled(runs("runs/search")), runs()).query("tokens == tokens.min()")
     loss = chosen().pivot_table(index=["scheme", "seed"], columns="depth", values="eval_loss")
     paired = (loss[4] - loss[16]).dropna().rename("value").reset_index().assign(depth=16)
     size = {

@@ -1,14 +1,13 @@
-"""What the papers claim of depth, asked of runs: one function a question, one table an answer, a verdict in every row.
+"""The papers' claims on depth, asked of runs: one function per question, one verdict per row.
 
-learned       which runs came below the models that only count
-losses        held-out losses, a row a scheme and a column a depth, to look at
-extremes      the scheme with the largest and the one with the smallest value after the last block
-beside        one scheme and others beside it, before training and after it
+learned       which runs are below the n-gram baselines
+losses        held-out losses, a row per scheme and a column per depth, to look at
+extremes      the schemes with the largest and the smallest value after the last block
+beside        one scheme against several others, before and after training
 growth        how many times larger the stream is after the last block than after the first
-depth_gain    what more blocks buy in loss, scheme by scheme
-by_tokens     the same gain at several budgets of training tokens
-depth_use     what it costs to skip a deep block, scheme by scheme
-shown         growth, depth_gain, depth_use, or rows of `normlab.compare`, as a table to look at
+depth_gain    how much more blocks lower the loss
+depth_use     how much skipping a deep block costs
+shown         rows of these or of `normlab.compare` as a table to look at
 
 Intervals and verdicts are those of `normlab.analysis.verdicts`.
 """
@@ -33,33 +32,29 @@ MOMENTS = (("before training", 0), ("after training", None))
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
-    """How many runs came below the trigram, a row a scheme and depth.
+    """Count the runs below the trigram, one row per scheme and depth.
 
     Returns:
-        Columns `scheme depth seeds below_trigram eval_loss trigram_loss`: the loss is the mean over the seeds, in
-        nats a token; a diverged run's is infinite. `trigram_loss` is missing where runs do not know it; none is below
+        Columns `scheme depth seeds below_trigram eval_loss trigram_loss`. The loss is the mean over the seeds, in nats
+        per token; a diverged run's is infinite. `trigram_loss` is missing where runs do not store it. No run is below
         it then.
     """
     about = choose(runs, depth=None).runs
     about = about.assign(below=about["eval_loss"] < about["trigram_loss"])
-    found = about.groupby(["scheme", "depth"]).agg(
+    table = about.groupby(["scheme", "depth"]).agg(
         seeds=("seed", "nunique"),
         below_trigram=("below", "sum"),
         eval_loss=("eval_loss", "mean"),
         trigram_loss=("trigram_loss", "mean"),
     )
-    order = {name: place for place, name in enumerate(in_order(about["scheme"]))}
-    found = found.reset_index()
-    return found.sort_values(
-        ["scheme", "depth"], key=lambda c: c.map(order) if c.name == "scheme" else c, ignore_index=True
-    )
+    return table.loc[in_order(about["scheme"])].reset_index()
 
 
 def losses(runs: pd.DataFrame) -> pd.DataFrame:
-    """Held-out loss after training, nats a token: a row a scheme, a column a depth, means over seeds, as text.
+    """Held-out loss after training in nats per token, means over seeds, as text.
 
-    In brackets, what else must be known of the runs behind a number (`Selection.remark`: not learned, diverged ...).
-    The last row is what a trigram model of the training text achieves, where runs know it.
+    One row per scheme, one column per depth. Brackets hold remarks on the runs (`Selection.remark`: not learned,
+    diverged ...). The last row is the trigram model's loss, where runs store it.
     """
     chosen = choose(runs, depth=None)
     about = chosen.runs[~chosen.runs["eval_loss"].isin([math.inf])]
@@ -77,8 +72,9 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def extremes(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
-    """The largest and the smallest scheme after the last block, a row a depth and moment: geometric means over seeds,
-    at the learning rate that the schemes of the depth share.
+    """The schemes with the largest and the smallest value after the last block, per depth, before and after training.
+
+    Values are geometric means over seeds, at the learning rate that the schemes of the depth share.
 
     Returns:
         Columns `depth learning_rate when largest smallest factor`; factor is largest over smallest. Depths with fewer
@@ -114,8 +110,7 @@ def beside(
     *,
     depth: int | None = None,
 ) -> pd.DataFrame:
-    """`scheme` against each of the others by `normlab.compare`, judged together; what has no run beside it is left
-    out.
+    """`scheme` against each of the others by `normlab.compare`, judged as one family. Rows without a pair are left out.
 
     Returns:
         The rows of `normlab.compare` with a column `when`: layers' values before and after training, losses after it.
@@ -134,13 +129,13 @@ def beside(
 
 
 def growth(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
-    """Layer L over layer 1 after training, a row a scheme and depth: geometric means over the seeds.
+    """Layer L over layer 1 after training, one row per scheme and depth: geometric means over the seeds.
 
     Returns:
-        Columns `depth a metric kind seeds estimate low high sd df p p_holm margin verdict`; `one_block`: the largest
-        increase from a layer to the next, the embeddings (layer 0) being the first, as a part of layer L's value; and
-        `first_half`: the share of the growth's logarithm that the first half of the blocks makes (0.5: a constant
-        factor a block). The last two are means over the seeds.
+        Columns `depth a metric kind seeds estimate low high sd df p p_holm margin verdict one_block first_half`.
+        `one_block`: the largest increase from a layer to the next, embeddings (layer 0) included, over layer L's value.
+        `first_half`: the share of the growth's logarithm in the first half of the blocks (0.5: a constant factor per
+        block). Both are means over the seeds.
 
     Raises:
         NormlabError: a metric that is not compared as a ratio.
@@ -168,16 +163,17 @@ def growth(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
 def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None = None) -> pd.DataFrame:
     """Held-out loss at depth `shallow` minus that at depth `deep`, paired by seed: above zero, depth pays.
 
-    Each scheme and depth at its chosen learning rate. `shallow` defaults to the least depth at which a scheme has more
-    than one seed, or to the least of all; `deep` to each scheme's own deepest with more than one seed, or to its
-    deepest. All rows of the table are one family.
+    Each scheme and depth is at its chosen learning rate. All rows are one family.
+
+    Args:
+        shallow: default the least depth at which a scheme has more than one seed, or the least of all.
+        deep: default each scheme's own deepest with more than one seed, or its deepest.
 
     Returns:
-        The columns of `growth` up to `verdict`, and `shallow`; a row a scheme that was run at both depths. Runs
-        of a single depth give no row.
+        The columns of `growth` up to `verdict`, and `shallow`; one row per scheme that was run at both depths.
 
     Raises:
-        NormlabError: no scheme was run at both of the depths that were asked for.
+        NormlabError: no scheme was run at both of the given depths.
     """
     chosen = choose(runs, depth=None)
     values = last_values(chosen, "loss")
@@ -186,7 +182,7 @@ def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None 
     if shallow is None:
         shallow = int((several if len(several) else counts)["depth"].min())
     deeper = counts[counts["depth"] > shallow] if deep is None else counts[counts["depth"] == deep]
-    # By scheme: of its deeper depths those with several seeds come last, and of these the deepest.
+    # Of a scheme's deeper depths those with several seeds sort last, and of these the deepest.
     ordered = deeper.assign(several=deeper["seeds"] > 1).sort_values(["several", "depth"])
     own = ordered.drop_duplicates("scheme", keep="last").set_index("scheme")["depth"]
     place = ["scheme", "seed"]
@@ -201,54 +197,27 @@ def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None 
     return judged(means(gain, "loss")).assign(shallow=shallow)
 
 
-def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
-    """What depth buys after few tokens and after many: of the schemes that every table has at two depths or more, the
-    held-out loss at the least and at the greatest depth that all tables have of a scheme, each at its chosen learning
-    rate, means over the seeds that both depths have.
-
-    Args:
-        tables: of `normlab.load_runs`, each trained on as many tokens a run.
-
-    Returns:
-        Columns `scheme tokens shallow deep loss_shallow loss_deep gain seeds`, a row a scheme (its title) and table:
-        losses in nats a token, gain the first minus the second, seeds how many both have. Empty where no scheme has two
-        depths.
-    """
-    found = [(int(table["tokens"].max()), last_values(choose(table, depth=None), "loss").dropna()) for table in tables]
-    depths = [values.groupby("scheme")["depth"].unique().map(set) for _, values in found]
-    rows = []
-    for scheme in in_order(set.intersection(*(set(own.index) for own in depths))):
-        common = set.intersection(*(own[scheme] for own in depths))
-        for tokens, values in found if len(common) > 1 else ():
-            own = values[values["scheme"] == scheme].pivot_table(index="seed", columns="depth", values="value")
-            both = own[[min(common), max(common)]].dropna()
-            shallow, deep = both.mean()
-            rows.append((title_of(scheme), tokens, *both.columns, shallow, deep, shallow - deep, len(both)))
-    columns = ["scheme", "tokens", "shallow", "deep", "loss_shallow", "loss_deep", "gain", "seeds"]
-    return pd.DataFrame(rows, columns=columns)
-
-
 def depth_use(
     experiments: pd.DataFrame,
     depth: int | None = None,
     part: str = "block",
     reference: str | None = None,
 ) -> pd.DataFrame:
-    """Loss that skipping one block of the deeper half adds, in the mean over these blocks, a row a scheme.
+    """Loss added by skipping one block of the deeper half, mean over these blocks, one row per scheme.
 
     Args:
         experiments: the table of `normlab.load_experiments`.
-        depth: default the deepest of those that most schemes were measured at.
+        depth: default the deepest at which most schemes were measured.
         part: "block", "attention", "mlp", "deleted" (deleted and renumbered, as the papers prune).
-        reference: a scheme; then a row is another scheme's cost minus that one's, paired by seed.
+        reference: a scheme; then each row is another scheme's cost minus this one's, paired by seed.
 
     Returns:
-        With a reference the columns of `normlab.compare`. Without, those of `depth_gain`; `share`: the deeper half's
-        part of what skipping adds over all blocks; and `share_rest`: the same beside each run's costliest block, which
-        can cost more than all others.
+        With a reference the columns of `normlab.compare`. Without, those of `growth` up to `verdict`, `share` and
+        `share_rest`. `share`: the deeper half's part of the costs of all blocks. `share_rest`: the same without each
+        run's costliest block, which can cost more than all others together.
 
     Raises:
-        NormlabError: no run of that depth was measured so.
+        NormlabError: no run of that depth has this measurement.
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
     if depth is None:
@@ -273,19 +242,19 @@ def depth_use(
     return judged(means(table, "skip_delta_loss")).merge(shares, on="a")
 
 
-def shown(rows: pd.DataFrame, digits: int = 3, more: Sequence[str] = ()) -> pd.DataFrame:
-    """A table of verdicts to look at: schemes by their titles, estimate and interval in one format, verdicts in words.
+def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
+    """A table of verdicts to look at: schemes by their titles, estimate and interval as text, verdicts in words.
 
     Args:
-        rows: what `judged` returned, of this module or of `normlab.compare`.
-        more: further columns to show, as they are.
+        rows: a result of `judged`, of this module or of `normlab.compare`.
+        more: further columns to show, rounded.
     """
     if rows.empty:
         return pd.DataFrame({"verdict": ["these runs have nothing to compare"]})
     sign = "" if rows["kind"].eq("ratio").all() else "+"
 
     def number(value: float) -> str:
-        return "" if math.isnan(value) else f"{value:{sign}.{digits}f}"
+        return "" if math.isnan(value) else f"{value:{sign}.3f}"
 
     table = pd.DataFrame({"depth": rows["depth"], "scheme": [title_of(name) for name in rows["a"]]})
     if "b" in rows:
@@ -298,7 +267,7 @@ def shown(rows: pd.DataFrame, digits: int = 3, more: Sequence[str] = ()) -> pd.D
     ]
     table["seeds"] = rows["seeds"]
     for name in more:
-        table[name] = rows[name].round(digits)
+        table[name] = rows[name].round(3)
     titled = rows.assign(a=table["scheme"].to_numpy())
     table["verdict"] = [in_words(row) if "b" in rows else _against_none(row) for row in titled.itertuples()]
     return table.reset_index(drop=True)
@@ -310,7 +279,7 @@ def _require_ratio(metric: str) -> None:
 
 
 def _against_none(row: Any) -> str:
-    """A scheme's own mean in words: where it lies when it is told from no effect."""
+    """A scheme's own mean in words: above or below no effect."""
     if row.verdict != DIFFERENT:
         return in_words(row)
     none = 1 if row.kind == "ratio" else 0

@@ -1,10 +1,11 @@
-"""Is one scheme better than another? Differences between two schemes, paired by seed, and whether they are told apart.
+"""Is one scheme better than another? Differences between two schemes, paired by seed, with verdicts.
 
-compare            two schemes, a row a depth
-compare_variants   the same within each configuration of a sweep with variants (see `normlab.training.presets`)
-report             what they found, as lines to print
+compare            two schemes, one row per depth
+compare_variants   the same within each configuration of a sweep with variants (`normlab.training.presets`)
+last_values        what each run ended with, one row per run
+report             the rows of `compare` as lines to print
 
-What the verdicts mean is in `normlab.analysis.verdicts`.
+`normlab.analysis.verdicts` has the intervals and verdicts.
 """
 
 from __future__ import annotations
@@ -37,38 +38,35 @@ def compare(
     step: int | None = None,
     level: float = 0.95,
 ) -> pd.DataFrame:
-    """Scheme a minus scheme b (a over b for positive sizes) after training, one row per depth, each with its verdict.
+    """Scheme a minus scheme b (a over b for positive sizes) after training, one row per depth with its verdict.
 
     The interval is that of the pair's differences over the n seeds that both have: mean +- t(level, n - 1) sd /
-    sqrt(n), of logarithms for a ratio. Its sd has a floor (`normlab.analysis.verdicts.differences`), taken over all
-    schemes that were run at the depth.
+    sqrt(n), of logarithms for a ratio. Its sd has a floor, taken over all schemes that were run at the depth
+    (`normlab.analysis.verdicts.differences`).
 
     Args:
-        runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate,
-            magnitudes of layers those of the rate that all schemes share, as in every figure (see
-            `normlab.analysis.selection`).
+        runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate.
+            Magnitudes of layers are those of the rate that all schemes share (`normlab.analysis.selection`).
         a, b: schemes; or names of two runs with the same depth, width and seed.
         metric: a name of `METRICS`; "loss" means the held-out loss unless `split` says "train".
-        site: default: the one of the metric's row in `METRICS` ("model" for loss and speed, block inputs for gradients
-            ...).
+        site: default: the one of the metric's row in `METRICS`.
         layer: block number; default the last block.
         step: optimizer steps done; default the last, 0 is before training.
         level: of confidence.
 
     Returns:
         Columns: `depth a b metric kind lr_a lr_b dtype_a dtype_b seeds mean_a mean_b estimate low high sd df p unpaired
-        p_holm margin verdict`. `kind` is "difference" or "ratio", whose means are geometric; `lr_a` and `lr_b` are the
-        learning rates: where they differ, so may magnitudes; `dtype_a` and `dtype_b` are the training steps' precision;
-        `unpaired` counts seeds lost because a run diverged or only one scheme has them; `verdict` is "different",
-        "equivalent" or "undecided", the rows being one family.
+        p_holm margin verdict`. `kind` is "difference" or "ratio", whose means are geometric. `lr_a` and `lr_b` are the
+        learning rates; where they differ, so may magnitudes. `dtype_a` and `dtype_b` are the training steps' precision.
+        `unpaired` counts seeds that only one scheme has, or whose run diverged. The rows are one family.
 
     Raises:
-        NormlabError: a scheme, run, metric, site, layer, mask, split or step that is not in the table, a level outside
-            (0, 1), runs that are no pair: of another depth, width or seed, or of another number of steps where `step`
-            is not given.
+        NormlabError: a scheme, run, metric, site, layer, mask, split or step that is not in the table; a level outside
+            (0, 1); two runs of another depth, width or seed; another number of steps where `step` is not given.
     """
+    if not 0.0 < level < 1.0:
+        raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
     where: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
-    _require_level(level)
     own, everyone = _look(runs, a, b, metric, depth, width, where)
     values = last_values(own, metric, **where)
     found = judged(_rows(values, a, b, metric, level, last_values(everyone, metric, **where)), level)
@@ -87,7 +85,7 @@ def compare_variants(
 ) -> pd.DataFrame:
     """`compare` of schemes a and b within each group of runs that share the configuration fields `by`.
 
-    The groups are one family. The floor of the sd is taken over the pairs of all groups with the same depth and width.
+    The groups are one family. The floor of the sd is taken over the pairs of all groups of the same depth and width.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -96,7 +94,7 @@ def compare_variants(
         metric, where: as for `compare`.
 
     Returns:
-        One row a group in which both schemes were run: the columns `by`, then those of `compare`.
+        One row per group in which both schemes were run: the columns `by`, then those of `compare`.
 
     Raises:
         NormlabError: a field that no run has, or no group with both schemes.
@@ -121,11 +119,6 @@ def compare_variants(
     return judged(pd.concat(found, ignore_index=True))
 
 
-def _require_level(level: float) -> None:
-    if not 0.0 < level < 1.0:
-        raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
-
-
 def _look(
     runs: pd.DataFrame,
     a: str,
@@ -135,7 +128,7 @@ def _look(
     width: int | None,
     where: Mapping[str, Any],
 ) -> tuple[Selection, Selection]:
-    """The runs of a and b, and those of all schemes that figures show beside them."""
+    """The runs of a and b, and those of all schemes that figures show with them."""
     site = where["site"] or metric_row(metric).default_site
     everyone = _select(runs, (a, b), depth, width, same_rate=site != "model")
     own = _only(everyone, (a, b))
@@ -156,13 +149,14 @@ def _only(chosen: Selection, schemes: Sequence[str]) -> Selection:
 
 def _rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float, pool: pd.DataFrame) -> pd.DataFrame:
     """Differences, with the learning rates and precisions of both sides."""
-    found = differences(values, a, b, metric, level, pool)
-    for place, (side, name) in enumerate((("a", a), ("b", b))):
-        rates = [_rate(values, depth, name) for depth in found["depth"]]
-        found.insert(5 + place, f"lr_{side}", rates)
-    for place, (side, name) in enumerate((("a", a), ("b", b))):
-        found.insert(7 + place, f"dtype_{side}", [_precision(values, depth, name) for depth in found["depth"]])
-    return found
+    rows = differences(values, a, b, metric, level, pool)
+    sides = [(side, values[values["scheme"] == name].groupby("depth")) for side, name in (("a", a), ("b", b))]
+    for number, (side, own) in enumerate(sides):
+        rows.insert(5 + number, f"lr_{side}", rows["depth"].map(own["lr"].first()))
+    for number, (side, own) in enumerate(sides):
+        kinds = own["dtype"].agg(lambda kinds: ", ".join(sorted(set(kinds))))
+        rows.insert(7 + number, f"dtype_{side}", rows["depth"].map(kinds).fillna(""))
+    return rows
 
 
 def last_values(
@@ -175,9 +169,9 @@ def last_values(
     split: str | None = None,
     step: int | None = None,
 ) -> pd.DataFrame:
-    """One row a run: `run scheme depth width seed lr dtype value`, at the last step and layer or at those given.
+    """One row per run: `run scheme depth width seed lr dtype value`, at the last step and layer or at those given.
 
-    A diverged run's last value is missing: what it reached before it broke says nothing of the scheme.
+    A diverged run's last value is missing. Its value before it diverged says nothing of the scheme.
     """
     site = site or metric_row(metric).default_site
     if site == "model":
@@ -197,8 +191,7 @@ def last_values(
 
 
 def _require_measured(runs: pd.DataFrame, wanted: Mapping[str, str | int | None]) -> None:
-    """NormlabError where the table holds nothing of that description, naming the first part that is not there and what
-    is there instead."""
+    """Raise NormlabError if no row has these values. It names the first value that is missing, and those there are."""
     rows = checked(runs)
     for column, value in wanted.items():
         if value is None:
@@ -224,7 +217,7 @@ def _select(
             raise NormlabError(
                 f"no run of {name!r} in the table, which has: {', '.join(in_order(known)) or 'no run at all'}"
             )
-    # Among all schemes, so that rates and widths are those that figures show, and the variance is pooled over all.
+    # Among all schemes, so that rates and widths are those that figures show.
     return choose(runs, depth, width, same_rate=same_rate)
 
 
@@ -238,7 +231,7 @@ def _two_runs(runs: pd.DataFrame, about: pd.DataFrame) -> Selection:
 
 
 def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
-    """What was trained longer is not compared with what was not."""
+    """Refuse to compare runs of unequal length."""
     whole = about[about["status"] != DIVERGED]
     for place, group in whole.groupby(["depth", "seed"], observed=True):
         steps = group.groupby("scheme")["steps"].max()
@@ -250,20 +243,8 @@ def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
             )
 
 
-def _rate(values: pd.DataFrame, depth: int, scheme: str) -> float:
-    """The learning rate of a scheme's runs of a depth, NaN where there are none."""
-    rates = values.loc[(values["depth"] == depth) & (values["scheme"] == scheme), "lr"]
-    return float(rates.iloc[0]) if len(rates) else math.nan
-
-
-def _precision(values: pd.DataFrame, depth: int, scheme: str) -> str:
-    """The precisions of a scheme's runs of a depth: "float32", "bfloat16, float32"."""
-    own = values.loc[(values["depth"] == depth) & (values["scheme"] == scheme), "dtype"]
-    return ", ".join(sorted(set(own)))
-
-
 def report(found: pd.DataFrame, level: float = 0.95) -> str:
-    """What `compare` found, as lines to print: what was compared, on which runs, and a row a depth."""
+    """The rows of `compare` as lines to print: what was compared, on which runs, and a line per depth."""
     first = found.iloc[0]
     ratio = first["kind"] == "ratio"
     shown = "{:.4g}" if ratio else "{:+.4f}"

@@ -1,14 +1,14 @@
 """Layer profiles: one metric by layer at one training step, over seeds or against a reference scheme.
 
-Profiles   an index over the long table, made once, from which a profile is read in well under a millisecond
-View       what is looked at: metric, site, mask, depth, step, and whether absolute, relative or against a reference
+Profiles   an index over the long table; reads a profile in well under a millisecond
+View       metric, site, mask, depth, step, and whether absolute, relative or against a reference
 Profile    one scheme's line, with its bounds
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
 from normlab.schemes import SCHEMES, tagged
 
 NOT_TRAINED = "not trained"
-MANY = 8  # lines that a reader holds apart
+MANY = 8  # lines that a reader can tell apart
 _KEY = ["site", "metric", "mask", "depth"]
 _AXES = ["scheme", "seed", "step", "layer"]
 
@@ -33,13 +33,12 @@ class View:
     """One look at the table.
 
     Args:
-        metric, site, mask: what was measured, where, over which tokens.
+        metric, site, mask: the measurement, its place and its tokens.
         depth: number of blocks.
         step: optimizer steps done.
         schemes: which to show.
         relative: divide each profile by its own value at layer 1.
-        reference: show every scheme against this one, paired by seed: the ratio or the difference, as the metric's row
-            says.
+        reference: show every scheme against this one, paired by seed, by ratio or difference as the metric's row says.
     """
 
     metric: str
@@ -75,16 +74,16 @@ class Measured:
 
 
 class Profiles:
-    """The index. What it computes it keeps and never changes, so threads may share it.
+    """An index of the long table. Results are kept and never changed, so threads may share it.
 
     Args:
         runs: the table of `normlab.load_runs`.
-        configs: what each run was configured with (`normlab.read_configs`), for what theory predicts of it.
-        theory: rows of `normlab.analysis.theory.predict`, in place of what it predicts of the runs.
+        configs: each run's configuration (`normlab.read_configs`), for theory's predictions.
+        theory: rows of `normlab.analysis.theory.predict`, in place of predictions for the runs.
 
     Attributes:
         chosen: the runs that are shown, None where there are none.
-        missing: why nothing can be shown, or nothing.
+        missing: why nothing can be shown; empty otherwise.
 
     Raises:
         NormlabError: `runs` is no such table.
@@ -111,7 +110,7 @@ class Profiles:
         table = table[table["layer"].notna()]
         if table.empty:
             self.missing = "No layer was measured in these runs."
-        # Places of rows, not rows: a reader looks at few of some hundred combinations, and copying takes the time.
+        # Positions of rows, not rows: a reader looks at few of some hundred combinations, and copying is slow.
         self._places = table.groupby(_KEY, observed=True).indices
         self._columns = {name: table[name].to_numpy(dtype=np.int64) for name in _AXES[1:]}
         self._columns["scheme"] = pd.Categorical(table["scheme"], self.schemes).codes
@@ -160,21 +159,23 @@ class Profiles:
         return Measured(schemes, known[2].tolist(), known[3], np.where(np.isfinite(values), values, np.nan))
 
     def lines(self, view: View) -> list[Profile]:
-        """The profiles of a view in the order of its schemes, without schemes that have none there."""
+        """The profiles of a view in the order of its schemes; schemes without one are left out."""
         found = self.lines_by_step(view)
         return [found[name, view.step] for name in view.schemes if (name, view.step) in found]
 
     def lines_by_step(self, view: View) -> dict[tuple[str, int], Profile]:
         """The profiles of all schemes at all steps, by scheme and step; made at the first call."""
-        return self._by_step(replace(view, step=0, schemes=()))
+        return self._by_step(view.site, view.metric, view.mask, view.depth, view.relative, view.reference)
 
-    def _compute(self, view: View) -> dict[tuple[str, int], Profile]:
-        measured = self._measured(view.site, view.metric, view.mask, view.depth)
-        values = _relative_to_layer_one(measured) if view.relative else measured.values
-        if view.reference is None:
-            middle, low, high, seeds = _over_seeds(values, view.metric)
-        elif view.reference in measured.schemes:
-            middle, low, high, seeds = _paired(values, measured.schemes.index(view.reference), view.metric)
+    def _compute(
+        self, site: str, metric: str, mask: str, depth: int, relative: bool, reference: str | None
+    ) -> dict[tuple[str, int], Profile]:
+        measured = self._measured(site, metric, mask, depth)
+        values = _relative_to_layer_one(measured) if relative else measured.values
+        if reference is None:
+            middle, low, high, seeds = _over_seeds(values, metric)
+        elif reference in measured.schemes:
+            middle, low, high, seeds = _paired(values, measured.schemes.index(reference), metric)
         else:
             return {}
         return {
@@ -185,10 +186,10 @@ class Profiles:
         }
 
     def predicted(self, view: View) -> list[Profile]:
-        """What theory says of a view before training: a line a scheme that it says something of, without bounds.
+        """Theory's profiles of a view before training, without bounds, for the schemes that have a prediction.
 
-        Metrics of activations and of the variance recursion's depth only (`normlab.analysis.theory.predict`); against a
-        reference, the ratio or difference of the two predictions.
+        Only metrics of `normlab.analysis.theory.predict` have one. Against a reference, a profile is the ratio or
+        difference of two predictions.
         """
         predictions = self._predictions(view.depth).get((view.site, view.metric, view.mask), {})
         base = predictions.get(view.reference) if view.reference is not None else None
@@ -219,8 +220,10 @@ class Profiles:
         return found
 
     def span(self, view: View) -> list[float]:
-        """The smallest, the smallest positive and the largest value over all training steps (those that there are), so
-        that an axis stays still while steps go by."""
+        """The smallest, the smallest positive and the largest value over all training steps, where there are any.
+
+        With them an axis stays still while the step moves.
+        """
         shown = [line for (name, _), line in self.lines_by_step(view).items() if name in view.schemes]
         numbers = np.concatenate(
             [np.empty(0), *(part for line in shown for part in (line.values, line.low, line.high))]
@@ -234,11 +237,11 @@ class Profiles:
         ]
 
     def rate(self, depth: int) -> str:
-        """The learning rate at a depth, in words: sizes of schemes at different rates are not to be compared."""
+        """The learning rate at a depth, in words."""
         return self._rates[depth]
 
     def remarks(self, view: View) -> list[str]:
-        """What a reader must know of what is and is not shown: one short sentence each."""
+        """Remarks on the schemes of a view, shown or missing: one short sentence each."""
         if self.chosen is None:
             return [self.missing]
         found = []
@@ -253,8 +256,10 @@ class Profiles:
 
 
 def _over_seeds(values: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Mean (geometric for sizes), smallest and largest seed by scheme, step and layer, and how many seeds have any
-    value; no bounds where there is one seed."""
+    """Mean (geometric for sizes), smallest and largest seed by scheme, step and layer, and the number of seeds.
+
+    There are no bounds for a single seed.
+    """
     finite = np.isfinite(values)
     seeds, filled = finite.any(axis=3).sum(axis=1), finite.sum(axis=1)
     there, undo = _on_scale(values, metric)
@@ -267,8 +272,7 @@ def _over_seeds(values: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray
 
 
 def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Ratio or difference (as the metric's row says) to the reference over the seeds that both have, by scheme, step
-    and layer, its interval, and how many seeds.
+    """Ratio or difference to the reference by scheme, step and layer, its interval, and the number of seeds.
 
     The interval is that of `normlab.analysis.verdicts.differences`, its floor taken over all pairs of schemes.
     """
@@ -286,7 +290,7 @@ def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray
 
 
 def _on_scale(values: np.ndarray, metric: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """Values as they are averaged and compared, and the way back: logarithms of sizes, others as they are."""
+    """Values on the scale on which they are averaged and compared, and the inverse: logarithms of sizes."""
     if not metric_row(metric).is_ratio:
         return values, np.asarray
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -301,14 +305,16 @@ def _relative_to_layer_one(measured: Measured) -> np.ndarray:
 
 
 def shown_first(schemes: Sequence[str]) -> list[str]:
-    """Those of many schemes that an explorer opens with, the registry's short list; all of eight or fewer, and of a
-    table without the short list."""
+    """The schemes that an explorer opens with.
+
+    All of eight or fewer. Of more, those tagged "short" in the registry, if there are any.
+    """
     short = [name for name in schemes if name in tagged("short")]
     return short if len(schemes) > MANY and short else list(schemes)
 
 
 def by_family(schemes: Sequence[str]) -> dict[str, list[str]]:
-    """Schemes under what they change; those that are not registered come last."""
+    """Schemes by family; those that are not registered come last."""
     families: dict[str, list[str]] = {}
     for name in sorted(schemes, key=lambda name: name not in SCHEMES):
         families.setdefault(SCHEMES[name].family if name in SCHEMES else "not registered", []).append(name)
@@ -316,8 +322,9 @@ def by_family(schemes: Sequence[str]) -> dict[str, list[str]]:
 
 
 def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> View | None:
-    """Block outputs after the last step, at the deepest of the depths at which most of the schemes were run, of these
-    one at which they share a learning rate if there is one; None when nothing was measured.
+    """Block outputs after the last step, at the deepest depth at which most of the schemes were run.
+
+    A depth at which they share a learning rate is preferred. None when nothing was measured.
 
     Raises:
         NormlabError: a scheme that the table does not have.
@@ -330,11 +337,11 @@ def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> Vi
     metric = profiles.metrics()[0]
     site = profiles.sites(metric)[0]
     mask = profiles.masks(metric, site)[0]
-    asked = profiles.chosen.runs if schemes is None else profiles.chosen.runs.query("scheme in @schemes")
-    most = depths_of_most(asked)
+    runs = profiles.chosen.runs if schemes is None else profiles.chosen.runs.query("scheme in @schemes")
+    most = depths_of_most(runs)
     with_steps = [depth for depth in profiles.depths if profiles.steps(metric, site, mask, depth)]
     with_steps = [depth for depth in with_steps if depth in most] or with_steps
-    rates = asked.groupby("depth")["lr"].nunique()
+    rates = runs.groupby("depth")["lr"].nunique()
     depth = ([depth for depth in with_steps if rates.get(depth) == 1] or with_steps)[-1]
     step = profiles.steps(metric, site, mask, depth)[-1]
     return View(metric, site, mask, depth, step, tuple(profiles.schemes if schemes is None else schemes))

@@ -1,9 +1,10 @@
-"""Values that papers published, as one table: `load_published()` reads the CSV files of `data/paper/`.
+"""Values that papers published, as one table.
 
-`ratios_to(base, runs, published)` sets them beside ours: each scheme over a base scheme, theirs and ours in one table.
+load_published   reads the CSV files of `data/paper/`
+ratios_to        each scheme over a base scheme: published ratios and ours in one table
 
-Every row names its paper, arXiv number and place (table or figure), so a figure that shows a published value can say
-where it is from. A value read off a plot carries its relative reading error and is drawn with an error bar.
+Every row names its paper, arXiv number and table or figure. A value read off a plot has a relative reading error and is
+drawn with an error bar.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ COLUMNS = {
     "note": "string",
 }
 
-# What papers and runs both have -> the metric of a run that it is made of.
+# Quantity that papers and runs both have -> the metric of a run.
 QUANTITIES = {"perplexity": "loss", "token_l2_mean": "token_l2_mean", "feature_var_mean": "feature_var_mean"}
 HERE = "here"
 
@@ -44,16 +45,15 @@ _PLACES = (_PACKAGE.parent / "data" / "paper", _PACKAGE / "paper_values")
 
 
 def load_published(path: str | Path | None = None) -> pd.DataFrame:
-    """All published values, one a row.
+    """All published values, one per row.
 
     Args:
         path: a folder of CSV files with the columns of `COLUMNS`; by default those that come with normlab.
 
     Returns:
-        Columns: `paper arxiv where` (source), `model depth tokens` (what was trained; empty where the paper does not
-        say), `method` (the paper's name), `scheme` (normlab's name, empty when there is none), `metric layer value`,
-        `relative_error` (of reading a plot; empty for a printed number), `note`. Layer 0 is the embeddings, blocks are
-        1..L.
+        Columns `paper arxiv where model depth tokens method scheme metric layer value relative_error note`. `method` is
+        the paper's name, `scheme` normlab's. `relative_error` is that of reading a plot. Cells are empty where a paper
+        does not say, or normlab has no such scheme. Layer 0 is the embeddings, blocks are 1..L.
 
     Raises:
         NormlabError: no such folder, no CSV in it, or a file whose columns are not these.
@@ -70,16 +70,15 @@ def load_published(path: str | Path | None = None) -> pd.DataFrame:
 
 
 def ratios_to(base: str, runs: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
-    """Every scheme over scheme `base`, at the same model: what papers print, and what these runs came to.
+    """Every scheme over scheme `base` in the same model: published ratios, and those of these runs.
 
     Perplexity is exp(loss), so its ratio is exp of the difference in held-out loss. Ours are paired by seed, with the
-    interval of `normlab.analysis.verdicts.differences`; sizes after the last layer are compared at the learning rate
-    that all schemes of a depth share, perplexities at each scheme's own, as the papers' are.
+    interval of `normlab.analysis.verdicts.differences`. Sizes after the last layer are compared at the learning rate
+    that all schemes of a depth share. Perplexities are compared at each scheme's own rate, as in the papers.
 
     Returns:
-        Columns `quantity source model scheme ratio low high seeds`. source: "here", or paper and table; model: "depth
-        16", or the paper's. low, high: our interval; for values read off a plot, what their reading error allows; else
-        missing.
+        Columns `quantity source model scheme ratio low high seeds`. source: "here", or paper and table. model: "depth
+        16", or the paper's. low, high: our interval, or the reading error's for values read off a plot; else missing.
     """
     theirs = [_their_ratios(rows, base) for _, rows in published.groupby(["paper", "where", "model", "metric"])]
     ours = [_our_ratios(quantity, metric, runs, base) for quantity, metric in QUANTITIES.items()]

@@ -1,14 +1,21 @@
-"""Closed-form predictions, in the rows of the long table, for figures to overlay on measurements.
+"""Closed-form predictions of layer statistics before training, in the rows of the long table.
 
-predict(config)            the variance of the residual stream by layer at initialisation, for any scheme, with the
-                           scheme's own constants
-chebyshev_bound(...)       the largest share of a bounded norm's tanh inputs that can exceed lambda
-carried_correction(...)    what BHyT adds to the carried mean square
-lns_scale, lns_variance    LayerNorm Scaling's law, and the growth it leaves
-depth_below_lns(...)       the depth up to which the gain lambda/kappa is below LNS's last gain
+predict              statistics of the residual stream by layer at initialisation, for any scheme
+predict_runs         the same for the models of given runs
+chebyshev_bound      the largest share of a bounded norm's tanh inputs that can exceed lambda
+carried_correction   the term that BHyT adds to the carried mean square
 
-`predict` is exact in the limit of width (the recursion of Lee et al., 1711.00165, for these blocks;
-`normlab.analysis.gaussian`), and within a few per cent at width 128.
+Weights are independent Gaussians at initialisation. So at large width the residual stream is, feature by feature, a
+Gaussian process over positions, described by its kernel K[t, s], the covariance of one feature between positions t and
+s. Each part of a block maps K to K:
+
+    norm        K[t, s] / sqrt((K[t, t] + eps)(K[s, s] + eps)) times the squared gain; a tanh norm: E[tanh u tanh v]
+    attention   V and O multiply by d var_w each; attention is uniform over the past: K -> P K P^T, P averaging
+    MLP         gate and up multiply by d var_w; E[silu(u) silu(v)] E[u' v']; down multiplies by f var_w
+    residual    kernels add; a scheme's own residual rule is run on the branches' weights (`Written`)
+
+The recursion (Lee et al., 1711.00165, for this block) is exact in the limit of width, and within a few per cent at
+width 128.
 """
 
 from __future__ import annotations
@@ -17,31 +24,20 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
-from normlab.analysis.gaussian import Kernel, Written, gaussian_kernel, normalized, silu
 from normlab.errors import NormlabError
 from normlab.runs import FINISHED
 from normlab.schemes import CORRECTIONS, SCHEMES, NormSite, Sublayer, correction_factors, get_scheme
 
-if TYPE_CHECKING:
-    import pandas
-
-__all__ = [
-    "carried_correction",
-    "chebyshev_bound",
-    "depth_below_lns",
-    "lns_scale",
-    "lns_variance",
-    "predict",
-    "predict_runs",
-]
-
-# How often two positions of a row hold the same token in text, about.
-COLLISION = 0.01
+COLLISION = 0.01  # probability that two positions of a row of text hold the same token, about
+ORDER = 16  # Hermite terms; the tanh and SiLU of arguments up to unit scale converge long before
+NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(128)
+Kernel = np.ndarray
 
 
 def chebyshev_bound(kappa: float, variance_ratio: float = 1.0) -> float:
@@ -58,38 +54,87 @@ def chebyshev_bound(kappa: float, variance_ratio: float = 1.0) -> float:
 
 
 def carried_correction(c: float, lam: float, kappa: float, tokens: float = 1.0, position: int | None = None) -> float:
-    """What is added to the attention site's mean square to stand for the MLP site's: c (lambda/kappa)^2 (2601.09719).
+    """The term that estimates the MLP site's mean square from the attention site's: c (lambda/kappa)^2 (2601.09719).
 
-    c = ||W_V W_O||_F^2 / (T d) assumes an average over T independent tokens; at `position` t of a causal model it is
-    over t + 1: times T / (t + 1), T = `tokens`.
+    c = ||W_V W_O||_F^2 / (T d) assumes an average over T independent tokens. At `position` t of a causal model the
+    average is over t + 1 tokens: times T / (t + 1), T = `tokens`.
     """
     uniform = c * (lam / kappa) ** 2
     return uniform if position is None else uniform * tokens / (position + 1)
 
 
-def lns_scale(layer: int) -> float:
-    """LayerNorm Scaling's factor after the norm of layer l: 1/sqrt(l) (2502.05795)."""
-    return 1.0 / math.sqrt(layer)
+def gaussian_kernel(kernel: Kernel, function: Callable[[np.ndarray], np.ndarray]) -> Kernel:
+    """E[f(u_t) f(u_s)] for jointly Gaussian u with covariance `kernel`, by its expansion in Hermite polynomials.
 
-
-def lns_variance(depth: int, first: float, largest_step: float) -> float:
-    """The most that `depth` layers of LayerNorm Scaling can make of variance `first` at initialisation: first +
-    largest_step H_depth.
-
-    Gains of 1/sqrt(l) scale what layer l adds by 1/l or less (attention's by 1/l, SwiGLU's by up to 1/l^2), so where
-    Pre-LN adds at most `largest_step` a layer, the harmonic number H_L ~ ln L replaces L.
+    The remaining terms together, E[f^2] minus the squares of those taken, count as one more term. A steep tanh has a
+    few per cent there, and the variance must include it.
     """
-    return first + largest_step * sum(1.0 / layer for layer in range(1, depth + 1))
+    scale = np.sqrt(np.diag(kernel))
+    values = function(scale[:, None] * NODES) * WEIGHTS / math.sqrt(2 * math.pi)
+    correlation = kernel / np.maximum(np.outer(scale, scale), 1e-300)
+    power, before, polynomial = np.ones_like(kernel), np.zeros_like(NODES), np.ones_like(NODES)
+    total = np.zeros_like(kernel)
+    for k in range(ORDER):
+        coefficient = values @ polynomial
+        total = total + np.outer(coefficient, coefficient) * power
+        power = power * correlation
+        # normalised: He_{k+1}/sqrt((k+1)!) from the two before
+        polynomial, before = (NODES * polynomial - math.sqrt(k) * before) / math.sqrt(k + 1), polynomial
+    square = function(scale[:, None] * NODES) ** 2 @ WEIGHTS / math.sqrt(2 * math.pi)
+    rest = np.sqrt(np.maximum(square - np.diag(total), 0.0))
+    return total + np.outer(rest, rest) * power
 
 
-def depth_below_lns(lam: float, kappa: float) -> float:
-    """The depth L at which lambda/kappa = 1/sqrt(L): shallower than this, BHyT's gain is below LNS's at its last layer
-    (2601.09719)."""
-    return (kappa / lam) ** 2
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def normalized(norm: Any, kernel: Kernel, mean_square: np.ndarray | None = None) -> Kernel:
+    """The kernel after a norm at its starting constants. `mean_square`: per position, for a carried statistic."""
+    start = norm.starting_map()
+    if start.eps is not None:
+        used = (np.diag(kernel) if mean_square is None else mean_square) + start.eps
+        kernel = kernel / np.sqrt(np.outer(used, used))
+    kernel = start.slope**2 * kernel
+    if start.function is not None:
+        kernel = gaussian_kernel(kernel, lambda u: start.function(torch.from_numpy(u)).numpy())
+    return start.gain**2 * kernel
+
+
+class Written:
+    """The state of one or several streams before training, as weights of the branches written into it.
+
+    The embeddings and each branch's output are uncorrelated, because their weights are drawn independently. So a
+    stream's kernel is the sum of theirs, each times its weights at both positions.
+
+    A state is (positions, streams times n), n the largest number of branches: one feature per branch.
+    Features are scaled so that their mean square is the stream's variance. A residual rule of width n takes such a
+    state as it is.
+    """
+
+    def __init__(self, most: int, kernel: Kernel):
+        self.most = most
+        self.correlations: list[Kernel] = []
+        self.first = self.add(kernel)
+
+    def add(self, kernel: Kernel) -> torch.Tensor:
+        """Register a new branch with this kernel; returns the stream that holds it alone."""
+        deviation = np.sqrt(np.diag(kernel))
+        stream = torch.zeros(len(kernel), self.most, dtype=torch.float64)
+        stream[:, len(self.correlations)] = torch.from_numpy(deviation * math.sqrt(self.most))
+        self.correlations.append(kernel / np.maximum(np.outer(deviation, deviation), 1e-300))
+        return stream
+
+    def kernel(self, stream: torch.Tensor) -> Kernel:
+        weights = stream.numpy() / math.sqrt(self.most)
+        total = np.zeros_like(self.correlations[0])
+        for i in np.flatnonzero(weights.any(0)):
+            total += np.outer(weights[:, i], weights[:, i]) * self.correlations[i]
+        return total
 
 
 class _Recursion:
-    """The kernel's way through one model."""
+    """Follows the kernel through one model."""
 
     def __init__(self, config: Any, length: int, collision: float):
         self.config, self.scheme = config, get_scheme(config.scheme)
@@ -121,7 +166,7 @@ class _Recursion:
         return self.scheme.norm_at(NormSite(place, layer, self.config))
 
     def _leave(self) -> None:
-        """From what the last block passes on to what the final norm reads."""
+        """Turn the last block's output into the final norm's input."""
 
     def _block(self, layer: int, norms: dict[str, Any]) -> None:
         entered = np.diag(self.kernel).copy()
@@ -136,7 +181,7 @@ class _Recursion:
     def _branch(
         self, part: str, layer: int, norms: dict[str, Any], carried: np.ndarray | None, act: Callable[[Kernel], Kernel]
     ) -> Kernel:
-        """The kernel of what a branch adds, of the stream that it reads."""
+        """The kernel of a branch's output, from the stream that it reads."""
         kernel, site = self.kernel, f"{part}_norm_in"
         if f"{part}_in" in norms:
             self._stream(site, layer)
@@ -149,7 +194,7 @@ class _Recursion:
         self, part: str, layer: int, norms: dict[str, Any], carried: np.ndarray | None, act: Callable[[Kernel], Kernel]
     ) -> None:
         update = self._branch(part, layer, norms, carried, act)
-        # Of plain addition only: probes take a branch before a residual rule weighs it.
+        # For plain addition only: probes take a branch before a residual rule weighs it.
         self._add(part, layer, "relative_contribution", np.sqrt(np.diag(update) / np.diag(self.kernel)))
         self.kernel = self.kernel + update
         if f"{part}_sum" in norms:
@@ -202,7 +247,7 @@ class _Recursion:
 
 
 class _JoinedRecursion(_Recursion):
-    """Of a scheme with a residual rule of its own: the rule's code is run on what was written so far."""
+    """For a scheme with its own residual rule: the rule's code runs on the branches written so far."""
 
     def __init__(self, config: Any, length: int, collision: float):
         super().__init__(config, length, collision)
@@ -223,7 +268,7 @@ class _JoinedRecursion(_Recursion):
     def _block(self, layer: int, norms: dict[str, Any]) -> None:
         self._join("attn", layer, norms, self._attention)
         self._join("mlp", layer, norms, self._mlp)
-        if self.state.shape[-1] == self.written.most:  # of one stream, its sum is all that later blocks can tell
+        if self.state.shape[-1] == self.written.most:  # later blocks see only the sum of a single stream
             self.written = Written(self.written.most, self.written.kernel(self.state))
             self.state = self.written.first
         self._enter(min(layer + 1, self.depth))  # a block's output is what the next one reads of it
@@ -233,7 +278,7 @@ class _JoinedRecursion(_Recursion):
         self.kernel = self.written.kernel(self.state if leave is None else leave(self.narrow)(self.state))
 
     def _join(self, part: str, layer: int, norms: dict[str, Any], act: Callable[[Kernel], Kernel]) -> None:
-        """A sublayer whose branch is joined by the scheme's residual rule, run as it is."""
+        """Run a sublayer and join its branch by the scheme's residual rule."""
         rule, outer = self._rule(part, layer), norms.get(f"{part}_sum")
         state = rule.open(self.state)
         read, own = rule.enter(state), norms.get(f"{part}_in")
@@ -261,17 +306,16 @@ class _JoinedRecursion(_Recursion):
         return self.scheme.residual(Sublayer(part, layer, self.narrow))  # type: ignore[misc]
 
 
-def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -> pandas.DataFrame:
-    """What the probes will measure in a freshly initialised model, by theory.
+def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -> pd.DataFrame:
+    """Predict what the probes measure in a freshly initialised model.
 
     Args:
         config: a NormlabConfig; its scheme, widths, initial scales and depth are the constants.
-        length: tokens a row; default: the length the carried statistic is for (`train_seq_len` or
-            `max_position_embeddings`).
-            Of schemes with several streams a kernel (length x length) is kept of every branch: give fewer tokens where
-            that is too much.
-        collision: probability that two positions of a row hold the same token: sum of p^2 over the vocabulary, about
-            0.01 for text, 1/V for random tokens.
+        length: tokens per row; default: that of the carried statistic (`train_seq_len` or `max_position_embeddings`).
+            For schemes with several streams a kernel (length x length) is kept for every branch: use fewer tokens if
+            memory is short.
+        collision: probability that two positions of a row hold the same token, the sum of p^2 over the vocabulary:
+            about 0.01 for text, 1/V for random tokens.
 
     Returns:
         Rows of the long table (run = "theory", split = "theory", step 0): `token_l2_mean`, `feature_var_mean`, `rms` at
@@ -282,8 +326,6 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         NormlabError: an activation other than SiLU, a length or collision out of range, a scheme without a recursion
             (``Scheme.unpredicted`` says why).
     """
-    import pandas
-
     length = length or config.train_seq_len or config.max_position_embeddings
     if length < 1 or not 0 <= collision <= 1:
         raise NormlabError(f"length is {length} and collision {collision}: give at least 1, and a probability")
@@ -299,13 +341,13 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     joined = get_scheme(config.scheme).residual is not None
     recursion = (_JoinedRecursion if joined else _Recursion)(config, length, collision)
     recursion.run()
-    table = pandas.DataFrame(recursion.rows, columns=["site", "layer", "metric", "mask", "value"])
+    table = pd.DataFrame(recursion.rows, columns=["site", "layer", "metric", "mask", "value"])
     about = {
         "run": "theory",
         "scheme": config.scheme,
         "depth": recursion.depth,
         "width": recursion.width,
-        "seed": pandas.NA,
+        "seed": pd.NA,
         "lr": math.nan,
     }
     about |= {"status": FINISHED, "step": 0, "tokens": 0, "split": "theory"}
@@ -314,21 +356,17 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     return table.astype({"layer": "Int64", "seed": "Int64"})
 
 
-def predict_runs(
-    about: pandas.DataFrame, depth: int, configs: Mapping[str, Mapping[str, Any]]
-) -> pandas.DataFrame | None:
-    """Predictions for a depth's schemes, each of the model that its runs had; None where there are none.
+def predict_runs(about: pd.DataFrame, depth: int, configs: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame | None:
+    """Predictions for a depth's schemes, each for the model of its runs; None where there are none.
+
+    A scheme is left out if one of its runs has no configuration, if its runs have different models or planted outliers,
+    if another version of normlab made them, or if its recursion is not known. All are left out where transformers is
+    too old for our models.
 
     Args:
-        about: a row a run, as `normlab.analysis.selection.summarize` returns.
-        configs: what each run was configured with, by run (`normlab.read_configs`).
-
-    Nothing is known, and nothing is said, of a scheme with a run that
-    is not in it, with runs of different models or of another version of normlab, or with planted outliers; nothing at
-    all where transformers is too old for our models.
+        about: one row per run, of `normlab.analysis.selection.summarize`.
+        configs: each run's configuration, by run (`normlab.read_configs`).
     """
-    import pandas
-
     from normlab.training.config import TrainConfig
 
     runs = about[(about["depth"] == depth) & about["scheme"].isin(list(SCHEMES))]
@@ -339,9 +377,9 @@ def predict_runs(
         try:
             made = [TrainConfig.from_dict(dict(configs[run])) for run in own.index]
             models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}
-        except NormlabError:  # of another version of normlab, or transformers is too old for our models
+        except NormlabError:  # made by another version of normlab, or transformers is too old
             continue
         predicted = not get_scheme(made[0].scheme).unpredicted
         if predicted and len(models) == 1 and not any(config.outlier_channels for config in made):
             found.append(predict(*models.values(), collision=COLLISION))
-    return pandas.concat(found, ignore_index=True) if found else None
+    return pd.concat(found, ignore_index=True) if found else None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.attribution import components
+from normlab.analysis.notebook_tables.attribution import components
 from normlab.figures import theme as look
 from normlab.probes.metrics import metric_row
 

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.limit import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
+from normlab.analysis.notebook_tables.curse_of_depth import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
 from normlab.analysis.selection import NothingToShow, Selection, choose, mean_of
 from normlab.figures import theme
 from normlab.figures.registry import register

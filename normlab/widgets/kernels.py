@@ -6,7 +6,7 @@ import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.kernels import moved
+from normlab.analysis.notebook_tables.kernels import moved
 from normlab.errors import NormlabError
 from normlab.figures.kernels import one_call
 from normlab.widgets.plot import PlotWidget

@@ -10,6 +10,7 @@ from scipy import stats
 
 from normlab.analysis import claims
 from normlab.analysis.compare import compare
+from normlab.analysis.notebook_tables.curse_of_depth import by_tokens
 from normlab.analysis.selection import deepest
 from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
@@ -64,7 +65,7 @@ def test_what_depth_buys_stands_by_tokens_for_the_schemes_and_depths_that_all_ta
     many = many[(many["scheme"] != "lns") | (many["depth"] == 4) | (many["seed"] > 0)]
     few = with_losses({key: loss + 0.5 for key, loss in losses.items()})
     few = few[few["seed"] == 0].assign(tokens=few["tokens"] // 2)
-    found = claims.by_tokens(few, many)
+    found = by_tokens(few, many)
     assert list(found["scheme"]) == ["Pre-LN", "Pre-LN", "LNS", "LNS"]
     names = {"Pre-LN": "pre_rmsnorm", "LNS": "lns"}
     assert list(found["seeds"]) == [1, 3, 1, 2] and set(found["shallow"]) == {4} and set(found["deep"]) == {16}
@@ -74,7 +75,7 @@ def test_what_depth_buys_stands_by_tokens_for_the_schemes_and_depths_that_all_ta
         more = 0.5 if len(seeds) == 1 else 0.0
         assert [row.loss_shallow, row.loss_deep] == pytest.approx([loss + more for loss in ends])
         assert row.gain == pytest.approx(ends[0] - ends[1])
-    assert claims.by_tokens(runs[runs["depth"] == 4]).empty
+    assert by_tokens(runs[runs["depth"] == 4]).empty
 
 
 def test_a_depth_with_one_seed_is_compared_where_only_one_depth_has_several(losses):

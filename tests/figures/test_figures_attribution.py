@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from normlab.analysis import gain
-from normlab.analysis.attribution import judged_methods
+from normlab.analysis.notebook_tables import gain_or_bound as gain
+from normlab.analysis.notebook_tables.attribution import judged_methods
 from normlab.figures import by_tool, condition_differences, shares_and_effects
 from normlab.figures.theme import LINES_PAD, in_one, template, titled
 

@@ -1,4 +1,4 @@
-"""Ways to say who writes a logit, held against the logit itself and against what was measured.
+"""Direct logit attribution methods, compared with the logit and with measured effects.
 
 Tables are those of `normlab.models.lens`: `direct_logit_attribution` by method, and `component_effects`.
 """
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-ADDS_UP = 1e-3  # shares add up where they leave no more than this share of the logit (of 1, if that is more)
-PREDICTS = 0.05  # and predict changes where they are never off by more than this share of the largest
+ADDS_UP = 1e-3  # largest remainder, as a share of the logit (of 1, if that is larger)
+PREDICTS = 0.05  # largest error, as a share of the largest effect
 
 
 def components(table: pd.DataFrame) -> pd.DataFrame:
@@ -21,15 +21,15 @@ def components(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def judged_methods(shares: Mapping[str, pd.DataFrame], effects: pd.DataFrame) -> pd.DataFrame:
-    """Which methods' shares add up to the logit, and which predict what a small change does.
+    """Which methods' shares add up to the logit, and which predict the effect of a small change.
 
     Args:
-        shares: by method, what `direct_logit_attribution` returns.
-        effects: what `component_effects` returns for the same answers.
+        shares: by method, the result of `direct_logit_attribution`.
+        effects: the result of `component_effects` for the same answers.
 
     Returns:
-        A row a method: `method`, `total` of the shares (a bias included), `logit`, `adds_up`; `error`: how far its
-        worst share is from the measured effect, as a share of the largest effect; `predicts`.
+        One row per method: `method`, `total` of the shares (a bias included), `logit`, `adds_up`, `error` (the largest
+        difference between share and measured effect, over the largest effect), `predicts`.
     """
     rows = []
     measured = components(effects)["effect"]

@@ -1,15 +1,16 @@
-"""The kernels' tables, read and judged: what was timed, on what, and whether the bytes explain it.
+"""Tables of kernels' times and builds, and whether memory traffic explains the times.
 
 read_times      times of single calls (rows_*.csv of kernels/benchmarks/run.py)
 read_ratios     whole training steps and generated tokens against a baseline (step_*.csv, generate_*.csv)
 read_builds     what the compiler made of each kernel (aot.csv)
-floors          what calls must move, counted by hand, and how long a copy of that takes
-timed_on        which devices the times are of
-compiled        builds, spills and registers, a row a target
+floors          bytes that calls must move, counted by hand, and how long a copy of them takes
+moved           megabytes that a timed call must move
+timed_on        times and copy rate of each device
+compiled        builds, spills and registers of each target
 same_bytes      calls that must move the same bytes, quickest and slowest
-traffic         whether the bytes set the time there, a row a device
+traffic         whether the bytes set the time, one row per device
 against_peers   one call's time over others'
-findings        what the tables say to the claim that a norm's time is the time of its bytes
+findings        verdicts on the claim that a norm's time is the time of its bytes
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from normlab.errors import NormlabError
 
 OWN = "normlab"  # the peer that is ours
 SAME_TIME = 1.5  # calls of the same bytes count as equally quick up to this factor: a busy machine's noise
-NEAR_COPY = 0.5  # share of the copy rate from which on the traffic counts as what sets the time
+NEAR_COPY = 0.5  # share of the copy rate above which traffic counts as what sets the time
 _CALL = ["device", "function", "peer", "pass", "rows", "width", "dtype"]
 _BUILD = ["target", "function", "direction", "width", "dtype"]
-# Numbers a call reads and writes, in units of rows x width: as counted in the text beside the table.
+# Numbers that a call reads and writes, in units of rows x width.
 _FLOORS = (
     ("a norm: RMSNorm, LayerNorm, BHyT, DyT", "x -> y", 2, "x, g -> dx", 3),
     ("row moments, for the probes", "x -> 4 numbers a row", 1, "", None),
@@ -56,8 +57,10 @@ def read_times(folder: str | Path) -> pd.DataFrame:
 
 
 def read_ratios(folder: str | Path) -> pd.DataFrame:
-    """Models that took turns with a baseline, step by step: `device section tokens call peer against ratio low high
-    steps`; no row where nothing was timed."""
+    """Models timed in turn with a baseline: `device section tokens call peer against ratio low high steps`.
+
+    No row where nothing was timed.
+    """
     names = {"rows": "tokens", "function": "call", "ratio_low": "low", "ratio_high": "high"}
     columns = ["device", "section", "tokens", "call", "peer", "against", "ratio", "low", "high", "steps"]
     files = [path for section in ("step", "generate") for path in sorted(Path(folder).glob(f"{section}_*.csv"))]
@@ -66,7 +69,7 @@ def read_ratios(folder: str | Path) -> pd.DataFrame:
 
 
 def read_builds(folder: str | Path) -> pd.DataFrame:
-    """One row a kernel as it is launched: the newest of each, without launches that were only tried.
+    """One row per kernel as it is launched: the newest of each, without launches that were only tried.
 
     Raises:
         NormlabError: no table of builds there.
@@ -81,8 +84,10 @@ def read_builds(folder: str | Path) -> pd.DataFrame:
 
 
 def floors(tokens: int, width: int, gigabytes_per_second: float) -> pd.DataFrame:
-    """What each call must read and write in 16 bits, in units u of tokens x width x 2 bytes, and how long that takes
-    at a copy rate: columns `call`, and for each direction what it `moves`, `u` and `us`."""
+    """Bytes that each call must move in 16 bits, and how long that takes at a copy rate.
+
+    Columns `call`, and for each direction what it `moves`, how many units `u` of tokens x width x 2 bytes, and `us`.
+    """
     table = pd.DataFrame(_FLOORS, columns=["call", "forward moves", "forward u", "backward moves", "backward u"])
     for side in ("forward", "backward"):
         seconds = table[f"{side} u"] * tokens * width * 2 / (gigabytes_per_second * 1e9)
@@ -91,8 +96,10 @@ def floors(tokens: int, width: int, gigabytes_per_second: float) -> pd.DataFrame
 
 
 def moved(times: pd.DataFrame) -> dict[str, float]:
-    """Megabytes that must move for a call of `times` (rows of one call, shape and pass): as one call, and as two
-    kernels where it joins the residual add to a norm; nothing for no rows."""
+    """Megabytes that a call of `times` (rows of one call, shape and pass) must move.
+
+    By name: as "one call", and as "two kernels" where it joins the residual add to a norm. Nothing for no rows.
+    """
     if times.empty:
         return {}
     first = times.iloc[0]
@@ -104,7 +111,7 @@ def moved(times: pd.DataFrame) -> dict[str, float]:
 
 
 def timed_on(times: pd.DataFrame) -> pd.DataFrame:
-    """One row a device: how many times of how many calls, in which types, and the rate of a copy there."""
+    """One row per device: how many times of how many calls, in which types, and the rate of a copy there."""
     found = times.groupby("device").agg(
         times=("microseconds", "size"),
         calls=("function", "nunique"),
@@ -115,16 +122,17 @@ def timed_on(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def compiled(builds: pd.DataFrame) -> pd.DataFrame:
-    """One row a target: kernels compiled, how many of them spill registers to memory, and the most registers a thread
-    has."""
+    """One row per target: kernels compiled, how many spill registers to memory, and the most registers per thread."""
     spilled = builds.assign(spilled=builds["spilled_bytes"] > 0).groupby("target")
     found = spilled.agg(kernels=("function", "size"), spilled=("spilled", "sum"), most_registers=("registers", "max"))
     return found.reset_index()
 
 
 def same_bytes(times: pd.DataFrame) -> pd.DataFrame:
-    """Our calls, forward and backward together, that must move the same bytes: the quickest, the slowest, and how many
-    times as long that one takes (`factor`); a row a device, shape and number of bytes."""
+    """Our calls, forward and backward together, that must move the same bytes: the quickest and the slowest.
+
+    One row per device, shape and number of bytes. `factor`: the slowest time over the quickest.
+    """
     own = _own(times)
     found = []
     for (device, shape, size), calls in own.groupby(["device", "shape", "floor_bytes"], sort=False):
@@ -138,10 +146,12 @@ def same_bytes(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def traffic(times: pd.DataFrame) -> pd.DataFrame:
-    """Does the traffic set the time? One row a device: `below_floor` of `times` are quicker than a copy of what must
-    move (so that the count is wrong or a cache helped), our `share_low` to `share_high` of the copy rate, `factor`:
-    the largest between calls of the same bytes. `sets_time`: that factor is below `SAME_TIME` and every share above
-    `NEAR_COPY`."""
+    """Does the traffic set the time? One row per device.
+
+    `below_floor` of `times` are quicker than a copy of what must move: the count is wrong or a cache helped.
+    `share_low` to `share_high`: our share of the copy rate. `factor`: the largest between calls of the same bytes.
+    `sets_time`: that factor is below `SAME_TIME`, and every share above `NEAR_COPY`.
+    """
     pairs, found = same_bytes(times), []
     for device, rows in times.groupby("device"):
         share = _own(rows)["share_of_copy"]
@@ -153,8 +163,10 @@ def traffic(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def against_peers(times: pd.DataFrame, function: str, others: Sequence[tuple[str, str]]) -> pd.DataFrame:
-    """Our time of `function`, forward and backward, over that of each (function, peer): a row a device and shape, a
-    column each; missing where one was not timed."""
+    """Our time of `function`, forward and backward, over that of each (function, peer).
+
+    One row per device and shape, one column per peer; missing where one was not timed.
+    """
     both = times[times["pass"] == "both"].set_index(["device", "shape", "function", "peer"])["microseconds"]
     rows = []
     for device, shape in dict.fromkeys((place[0], place[1]) for place in both.index):
@@ -168,8 +180,9 @@ def against_peers(times: pd.DataFrame, function: str, others: Sequence[tuple[str
 
 
 def findings(times: pd.DataFrame, builds: pd.DataFrame, fusion_wins: Sequence[FusionWin]) -> pd.DataFrame:
-    """What the tables say to the claim: columns `claim on found verdict`, the verdict "holds", "does not hold", "not
-    tested" or "not shown".
+    """Verdicts on each part of the claim: columns `claim on found verdict`.
+
+    A verdict is "holds", "does not hold", "not tested" or "not shown".
 
     Args:
         fusion_wins: where the fused product was timed and won (`normlab_kernels.choices.FUSION_WINS`).

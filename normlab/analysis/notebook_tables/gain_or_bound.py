@@ -1,13 +1,13 @@
-"""A sweep over the gain g = lambda/kappa of a bounded norm and its control without the bound: is it gain, or bound?
+"""A sweep over the gain g = lambda/kappa of a bounded norm and its control without the bound.
 
-with_gain     the table of what runs were configured with, and their g
-along_gain    quantities of the runs that start with the same map for small inputs, for `normlab.figures.by_setting`
-conditions    the bounded norm against its control, a row a condition, with names for rows and groups
-verdicts      several such comparisons side by side, a row a condition
+with_gain     runs' configurations, with their g
+along_gain    quantities against g, of runs with the same slope at the start (`normlab.figures.by_setting`)
+conditions    the bounded norm against its control, one row per condition
+verdicts      several such comparisons side by side
 reach         how far inputs can get into the tanh, by width
 
-A norm gamma * f(g * x/rms(x)) with f'(0) = 1 has the slope gamma0 * g for small inputs: where that product is the same,
-so is the start, and g alone sets how far inputs reach into f.
+A norm gamma * f(g * x/rms(x)) with f'(0) = 1 has the slope gamma0 * g for small inputs. Runs with equal products start
+alike. Then g alone sets how far inputs reach into f.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from normlab.analysis.claims import shown
 from normlab.analysis.compare import compare_variants
 from normlab.probes.metrics import metric_row
 
-FIELDS = ["width", "outlier_channels", "gamma0", "g"]  # what conditions differ in
+FIELDS = ["width", "outlier_channels", "gamma0", "g"]  # in which conditions differ
 GROUPS = ("g · γ₀ fixed", "larger gain", "planted outliers", "another width")
 PANELS = {  # quantity -> axis
     "held-out loss (nats)": "linear",
@@ -29,7 +29,7 @@ PANELS = {  # quantity -> axis
     "largest |z|": "log",
     "share of |tanh z| > 0.95": "log",
 }
-LEAST = 1e-6  # what a share of zero is drawn at, on a log axis
+LEAST = 1e-6  # a share of zero is drawn here, on a log axis
 
 
 def with_gain(configs: pd.DataFrame, kappa: float) -> pd.DataFrame:
@@ -39,23 +39,25 @@ def with_gain(configs: pd.DataFrame, kappa: float) -> pd.DataFrame:
 
 
 def base_of(configs: pd.DataFrame) -> tuple[int, float]:
-    """Width and small-signal slope of the sweep's own starting point: the narrowest runs, and the smallest g * gamma0
-    among those without outliers."""
+    """Width and small-signal slope of the sweep's base condition.
+
+    The width is the least one. The slope is the smallest g * gamma0 of its runs without outliers.
+    """
     width = int(configs["width"].min())
     plain = configs[configs["outlier_channels"].eq(0) & configs["width"].eq(width)]
     return width, float((plain["g"] * plain["gamma0"]).min())
 
 
 def along_gain(grid: pd.DataFrame, configs: pd.DataFrame, schemes: Sequence[str]) -> pd.DataFrame:
-    """What the runs of the same start end with, one row a run and quantity (`PANELS`).
+    """The quantities of `PANELS` after training, of all runs with the slope of the base condition.
 
     Args:
         grid: the table of `normlab.load_runs`.
         configs: of `with_gain`, for the same runs.
 
     Returns:
-        Columns `panel scheme setting seed value`, the setting being g; z = g x/rms(x) is that of the norms before
-        attention, with or without a bound after it.
+        Columns `panel scheme setting seed value`, one row per run and quantity. The setting is g. z = g x/rms(x) is
+        that of the norms before attention, with or without a bound after it.
     """
     width, slope = base_of(configs)
     same = (configs["g"] * configs["gamma0"] - slope).abs() < 1e-9
@@ -80,14 +82,14 @@ def along_gain(grid: pd.DataFrame, configs: pd.DataFrame, schemes: Sequence[str]
 
 
 def conditions(grid: pd.DataFrame, configs: pd.DataFrame, a: str, b: str, metric: str = "loss") -> pd.DataFrame:
-    """Scheme a against scheme b under each condition that the sweep has, paired by seed, judged as one family.
+    """Scheme a against scheme b under each condition of the sweep, paired by seed, judged as one family.
 
     Args:
         configs: of `with_gain`.
 
     Returns:
-        The columns of `normlab.compare_variants`, with `condition` (what the runs were set to) and `group` (one of
-        `GROUPS`), in the order of the groups and of g.
+        The columns of `normlab.compare_variants`, with `condition` (the runs' settings) and `group` (one of `GROUPS`),
+        in the order of the groups and of g.
     """
     width, slope = base_of(configs)
     found = compare_variants(grid, configs, a, b, FIELDS, metric)
@@ -108,13 +110,13 @@ def conditions(grid: pd.DataFrame, configs: pd.DataFrame, a: str, b: str, metric
 
 
 def verdicts(found: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Tables of `conditions`, of one metric each, side by side: a row a condition, two columns a metric."""
+    """Tables of `conditions`, of one metric each, side by side: one row per condition, two columns per metric."""
     parts = {metric_row(rows["metric"].iloc[0]).label: shown(rows) for rows in found}
     first = found[0]
     table = pd.DataFrame({("", "group"): first["group"], ("", "condition"): first["condition"]})
     for (label, part), rows in zip(parts.items(), found, strict=True):
         if list(rows["condition"]) != list(first["condition"]):
-            raise ValueError(f"the conditions of {label} are others than those of the first table")
+            raise ValueError(f"the conditions of {label} differ from those of the first table")
         kind = "ratio" if "ratio" in part else "difference"
         table[(label, f"{kind} [95% interval]")] = part[kind] + " " + part["95% interval"]
         table[(label, "verdict")] = part["verdict"]
@@ -123,7 +125,7 @@ def verdicts(found: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def reach(g: float, widths: Sequence[int]) -> pd.DataFrame:
-    """The largest |z| = g |x|/rms(x) that one element of a token can have, g sqrt(width), and what tanh makes of it."""
+    """The largest |z| = g |x|/rms(x) that one element of a token can have, g sqrt(width), and its tanh."""
     largest = [g * math.sqrt(width) for width in widths]
     table = pd.DataFrame({"width": list(widths), "largest |z|": largest})
     table["tanh of it"] = [math.tanh(z) for z in largest]
