@@ -83,7 +83,9 @@ class Remote:
 
         self.address = str(address).rstrip("/")
         try:
-            self.root = UPath(self.address)
+            with warnings.catch_warnings():  # of file systems that universal_pathlib has no class for
+                warnings.simplefilter("ignore", UserWarning)
+                self.root = UPath(self.address)
             self.files = self.root.fs
         except (ImportError, ValueError) as error:
             raise NormlabError(f"cannot use {address}: {first_line(error)}") from None

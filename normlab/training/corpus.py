@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from normlab.errors import NormlabError
-from normlab.runs import full_disk_named
+from normlab.store import full_disk_named
 from normlab.training import require_training
 from normlab.training.documents import (
     DEFAULT_CORPUS,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
 from normlab.training.clusters import Cluster, cluster
 from normlab.training.config import AUTO, TrainConfig, require_same
@@ -67,9 +67,9 @@ def sweep(
         what = list(what)
         if wrong := [one for one in what if not isinstance(one, TrainConfig)]:
             raise NormlabError(f"{wrong[0]!r:.80} cannot be trained: give a preset, its name, or TrainConfigs")
-    runs.check_root(out)
+    store.check_root(out)
     workers, threads = share_cores(workers, threads)
-    root = out if runs.is_address(out) else Path(out)
+    root = out if store.is_address(out) else Path(out)
     with Progress("sweep", progress, None if isinstance(workers, Cluster) else workers) as bar:
         job = _Job(root, workers, cache_dir, bar)
         if not isinstance(what, (str, Preset)):
@@ -152,7 +152,7 @@ class _Job:
             ]
             if any(grid.tried for grid, _ in wanted):  # the grids as they stood were expected with the whole sweep
                 self.bar.expect(trials)
-            self.run(trials, runs.child(self.root, runs.SEARCH))
+            self.run(trials, store.child(self.root, store.SEARCH))
             for (grid, rate), config in zip(wanted, trials, strict=True):
                 grid.tried.add(rate)
                 if config.run_id in self.done:
@@ -176,7 +176,7 @@ class _Job:
             for one in several
         }
         self.bar.expect(list(finals.values()))
-        self.run(list(finals.values()), runs.child(self.root, runs.FINALS))
+        self.run(list(finals.values()), store.child(self.root, store.FINALS))
         losses = {key: self._loss(config) for key, config in finals.items()}
         best = {
             pair: min(several, key=lambda one: losses.get((pair, one), math.inf)) for pair, several in finalists.items()
