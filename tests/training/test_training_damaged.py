@@ -129,7 +129,7 @@ def test_a_checkpoint_stays_until_the_next_one_was_read_back(
         if final.name == "checkpoint-6":
             damage(final / "state.pt", "garbage", final)
 
-    monkeypatch.setattr(runs, "publish", flips_a_byte)
+    monkeypatch.setattr(store, "publish", flips_a_byte)
     with pytest.raises(NormlabError, match="state.pt is not the file that was written"):
         go(tiny(text), tmp_path)
     work = tmp_path / store.PARTIAL / tiny(text).run_id
@@ -247,7 +247,7 @@ def test_a_finished_run_on_a_read_only_place_is_returned(
     def read_only(path: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(runs, "exclusive", read_only)
+    monkeypatch.setattr(store, "exclusive", read_only)
     assert go(tiny(text), done.path.parent).path == done.path
 
 

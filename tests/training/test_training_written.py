@@ -136,7 +136,7 @@ def _break_off(monkeypatch: pytest.MonkeyPatch, go: Callable, config: TrainConfi
             raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "write_stats", breaking)
+        patch.setattr(store, "write_stats", breaking)
         with pytest.raises(type(error) if not isinstance(error, OSError | RuntimeError) else NormlabError):
             go(config, out)
 
