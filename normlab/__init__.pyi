@@ -10,6 +10,9 @@ from .analysis.compare import compare as compare
 from .analysis.compare import compare_variants as compare_variants
 from .analysis.published import load_published as load_published
 from .analysis.selection import choose as choose
+
+# where two models part
+from .differences import diff as diff
 from .errors import NormlabError as NormlabError
 
 # models that differ in their scheme only; another scheme for an existing model

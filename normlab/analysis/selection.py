@@ -10,7 +10,7 @@ one, because the rate moves magnitudes far more than the scheme does. Choices ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -129,6 +129,21 @@ class Selection:
     table: pd.DataFrame
     runs: pd.DataFrame
     has_twins: bool = False  # runs are left out because the same runs in another precision are shown
+    source: pd.DataFrame | None = field(default=None, repr=False)  # the table that `choose` was given
+
+    def at_one_rate(self) -> Selection:
+        """The same schemes, depths and width; at each depth all schemes at one learning rate, if they share one."""
+        depth = self.depths[0] if len(self.depths) == 1 else None
+        return self._chosen_anew(depth, schemes=self.schemes)
+
+    def of_all_schemes(self) -> Selection:
+        """All schemes of the table at this depth and width, at one learning rate. Unchanged if that drops a run."""
+        everyone = self._chosen_anew(self.depths[0])
+        return everyone if self.runs.index.isin(everyone.runs.index).all() else self
+
+    def _chosen_anew(self, depth: int | None, schemes: Sequence[str] | None = None) -> Selection:
+        source = self.table if self.source is None else self.source
+        return choose(source, depth, int(self.runs["width"].iloc[0]), schemes, same_rate=True)
 
     @property
     def schemes(self) -> list[str]:
@@ -240,7 +255,7 @@ def choose(
     everyone, about = about, _one_precision(about)
     if several := _variants(about):
         raise NothingToShow(several)
-    return Selection(runs[runs["run"].isin(about.index)], about, len(everyone) > len(about))
+    return Selection(runs[runs["run"].isin(about.index)], about, len(everyone) > len(about), runs)
 
 
 def _one_precision(about: pd.DataFrame) -> pd.DataFrame:

@@ -1,101 +1,119 @@
-"""Activations and gradients by layer while a model trains: one panel a scheme, colour = training step (B1, B3, C1)."""
+"""Activations and gradients by layer: while a model trains (B1, B3, C1), and after the last layer (N1)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from normlab.analysis.selection import NothingToShow, Selection, choose, mean_of
+from normlab.analysis.compare import last_values
+from normlab.analysis.selection import NothingToShow, Selection, mean_of
+from normlab.analysis.verdicts import differences
 from normlab.figures import theme
+from normlab.figures.draw import add_line, axis_bounds, beside, footnote, is_lowest, panels, selected, short, value_axis
 from normlab.figures.registry import register
-from normlab.probes.metrics import MASKS, Metric, metric_row, site_label
+from normlab.probes.metrics import Metric, metric_row, site_label
 
 MOST_STEPS = 9  # more lines in a panel than this blur into each other
-_PANEL, _GAP = 190, 62  # pixels
+_COLUMNS = 4
+_PANEL, _GAP = 190, 76  # pixels
+_ROW = 34  # pixels of a scheme after the last layer
+# Text columns right of the plot, in pixels from its edge.
+_TEXTS = {"before": 16, "after": 112, "published": 272}
 
 
-@register(
-    "token_l2_growth", "B1", "L2 norm of a token by layer and training step", overlays=True, metric="token_l2_mean"
-)
-@register(
-    "variance_growth",
-    "B1, C1",
-    "variance over features by layer and training step",
-    overlays=True,
-    metric="feature_var_mean",
-)
+@register("token_l2_growth", "B1", "L2 norm of a token by layer and training step", overlays=True)
+@register("variance_growth", "B1, C1", "variance over features by layer and training step", overlays=True,
+          metric="feature_var_mean")  # fmt: skip
 def layer_growth(
-    runs: pd.DataFrame,
+    runs: pd.DataFrame | Selection,
     metric: str = "token_l2_mean",
     *,
     site: str = "block_out",
-    depth: int | str | None = "deepest",
-    width: int | None = None,
-    schemes: Sequence[str] | None = None,
-    mask: str = "all",
     published: pd.DataFrame | None = None,
     log: bool = False,
-    columns: int = 4,
 ) -> go.Figure:
-    """A metric against layer at several training steps, one panel a scheme (BHyT Fig. 3, The Curse of Depth).
+    """A metric against layer at several training steps, one panel per scheme (BHyT Fig. 3, The Curse of Depth).
 
-    Lines are means (geometric for sizes) over seeds of the chosen learning rate; step 0, before training, is dashed.
+    Lines are means (geometric for sizes) over seeds; step 0, before training, is dashed. All schemes of a depth have
+    one learning rate where they share one.
 
     Args:
-        runs: the table of `normlab.load_runs`.
+        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
         metric: a name of `METRICS` that was measured at `site`.
-        depth: number of blocks, or "deepest".
-        mask: "all" (padding excluded) or "no_first" (each row's first token excluded, too).
         published: table of `normlab.load_published`; values of the same metric are drawn as diamonds with their reading
             error.
         log: one logarithmic value axis for all panels, to compare sizes; else a linear one for each, to see its growth.
-        columns: panels in a row.
     """
-    row = metric_row(metric)
-    title = f"{row.label[0].upper()}{row.label[1:]} by layer"
-    try:
-        chosen = choose(runs, depth, width, schemes, same_rate=True)
-    except NothingToShow as why:
-        return theme.message_figure(str(why), title)
-    rows = _mean_over_seeds(chosen.rows(site, metric, mask), metric)
+    row, shown = metric_row(metric), selected(runs, same_rate=True)
+    rows = _mean_over_seeds(shown.rows(site, metric, "all"), metric)
     if rows.empty:
-        where = site_label(site)
-        return theme.message_figure(f"{metric} was not measured at: {where}, {MASKS.get(mask, mask)}.", title)
-    points = _published_points(published if site == "block_out" else None, metric, chosen.schemes)
+        raise NothingToShow(f"{metric} was not measured at: {site_label(site)}.")
+    points = _published_points(published if site == "block_out" else None, metric, shown.schemes)
+    schemes = [name for name in shown.schemes if name in set(rows["scheme"])]
+    lines = -(-len(schemes) // _COLUMNS)
+    inner = lines * _PANEL + (lines - 1) * _GAP
+    figure, cells = panels(
+        schemes,
+        [_panel_title(shown, rows[rows["scheme"] == name], name) for name in schemes],
+        _COLUMNS,
+        shared_yaxes=log,
+        horizontal_spacing=0.022 if log else 0.05,
+        vertical_spacing=_GAP / inner if lines > 1 else 0.0,
+    )
+    last = float(rows["step"].max())
+    deepest = int(max([*rows["layer"], *points["layer"]]))
+    layers = [0, deepest + 0.3 if len(points) else deepest]
+    for name, cell in zip(schemes, cells, strict=True):
+        mine, printed = (table[table["scheme"] == name] for table in (rows, points))
+        held = [rows, points] if log else [mine, printed]
+        bounds = axis_bounds(pd.concat([table["value"].astype(float) for table in held]), log)
+        figure.update_yaxes(**value_axis(bounds, log), **cell)
+        for step in shown_steps([int(s) for s in mine["step"].unique()]):
+            _add_step(figure, mine[mine["step"] == step], step, last, row, cell)
+        if len(printed):
+            figure.add_trace(_diamond(printed, row), **cell)
+        title = "layer" if is_lowest(cell, cells) else None
+        figure.update_xaxes(title_text=title, showticklabels=True, range=layers, nticks=6, **cell)
+    figure.update_yaxes(title_text=row.axis, col=1)
+    figure.add_trace(_step_bar(last), row=1, col=1)
+    if len(points):
+        footnote(figure, f"◇ published at that layer of its own model: {published_source(points)}.")
+    figure.update_layout(showlegend=False, margin=dict(l=70, r=92, t=138, b=72))
     axes = "" if log else " · each panel has its own axis"
-    subtitle = f"{site_label(site)}, {MASKS.get(mask, mask)} · {chosen.describe()} · dashed: step 0{axes}"
-    figure = _panels(chosen, rows, points, row, log, columns)
-    return theme.titled(figure, title, subtitle, int(figure.layout.height))
+    about = f"{site_label(site)} · {shown.describe()}<br>dashed: step 0{axes}"
+    title = f"{row.label[0].upper()}{row.label[1:]} by layer{_range_of_growth(rows) if row.is_ratio else ''}"
+    return theme.titled(figure, title, about, inner + 210)
 
 
-@register(
-    "gradient_total_growth", "B3", "gradient norm of the batch by layer and training step", metric="grad_l2_total"
-)
+def _range_of_growth(rows: pd.DataFrame) -> str:
+    """The smallest and the largest ratio of the last layer to layer 1 at the last step, over schemes."""
+    last = rows[rows["step"] == rows.groupby("scheme", observed=True)["step"].transform("max")]
+    wide = last.pivot(index="scheme", columns="layer", values="value").astype(float)
+    if wide.shape[0] < 2 or 1 not in wide:
+        return ""
+    ratios = (wide[wide.columns.max()] / wide[1]).dropna()
+    ratios = ratios[np.isfinite(ratios)].sort_values()
+    if len(ratios) < 2:
+        return ""
+    low, high = (f"×{short(ratio)} ({theme.style_of(str(name)).title})" for name, ratio in ratios.iloc[[0, -1]].items())
+    return f": {low} to {high} from layer 1 to {wide.columns.max()}"
+
+
+@register("gradient_total_growth", "B3", "gradient norm of the batch by layer and training step")
 @register("gradient_token_growth", "B3", "gradient norm of a token by layer and training step", metric="grad_l2_mean")
 def gradient_growth(
-    runs: pd.DataFrame,
-    metric: str = "grad_l2_total",
-    *,
-    site: str = "block_in_grad",
-    depth: int | str | None = "deepest",
-    width: int | None = None,
-    schemes: Sequence[str] | None = None,
-    mask: str = "all",
-    log: bool = True,
-    columns: int = 4,
+    runs: pd.DataFrame | Selection, metric: str = "grad_l2_total", *, site: str = "block_in_grad", log: bool = True
 ) -> go.Figure:
     """Gradient norm by layer at several training steps (B3); layer l: the gradient at the input of block l.
 
     The loss is summed over tokens, so values do not depend on how batches are cut. Arguments as for `layer_growth`.
     """
-    return layer_growth(
-        runs, metric, site=site, depth=depth, width=width, schemes=schemes, mask=mask, log=log, columns=columns
-    )
+    return layer_growth(runs, metric, site=site, log=log)
 
 
 def _mean_over_seeds(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -115,172 +133,193 @@ def shown_steps(steps: Sequence[int], most: int = MOST_STEPS) -> list[int]:
 
 
 def _published_points(published: pd.DataFrame | None, metric: str, schemes: Sequence[str]) -> pd.DataFrame:
+    """Published values of these schemes at a layer."""
     if published is None:
         return pd.DataFrame(columns=["scheme", "layer", "value"])
     keep = (published["metric"] == metric) & published["scheme"].isin(schemes) & published["layer"].notna()
     return published[keep]
 
 
-def _panels(
-    chosen: Selection, rows: pd.DataFrame, points: pd.DataFrame, row: Metric, log: bool, columns: int
-) -> go.Figure:
-    schemes = [name for name in chosen.schemes if name in set(rows["scheme"])]
-    columns = min(columns, len(schemes))
-    lines = -(-len(schemes) // columns)
-    height = lines * _PANEL + (lines - 1) * _GAP + 190
-    inner = height - 190
-    figure = make_subplots(
-        rows=lines,
-        cols=columns,
-        shared_yaxes=log,
-        horizontal_spacing=0.022 if log else 0.05,
-        vertical_spacing=_GAP / inner if lines > 1 else 0.0,
-        subplot_titles=[_panel_title(chosen, rows, name, row) for name in schemes],
-    )
-    figure.update_annotations(xanchor="left", align="left", font=dict(size=13), yshift=2)
-    last = float(rows["step"].max())
-    deepest = int(max([*rows["layer"], *points["layer"]]))
-    layers = [0, deepest + 0.3 if len(points) else deepest]
-    for place, name in enumerate(schemes):
-        where = dict(row=place // columns + 1, col=place % columns + 1)
-        figure.layout.annotations[place].x = figure.get_subplot(**where).xaxis.domain[0]
-        own, published = (table[table["scheme"] == name] for table in (rows, points))
-        reach = [rows, points] if log else [own, published]
-        bounds = theme.axis_bounds(pd.concat([table["value"].astype(float) for table in reach]), log)
-        figure.update_yaxes(**theme.value_axis(bounds, log), **where)
-        for step in shown_steps([int(s) for s in own["step"].unique()]):
-            figure.add_trace(_line(own[own["step"] == step], step, last, row, name), **where)
-        if len(published):
-            figure.add_trace(_diamond(published, row), **where)
-        lowest = place + columns >= len(schemes)
-        figure.update_xaxes(
-            title_text="layer" if lowest else None, showticklabels=True, range=layers, nticks=6, **where
-        )
-    for line in range(lines):
-        figure.update_yaxes(title_text=row.axis, row=line + 1, col=1)
-    _step_bar(figure, last)
-    if len(points):
-        _published_key(figure, points)
-    return figure.update_layout(height=height, showlegend=False, margin=dict(l=70, r=92, t=118, b=72))
-
-
-def _panel_title(chosen: Selection, rows: pd.DataFrame, name: str, row: Metric) -> str:
-    """The scheme in its colour, what went wrong with it, and the last layer's value before and after training."""
+def _panel_title(shown: Selection, rows: pd.DataFrame, name: str) -> str:
+    """The scheme in its colour, the last layer's value before and after training, and what went wrong."""
     style = theme.style_of(name)
-    remark = chosen.remark(name)
-    head = f"<b style='color:{style.color}'>{style.title}</b>" + (" (control)" if style.is_control else "")
-    own = rows[rows["scheme"] == name]
-    ends = own[own["layer"] == own["layer"].max()].sort_values("step")["value"]
-    tail = f"last layer {short(ends.iloc[0])} → {short(ends.iloc[-1])}" if len(ends) > 1 else ""
-    small = " · ".join(part for part in (tail, f"<b>{remark}</b>" if remark else "") if part)
-    return f"{head}<br><span style='font-size:11px;color:{theme.NEUTRAL}'>{small or '&nbsp;'}</span>"
+    ends = rows[rows["layer"] == rows["layer"].max()].sort_values("step")["value"]
+    growth = f"last layer {short(ends.iloc[0])} → {short(ends.iloc[-1])}" if len(ends) > 1 else ""
+    small = "<br>".join(part for part in (growth, shown.remark(name)) if part)
+    control = " (control)" if style.is_control else ""
+    return (
+        f"<b style='color:{style.color}'>{style.title}</b>{control}"
+        f"<br><span style='font-size:11px;color:{theme.NEUTRAL}'>{small or '&nbsp;'}</span>"
+    )
 
 
-def short(value: float) -> str:
-    """A number in three digits."""
-    if value == 0 or 0.01 <= abs(value) < 10_000:
-        return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:.1e}"
-
-
-def _line(rows: pd.DataFrame, step: int, last: float, row: Metric, name: str) -> go.Scatter:
-    start = step == 0
-    rows = rows.sort_values("layer")
-    return go.Scatter(
-        x=[int(layer) for layer in rows["layer"]],
-        y=[float(value) for value in rows["value"]],
-        customdata=rows[["low", "high", "seeds"]].to_numpy(dtype=float).tolist(),
-        mode="lines",
+def _add_step(figure: go.Figure, rows: pd.DataFrame, step: int, last: float, row: Metric, cell: dict) -> None:
+    rows, name = rows.sort_values("layer"), str(rows["scheme"].iloc[0])
+    color = theme.NEUTRAL if step == 0 else theme.step_color(step, last)
+    hover = (
+        f", {'before training' if step == 0 else f'step {step:,}'}<br>layer %{{x}}: %{{y:.4~g}}"
+        "<br>seeds: %{customdata[0]:.4~g} to %{customdata[1]:.4~g} (%{customdata[2]})"
+        f"<br><i>{row.name}: {row.definition}</i>"
+    )
+    add_line(
+        figure,
+        name,
+        rows["layer"].astype(int).tolist(),
+        rows["value"],
+        hover,
+        line=dict(color=color, width=1.8, dash="dash" if step == 0 else "solid"),
         name=f"{name} step {step}",
         meta=dict(scheme=name, step=step),
-        line=dict(
-            color=theme.NEUTRAL if start else theme.step_color(step, last), width=1.8, dash="dash" if start else "solid"
-        ),
-        hovertemplate=(
-            f"<b>{theme.style_of(name).title}</b>, {'before training' if start else f'step {step:,}'}"
-            "<br>layer %{x}: %{y:.4~g}"
-            "<br>seeds: %{customdata[0]:.4~g} to %{customdata[1]:.4~g} (%{customdata[2]})"
-            f"<br><i>{row.name}: {row.definition}</i><extra></extra>"
-        ),
+        customdata=rows[["low", "high", "seeds"]].to_numpy(dtype=float).tolist(),
+        **cell,
     )
 
 
 def _diamond(points: pd.DataFrame, row: Metric) -> go.Scatter:
-    about = [f"{p.paper} (arXiv {p.arxiv}), {p.where}<br>{p.model}, {p.method}: {p.note}" for p in points.itertuples()]
+    text = [f"{p.paper} (arXiv {p.arxiv}), {p.where}<br>{p.model}, {p.method}: {p.note}" for p in points.itertuples()]
+    errors = (points["value"] * points["relative_error"].fillna(0.0)).astype(float).tolist()
     return go.Scatter(
-        x=[int(layer) for layer in points["layer"]],
-        y=[float(value) for value in points["value"]],
-        error_y=dict(
-            type="data",
-            array=[float(v) for v in points["value"] * points["relative_error"].fillna(0.0)],
-            thickness=1.2,
-            width=3,
-        ),
+        x=points["layer"].astype(int).tolist(),
+        y=points["value"].astype(float).tolist(),
+        error_y=dict(type="data", array=errors, thickness=1.2, width=3),
         mode="markers",
         cliponaxis=False,
         name="published",
         meta=dict(published=True),
-        text=about,
+        text=text,
         marker=dict(symbol="diamond-open", size=7, color=theme.NEUTRAL, line=dict(width=1.4)),
         hovertemplate=f"published: %{{y}}<br>%{{text}}<br><i>{row.name}: {row.definition}</i><extra></extra>",
     )
 
 
-def _step_bar(figure: go.Figure, last: float) -> None:
+def _step_bar(last: float) -> go.Scatter:
     """A colour bar for the training step, on a trace that draws nothing."""
-    figure.add_trace(
-        go.Scatter(
-            x=[None],
-            y=[None],
-            mode="markers",
-            hoverinfo="skip",
-            name="training step",
-            marker=dict(
-                color=[0.0],
-                cmin=0.0,
-                cmax=max(last, 1.0),
-                colorscale=[list(stop) for stop in theme.STEPS],
-                showscale=True,
-                colorbar=dict(
-                    title=dict(text="step<br>&nbsp;", side="top", font=dict(size=12)),
-                    tickfont=dict(size=12),
-                    thickness=10,
-                    len=200,
-                    lenmode="pixels",
-                    y=1.0,
-                    yanchor="top",
-                    x=1.015,
-                    outlinewidth=0,
-                ),
-            ),
-        ),
-        row=1,
-        col=1,
-    )
-
-
-def _published_key(figure: go.Figure, points: pd.DataFrame) -> None:
-    footnote(figure, f"◇ published at that layer of its own model: {published_source(points)}.")
+    bar = dict(title=dict(text="step<br>&nbsp;", side="top", font=dict(size=12)), tickfont=dict(size=12), thickness=10)
+    bar |= dict(len=200, lenmode="pixels", y=1.0, yanchor="top", x=1.015, outlinewidth=0)
+    scale = [list(stop) for stop in theme.STEPS]
+    marker = dict(color=[0.0], cmin=0.0, cmax=max(last, 1.0), colorscale=scale, showscale=True, colorbar=bar)
+    return go.Scatter(x=[None], y=[None], mode="markers", hoverinfo="skip", name="training step", marker=marker)
 
 
 def published_source(points: pd.DataFrame) -> str:
-    """Where published values are from, in words, and how far off they may have been read."""
+    """Where published values are from, and how far off they may have been read."""
     sources = sorted({f"{p.paper} {p.where}, {p.model}" for p in points.itertuples()})
     error = points["relative_error"].max()
     return "; ".join(sources) + (f", read off the plot ±{error:.0%}" if error > 0 else "")
 
 
-def footnote(figure: go.Figure, text: str) -> None:
-    """A line below the axis titles."""
-    figure.add_annotation(
-        text=text,
-        x=0,
-        xref="paper",
-        xanchor="left",
-        y=0,
-        yref="paper",
-        yanchor="top",
-        yshift=-46,
-        showarrow=False,
-        font=dict(size=12, color=theme.NEUTRAL),
+@register("growth_before_after", "N1", "last layer before and after training, with both controls", overlays=True)
+def growth_before_after(
+    runs: pd.DataFrame | Selection, metric: str = "token_l2_mean", *, published: pd.DataFrame | None = None
+) -> go.Figure:
+    """The last layer's value at step 0 (ring) and after training (disc), and its ratio to the first scheme shown.
+
+    A scheme that ends low because it began low is seen at a glance: both ends of its line are low. Ratios are paired by
+    seed; the 95% interval (`normlab.analysis.verdicts`) is in brackets. Control schemes are always among the rows.
+
+    Args:
+        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
+        published: table of `normlab.load_published`: its ratios at the same metric are listed next to ours, and a
+            footnote says of which model and how they were read.
+    """
+    row, shown = metric_row(metric), selected(runs, same_rate=True)
+    start, end = (last_values(shown, metric, site="block_out", mask="all", step=step) for step in (0, None))
+    table = _before_after(start, end, metric).sort_values("end", na_position="last")
+    if table["end"].notna().sum() == 0:
+        raise NothingToShow(f"{metric} was not measured at: {site_label('block_out')}.")
+    base = shown.schemes[0]
+    points = _published_points(published, metric, shown.schemes).drop_duplicates("scheme")
+    points = points if row.is_ratio and base in set(points["scheme"]) else points.iloc[:0]
+    printed = points.set_index("scheme")["value"].astype(np.float64)
+    everyone = shown.of_all_schemes()
+    pools = [last_values(everyone, metric, site="block_out", mask="all", step=step) for step in (0, None)]
+    figure = go.Figure()
+    for position, (name, ends) in enumerate(table.iterrows()):
+        _add_ends(figure, str(name), ends, position, row)
+    names = [str(name) for name in table.index]
+    _add_ratios(figure, names, {"before": (start, pools[0]), "after": (end, pools[1])}, base, row, printed)
+    ticks = dict(tickvals=list(range(len(table))), ticktext=[_tick(shown, name) for name in names], ticks="")
+    figure.update_yaxes(range=[len(table) - 0.4, -1.1], showgrid=False, tickfont=dict(size=13), **ticks)
+    bounds = axis_bounds([*table["start"], *table["end"]], row.log)
+    figure.update_xaxes(title_text=row.axis, **value_axis(bounds, row.log))
+    right, bottom = (400, 82) if len(printed) else (275, 62)
+    figure.update_layout(showlegend=False, margin=dict(l=150, r=right, t=100, b=bottom))
+    if len(printed):
+        layers = ", ".join(str(layer) for layer in sorted(points["layer"].unique()))
+        footnote(figure, f"published: ratio in another model after its layer {layers}: {published_source(points)}.")
+    title = f"{row.label[0].upper()}{row.label[1:]} after the last layer: before and after training"
+    about = f"{shown.describe()} · ○ step 0, ● after training"
+    return theme.titled(figure, title, about, 180 + 20 * bool(len(printed)) + _ROW * (len(table) + 1))
+
+
+def _before_after(start: pd.DataFrame, end: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """By scheme: mean (geometric for sizes) over seeds at both ends, and the range of seeds at the end."""
+
+    def mean(values: pd.Series) -> float:
+        return mean_of(values.dropna(), metric)
+
+    table = end.groupby("scheme", observed=True)["value"].agg(end=mean, low="min", high="max", seeds="count")
+    table["start"] = start.groupby("scheme", observed=True)["value"].agg(mean)
+    return table
+
+
+def _tick(shown: Selection, name: str) -> str:
+    style, remark = theme.style_of(name), shown.remark(name)
+    small = ", ".join(word for word in ("control" if style.is_control else "", remark) if word)
+    below = f"<br><span style='font-size:10px'>{small}</span>" if small else ""
+    return f"<b style='color:{style.color}'>{style.title}</b>{below}"
+
+
+def _add_ends(figure: go.Figure, name: str, ends: pd.Series, position: int, row: Metric) -> None:
+    color = theme.style_of(name).color
+    after = f"after training; seeds {ends['low']:.4g} to {ends['high']:.4g} ({int(ends['seeds'])})"
+    x = [float(value) if math.isfinite(value) else None for value in (ends["start"], ends["end"])]
+    ring_and_disc = dict(size=[11, 12], symbol=["circle-open", "circle"], line=dict(width=2, color=color))
+    add_line(
+        figure,
+        name,
+        x,
+        [position, position],
+        f"<br>%{{x:.4~g}}, %{{customdata[0]}}<br><i>{row.name}: {row.definition}</i>",
+        line=dict(color=theme.faded(color, 0.45), width=3, dash="solid"),
+        mode="lines+markers",
+        marker=dict(color=color, opacity=1) | ring_and_disc,
+        customdata=[["step 0"], [after]],
     )
+
+
+def _add_ratios(
+    figure: go.Figure,
+    names: list[str],
+    ends: dict[str, tuple[pd.DataFrame, pd.DataFrame]],
+    base: str,
+    row: Metric,
+    printed: pd.Series,
+) -> None:
+    """Columns of text right of the rows: ratio or difference to `base` at step 0, after training, published.
+
+    Args:
+        ends: by column, the values, and those of the runs that their variance is pooled over.
+    """
+    heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(printed) else {})
+    word = "ratio to" if row.is_ratio else "difference from"
+    beside(figure, -0.95, _TEXTS["before"], f"<b>{word} {theme.style_of(base).title}</b>", theme.NEUTRAL)
+    for key, head in heads.items():
+        beside(figure, -0.55, _TEXTS[key], head, theme.NEUTRAL)
+    for position, name in enumerate(names):
+        cells = {key: _ratio(*values, name, base, row) for key, values in ends.items()}
+        cells["before"] = cells["before"].split(" ")[0]
+        if name in printed.index:
+            cells["published"] = f"{printed[name] / printed[base]:.2f}"
+        for key, text in cells.items():
+            beside(figure, position, _TEXTS[key], text, theme.style_of(name).color)
+
+
+def _ratio(values: pd.DataFrame, pool: pd.DataFrame, name: str, base: str, row: Metric) -> str:
+    if name == base:
+        return "1" if row.is_ratio else "0"
+    pair = differences(values, name, base, row.name, pool=pool).iloc[0]
+    if not math.isfinite(pair["estimate"]):
+        return "–"
+    interval = "" if math.isnan(pair["low"]) else f" [{short(pair['low'])}, {short(pair['high'])}]"
+    return short(pair["estimate"]) + interval

@@ -1,50 +1,201 @@
-"""One figure for one recording: a metric against layer."""
+"""How trained models use their depth, by scheme and over seeds: what every run measured after its last step."""
 
 from __future__ import annotations
 
-from textwrap import wrap
+import math
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from normlab.analysis.selection import NothingToShow, depths_of_most, experiments_of, in_order, seeds_in_words
+from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
 from normlab.figures import theme
-from normlab.probes.metrics import METRICS
+from normlab.figures.draw import SEQUENTIAL_SCALE, add_line, axis_bounds, finite, is_lowest, panels, value_axis, whole
+from normlab.figures.registry import register
 
-COLORS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)  # Okabe and Ito, colour-blind safe
-LOG_DECADES = 1.5  # a logarithmic axis from this many decades on
+# metric -> (title, axis)
+BY_LAYER = {
+    "skip_delta_loss": ("Loss added by", "nats per token"),  # and which of `PARTS`
+    "jacobian_identity": ("How far a block's Jacobian is from the identity", "‖J − I‖ / ‖I‖"),
+    "logit_lens_kl": ("How far the prediction after a layer is from the last", "KL, nats per token"),
+}
+# metric -> (title, upwards, across, unit)
+BY_PAIR = {
+    "angular_distance": ("Angle between the stream after two layers", "earlier layer", "later layer", "angle / π"),
+    "skip_future_effect": ("What later blocks do when one is skipped", "later block", "skipped block", "change"),
+}
+PARTS = {
+    "block": "leaving out one block",
+    "attention": "leaving out one block's attention",
+    "mlp": "leaving out one block's MLP",
+    "deleted": "deleting one block and renumbering the others",
+}
+_BELOW = 5.0  # a logarithmic axis goes to that part of the lowest mean, and cuts intervals there
+_PANEL, _GAP, _MARGIN = 170, 62, dict(l=72, r=30, t=120, b=58)  # pixels
 
 
-def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all") -> go.Figure:
-    """`metric` against layer, one labelled line a site. `table`: columns site, layer, metric, mask, value.
+@register("skip_cost", "C2", "loss added by leaving out one block", reads="experiments", metric="skip_delta_loss")
+@register("jacobian_identity", "C4", "how far a block's Jacobian is from the identity", reads="experiments",
+          metric="jacobian_identity")  # fmt: skip
+@register("logit_lens", "D3", "how far the prediction after a layer is from the last", reads="experiments",
+          metric="logit_lens_kl")  # fmt: skip
+def by_layer(
+    experiments: pd.DataFrame,
+    metric: str = "skip_delta_loss",
+    *,
+    part: str = "block",
+    depth: int | None = None,
+    log: bool = False,
+) -> go.Figure:
+    """One number per layer, one panel per scheme: the mean over seeds with its interval; each seed is a dot.
 
-    Raises `NormlabError` when the table has no such rows.
+    All panels have the same axis. The grey line in each is the first scheme's. The title says at which layer the mean
+    is largest. Intervals are those of `means`, the schemes shown at a layer being one family.
+
+    Args:
+        experiments: table of `normlab.load_experiments`.
+        metric: a name of `BY_LAYER`.
+        part: for skip_delta_loss, what is left out: a name of `PARTS`.
+        depth: default the deepest at which most schemes were run.
+        log: logarithmic axis. It ends at a fifth of the lowest positive mean: intervals are cut there, seeds below it
+            are not drawn, and the subtitle says so.
+
+    Raises:
+        NormlabError: an unknown metric or part.
     """
-    rows = table[(table["metric"] == metric) & (table["mask"] == mask)]
+    if metric not in BY_LAYER or part not in PARTS:
+        raise NormlabError(f"no figure of {metric}, {part}: metrics {', '.join(BY_LAYER)}; parts {', '.join(PARTS)}")
+    title, axis = BY_LAYER[metric]
+    title += f" {PARTS[part]}" if metric == "skip_delta_loss" else ""
+    rows, about = _of_depth(experiments, metric, part, depth)
     if rows.empty:
-        raise NormlabError(f"the table has no rows for metric {metric!r} with mask {mask!r}")
-    figure = go.Figure()
-    for i, (site, line) in enumerate(rows.groupby("site", sort=False)):
-        line = line.sort_values("layer")
-        figure.add_scatter(
-            x=line["layer"].astype(int).tolist(), y=line["value"].tolist(), name=str(site), mode="lines+markers",
-            line={"color": COLORS[i % len(COLORS)]}, hovertemplate=f"{site}, layer %{{x}}: %{{y:.4g}}<extra></extra>",
-        )  # fmt: skip
-    values = rows["value"]
-    wide = bool((values > 0).all()) and values.max() > values.min() * 10**LOG_DECADES
-    figure.update_xaxes(title_text="layer (0 = embeddings)", dtick=1 if rows["layer"].max() <= 32 else None)
-    bounds = theme.axis_bounds(values, wide)
-    axis = METRICS[metric].axis
-    figure.update_yaxes(title_text=axis, exponentformat="power", **theme.value_axis(bounds, wide))
-    figure.update_layout(showlegend=True)
-    subtitle = "<br>".join(wrap(f"{metric}: {METRICS[metric].definition}", 90))
-    label = METRICS[metric].label
-    return theme.titled(figure, f"{label[0].upper()}{label[1:]} by layer", subtitle, 450)
+        raise NothingToShow(f"No run measured {metric} ({PARTS[part]}).")
+    table = means(rows.assign(depth=rows["layer"].astype(int)), metric).rename(columns={"a": "scheme"})
+    remarks = ["dots are seeds, shaded: 95% interval"] if rows["seed"].nunique() > 1 else []
+    lowest = -math.inf
+    if log:  # a line to what a logarithm does not have would fall out of the figure
+        table["estimate"] = table["estimate"].where(table["estimate"] > 0)
+        lowest = table["estimate"].min() / _BELOW
+        visible = rows["value"] >= lowest
+        remarks += [] if visible.all() else [f"{(~visible).sum()} of {len(rows)} dots lie below the axis"]
+        rows = rows[visible]
+        if (table["low"] < lowest).any():
+            remarks.append("intervals are cut at the axis")
+    table = table.sort_values("depth")
+    drawn = [*rows["value"], *(end for side in ("estimate", "low", "high") for end in table[side] if end >= lowest)]
+    bounds = axis_bounds(drawn if log else [0.0, *drawn], log) or (-1.0, 1.0)
+    bottom = 10 ** bounds[0] if log else -math.inf
+    table["low"] = table["low"].clip(lower=bottom)
+    names = in_order(table.dropna(subset="estimate")["scheme"])
+    remarks += [f"grey: {theme.style_of(names[0]).title}"] if len(names) > 1 else []
+    lines = math.ceil(len(names) / 4)
+    inner = lines * _PANEL + (lines - 1) * _GAP
+    titles = [f"<b style='color:{style.color}'>{style.title}</b>" for style in map(theme.style_of, names)]
+    grid = dict(shared_yaxes=True, horizontal_spacing=0.022, vertical_spacing=_GAP / inner if lines > 1 else 0.0)
+    figure, cells = panels(names, titles, 4, **grid)
+    grey = dict(color=theme.NEUTRAL, width=1.2)
+    first = table[table["scheme"] == names[0]]
+    start, end = int(table["depth"].min()), int(table["depth"].max())
+    ticks = list(range(start, end + 1, max(1, round((end - start) / 6))))
+    x, word = dict(range=[start - 0.4, end + 0.4], tickvals=ticks, showticklabels=True), "block" if start else "layer"
+    for name, cell in zip(names, cells, strict=True):
+        if name != names[0]:
+            figure.add_scatter(x=whole(first["depth"]), y=finite(first["estimate"]), mode="lines", line=grey,
+                               name="reference", hoverinfo="skip", **cell)  # fmt: skip
+        _add_scheme(figure, table[table["scheme"] == name], rows[rows["scheme"] == name], metric, cell)
+        figure.update_xaxes(title_text=word if is_lowest(cell, cells) else None, **x, **cell)
+    figure.update_yaxes(**value_axis(bounds, log)).update_yaxes(title_text=axis, col=1)
+    figure.update_layout(showlegend=False, margin=_MARGIN)
+    height = inner + _MARGIN["t"] + _MARGIN["b"]
+    subtitle = about + ("<br>" + " · ".join(remarks) if remarks else "")
+    return theme.titled(figure, f"{title}: {_largest(table, word)}", subtitle, height)
+
+
+def _largest(table: pd.DataFrame, word: str) -> str:
+    """At which layer the mean is largest, for most schemes."""
+    known = table.dropna(subset="estimate")
+    layers = known.loc[known.groupby("scheme")["estimate"].idxmax(), "depth"]
+    layer, count = int(layers.mode().iloc[0]), int((layers == layers.mode().iloc[0]).sum())
+    under = f" under {count} of {len(layers)} schemes" if len(layers) > 1 else ""
+    return f"most {'after' if word == 'layer' else 'at'} {word} {layer}{under}"
+
+
+def _add_scheme(figure: go.Figure, means: pd.DataFrame, dots: pd.DataFrame, metric: str, cell: dict) -> None:
+    """Draw one panel: the interval as a band, seeds as dots, the mean as a line."""
+    name = str(means["scheme"].iloc[0])
+    color = theme.style_of(name).color
+    band = means[np.isfinite(means["low"]) & np.isfinite(means["high"]) & means["estimate"].notna()]
+    if len(band):
+        x = [*whole(band["depth"]), *whole(band["depth"][::-1])]
+        figure.add_scatter(x=x, y=finite([*band["low"], *band["high"][::-1]]), mode="lines", fill="toself",
+                           fillcolor=theme.faded(color, 0.16), line=dict(width=0), hoverinfo="skip",
+                           name=f"{name} band", **cell)  # fmt: skip
+    figure.add_scatter(
+        x=whole(dots["layer"]),
+        y=dots["value"].tolist(),
+        mode="markers",
+        name=f"{name} seeds",
+        marker=dict(color=color, size=4, opacity=0.45),
+        customdata=dots["seed"].astype(int).tolist(),
+        hovertemplate="seed %{customdata}, %{x}: %{y:.4~g}<extra></extra>",
+        **cell,
+    )
+    ends = means[["low", "high"]].to_numpy(float).tolist()
+    hover = f"<br>%{{x}}: %{{y:.4~g}} [%{{customdata[0]:.4~g}}, %{{customdata[1]:.4~g}}]<br><i>{metric}</i>"
+    add_line(figure, name, whole(means["depth"]), means["estimate"], hover, customdata=ends, **cell)
+
+
+@register("angular_distance", "C3", "angle between the stream after two layers", reads="experiments",
+          metric="angular_distance")  # fmt: skip
+@register("skip_future_effect", "D2", "what later blocks do when one is skipped", reads="experiments",
+          metric="skip_future_effect")  # fmt: skip
+def by_pair(experiments: pd.DataFrame, metric: str = "angular_distance", *, depth: int | None = None) -> go.Figure:
+    """One number per pair of layers, one panel per scheme, one colour scale: the mean over seeds.
+
+    Args:
+        experiments: table of `normlab.load_experiments`.
+        metric: a name of `BY_PAIR`.
+        depth: default the deepest at which most schemes were run.
+
+    Raises:
+        NormlabError: an unknown metric.
+    """
+    if metric not in BY_PAIR:
+        raise NormlabError(f"no figure of {metric} by pairs of layers: choose from {', '.join(BY_PAIR)}")
+    title, upwards, across, unit = BY_PAIR[metric]
+    rows, about = _of_depth(experiments, metric, "block", depth)
+    if rows.empty:
+        raise NothingToShow(f"No run measured {metric}.")
+    names = in_order(rows["scheme"])
+    lines = math.ceil(len(names) / 3)
+    titles = [theme.style_of(name).title for name in names]
+    grid = dict(shared_xaxes=True, shared_yaxes=True, horizontal_spacing=0.04, vertical_spacing=0.26 / lines)
+    figure, cells = panels(names, titles, 3, **grid)
+    for name, text, cell in zip(names, titles, cells, strict=True):
+        wide = rows[rows["scheme"] == name].pivot_table(index="layer", columns="other", values="value")
+        hover = f"<b>{text}</b><br>{upwards} %{{y}}, {across} %{{x}}: %{{z:.3f}} ({unit})<extra></extra>"
+        z = [finite(row) for row in wide.to_numpy(float)]
+        figure.add_heatmap(x=whole(wide.columns), y=whole(wide.index), z=z, coloraxis="coloraxis", hovertemplate=hover,
+                           **cell)  # fmt: skip
+        figure.update_xaxes(title_text=across if is_lowest(cell, cells) else None, **cell)
+    high = float(np.nanquantile(rows["value"], 0.995))
+    bar = dict(title=dict(text=unit, side="top"), thickness=10, outlinewidth=0)
+    figure.update_layout(coloraxis=dict(colorscale=SEQUENTIAL_SCALE, cmin=0.0, cmax=high, colorbar=bar))
+    figure.update_xaxes(showgrid=False, showticklabels=True)
+    figure.update_yaxes(showgrid=False).update_yaxes(title_text=upwards, col=1)
+    figure.update_layout(margin=dict(l=72, r=60, t=130, b=58))
+    return theme.titled(figure, title, f"{about} · means over seeds", 150 + 300 * lines)
+
+
+def _of_depth(experiments: pd.DataFrame, metric: str, part: str, depth: int | None) -> tuple[pd.DataFrame, str]:
+    """The rows of one depth, and a description of the runs they are from."""
+    rows = experiments_of(experiments, metric, part if metric == "skip_delta_loss" else "block")
+    depth = max(depths_of_most(rows), default=None) if depth is None else depth
+    rows = rows[rows["depth"] == depth]
+    if rows.empty:
+        return rows, ""
+    seeds = seeds_in_words(rows.groupby("scheme", observed=True)["seed"].nunique())
+    widths = ", ".join(str(width) for width in sorted(rows["width"].unique()))
+    return rows, f"depth {depth} · width {widths} · {seeds}"

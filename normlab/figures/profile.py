@@ -1,4 +1,4 @@
-"""A metric by layer at one training step, all schemes in one panel: the static twin of the explorer."""
+"""A metric by layer at one training step, all schemes in one panel: the figure that the explorer moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from normlab.analysis.profiles import LEVEL, Profile, Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
-from normlab.figures.labels import EndLabel, label_trace
+from normlab.figures.draw import EndLabel, axis_bounds, label_trace, value_axis
 from normlab.probes.metrics import MASKS, metric_row, site_label
 
 HEIGHT = 520
@@ -114,7 +114,7 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     span += [] if printed is None else [*printed["value"]]
     span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
     log = log_axis(view, options.log) and (row.log or min(span, default=1.0) > 0)  # of sizes, zeros are left out
-    bounds = look.axis_bounds(span, log)
+    bounds = axis_bounds(span, log)
     traces = [_band(line, options.theme) for line in bands]
     traces += [_prediction(line, view, options.theme) for line in predicted]
     traces += [_line(line, view, options.theme) for line in lines]
@@ -281,7 +281,7 @@ def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: b
         margin=_MARGIN,
         hovermode="closest",
         xaxis=dict(title=dict(text="layer"), range=[0, deepest], dtick=max(1, round(deepest / 8))),
-        yaxis=dict(title=dict(text=label)) | look.value_axis(bounds, log),
+        yaxis=dict(title=dict(text=label)) | value_axis(bounds, log),
         shapes=[line] if view.reference is not None else [],
     )
 

@@ -1,4 +1,4 @@
-"""What papers print and what these runs came to, in one figure: every scheme over a base scheme."""
+"""Ratios to a base scheme in one figure: the papers', and those of these runs."""
 
 from __future__ import annotations
 
@@ -11,87 +11,83 @@ from plotly.subplots import make_subplots
 from normlab.analysis.published import HERE, QUANTITIES, ratios_to
 from normlab.analysis.selection import NothingToShow, choose, in_order
 from normlab.figures import theme
+from normlab.figures.draw import add_line, axis_bounds, interval_bars, value_axis
 from normlab.figures.registry import register
 from normlab.probes.metrics import metric_row
 from normlab.schemes import SCHEMES
 
+BASE = next(iter(SCHEMES))
 TITLES = {"perplexity": "perplexity"} | {
     name: f"{metric_row(name).label},<br>last layer" for name in QUANTITIES if name != "perplexity"
 }
 OURS = ("circle", "square", "diamond", "triangle-up", "triangle-down")
 THEIRS = ("x-thin-open", "cross-thin-open", "asterisk-open", "y-up-open", "hourglass-open", "bowtie-open", "star-open")
 BROKEN = {"perplexity": 3.0}  # a model so many times worse than the base did not train: marked, not drawn to scale
+_NO_VALUES = pd.DataFrame(columns=["paper", "where", "model", "metric", "scheme", "value", "relative_error"])
 _MARK = 13  # pixels from a mark of a scheme to the next
 
 
 @register("published_ratios", "N1", "ratios to the base scheme, the papers' and ours", overlays=True)
-def published_ratios(
-    runs: pd.DataFrame, published: pd.DataFrame | None = None, *, base: str | None = None
-) -> go.Figure:
-    """Ratios to a base scheme of perplexity, and of size and variance after the last layer: theirs and ours.
+def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) -> go.Figure:
+    """Ratios to the first scheme of the registry of perplexity, size and variance after the last layer.
 
-    A row is a scheme, as high as its marks need that stand one below the other. Filled marks are these runs, a shape a
-    depth, with intervals; thin marks are what papers print for their own, far larger models, a shape a model. Left of 1
-    is lower than the base. A perplexity of more than three times the base's is a model that did not train: an arrow at
-    the edge, its ratio when hovered.
+    Each scheme's row is as high as its marks, which are drawn one below the other. Filled marks are these runs, one
+    shape per depth, with intervals; thin marks are what papers print for their own, far larger models, one shape per
+    model. Left of 1 is lower than the base. A perplexity of more than three times the base's is a model that did not
+    train: an arrow at the edge, its ratio when hovered.
 
     Args:
+        runs: the table of `normlab.load_runs`.
         published: table of `normlab.load_published`.
-        base: the scheme that ratios refer to; default the first of the registry.
     """
-    base = base or next(iter(SCHEMES))
-    title = f"Ratios to {theme.style_of(base).title}: what papers print, and these runs"
-    try:
-        chosen = choose(runs, depth=None)
-        table = ratios_to(base, runs, _no_values() if published is None else published)
-    except NothingToShow as why:
-        return theme.message_figure(str(why), title)
+    shown = choose(runs, depth=None)
+    table = ratios_to(BASE, runs, _NO_VALUES if published is None else published)
     if table.empty:
-        return theme.message_figure(f"No run of another scheme beside {base}.", title)
+        raise NothingToShow(f"No run of another scheme to compare with {BASE}.")
     schemes = in_order(table["scheme"])
     shapes = _shapes(table)
-    places, deepest = _places(table, schemes)
-    figure = make_subplots(
-        1, len(QUANTITIES), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=[*TITLES.values()]
-    )
+    positions, deepest = _positions(table, schemes)
+    grid = dict(shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=[*TITLES.values()])
+    figure = make_subplots(1, len(QUANTITIES), **grid)
     for column, quantity in enumerate(QUANTITIES, 1):
         rows = table[table["quantity"] == quantity]
-        for scheme, place in places.items():
-            _add_scheme(figure, rows[rows["scheme"] == scheme], place, scheme, shapes, column)
-        figure.add_vline(
-            1.0, line=dict(color=theme.style_of(base).color, width=1), row=1, col=column, exclude_empty_subplots=False
-        )
-        bounds = theme.axis_bounds(_within(rows, quantity), True, 0.1)
-        figure.update_xaxes(theme.value_axis(bounds, True), title_text="ratio", row=1, col=column)
+        for scheme, position in positions.items():
+            _add_scheme(figure, rows[rows["scheme"] == scheme], position, scheme, shapes, column)
+        line = dict(color=theme.style_of(BASE).color, width=1)
+        figure.add_vline(1.0, line=line, row=1, col=column, exclude_empty_subplots=False)
+        bounds = axis_bounds(_held(rows, quantity), True, 0.1)
+        figure.update_xaxes(value_axis(bounds, True), title_text="ratio", row=1, col=column)
     for (source, model), shape in shapes.items():
-        figure.add_trace(_key(source, model, shape))
-    names = [f"<b style='color:{theme.style_of(name).color}'>{theme.style_of(name).title}</b>" for name in schemes]
-    figure.update_yaxes(tickvals=[*places.values()], ticktext=names, range=[deepest, -1], showgrid=False)
+        name = f"ours, {model}" if source == HERE else f"{source}, {model}"
+        mark = dict(color=theme.NEUTRAL, size=9, symbol=shape, line=dict(color=theme.NEUTRAL, width=2))
+        figure.add_scatter(x=[None], y=[None], mode="markers", marker=mark, name=name)  # the legend
+    styles = [theme.style_of(name) for name in schemes]
+    names = [f"<b style='color:{style.color}'>{style.title}</b>" for style in styles]
+    figure.update_yaxes(tickvals=[*positions.values()], ticktext=names, range=[deepest, -1], showgrid=False)
     figure.update_annotations(font=dict(size=13))
     figure.update_layout(legend=dict(x=1.01, y=1, xanchor="left"), margin=dict(l=150, r=230, t=132, b=60))
-    subtitle = f"ours: {chosen.describe()}<br>sizes at one learning rate where schemes of a depth share one"
+    subtitle = f"ours: {shown.describe()}<br>sizes at one learning rate where schemes of a depth share one"
     if any(ratio > _edge(quantity) for quantity, ratio in zip(table["quantity"], table["ratio"], strict=True)):
         subtitle += f" · ▶ more than {BROKEN['perplexity']:g} times the base's perplexity: did not train"
+    title = f"Ratios to {theme.style_of(BASE).title}: what papers print, and these runs"
     return theme.titled(figure, title, subtitle, 192 + round(_MARK * (deepest + 1)))
 
 
-def _no_values() -> pd.DataFrame:
-    return pd.DataFrame(columns=["paper", "where", "model", "metric", "scheme", "value", "relative_error"])
+def _positions(table: pd.DataFrame, schemes: list[str]) -> tuple[dict[str, float], float]:
+    """The middle of each scheme's row, and the end of the last; unit: the distance between two marks.
 
-
-def _places(table: pd.DataFrame, schemes: list[str]) -> tuple[dict[str, float], float]:
-    """The middle of each scheme's row, a row being as high as its marks in the panel that has most of them, and where
-    the last row ends; in units of the distance between two marks."""
+    A row is as high as its marks in the panel that has most of them.
+    """
     most = table.groupby(["scheme", "quantity"]).size().groupby("scheme").max().clip(lower=2)
-    places, start = {}, 0.0
+    positions, start = {}, 0.0
     for scheme in schemes:
-        places[scheme] = start + (most[scheme] - 1) / 2
+        positions[scheme] = start + (most[scheme] - 1) / 2
         start += most[scheme] + 0.7
-    return places, start - 0.7
+    return positions, start - 0.7
 
 
 def _edge(quantity: str) -> float:
-    """Where ratios that are no result of training stand."""
+    """Where ratios that are no result of training are drawn."""
     return BROKEN.get(quantity, math.inf)
 
 
@@ -105,44 +101,35 @@ def _shapes(table: pd.DataFrame) -> dict[tuple[str, str], str]:
 
 
 def _add_scheme(
-    figure: go.Figure, rows: pd.DataFrame, place: float, scheme: str, shapes: dict[tuple[str, str], str], column: int
+    figure: go.Figure, rows: pd.DataFrame, middle: float, scheme: str, shapes: dict[tuple[str, str], str], column: int
 ) -> None:
-    """One scheme's marks, one below the other in the order of the legend."""
+    """Draw one scheme's marks, one below the other in the order of the legend."""
     color = theme.style_of(scheme).color
-    order = [pair for pair in shapes if pair in set(zip(rows["source"], rows["model"], strict=True))]
+    by_pair = {(row.source, row.model): row for row in rows.itertuples()}
+    order = [pair for pair in shapes if pair in by_pair]
     for rank, pair in enumerate(order):
-        row = rows[(rows["source"] == pair[0]) & (rows["model"] == pair[1])].iloc[0]
-        edge = _edge(row["quantity"])
-        broken = row["ratio"] > edge
-        interval = dict(type="data", symmetric=False, thickness=1.2, width=0, color=color)
-        if not math.isnan(row["low"]) and not broken:
-            interval |= dict(array=[row["high"] - row["ratio"]], arrayminus=[row["ratio"] - row["low"]])
-        seeds = "" if pd.isna(row["seeds"]) else f", {int(row['seeds'])} seeds"
-        ends = "" if math.isnan(row["low"]) else f" [{row['low']:.3g}, {row['high']:.3g}]"
-        mark = go.Scatter(
-            x=[edge if broken else row["ratio"]],
-            y=[place + rank - (len(order) - 1) / 2],
+        row, edge = by_pair[pair], _edge(by_pair[pair].quantity)
+        broken = row.ratio > edge
+        low, high = (math.nan, math.nan) if broken else (row.low, row.high)
+        seeds = "" if pd.isna(row.seeds) else f", {int(row.seeds)} seeds"
+        ends = "" if math.isnan(row.low) else f" [{row.low:.3g}, {row.high:.3g}]"
+        symbol = "arrow-right" if broken else shapes[pair]
+        add_line(
+            figure,
+            scheme,
+            [edge if broken else row.ratio],
+            [middle + rank - (len(order) - 1) / 2],
+            f"<br>{row.ratio:.3g}{ends}<br>{', '.join(pair)}{seeds}",
             mode="markers",
-            marker=dict(
-                color=color, size=9, symbol="arrow-right" if broken else shapes[pair], line=dict(color=color, width=2)
-            ),
-            error_x=interval,
-            name=scheme,
-            meta=dict(scheme=scheme),
+            marker=dict(color=color, size=9, symbol=symbol, line=dict(color=color, width=2)),
+            error_x=interval_bars(row.ratio, low, high, thickness=1.2, width=0, color=color),
             showlegend=False,
-            hovertemplate=f"<b>{theme.style_of(scheme).title}</b><br>{row['ratio']:.3g}{ends}"
-            f"<br>{', '.join(pair)}{seeds}<extra></extra>",
+            row=1,
+            col=column,
         )
-        figure.add_trace(mark, row=1, col=column)
 
 
-def _within(rows: pd.DataFrame, quantity: str) -> list[float]:
-    """What an axis must hold: 1, and ratios with their intervals, up to where marks stand at the edge."""
+def _held(rows: pd.DataFrame, quantity: str) -> list[float]:
+    """What an axis must hold: 1, and ratios with their intervals, up to the edge."""
     values = rows[["ratio", "low", "high"]].to_numpy(float).ravel()
     return [1.0, *(min(value, _edge(quantity)) for value in values if math.isfinite(value))]
-
-
-def _key(source: str, model: str, shape: str) -> go.Scatter:
-    name = f"ours, {model}" if source == HERE else f"{source}, {model}"
-    mark = dict(color=theme.NEUTRAL, size=9, symbol=shape, line=dict(color=theme.NEUTRAL, width=2))
-    return go.Scatter(x=[None], y=[None], mode="markers", marker=mark, name=name)

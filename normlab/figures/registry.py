@@ -6,14 +6,18 @@ def depth_scaling(runs: pd.DataFrame) -> go.Figure: ...
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec
 
 import pandas as pd
 import plotly.graph_objects as go
 
-Drawing = TypeVar("Drawing", bound=Callable[..., go.Figure])
+from normlab.analysis.selection import NothingToShow
+from normlab.figures.theme import message_figure
+
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class FigureRow:
 
     Args:
         paper_figure: the published figure it reproduces (B: BHyT, C: The Curse of Depth), or N for one of our own.
-        shows: what it shows, in a sentence.
+        shows: one phrase.
         options: arguments of `draw` that make it this figure.
         reads: the table it takes: "runs" (`normlab.load_runs`) or "experiments" (`normlab.load_experiments`).
         overlays: whether published values can be drawn over it.
@@ -36,13 +40,26 @@ class FigureRow:
     reads: Literal["runs", "experiments"] = "runs"
     overlays: bool = False
 
-    def __call__(self, table: pd.DataFrame, published: pd.DataFrame | None = None, **options: Any) -> go.Figure:
+    def __call__(self, table: Any, published: pd.DataFrame | None = None, **options: Any) -> go.Figure:
         """Draw it from the table that it reads; `options` override the row's own."""
         overlay = {"published": published} if self.overlays else {}
         return self.draw(table, **{**overlay, **self.options, **options})
 
 
 FIGURES: dict[str, FigureRow] = {}
+
+
+def drawing(draw: Callable[Arguments, go.Figure]) -> Callable[Arguments, go.Figure]:
+    """Let a function raise `NothingToShow`: the figure is then that sentence."""
+
+    @functools.wraps(draw)
+    def figure(*args: Arguments.args, **options: Arguments.kwargs) -> go.Figure:
+        try:
+            return draw(*args, **options)
+        except NothingToShow as why:
+            return message_figure(str(why), draw.__name__.replace("_", " ").capitalize())
+
+    return figure
 
 
 def register(
@@ -53,18 +70,20 @@ def register(
     reads: Literal["runs", "experiments"] = "runs",
     overlays: bool = False,
     **options: Any,
-) -> Callable[[Drawing], Drawing]:
-    """Registers the function below it as a figure, as it stands or with these `options`; it can stand there twice.
+) -> Callable[[Callable[Arguments, go.Figure]], Callable[Arguments, go.Figure]]:
+    """Register a function as a figure, with these `options`; several figures may share a function.
+
+    Where the function raises `NothingToShow`, the figure is that sentence.
 
     Raises:
         ValueError: another figure has that name.
     """
 
-    def row(draw: Drawing) -> Drawing:
+    def row(draw: Callable[Arguments, go.Figure]) -> Callable[Arguments, go.Figure]:
         if name in FIGURES:
             raise ValueError(f"there is a figure {name} already: {FIGURES[name].draw.__module__}")
-        FIGURES[name] = FigureRow(name, paper_figure, shows, draw, options, reads, overlays)
-        return draw
+        FIGURES[name] = FigureRow(name, paper_figure, shows, drawing(draw), options, reads, overlays)
+        return FIGURES[name].draw
 
     return row
 

@@ -1,10 +1,8 @@
-"""How figures look: one template in two themes, a scheme's colour and dash, axes that hold their values."""
+"""How figures look: one template in two themes, and the colour and dash of each scheme."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import plotly.graph_objects as go
@@ -152,12 +150,6 @@ def message_figure(text: str, title: str = "") -> go.Figure:
     return titled(figure, title, "", 320)
 
 
-def note(figure: go.Figure, text: str, axis: str = "") -> None:
-    """Words in the middle of the panel `axis` ("" is the first, "2" the second)."""
-    where = dict(x=0.5, y=0.5, xref=f"x{axis} domain", yref=f"y{axis} domain")
-    figure.add_annotation(text=text, showarrow=False, font=dict(color=NEUTRAL), **where)
-
-
 def step_color(step: float, last: float) -> str:
     """Colour of a training step between 0 and the last one."""
     share = 0.0 if last <= 0 else min(max(step / last, 0.0), 1.0)
@@ -184,49 +176,3 @@ def faded(color: str, opacity: float) -> str:
 
 def _channels(color: str) -> str:
     return f"rgba({int(color[1:3], 16)}, {int(color[3:5], 16)}, {int(color[5:7], 16)}, "
-
-
-def finite(values: Iterable[float]) -> list[float | None]:
-    """Numbers as a page can have them: what is not finite becomes None, a gap."""
-    return [float(value) if math.isfinite(value) else None for value in values]
-
-
-def value_axis(bounds: tuple[float, float] | None, log: bool) -> dict[str, object]:
-    """Settings of an axis over `bounds`; a log axis has plain numbers at decades, at 2 and 5 where there is room."""
-    if not log or bounds is None:
-        return dict(type="linear", range=bounds, tickmode="auto")
-    low, high = bounds
-    decades = range(math.floor(low), math.ceil(high) + 1)
-    by_span = ((0.5, (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)), (2.4, (1, 2, 5)), (math.inf, (1,)))
-    leaders = next(leaders for span, leaders in by_span if high - low <= span)
-    every = max(1, round(len(decades) / 7))
-    ticks = [leader * 10.0**decade for decade in decades if decade % every == 0 for leader in leaders]
-    if high - low <= 0.3:  # within a factor of two: equal steps, about five
-        span = 10**high - 10**low
-        decade = 10.0 ** math.floor(math.log10(span))
-        step = min((leader * decade for leader in (0.1, 0.2, 0.5, 1, 2, 5)), key=lambda s: abs(span / s - 5))
-        ticks = [step * n for n in range(math.ceil(10**low / step), math.floor(10**high / step) + 1)]
-    shown = [tick for tick in ticks if low <= math.log10(tick) <= high]
-    return dict(
-        type="log",
-        tickmode="array",
-        range=bounds,
-        tickvals=shown,
-        ticktext=[_tick_text(tick) for tick in shown],
-    )
-
-
-def _tick_text(tick: float) -> str:
-    if 1e-3 <= tick < 1e5:
-        return f"{tick:,.10g}"
-    return f"{tick:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
-
-
-def axis_bounds(values: Iterable[float], log: bool, pad: float = 0.06) -> tuple[float, float] | None:
-    """Range of all finite values with some room, as plotly takes it (decades where `log`); None for no value."""
-    kept = [math.log10(v) if log else float(v) for v in values if math.isfinite(v) and (v > 0 or not log)]
-    if not kept:
-        return None
-    low, high = min(kept), max(kept)
-    room = (high - low) * pad or max(abs(high), 1.0) * pad
-    return low - room, high + room

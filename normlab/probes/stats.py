@@ -214,8 +214,9 @@ class LayerStats:
     def plot(
         self, metric: str | None = None, mask: str = "all", kind: Literal["line", "heatmap"] = "line"
     ) -> plotly.graph_objects.Figure:
-        """The metric against layer, one line a site (`normlab.figures.layers.layer_figure`); or a heat map of it, or of
-        all metrics, with a row a site (`normlab.figures.heatmap.layer_heatmap`).
+        """The metric against layer, one line per site; or a heat map of it, or of all metrics, with one row per site.
+
+        `normlab.figures.report` draws them.
 
         Figures stand above probes, so they are found by name, as pandas finds what draws its plots.
         """
@@ -224,7 +225,7 @@ class LayerStats:
         if metric not in self.metrics and not (metric is None and kind == "heatmap"):
             raise NormlabError(f"{metric!r} was not recorded: choose from {', '.join(self.metrics)}")
         try:
-            module = importlib.import_module("normlab.figures." + ("layers" if kind == "line" else "heatmap"))
+            module = importlib.import_module("normlab.figures.report")
         except ImportError as error:
             raise NormlabError("plots need plotly: pip install 'normlab[figures]'") from error
         draw = module.layer_figure if kind == "line" else module.layer_heatmap

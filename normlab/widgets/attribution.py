@@ -11,7 +11,8 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from normlab.figures.attribution import METHODS, logit_attribution
+from normlab.figures import themed
+from normlab.figures.one_model import METHODS, logit_attribution
 from normlab.widgets.change import slope_of
 from normlab.widgets.plot import PlotWidget
 
@@ -58,7 +59,7 @@ class LogitAttribution(PlotWidget):
         self.steepness.observe(self._moved, names="value")
 
     def _drawing(self, theme: str) -> go.Figure:
-        return logit_attribution(self.tables, theme)
+        return themed(logit_attribution(self.tables), theme)
 
     def ask(self) -> tuple[dict[str, pd.DataFrame], str]:
         """By method, the attribution with the slope that the slider says; and how saturated the final norm is then."""

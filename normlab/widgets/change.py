@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.figures.intervention import MEASURED, Answer
+from normlab.figures.one_model import MEASURED, Answer
 from normlab.probes import record, sites
 from normlab.probes.sites import Block
 

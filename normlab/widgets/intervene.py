@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.figures.intervention import intervention
+from normlab.figures import themed
+from normlab.figures.one_model import intervention
 from normlab.probes import sites
 from normlab.widgets.change import SLOPES, Change, ask, slope_of
 from normlab.widgets.plot import PlotWidget
@@ -103,7 +104,7 @@ class Intervene(PlotWidget):
     def _drawing(self, theme: str) -> go.Figure:
         unknown = "these norms do not tell<br>what enters their tanh"
         no_share = "no λ or α in these norms:<br>no bound to change" if self.lam.disabled else unknown
-        return intervention(self.before, self.now, self._word, no_share, theme)
+        return themed(intervention(self.before, self.now, self._word, no_share), theme)
 
     def _sentence(self) -> str:
         before, now = self.before.loss, self.now.loss

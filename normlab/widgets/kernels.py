@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 
 from normlab.analysis.notebook_tables.kernels import moved
 from normlab.errors import NormlabError
+from normlab.figures import themed
 from normlab.figures.kernels import one_call
 from normlab.widgets.plot import PlotWidget
 
@@ -20,7 +21,7 @@ class KernelTimes(PlotWidget):
     rate that was measured there.
 
     Args:
-        times: what `normlab.analysis.kernels.read_times` returns.
+        times: what `normlab.analysis.notebook_tables.kernels.read_times` returns.
         call: the one to open with; default: the last of the table.
         theme: "light" or "dark"; default: as JupyterLab's.
 
@@ -51,4 +52,4 @@ class KernelTimes(PlotWidget):
         for column, control in chosen.items():
             rows = rows[rows[column] == control.value]
         where = f"{self.call.value}, {self.part.label}, {self.shape.value} on {self.device.value}"
-        return one_call(rows, moved(rows), where, theme)
+        return themed(one_call(rows, moved(rows), where), theme)

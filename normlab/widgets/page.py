@@ -20,8 +20,9 @@ from plotly.offline import get_plotlyjs
 
 from normlab.analysis.profiles import Profiles, View, by_family, default_view, shown_first
 from normlab.errors import NormlabError
+from normlab.figures.draw import axis_bounds
 from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, theory_remark
-from normlab.figures.theme import axis_bounds, on_dark, style_of, template
+from normlab.figures.theme import on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import script
 

@@ -11,7 +11,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from torch import nn
 
-from normlab.figures.skipping import skip_map
+from normlab.figures import themed
+from normlab.figures.one_model import skip_map
 from normlab.probes import skip_future_effect, skip_sensitivity
 from normlab.widgets.plot import PlotWidget
 
@@ -45,7 +46,7 @@ class SkipMap(PlotWidget):
         self.plot.on_click(self._clicked)
 
     def _drawing(self, theme: str) -> go.Figure:
-        return skip_map(self.cost, self.effect, self.block.value, self.name, theme)
+        return themed(skip_map(self.cost, self.effect, self.block.value, self.name), theme)
 
     def _clicked(self, trace: str, block: float) -> None:
         """A click in the first two panels chooses the block under it."""

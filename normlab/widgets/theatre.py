@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
-from normlab.figures.progress import Progress, training_progress
+from normlab.figures.training import Progress, training_progress
 from normlab.probes.metrics import metric_row
 from normlab.training.background import LIVE, PAUSED, READY, STARTING, TRAINING, BackgroundRun, Point
 from normlab.training.config import PROBE_METRICS, TrainConfig
@@ -163,7 +163,8 @@ class TrainTheatre(PlotWidget):
 
     def _drawing(self, theme: str) -> go.Figure:
         metric = self.metric.value
-        return training_progress(self._progress(), metric, metric_row(metric).default_site, self._depth, theme)
+        figure = training_progress(self._progress(), metric, metric_row(metric).default_site, self._depth)
+        return look.themed(figure, theme)
 
     def redraw(self, _: object = None) -> None:
         """Show the runs as they are now."""

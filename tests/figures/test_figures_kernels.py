@@ -9,7 +9,7 @@ from normlab_kernels.choices import FusionWin, LinearLaunch
 
 from normlab.analysis.notebook_tables import kernels
 from normlab.errors import NormlabError
-from normlab.figures import call_times, copy_share, one_call, registers_by_width
+from normlab.figures import call_times, copy_share, one_call, registers_by_width, themed
 from normlab.figures.theme import template
 
 
@@ -98,7 +98,7 @@ def test_times_and_shares_stand_where_the_table_has_them():
 
 def test_one_call_shows_its_bytes_its_times_and_its_floor():
     rows = times()[times()["function"] == "norm"]
-    figure = one_call(rows, kernels.moved(rows), "norm", theme="dark")
+    figure = themed(one_call(rows, kernels.moved(rows), "norm"), "dark")
     size, time, floor = figure.data
     assert list(size.y) == [5 * U / 1e6] and dict(zip(time.x, time.y, strict=True)) == {"normlab": 2.0, "eager": 8.0}
     assert list(floor.y) == pytest.approx([5 * U / 2e3] * 2) and figure.layout.template == template("dark")

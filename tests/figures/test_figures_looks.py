@@ -11,6 +11,7 @@ import pytest
 from normlab import SCHEMES
 from normlab.errors import NormlabError
 from normlab.figures import theme
+from normlab.figures.draw import axis_bounds, value_axis
 
 # What dichromats see of linear RGB: Machado, Oliveira & Fernandes (2009), severity 1.
 VISION = {
@@ -89,4 +90,4 @@ def test_more_schemes_than_looks_are_refused_in_one_line(monkeypatch):
     ],
 )
 def test_a_log_axis_has_readable_ticks_however_narrow_it_is(low: float, high: float, ticks: list[str]):
-    assert theme.value_axis(theme.axis_bounds([low, high], True), True)["ticktext"] == ticks
+    assert value_axis(axis_bounds([low, high], True), True)["ticktext"] == ticks

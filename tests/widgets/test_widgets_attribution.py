@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import normlab
-from normlab.figures.attribution import logit_attribution
+from normlab.figures import logit_attribution
 
 pytest.importorskip("transformer_lens")
 from normlab.models.lens import direct_logit_attribution, to_bridge  # noqa: E402

@@ -16,7 +16,7 @@ from training_helpers import TINY
 
 from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.figures import theme as look
-from normlab.figures.theme import finite
+from normlab.figures.draw import finite
 from normlab.widgets import Intervene, LogitAttribution, NormExplorer, PlotWidget, SkipMap, TrainTheatre
 from normlab.widgets.plot import Plot, script
 

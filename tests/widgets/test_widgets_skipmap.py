@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from normlab import NormlabConfig, NormlabForCausalLM
-from normlab.figures.skipping import future_effect, skip_cost
+from normlab.figures import future_effect, skip_cost
 from normlab.probes import skip_future_effect, skip_sensitivity
 from normlab.widgets import SkipMap
 

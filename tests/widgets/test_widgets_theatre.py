@@ -15,7 +15,7 @@ from training_helpers import FORKS, TINY, ForkedCommand
 
 import normlab
 from normlab.errors import NormlabError
-from normlab.figures.progress import MOST_POINTS, Progress, thinned, training_progress
+from normlab.figures.training import MOST_POINTS, Progress, thinned, training_progress
 from normlab.training import background
 from normlab.widgets import TrainTheatre
 

@@ -1,4 +1,4 @@
-"""Who trains at a great depth: the verdict, the order, and the profiles beside it."""
+"""Losses against depth and their differences; which schemes train at a great depth, in which order, and why."""
 
 from __future__ import annotations
 
@@ -6,13 +6,67 @@ import math
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 from figures_helpers import UNIGRAM, activation, one_run, table, text_of
 
-from normlab.figures import trains_at_depth
+from normlab.analysis.selection import choose
+from normlab.figures import depth_scaling, trains_at_depth
 from normlab.schemes import BASELINE, SCHEMES
+from normlab.training.grids import planned
 from normlab.training.presets import get_preset
-from normlab.training.sweep import planned
+
+
+def lines(figure: go.Figure, **meta: object) -> list[go.Scatter]:
+    """Traces whose meta has these entries."""
+    return [t for t in figure.data if t.meta and all(t.meta.get(key) == value for key, value in meta.items())]
+
+
+def test_depth_scaling_shows_losses_and_differences_by_pairs_with_intervals():
+    figure = depth_scaling(table())
+    (loss,) = lines(figure, scheme="bhyt", panel="loss")
+    assert list(loss.x) == [2, 4] and loss.y[0] == pytest.approx(4.5)
+    # Seeds at 4.2, 4.5 and 4.8: standard error 0.3 / sqrt(3), times 4.303.
+    half = 4.303 * 0.3 / math.sqrt(3)
+    assert f"95% interval {4.5 - half:.3f} to {4.5 + half:.3f}" in loss.text[0]
+    shallow, deep = lines(figure, scheme="bhyt", panel="difference")
+    assert shallow.x[0] == pytest.approx(0.2) and shallow.error_x.array[0] == pytest.approx(0.0, abs=1e-6)
+    assert (shallow.meta["depth"], deep.meta["depth"]) == (2, 4) and shallow.xaxis != deep.xaxis
+    assert not lines(figure, scheme="pre_rmsnorm", panel="difference")
+
+
+def test_the_title_counts_the_schemes_that_gain_from_depth():
+    runs = table(schemes=("pre_rmsnorm", "lns"))
+    deep = runs["depth"].eq(4) & runs["scheme"].eq("lns") & runs["metric"].eq("loss")
+    runs.loc[deep, "value"] -= 0.5
+    assert "lower at 4 blocks than at 2 under 1 of 2 schemes" in depth_scaling(runs).layout.title.text
+    assert depth_scaling(runs[runs["depth"] == 2]).layout.title.text == "Held-out loss against depth"
+
+
+def test_a_difference_is_drawn_only_where_both_schemes_learned():
+    figure = depth_scaling(table(statuses={("lns", 4): "not_learned"}))
+    assert [gap.meta["depth"] for gap in lines(figure, scheme="lns", panel="difference")] == [2]
+
+
+def test_a_difference_is_marked_for_its_verdict():
+    def marks(runs: pd.DataFrame) -> set[str]:
+        return {gap.marker.symbol for gap in lines(depth_scaling(runs), scheme="bhyt", panel="difference")}
+
+    assert marks(table()) == {"circle"}, "seeds agree: different"
+    assert marks(table(seeds=(0,))) == {"circle-open"}, "one seed: undecided"
+    same = table()
+    losses = same[same["metric"].eq("loss") & same["scheme"].eq("pre_rmsnorm")]
+    same.loc[same["metric"].eq("loss") & same["scheme"].eq("bhyt"), "value"] = losses["value"].to_numpy()
+    assert marks(same) == {"square"}
+    assert "Holm over 8: ● different, ■ equivalent, ○ undecided" in text_of(depth_scaling(table()))
+
+
+def test_lines_that_reach_the_deepest_depth_have_a_label_and_all_schemes_a_row():
+    runs = table(depths=(2, 4, 8))
+    figure = depth_scaling(runs[(runs["scheme"] != "bhyt") | (runs["depth"] == 2)])
+    labels = [note.text for note in figure.layout.annotations if note.xref == "x domain"]
+    assert "LNS" in labels and "BHyT" not in labels
+    assert [text.split(">")[1].split("<")[0] for text in figure.layout.yaxis2.ticktext][:2] == ["LNS", "BHyT"]
 
 
 def mixed() -> pd.DataFrame:
@@ -63,8 +117,7 @@ def test_profiles_run_from_the_first_layer_to_the_last_in_the_rows_order():
     assert row[-1] == pytest.approx(math.log10(activation("lns", 4, 20)))
     row = np.asarray(gradient.z)[names.index(SCHEMES["lns"].title)]
     assert row[-1] == pytest.approx(math.log10(activation("lns", 4, 0)))  # before training
-    assert trains_at_depth(mixed(), depth=2).data[-1].z is not None
-    assert "depth 3" in text_of(trains_at_depth(mixed(), depth=3))
+    assert trains_at_depth(choose(mixed(), depth=2)).data[-1].z is not None
     other = one_run("lns").query("metric != 'unigram_entropy'")
     assert not trains_at_depth(other).data
 

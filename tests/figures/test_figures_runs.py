@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -12,13 +10,15 @@ from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, one_run, 
 
 from normlab.analysis.compare import compare
 from normlab.analysis.published import load_published
+from normlab.analysis.selection import choose
 from normlab.errors import NormlabError
 from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
-from normlab.figures.labels import EndLabel, label_ends, label_inside, spread
+from normlab.figures.draw import EndLabel, label_ends, spread
 from normlab.figures.theme import template
 from normlab.schemes import SCHEMES
 
-OF_RUNS = [row.name for row in FIGURES.values() if row.reads == "runs"]
+# One of those that share a function.
+OF_RUNS = sorted({row.draw: row.name for row in FIGURES.values() if row.reads == "runs"}.values())
 
 
 def lines(figure: go.Figure, **meta: object) -> list[go.Scatter]:
@@ -43,10 +43,9 @@ def test_a_linear_axis_fits_its_panel_and_a_log_axis_is_one_for_all():
     assert len({axis.range for axis in axes}) == 5 and len({axis.range for axis in shared}) == 1
 
 
-def test_growth_takes_the_deepest_depth_unless_told():
+def test_growth_shows_the_deepest_depth_of_a_table_and_the_depth_of_a_selection():
     assert max(lines(layer_growth(table()))[0].x) == 4
-    assert max(lines(layer_growth(table(), depth=2))[0].x) == 2
-    assert "depth 3" in text_of(layer_growth(table(), depth=3)) and not layer_growth(table(), depth=3).data
+    assert max(lines(layer_growth(choose(table(), depth=2)))[0].x) == 2
 
 
 def test_published_values_are_drawn_at_their_layer_with_their_reading_error():
@@ -102,67 +101,13 @@ def test_failed_runs_are_marked_wherever_they_appear():
         assert "diverged" in words and "not learned" in words
     scaling = depth_scaling(runs)
     (cross,) = lines(scaling, scheme="lns", diverged=True)
-    assert list(cross.customdata) == [4] and cross.marker.symbol == "x"
+    assert list(cross.x) == [4] and cross.marker.symbol == "x"
     (line,) = lines(scaling, scheme="pre_rmsnorm", panel="loss")
     assert line.marker.symbol == ("circle", "circle-open")
 
 
-def test_depth_scaling_compares_by_pairs_and_shows_intervals():
-    figure = depth_scaling(table())
-    (loss,) = lines(figure, scheme="bhyt", panel="loss")
-    assert list(loss.customdata) == [2, 4] and loss.y[0] == pytest.approx(4.5)
-    # Seeds at 4.2, 4.5 and 4.8: standard error 0.3 / sqrt(3), times 4.303.
-    assert loss.error_y.array[0] == pytest.approx(4.303 * 0.3 / math.sqrt(3), rel=1e-3)
-    (gap,) = lines(figure, scheme="bhyt", panel="difference")
-    assert gap.y[0] == pytest.approx(0.2) and gap.error_y.array[0] == pytest.approx(0.0, abs=1e-6)
-    assert not lines(figure, scheme="pre_rmsnorm", panel="difference")
-
-
-def test_a_difference_is_drawn_only_where_both_schemes_learned():
-    figure = depth_scaling(table(statuses={("lns", 4): "not_learned"}))
-    (gap,) = lines(figure, scheme="lns", panel="difference")
-    assert [point[0] for point in gap.customdata] == [2]
-
-
-def test_a_difference_is_marked_for_its_verdict():
-    def marks(runs: pd.DataFrame) -> set[str]:
-        (gap,) = lines(depth_scaling(runs), scheme="bhyt", panel="difference")
-        return set(gap.marker.symbol)
-
-    assert marks(table()) == {"circle"}, "seeds agree: different"
-    assert marks(table(seeds=(0,))) == {"circle-open"}, "one seed: undecided"
-    same = table()
-    losses = same[same["metric"].eq("loss") & same["scheme"].eq("pre_rmsnorm")]
-    same.loc[same["metric"].eq("loss") & same["scheme"].eq("bhyt"), "value"] = losses["value"].to_numpy()
-    assert marks(same) == {"square"}
-    assert "right, Holm over 8: ● different, ■ equivalent, ○ undecided" in text_of(depth_scaling(table()))
-
-
-def test_a_line_that_stops_early_is_named_where_it_stops():
-    runs = table(depths=(2, 4, 8))
-    figure = depth_scaling(runs[(runs["scheme"] != "bhyt") | (runs["depth"] == 2)])
-    for axis in ("x", "x2"):
-        (label,) = [note for note in figure.layout.annotations if note.text == "BHyT" and note.xref == axis]
-        assert abs(label.x - math.log10(2)) < 0.1
-        others = [note for note in figure.layout.annotations if note.text == "LNS" and note.xref == f"{axis} domain"]
-        assert len(others) == 1 and others[0].x == 1
-
-
-def test_a_label_inside_a_panel_keeps_clear_of_a_line_and_of_other_labels():
-    figure, labels = go.Figure(), [EndLabel(0.5, "one", "#000000", 1.0), EndLabel(0.5, "two", "#000000", 1.0)]
-    label_inside(figure, labels, [([0.0, 4.0], [0.5, 0.5])], (0.0, 1.0), (400, 300), 4.0)
-    places = [note.y - (note.ay or 0) / 300 for note in figure.layout.annotations]
-    assert min(abs(place - 0.5) for place in places) * 300 >= 9 and abs(places[0] - places[1]) * 300 >= 14
-    label_inside(figure, [EndLabel(0.9, "free", "#000000", 1.0)], [([0.0, 4.0], [0.5, 0.5])], (0, 1), (400, 300), 4.0)
-    assert figure.layout.annotations[-1].showarrow is False
-    aside = EndLabel(0.9, "aside", "#000000", 1.0, clear=1.5)
-    label_inside(figure, [aside], [([0.0, 4.0], [0.5, 0.5])], (0, 1), (400, 300), 4.0)
-    note = figure.layout.annotations[-1]
-    assert note.x + note.ax / 100 > 1.5 and note.showarrow is True
-
-
 def test_before_and_after_shows_both_ends_with_controls_and_ratios():
-    figure = growth_before_after(table(), schemes=["pre_rmsnorm", "bhyt"], published=load_published())
+    figure = growth_before_after(choose(table(), schemes=["pre_rmsnorm", "bhyt"]), published=load_published())
     assert {t.meta["scheme"] for t in figure.data} == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
     (bhyt,) = lines(figure, scheme="bhyt")
     assert list(bhyt.x) == pytest.approx(
@@ -187,7 +132,7 @@ def test_before_and_after_prints_the_interval_of_the_comparison_of_all_schemes()
         ("rmsnorm_gain", 1, 0.95),
     ):
         runs.loc[last & runs["scheme"].eq(scheme) & runs["seed"].eq(seed), "value"] *= factor
-    figure = growth_before_after(runs, schemes=["pre_rmsnorm", "bhyt"])
+    figure = growth_before_after(choose(runs, schemes=["pre_rmsnorm", "bhyt"]))
     found = compare(runs, "bhyt", "pre_rmsnorm", "token_l2_mean", depth=4).iloc[0]
     low, high = (f"{found[end]:.3g}" for end in ("low", "high"))
     assert any(f"[{low}, {high}]" in note.text for note in figure.layout.annotations)

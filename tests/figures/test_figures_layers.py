@@ -11,9 +11,13 @@ from scipy import stats
 
 from normlab import NormlabError
 from normlab.analysis.claims import depth_use
-from normlab.figures.depth_use import BY_PAIR, PARTS, by_layer, by_pair
+from normlab.figures.layers import BY_PAIR, PARTS, by_layer, by_pair
 
 SCHEMES = ("pre_rmsnorm", "lns")
+
+
+def lines_of(figure: go.Figure) -> dict[str, go.Scatter]:
+    return {trace.name: trace for trace in figure.data if trace.meta}
 
 
 @pytest.fixture(scope="module")
@@ -36,47 +40,48 @@ def test_a_line_is_the_mean_of_its_seeds_with_its_interval(measured):
         line = next(trace for trace in figure.data if trace.meta and trace.meta["scheme"] == scheme)
         sd = values.loc[scheme].std(ddof=1)  # the floor of two schemes is the smaller of their variances
         assert list(line.y) == pytest.approx(list(values.loc[scheme].mean()))
-        assert list(line.error_y.array) == pytest.approx(list(stats.t.ppf(0.975, 2) * sd / np.sqrt(3)))
+        half = np.array([high - low for low, high in line.customdata]) / 2
+        assert half == pytest.approx(list(stats.t.ppf(0.975, 2) * sd / np.sqrt(3)))
     dots = [y for trace in figure.data if trace.mode == "markers" for y in trace.y]
     assert sorted(dots) == pytest.approx(sorted(rows["value"]))
 
 
-def lines_of(figure: go.Figure) -> dict[str, go.Scatter]:
-    return {trace.name: trace for trace in figure.data if trace.mode == "lines"}
-
-
-def test_schemes_stand_side_by_side_at_their_layer(measured):
+def test_every_scheme_has_a_panel_with_the_first_scheme_in_grey(measured):
     figure = by_layer(measured, depth=4)
-    first, second = (np.array(lines_of(figure)[name].x) for name in SCHEMES)
-    assert (second - first > 0.01).all() and (np.abs([first, second] - np.arange(1, 5)) < 0.25).all()
-    assert list(lines_of(figure)["lns"].customdata) == [1, 2, 3, 4]  # what is read when hovered
-    assert list(figure.layout.xaxis.tickvals) == [1, 2, 3, 4], "no block 0, and none after the last"
-    dots = next(trace for trace in figure.data if trace.mode == "markers")
-    assert {round(x, 6) for x in dots.x} == {round(x, 6) for x in first}
+    first, second = (lines_of(figure)[name] for name in SCHEMES)
+    (grey,) = [trace for trace in figure.data if trace.name == "reference"]
+    assert first.xaxis != second.xaxis == grey.xaxis and list(grey.y) == list(first.y)
+    assert list(second.x) == [1, 2, 3, 4] == list(figure.layout.xaxis.tickvals), "no block 0, and none after the last"
+    assert figure.layout.yaxis.range == figure.layout.yaxis2.range, "one axis for all"
+
+
+def test_the_title_says_where_the_mean_is_largest(measured):
+    rows = measured[measured["metric"].eq("skip_delta_loss") & measured["depth"].eq(4)].assign(value=1.0)
+    rows.loc[rows["layer"] == 3, "value"] = 2.0
+    assert by_layer(rows).layout.title.text.endswith(": most at block 3 under 2 of 2 schemes")
 
 
 def test_an_interval_that_a_log_axis_cannot_hold_is_cut_at_the_axis_and_said_to_be(measured):
     rows = measured[(measured["depth"] == 4) & (measured["part"] == "block")].copy()
     rows = rows[rows["metric"] == "skip_delta_loss"]
     rows["value"] = 1.0 + 0.01 * rows["seed"]
-    assert "▼" not in text_of(by_layer(rows, log=True)) and "lie below" not in text_of(by_layer(rows, log=True))
+    assert "are cut" not in text_of(by_layer(rows, log=True)) and "lie below" not in text_of(by_layer(rows, log=True))
     wide = (rows["scheme"] == "lns") & (rows["layer"] == 2)
     rows.loc[wide, "value"] = rows.loc[wide, "seed"].map({0: 0.1, 1: 8.0, 2: -0.01})
     figure = by_layer(rows, log=True)
     bottom = 10 ** figure.layout.yaxis.range[0]
-    (cut,) = [trace for trace in figure.data if trace.meta and trace.meta.get("cut")]
-    line = lines_of(figure)["lns"]
-    assert cut.name == "lns" and list(cut.y) == pytest.approx([bottom]) and cut.x[0] == line.x[1]
-    ends = np.array(line.y) - np.array(line.error_y.arrayminus)
-    assert ends[1] == pytest.approx(bottom) and (ends[[0, 2, 3]] > bottom).all()
-    assert "▼ an interval goes on below it" in text_of(figure)
+    lows = [low for low, _ in lines_of(figure)["lns"].customdata]
+    assert lows[1] == pytest.approx(bottom) and min(lows[0], *lows[2:]) > bottom
+    assert "intervals are cut at the axis" in text_of(figure)
     assert "2 of 24 dots lie below the axis" in text_of(figure) and bottom > 0.2
-    assert "▼" not in text_of(by_layer(rows)), "a linear axis holds it"
+    assert "are cut" not in text_of(by_layer(rows)), "a linear axis holds it"
 
 
 def test_the_title_names_what_is_left_out(measured):
     titles = {part: by_layer(measured.assign(part=part), part=part).layout.title.text for part in PARTS}
-    assert titles["block"] == "Loss added by leaving out one block" and len(set(titles.values())) == len(PARTS)
+    assert titles["block"].startswith("Loss added by leaving out one block:") and len(set(titles.values())) == len(
+        PARTS
+    )
     assert "attention" in titles["attention"] and "MLP" in titles["mlp"] and "deleting" in titles["deleted"]
 
 

@@ -1,0 +1,288 @@
+"""Capture the tensors of the decomposition: what each norm, branch and sum of a model returns on a batch.
+
+`roles_of(model, batch)`  which module is which norm or branch, by what the stream shows
+`capture(model, batch)`   the tensors by site, in the order in which the model computes them
+`read_arrays(path)`       the same, written by another framework to a file
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from normlab.errors import NormlabError
+from normlab.probes import record
+from normlab.probes.sites import Sites, sites, stacks
+from normlab.probes.structure import Branch
+
+EMBEDDINGS, LOGITS, FINAL = "embeddings", "logits", "final_norm"
+WORDS = {
+    "embeddings": "embeddings",
+    "attn_norm_in": "input of the attention norm",
+    "attn_norm_out": "attention norm",
+    "attn_in": "input of attention",
+    "attn_out": "attention",
+    "cross_norm_in": "input of the cross-attention norm",
+    "cross_norm_out": "cross-attention norm",
+    "cross_out": "cross-attention",
+    "mixer_out": "mixer",
+    "attn_post_norm_in": "attention, before its output norm",
+    "attn_post_norm_out": "norm of attention's output",
+    "mlp_post_norm_in": "MLP, before its output norm",
+    "mlp_post_norm_out": "norm of the MLP's output",
+    "mlp_norm_in": "sum before the MLP norm",
+    "mlp_norm_out": "MLP norm",
+    "mlp_in": "input of the MLP",
+    "mlp_out": "MLP",
+    "block_out": "sum at the block's end",
+    "final_norm_in": "input of the final norm",
+    "final_norm_out": "final norm",
+    "logits": "logits",
+    "block_in_grad": "gradient at the block's input",
+}
+
+
+class Site(NamedTuple):
+    """A place of the decomposition: its name and its block, from 1; 0 holds the embeddings, depth + 1 what follows."""
+
+    name: str
+    layer: int
+
+    def words(self) -> str:
+        """The site in words, without its block."""
+        return WORDS.get(self.name, self.name.replace("_", " "))
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Names of modules by role. `norms` and `branches` map a module's name to its kind, `wholes` that of a branch's
+    output to that of the whole branch."""
+
+    blocks: tuple[str, ...]
+    norms: dict[str, str]
+    branches: dict[str, str]
+    final_norms: tuple[str, ...]
+    wholes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Capture:
+    """Tensors by site in order of computation, and the name of the module that returned each."""
+
+    tensors: dict[Site, Tensor] = field(default_factory=dict)
+    modules: dict[Site, str] = field(default_factory=dict)
+
+    def keep(self, site: Site, value: Any, module: str) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point() and site not in self.tensors:
+            self.tensors[site] = value.detach()
+            self.modules[site] = module
+
+
+def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
+    """Find the role of each module by recording one forward pass.
+
+    Raises NormlabError where no stack of blocks is found.
+    """
+    where = _stack_that_runs(model, batch)
+    with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder:
+        model(**batch)
+    names = {module: name for name, module in model.named_modules()}
+    branches = {names[module]: kind for (kind, _), (module, _) in recorder.branches.items()}
+    norms = {names[norm]: site.removesuffix("_norm_in") for norm, (site, _) in recorder.norm_sites.items()}
+    for block in where.blocks:
+        for norm in block.norms:  # of a branch's output, or one that the stream did not show
+            name = names[norm]
+            own = f"{branches[name]}_post" if name in branches else name.removeprefix(f"{block.name}.")
+            norms.setdefault(name, own)
+        for branch in block.branches:
+            name = names[branch.module]
+            inside = any(n == name or n.startswith(f"{names[branch.whole]}.") for n in branches)
+            if branch.kind != "other" and not inside and not _is_bare(block.branches, branch.kind):
+                branches[name] = branch.kind
+    branches = {name: kind for name, kind in branches.items() if name not in norms}
+    final = tuple(names[norm] for norm in where.outer_norms)
+    wholes = {names[branch.module]: names[branch.whole] for block in where.blocks for branch in block.branches}
+    return Roles(tuple(block.name for block in where.blocks), norms, branches, final, wholes)
+
+
+def _is_bare(branches: tuple[Branch, ...], kind: str) -> bool:
+    """True for a branch whose parts stand in the block itself, such as the two projections of OPT's MLP."""
+    return sum(branch.kind == kind for branch in branches) > 1
+
+
+def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
+    """The largest stack of blocks that the batch reaches."""
+    found = list(stacks(model).values())
+    for where in found[:-1]:
+        ran: list[bool] = []
+        handle = where.blocks[0].module.register_forward_pre_hook(lambda module, args, ran=ran: ran.append(True))
+        with torch.no_grad():
+            model(**batch)
+        handle.remove()
+        if ran:
+            return where
+    return found[-1] if found else sites(model)
+
+
+def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients: bool = False) -> Capture:
+    """Run `model` once and keep what each site holds.
+
+    gradients: also run backward, of the summed cross-entropy of the next `input_ids`. The gradient that arrives at each
+    block's input is kept, from the last block to the first.
+    """
+    result = Capture()
+    arrived = Capture()
+    mask = batch.get("attention_mask")
+    with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
+        output = model(**batch)
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, _head_name(model))
+        if gradients and logits is not None:
+            _summed_loss(logits, batch["input_ids"], mask).backward()
+    result.tensors |= arrived.tensors
+    result.modules |= arrived.modules
+    return result
+
+
+def _summed_loss(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Cross-entropy of the tokens that are counted and predicted by a counted one: what padding predicts depends on the
+    attention's implementation."""
+    labels = ids[:, 1:]
+    if mask is not None:
+        labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _head_name(model: nn.Module) -> str:
+    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((name for name, module in model.named_modules() if module is head), "")
+
+
+@contextlib.contextmanager
+def _hooks(
+    model: nn.Module, roles: Roles, result: Capture, mask: Tensor | None, arrived: Capture | None
+) -> Iterator[None]:
+    modules = dict(model.named_modules())
+    layer = 0
+    handles = []
+
+    def before(name: str, act: Any) -> None:
+        handles.append(
+            modules[name].register_forward_pre_hook(lambda m, a, k: act(name, _first(a, k)), with_kwargs=True)
+        )
+
+    def after(name: str, act: Any) -> None:
+        handles.append(modules[name].register_forward_hook(lambda m, a, output: act(name, _first_of(output))))
+
+    def block_in(name: str, x: Any) -> None:
+        nonlocal layer
+        layer += 1
+        if layer == 1:
+            result.keep(Site(EMBEDDINGS, 0), x, "")
+        if arrived is not None and isinstance(x, Tensor) and x.requires_grad:
+            site = Site("block_in_grad", layer)
+            x.register_hook(lambda gradient: arrived.keep(site, gradient, name))
+
+    def keep(site: str, shift: int = 0) -> Any:
+        return lambda name, x: result.keep(Site(site, layer + shift), x, name)
+
+    for name in roles.blocks:
+        handles.append(modules[name].register_forward_pre_hook(_finite_mask, with_kwargs=True))
+        handles.append(modules[name].register_forward_hook(lambda module, args, output: _finite_padding(output, mask)))
+        before(name, block_in)
+        after(name, keep("block_out"))
+    for name, kind in roles.norms.items():
+        before(name, keep(f"{kind}_norm_in"))
+        after(name, keep(f"{kind}_norm_out"))
+    for name, kind in roles.branches.items():
+        before(roles.wholes.get(name, name), keep(f"{kind}_in"))
+        after(name, keep(f"{kind}_out"))
+    for name in roles.final_norms:
+        before(name, lambda n, x: result.keep(Site(f"{FINAL}_in", layer + 1), x, n) if layer else None)
+        after(name, lambda n, x: result.keep(Site(f"{FINAL}_out", layer + 1), x, n) if layer else None)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Raise float64's least value in an additive mask to float32's: with a score added it would overflow."""
+
+    def raised(value: Any) -> Any:
+        is_mask = isinstance(value, Tensor) and value.dtype is torch.float64 and value.ndim == 4
+        return value.clamp_min(torch.finfo(torch.float32).min) if is_mask else value
+
+    return tuple(map(raised, args)), {name: raised(value) for name, value in kwargs.items()}
+
+
+def _finite_padding(output: Any, mask: Tensor | None) -> Any:
+    """Set values at padded tokens that are not finite to zero.
+
+    A row without a key to attend to may be NaN where a model makes its mask inside a block. It would spread.
+    """
+    x = _first_of(output)
+    if mask is None or x is None or x.shape[:2] != mask.shape or bool(x.isfinite().all()):
+        return output
+    clean = x.where(mask.bool()[..., None] | x.isfinite(), 0)
+    if isinstance(output, Tensor):
+        return clean
+    return tuple(clean if value is x else value for value in output) if isinstance(output, tuple) else output
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()), None)
+
+
+def _first_of(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    values = tuple(output.values()) if isinstance(output, dict) else output
+    return _first(tuple(values), {}) if isinstance(values, tuple | list) else None
+
+
+def read_arrays(path: str | Path) -> dict[Site, Tensor]:
+    """Read `NAME.LAYER` arrays, (batch, length, features), from an .npz or .safetensors file.
+
+    Names are those of `WORDS`: `embeddings`, `attn_norm_out.3`, `attn_out.3`, `block_out.3`, `final_norm_out`,
+    `logits`. Blocks count from 1. Any subset will do. What precedes or follows the blocks needs no number.
+
+    Raises NormlabError for a file that cannot be read, holds an unknown name, or no array.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            arrays = dict(load_file(path))
+        else:
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {name: torch.from_numpy(stored[name]) for name in stored.files}
+    except Exception as error:
+        raise NormlabError(f"{path} cannot be read as .npz or .safetensors: {error}") from error
+    result = {}
+    for name, array in arrays.items():
+        site, _, number = name.partition(".")
+        if site not in WORDS or (number and not number.isdigit()):
+            raise NormlabError(f"{path} holds {name!r}: name arrays SITE.BLOCK, with SITE one of {', '.join(WORDS)}")
+        result[Site(site, int(number) if number else -1)] = array
+    if not result:
+        raise NormlabError(f"{path} holds no array")
+    return result
+
+
+def write_arrays(model: nn.Module, batch: dict[str, Tensor], path: str | Path) -> None:
+    """Write what each site of `model` holds on `batch` to a .safetensors file, for `read_arrays` elsewhere."""
+    from safetensors.torch import save_file
+
+    captured = capture(model, batch, roles_of(model, batch))
+    named = {f"{site.name}.{site.layer}": x.contiguous().clone() for site, x in captured.tensors.items()}
+    save_file({name: x for name, x in named.items() if name.split(".")[0] in WORDS}, path)

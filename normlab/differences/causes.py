@@ -1,0 +1,575 @@
+"""Name what makes two models part at a site: weights first, then what the site computes, then trials.
+
+`causes_of(evidence)` asks each rule in turn and returns sentences, the surest first.
+
+A trial changes model A as a known fault would, and holds where A then agrees with B at the site.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from normlab.differences.capture import EMBEDDINGS, FINAL, LOGITS, Site, capture
+from normlab.differences.compare import Evidence
+
+CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
+BETTER = 30.0  # by which a trial must bring the models together
+_QUERY_KEY = r"(^|[._])(q|k)(_proj|_lin)?$|query$|key$"
+
+
+def causes_of(evidence: Evidence) -> list[str]:
+    """Sentences that say what differs at `evidence.site`; empty where no rule holds."""
+    if evidence.site.name.endswith("_grad"):
+        return ["every forward value agrees: a backward of its own, a detached tensor or a scaled gradient"]
+    causes = [cause for rule in (_weights, _reads, _function, _trials) for cause in rule(evidence)]
+    return list(dict.fromkeys(causes))[:5]
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _weights(e: Evidence) -> list[str]:
+    """Compare the parameters of the part of each model that computes the site, name by name."""
+    if e.b is None:
+        return []
+    a, b = _tensors_at(e, e.a, e.captured_a.modules), _tensors_at(e, e.b, e.modules_b)
+    causes = []
+    for name in dict.fromkeys((*a, *b)):
+        short = ".".join(name.split(".")[-2:])
+        if name not in b or name not in a:
+            if a.keys() & b.keys() or name.endswith("bias"):
+                kind = "bias" if "bias" in name else "parameter"
+                causes.append(f"missing {kind}: {short} is only in {'A' if name in a else 'B'}")
+        elif (said := _how(a[name], b[name], name, a, _head_width(e.a))) is not None:
+            causes.append(f"{short} {said}")
+    return _tied(e) + _by_other_block(e, a, b) + causes if causes else []
+
+
+def _tied(e: Evidence) -> list[str]:
+    """At the logits, B's head equal to B's token embeddings where A's are two matrices."""
+    if e.site.name != LOGITS or e.b is None:
+        return []
+    equal = []
+    for model in cast(Any, (e.a, e.b)):
+        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        equal.append(head.shape == embedding.shape and torch.equal(head, embedding))
+    return (
+        [f"the head and the token embeddings are tied in {'A' if equal[0] else 'B'} only"]
+        if equal[0] != equal[1]
+        else []
+    )
+
+
+def _tensors_at(e: Evidence, model: nn.Module, modules: dict[Site, str]) -> dict[str, Tensor]:
+    """Parameters and buffers of the site's module by their name below it; of the embeddings those before the blocks."""
+    if e.site.name == EMBEDDINGS:
+        roles = e.roles_a if model is e.a else e.roles_b
+        inside = tuple(f"{name}." for name in (*roles.blocks, *roles.final_norms)) if roles else ()
+        module, skip = model, (*inside, "lm_head", _head(model))
+    elif e.site.name == "block_out":
+        module, skip = model.get_submodule(modules[e.site]), ()
+    else:
+        module, skip = model.get_submodule(_whole(e, model, modules.get(e.site, ""))), ()
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    named = [(name, x.detach()) for name, x in named]
+    result = (
+        {n: x for n, x in named if x.is_floating_point() and not n.startswith(skip)}
+        if skip
+        else {n: x for n, x in named if x.is_floating_point()}
+    )
+    if e.site.name.startswith(("attn", "mixer")) and e.site.name.endswith("_out"):
+        rotary = [(n, x) for n, x in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
+        result |= {f"rotary.{n.split('.')[-1]}": x for n, x in rotary}
+    return result
+
+
+def _whole(e: Evidence, model: nn.Module, name: str) -> str:
+    """Name of the part that computes the site: the whole branch, also where a norm follows its output."""
+    roles = e.roles_a if model is e.a or e.roles_b is None else e.roles_b
+    kind = e.site.name.split("_")[0]
+    if e.site.name.endswith("_post_norm_in"):
+        block = roles.blocks[e.site.layer - 1]
+        name = next((n for n, k in roles.branches.items() if k == kind and n.startswith(f"{block}.")), name)
+    return roles.wholes.get(name, name)
+
+
+def _head(model: nn.Module) -> str:
+    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((f"{name}." for name, module in model.named_modules() if module is head), "lm_head.")
+
+
+def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) -> str | None:
+    """Say how b differs from a; None where it does not."""
+    if a.shape == b.shape and torch.equal(a, b):
+        return None
+    if a.shape != b.shape:
+        if a.ndim == 2 and b.shape == a.T.shape and _same(a.T, b):
+            return "is transposed"
+        return f"has shape {tuple(b.shape)}, not {tuple(a.shape)}"
+    if "inv_freq" in name:
+        return _rotary(a, b)
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        if torch.equal(a.to(dtype).to(a.dtype), b):
+            return f"is rounded to {str(dtype).removeprefix('torch.')}: a cast"
+    if a.ndim == 2 and a.shape[0] == a.shape[1] and _same(a.T, b):
+        return "is transposed"
+    if float(b.abs().max()) == 0:
+        return "is zero in B" + (": a missing bias" if name.endswith("bias") else "")
+    if float(a.abs().max()) == 0:
+        return "is zero in A only"
+    twin = next(
+        (n for n, x in others.items() if n != name and x.shape == b.shape and a.ndim > 1 and torch.equal(x, b)), None
+    )
+    if twin is not None:
+        return f"holds A's {'.'.join(twin.split('.')[-2:])}: swapped, or tied"
+    offset = (b - a).flatten()
+    if float((offset - offset.mean()).abs().max()) < 1e-6 * float(offset.mean().abs()):
+        return f"is A's {'+' if offset.mean() > 0 else '-'} {abs(float(offset.mean())):g}: a gain of 1 + w?"
+    scale = float((a * b).sum() / a.square().sum())
+    if _same(scale * a, b):
+        return f"is A's times {scale:.6g}: scaled"
+    return _permuted(a, b, head) or f"has other values (relative difference {_relative(a, b):.1e})"
+
+
+def _permuted(a: Tensor, b: Tensor, head: int) -> str | None:
+    """Rows or columns in another order: of heads, within heads, or of all."""
+    for dim, word in ((0, "rows"), (1, "columns")) if a.ndim == 2 else ((0, "entries"),) if a.ndim == 1 else ():
+        x, y = (t if dim == 0 else t.T for t in (a, b))
+        order = _order(x.reshape(len(x), -1), y.reshape(len(y), -1))
+        if order is None:
+            continue
+        index = torch.arange(len(order))
+        if head and len(order) % head == 0:
+            if torch.equal(order // head, index // head):
+                return f"has {word} in another order within each head: the layout of the rotary embedding?"
+            if torch.equal(order % head, index % head):
+                return f"has heads permuted ({word})"
+        return f"has {word} permuted"
+    return None
+
+
+def _order(x: Tensor, y: Tensor) -> Tensor | None:
+    """The permutation p with y = x[p], or None."""
+    keys = {row.numpy().tobytes(): i for i, row in enumerate(x.cpu())}
+    places = [keys.get(row.numpy().tobytes(), -1) for row in y.cpu()]
+    return torch.tensor(places) if sorted(places) == list(range(len(x))) else None
+
+
+def _rotary(a: Tensor, b: Tensor) -> str:
+    if len(a) == len(b) and len(a) > 1 and float(b.min()) > 0:
+        step = -torch.diff(b.log())
+        base = math.exp(float(step.mean()) * len(b))
+        if float((step - step.mean()).abs().max()) < 1e-3 * float(step.mean().abs() + 1e-12) and _relative(a, b) > 1e-6:
+            return f"has another base: a rotary base of about {base:.4g} in B"
+    scale = float((b / a).mean())
+    if _same(a * scale, b):
+        return f"is A's times {scale:.4g}: rotary positions are scaled"
+    return "differs: another rotary embedding"
+
+
+def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Block of A whose weights B has at this block."""
+    if e.roles_b is None or not 1 <= e.site.layer <= len(e.roles_a.blocks):
+        return []
+    module = e.captured_a.modules.get(e.site, "")
+    here = e.roles_a.blocks[e.site.layer - 1]
+    if not module.startswith(here):
+        return []
+    for layer, block in enumerate(e.roles_a.blocks, start=1):
+        path = _whole(e, e.a, block + module.removeprefix(here))
+        with contextlib.suppress(AttributeError):
+            other = dict(e.a.get_submodule(path).named_parameters())
+            matrices = [n for n in other if other[n].ndim > 1 and n in b and n in a and not torch.equal(a[n], b[n])]
+            if layer != e.site.layer and matrices and all(torch.equal(other[n], b[n]) for n in matrices):
+                return [f"B has the weights of A's block {layer} here"]
+    return []
+
+
+def _head_width(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = getattr(config, "head_dim", None)
+    if isinstance(width, int):
+        return width
+    heads, hidden = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
+    return hidden // heads if heads and hidden else 0
+
+
+# --- what is read, and what is computed from it ----------------------------------------------------------------------
+
+
+def _reads(e: Evidence) -> list[str]:
+    """A tensor of another site of A that B has at this one."""
+    b = e.tensors_b[e.site]
+    for site, x in e.captured_a.tensors.items():
+        if site != e.site and x.shape == b.shape and e.distance(x, b) < CLOSE:
+            where = f" of block {site.layer}" if 1 <= site.layer <= len(e.roles_a.blocks) else ""
+            return [f"B holds A's {site.words()}{where} here: the wrong hidden state, or a part left out"]
+    return []
+
+
+def _function(e: Evidence) -> list[str]:
+    """Compare the outputs as functions of what both sites read."""
+    x, y = e.captured_a.tensors[e.site], e.tensors_b[e.site]
+    if e.mask is not None and x.shape[:2] == e.mask.shape:
+        counted = e.mask.bool()
+        if x.shape == y.shape and e.distance(x, y) and _relative(x[counted], y[counted]) == 0:
+            return []
+        x, y = x[counted], y[counted]
+    x, y = x.reshape(-1, x.shape[-1]).double(), y.reshape(-1, y.shape[-1]).double()
+    if x.shape != y.shape or not bool(y.isfinite().all()):
+        return ["B is not finite here"] if x.shape == y.shape else []
+    causes = _rounding(x, y)
+    if e.site.name.endswith("norm_out"):
+        reads = e.captured_a.tensors.get(Site(e.site.name.replace("_out", "_in"), e.site.layer))
+        if reads is not None:
+            if e.mask is not None and reads.shape[:2] == e.mask.shape:
+                reads = reads[e.mask.bool()]
+            return causes + _norm(reads.reshape(-1, reads.shape[-1]).double(), x, y)
+    scale = float((x * y).sum() / x.square().sum())
+    if _same(scale * x, y) and abs(scale - 1) > 1e-3:
+        root = math.sqrt(x.shape[-1])
+        known = next(
+            (w for w, v in (("sqrt(width)", root), ("1/sqrt(width)", 1 / root)) if abs(scale / v - 1) < 1e-3), ""
+        )
+        causes.append(f"ratio {scale:.6g}{f' = {known}' if known else ''} everywhere: scaled")
+    return causes + _sum(e, x, y)
+
+
+def _rounding(x: Tensor, y: Tensor) -> list[str]:
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x):
+            return [f"all values are rounded to {str(dtype).removeprefix('torch.')}: a cast"]
+    return []
+
+
+def _norm(reads: Tensor, x: Tensor, y: Tensor) -> list[str]:
+    """Two outputs of a norm that read the same rows."""
+    closeness = min(CLOSE, _relative(x, y) / BETTER)
+
+    def fits(z: Tensor) -> bool:
+        return _relative(y, z) < closeness
+
+    kept = x.abs() > 1e-3 * x.abs().mean()
+    ratio = (y / x).where(kept, torch.nan)
+    by_channel, by_row = ratio.nanmedian(0).values, ratio.nanmedian(1).values
+    if fits(x * by_channel):
+        gain = _gain_of(reads, x)
+        other = gain * by_channel
+        if float((by_channel - by_channel.nanmean()).abs().nan_to_num().max()) < 1e-6 * float(
+            by_channel.nanmean().abs()
+        ):
+            scale = float(by_channel.nanmean())
+            plus = ": a gain of 1 + w?" if abs(float((other - gain).nanmean()) - 1) < 1e-3 else ": scaled"
+            return [f"ratio {scale:.6g} in every channel{plus}"]
+        for shift in (1.0, -1.0):
+            if float((other - gain - shift).abs().nan_to_num().median()) < 1e-3:
+                return [f"the gain is A's {'+' if shift > 0 else '-'} 1: a gain of 1 + w?"]
+        if float((other - 1).abs().nan_to_num().median()) < 1e-3:
+            return ["B applies no gain"]
+        return ["ratio differs by channel: another gain"]
+    if fits(x * by_row[:, None]):
+        size = reads.square().mean(1)
+        centred = (reads - reads.mean(1, keepdim=True)).square().mean(1)
+        for ms in (size, centred):
+            larger = ms * (by_row**-2 - 1)
+            if float((larger - larger.median()).abs().median()) < 0.1 * float(larger.median().abs()):
+                return [f"another eps: B's is larger by {float(larger.median()):.2g}"]
+        if fits(x * (size / centred).sqrt()[:, None]) or fits(x * (centred / size).sqrt()[:, None]):
+            return ["another statistic: variance in place of the mean square, or the reverse"]
+        return ["the ratio differs by row: another statistic, or another order of norm and scale"]
+    offset = (y - x).median(0).values
+    if fits(x + offset):
+        return ["an offset by channel: a missing or additional bias"]
+    mean = reads.mean(1, keepdim=True)
+    for sign, words in ((1, "does not subtract the mean"), (-1, "subtracts the mean")):
+        moved = x + sign * mean * (x / (reads - (mean if sign > 0 else 0))).nan_to_num()
+        direction = torch.nn.functional.cosine_similarity(moved, y, dim=-1)
+        if float(direction.min()) > 1 - 1e-6:
+            return [f"B {words}: LayerNorm or RMSNorm"]
+    if fits(reads):
+        return ["B applies no norm here"]
+    return []
+
+
+def _gain_of(reads: Tensor, x: Tensor) -> Tensor:
+    """The gain by channel of an RMS norm or a LayerNorm without bias, whichever explains the output better."""
+    gains = []
+    for rows in (reads, reads - reads.mean(1, keepdim=True)):
+        unit = rows * rows.square().mean(1, keepdim=True).rsqrt()
+        gain = (x / unit).where(unit.abs() > 0.1, torch.nan).nanmedian(0).values
+        gains.append((_relative(x, unit * gain.nan_to_num()), gain))
+    return min(gains, key=lambda pair: pair[0])[1]
+
+
+def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
+    """A sum of the stream and a branch with other coefficients."""
+    if not (e.site.name.endswith("norm_in") or e.site.name == "block_out"):
+        return []
+    layer = e.site.layer
+    entering = e.captured_a.tensors.get(Site("block_out" if layer > 1 else EMBEDDINGS, layer - 1))
+    parts = {"the residual": entering}
+    for kind, words in (("attn", "attention"), ("mlp", "the MLP")):
+        normed = e.captured_a.tensors.get(Site(f"{kind}_post_norm_out", layer))
+        parts[words] = e.captured_a.tensors.get(Site(f"{kind}_out", layer)) if normed is None else normed
+    rows = {}
+    for words, part in parts.items():
+        if part is None:
+            continue
+        if e.mask is not None:
+            part = part.reshape(*e.mask.shape, -1)[e.mask.bool()] if part.numel() % e.mask.numel() == 0 else part
+        if part.numel() == x.numel():
+            rows[words] = part.reshape(x.shape).double().flatten()
+    if len(rows) < 2:
+        return []
+    basis = torch.stack(list(rows.values()), 1)
+    solved = [torch.linalg.lstsq(basis, z.flatten()[:, None]).solution[:, 0] for z in (x, y)]
+    if not _same(basis @ solved[1], y.flatten()):
+        return []
+    causes = []
+    for words, before, after in zip(rows, *(s.tolist() for s in solved), strict=True):
+        if abs(before - after) > 1e-4:
+            gone = abs(after) < 1e-6
+            causes.append(
+                f"{words} is left out of the sum"
+                if gone
+                else f"{words} enters the sum times {after:.5g}, not {before:.5g}"
+            )
+    return causes
+
+
+# --- trials ----------------------------------------------------------------------------------------------------------
+
+
+def _trials(e: Evidence) -> list[str]:
+    """Change A as known faults would and see whether it then agrees with B."""
+    if e.site.name in (LOGITS,) or e.site.name.startswith(FINAL):
+        return []
+    before = e.distance(e.captured_a.tensors[e.site], e.tensors_b[e.site])
+    for words, make in _TRIALS:
+        for cause, model, batch in make(e):
+            with contextlib.suppress(Exception):
+                after = capture(model, batch, e.roles_a).tensors[e.site]
+                if e.distance(after, e.tensors_b[e.site]) * BETTER < before:
+                    return [f"{words}{cause}"]
+    return _sees_later(e)
+
+
+Trial = Iterator[tuple[str, nn.Module, dict[str, Any]]]
+
+
+def _shifted(e: Evidence) -> Trial:
+    length = next(iter(e.captured_a.tensors.values())).shape[1]
+    rows = next(v for v in e.batch.values() if isinstance(v, Tensor)).shape[0]
+    mask = e.batch.get("attention_mask")
+    for shift in (1, -1, 2):
+        positions = (torch.arange(length) + shift).clamp_min(0).expand(rows, -1)
+        yield f" by {shift}", e.a, e.batch | {"position_ids": positions}
+    if mask is not None:
+        yield (
+            ": counted without padding, or with it",
+            e.a,
+            e.batch | {"position_ids": torch.arange(length).expand(rows, -1)},
+        )
+        yield (
+            ": counted without padding, or with it",
+            e.a,
+            e.batch | {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
+        )
+
+
+def _scaled_tokens(e: Evidence) -> Trial:
+    if e.site.name != EMBEDDINGS or not hasattr(e.a, "get_input_embeddings"):
+        return
+    width = e.captured_a.tensors[e.site].shape[-1]
+    for factor, words in ((math.sqrt(width), "sqrt(width)"), (1 / math.sqrt(width), "1/sqrt(width)")):
+        model = copy.deepcopy(e.a)
+        with torch.no_grad():
+            cast(Any, model).get_input_embeddings().weight.mul_(factor)
+        yield f" by {words}", model, e.batch
+
+
+def _unmasked(e: Evidence) -> Trial:
+    if e.mask is not None:
+        yield "", e.a, {name: value for name, value in e.batch.items() if name != "attention_mask"}
+
+
+def _changed(e: Evidence, change: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """A copy of A changed in every block; nothing where no block could be."""
+    model = copy.deepcopy(e.a)
+    blocks = [model.get_submodule(name) for name in e.roles_a.blocks]
+    with torch.no_grad():
+        changed = [change(block) for block in blocks]
+        if any(changed):
+            yield model
+
+
+def _projections(block: nn.Module, pattern: str) -> list[nn.Linear]:
+    return [m for n, m in block.named_modules() if isinstance(m, nn.Linear) and re.search(pattern, n)]
+
+
+def _rows(linear: nn.Linear, order: Tensor) -> None:
+    linear.weight.copy_(linear.weight[order])
+    if linear.bias is not None:
+        linear.bias.copy_(linear.bias[order])
+
+
+def _rotary_layout(e: Evidence) -> Trial:
+    head = _head_width(e.a)
+    for words, order in (
+        (("interleaved", _interleaved(head)), ("halves", _interleaved(head).argsort())) if head > 1 else ()
+    ):
+
+        def change(block: nn.Module, order: Tensor = order) -> bool:
+            changed = _projections(block, _QUERY_KEY)
+            for linear in changed:
+                count = linear.out_features // head
+                if linear.out_features % head:
+                    return False
+                _rows(linear, (order[None] + head * torch.arange(count)[:, None]).flatten())
+            return bool(changed)
+
+        for model in _changed(e, change):
+            yield f": {words} pairs", model, e.batch
+
+
+def _interleaved(head: int) -> Tensor:
+    return torch.arange(head).reshape(-1, 2).T.flatten() if head % 2 == 0 else torch.arange(head)
+
+
+def _key_value_repeat(e: Evidence) -> Trial:
+    config: Any = getattr(e.a, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0)
+    head = _head_width(e.a)
+    if not (heads and groups and head and 1 < groups < heads):
+        return
+    order = torch.arange(heads).reshape(heads // groups, groups).T.flatten()  # A's head that takes B's place
+    columns = (order[:, None] * head + torch.arange(head)).flatten()
+
+    def change(block: nn.Module) -> bool:
+        queries, outs = _projections(block, r"q_proj$|query$"), _projections(block, r"o_proj$|out_proj$|dense$")
+        outs = [o for o in outs if o.in_features == len(columns)]
+        if not queries or not outs or queries[0].out_features != len(columns):
+            return False
+        _rows(queries[0], columns)
+        outs[0].weight.copy_(outs[0].weight[:, columns])
+        return True
+
+    for model in _changed(e, change):
+        yield "", model, e.batch
+
+
+def _softmax_scale(e: Evidence) -> Trial:
+    head = max(_head_width(e.a), 1)
+    for factor, words in ((1 / math.sqrt(head), "1/d_head"), (math.sqrt(head), "none")):
+
+        def change(block: nn.Module, factor: float = factor) -> bool:
+            queries = _projections(block, r"(^|[._])q(_proj|_lin)?$|query$")
+            for linear in queries:
+                linear.weight.mul_(factor)
+                if linear.bias is not None:
+                    linear.bias.mul_(factor)
+            return bool(queries)
+
+        for model in _changed(e, change):
+            yield f": {words} in place of 1/sqrt(d_head)", model, e.batch
+
+
+def _rotary_base(e: Evidence) -> Trial:
+    buffers = [n for n, _ in e.a.named_buffers() if n.endswith("inv_freq") and "original" not in n]
+    for base in (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 50_000.0, 20_000.0, 5_000.0, 1_000.0) if buffers else ():
+        model = copy.deepcopy(e.a)
+        for name in buffers:
+            owner, _, leaf = name.rpartition(".")
+            old = getattr(model.get_submodule(owner), leaf)
+            exponents = torch.arange(len(old), dtype=old.dtype) / len(old)
+            setattr(model.get_submodule(owner), leaf, base**-exponents)
+        yield f" of {base:g}", model, e.batch
+
+
+_ACTIVATIONS = {
+    "gelu": nn.GELU(),
+    "gelu with tanh": nn.GELU("tanh"),
+    "silu": nn.SiLU(),
+    "relu": nn.ReLU(),
+    "tanh": nn.Tanh(),
+}
+
+
+def _activation(e: Evidence) -> Trial:
+    for words, function in _ACTIVATIONS.items():
+
+        def change(block: nn.Module, function: nn.Module = function) -> bool:
+            named = [
+                n for n, m in block.named_modules() if re.search(r"(^|\.)(act|act_fn|activation\w*|gelu_impl)$", n)
+            ]
+            for name in named:
+                owner, _, leaf = name.rpartition(".")
+                setattr(block.get_submodule(owner), leaf, function)
+            return bool(named)
+
+        for model in _changed(e, change):
+            yield f": {words}", model, e.batch
+
+
+def _fewer_biases(e: Evidence) -> Trial:
+    def change(block: nn.Module) -> bool:
+        biases = [m.bias for m in block.modules() if isinstance(m, nn.Linear) and m.bias is not None]
+        for bias in biases:
+            bias.zero_()
+        return bool(biases)
+
+    for model in _changed(e, change):
+        yield "", model, e.batch
+
+
+_TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
+    ("token embeddings are scaled", _scaled_tokens),
+    ("positions are off", _shifted),
+    ("B ignores the padding mask", _unmasked),
+    ("another layout of the rotary embedding", _rotary_layout),
+    ("keys and values are repeated in another order", _key_value_repeat),
+    ("another scale of the softmax", _softmax_scale),
+    ("a rotary base", _rotary_base),
+    ("another activation", _activation),
+    ("missing biases", _fewer_biases),
+)
+
+
+def _sees_later(e: Evidence) -> list[str]:
+    """Change each row's last token: outputs at earlier tokens move in a model without a causal mask."""
+    ids = e.batch.get("input_ids")
+    if e.b is None or e.roles_b is None or ids is None:
+        return []
+    counted = torch.ones_like(ids) if e.mask is None else e.mask
+    last = counted.shape[1] - 1 - counted.flip(1).argmax(1)
+    rows = torch.arange(len(ids))
+    changed = ids.clone()
+    changed[rows, last] = torch.where(ids[rows, last] == ids.max(), ids.min(), ids.max())
+    earlier = (torch.arange(ids.shape[1])[None] < last[:, None]) & counted.bool()
+    moves = []
+    for model, roles, before in ((e.a, e.roles_a, e.captured_a.tensors), (e.b, e.roles_b, e.tensors_b)):
+        after = capture(model, e.batch | {"input_ids": changed}, roles).tensors[e.site]
+        if after.shape[:2] != ids.shape:
+            return []
+        moves.append(bool((after - before[e.site])[earlier].abs().max() > 1e-9))
+    if moves == [False, True]:
+        return ["B attends to later tokens: a wrong mask"]
+    return ["A attends to later tokens and B does not: a wrong mask"] if moves == [True, False] else []
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return _relative(x, y) < CLOSE
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    return float((x - y).norm() / x.norm().clamp_min(1e-300))

@@ -1,0 +1,373 @@
+"""Compare two models on the same tokens, site by site, and say where they part.
+
+`diff(a, b, batch)` returns a `Difference`: a verdict of one line, a table of all sites, the causes found.
+
+Two copies in float64, with the weights of both rounded to the coarser dtype of the two, settle whether the models
+compute the same function. Their difference is compared with how far rounding in float32 moves the same sites. Then each
+model is compared with its own copy, to tell rounding as expected from a part computed in a coarser dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from normlab.differences.capture import EMBEDDINGS, FINAL, LOGITS, Capture, Roles, Site, capture, read_arrays, roles_of
+from normlab.errors import NormlabError
+
+LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
+ROUNDINGS = 6.0  # of float32, by which two float64 copies may differ
+WITHOUT_FLOAT64 = 3e-5  # relative: beyond it two float32 copies are told apart, where float64 overflows
+COARSER = 64.0  # times the rounding expected of its dtype, beyond which a model computes a part in a coarser one
+
+
+@dataclass
+class Evidence:
+    """Material for the search for causes: both models in float64, their captures, the batch and the first site."""
+
+    a: nn.Module
+    b: nn.Module | None
+    captured_a: Capture
+    tensors_b: dict[Site, Tensor]
+    modules_b: dict[Site, str]
+    batch: dict[str, Tensor]
+    roles_a: Roles
+    roles_b: Roles | None
+    site: Site
+    mask: Tensor | None
+
+    def distance(self, x: Tensor, y: Tensor) -> float:
+        """Relative difference over the counted tokens."""
+        return relative_difference(x, y, self.mask)
+
+
+class Row(NamedTuple):
+    """One site of the table. parts: True where the difference is beyond rounding."""
+
+    site: Site
+    difference: float
+    noise: float
+    parts: bool
+
+
+@dataclass
+class Difference:
+    """The result of `diff`. `table` has one row per site: site, layer, difference, noise, ratio, parts."""
+
+    verdict: str
+    first: Site | None
+    causes: list[str]
+    table: pd.DataFrame
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """True where no site differs beyond rounding."""
+        return self.first is None
+
+    def __str__(self) -> str:
+        return "\n".join([self.verdict, *(f"  {cause}" for cause in self.causes), *(f"  ({n})" for n in self.notes)])
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as Parquet or CSV, by the ending of `path`."""
+        path = Path(path)
+        if path.suffix == ".parquet":
+            self.table.to_parquet(path, index=False)
+        elif path.suffix == ".csv":
+            self.table.to_csv(path, index=False)
+        else:
+            raise NormlabError(f"{path}: name a .csv or .parquet file")
+
+
+def diff(
+    a: nn.Module,
+    b: nn.Module | str | Path,
+    batch: dict[str, Any],
+    *,
+    gradients: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Difference:
+    """Find the first site at which models `a` and `b` differ beyond rounding.
+
+    Args:
+        a: any model that `record` measures; the reference.
+        b: another model with the same stream, or a file of arrays that one wrote (`read_arrays`).
+        batch: what both are called with, such as `input_ids` and `attention_mask`, each (batch, length). Padding is not
+            compared.
+        gradients: also compare the gradients that arrive at the blocks' inputs.
+        dtype: in which the arrays of a file were computed; default: the coarser of theirs and the model's.
+
+    The difference of a site is the root mean square over tokens of |x_a - x_b| / |x_a|. Its noise is the same between a
+    float32 and a float64 copy of `a`. Memory: copies of both models in float64 and of `a` in float32.
+
+    Raises:
+        NormlabError: no stack of blocks was found; depths differ; no site is in both.
+    """
+    batch = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
+    models = [_original(model) for model in (a, b) if isinstance(model, nn.Module)]
+    training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        if isinstance(b, nn.Module):
+            return _diff_models(models[0], models[1], batch, gradients)
+        return _diff_arrays(models[0], read_arrays(b), batch, dtype)
+    finally:
+        for model, was_training in zip(models, training, strict=True):
+            model.train(was_training)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of the two models, with what it is called with and the roles of its modules."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    roles: Roles
+    weights: torch.dtype  # to which weights are rounded
+    buffers: dict[str, torch.dtype]
+    gradients: bool
+
+    def copy(self, dtype: torch.dtype) -> nn.Module:
+        """A copy in `dtype` with weights and buffers rounded."""
+        return _rounded(self.model, self.weights, dtype, self.buffers)
+
+    def capture(self, model: nn.Module) -> Capture:
+        """Capture a copy."""
+        return capture(model, self.inputs, self.roles, gradients=self.gradients)
+
+
+def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: bool) -> Difference:
+    inputs_a, inputs_b = _accepted(a, batch), _accepted(b, batch)
+    roles_a = roles_of(a, inputs_a)
+    alike = [name for name, _ in a.named_modules()] == [name for name, _ in b.named_modules()]
+    roles_b = roles_a if alike else roles_of(b, inputs_b)
+    depth = len(roles_a.blocks)
+    if depth != len(roles_b.blocks):
+        raise NormlabError(f"the models have {depth} and {len(roles_b.blocks)} blocks: compare equal depths")
+    coarser = max(_dtype(a), _dtype(b), key=_eps)
+    buffers = _coarser_buffers(a, b)
+    side_a = _Side(a, inputs_a, roles_a, coarser, buffers, gradients)
+    side_b = _Side(b, inputs_b, roles_b, coarser, buffers, gradients)
+    mask = batch.get("attention_mask")
+
+    single = side_a.capture(side_a.copy(torch.float32)).tensors
+    notes: list[str] = []
+    try:
+        evidence = _evidence(side_a, side_b, torch.float64, batch)
+        exact = _all_finite(evidence.captured_a.tensors, mask) or not _all_finite(single, mask)
+    except RuntimeError:  # a kernel that has no float64, or a dtype written into the code
+        exact = False
+    if not exact:
+        notes = ["compared in float32: a copy does not run in float64"]
+        evidence = _evidence(side_a, side_b, torch.float32, batch)
+    in_a, in_b = evidence.captured_a.tensors, evidence.tensors_b
+    rows = _rows(in_a, in_b, single, LEAST if exact else WITHOUT_FLOAT64, mask)
+    first = _first(rows)
+    causes = []
+    if first is not None:
+        from normlab.differences.causes import causes_of
+
+        causes = causes_of(replace(evidence, site=first))
+        if not exact or coarser is torch.float32 or not any(_name(coarser) in cause for cause in causes):
+            return _result(rows, first, causes, depth, notes)
+        # The dtype of the models, written into the code of one: what counts is beyond its rounding.
+        notes.append(f"{first.words()} of block {first.layer} is in {_name(coarser)} whatever the model's dtype")
+        coarse = min((side_a, side_b), key=lambda side: -_eps(_dtype(side.model)))
+        rows = _rows(in_a, in_b, coarse.capture(coarse.copy(coarser)).tensors, _eps(coarser), mask)
+    elif exact:
+        own = [side.capture(side.copy(_dtype(side.model))).tensors for side in (side_a, side_b)]
+        rows = _rounding_rows(rows, own, (in_a, in_b), (_dtype(a), _dtype(b)), mask)
+    first = _first(rows)
+    causes = [] if first is None else ["a part is computed in a coarser dtype than the model's: a cast"]
+    return _result(rows, first, causes, depth, notes)
+
+
+def _evidence(a: _Side, b: _Side, dtype: torch.dtype, batch: dict[str, Any]) -> Evidence:
+    """Copies of both models in `dtype`, and their captures."""
+    model_a, model_b = a.copy(dtype), b.copy(dtype)
+    in_a, in_b = a.capture(model_a), b.capture(model_b)
+    mask = batch.get("attention_mask")
+    start = Site(EMBEDDINGS, 0)
+    return Evidence(model_a, model_b, in_a, in_b.tensors, in_b.modules, batch, a.roles, b.roles, start, mask)
+
+
+def _first(rows: list[Row]) -> Site | None:
+    return next((row.site for row in rows if row.parts), None)
+
+
+def _rows(
+    a: dict[Site, Tensor], b: dict[Site, Tensor], rounded: dict[Site, Tensor], least: float, mask: Tensor | None
+) -> list[Row]:
+    """Compare two captures; `rounded` is the first one in a coarser dtype."""
+    rows = []
+    for site in _common(a, b):
+        noise = relative_difference(a[site], rounded[site], mask)
+        difference = relative_difference(a[site], b[site], mask)
+        rows.append(Row(site, difference, noise, difference > max(least, ROUNDINGS * noise)))
+    return rows
+
+
+def _diff_arrays(
+    a: nn.Module, arrays: dict[Site, Tensor], batch: dict[str, Any], dtype: torch.dtype | None
+) -> Difference:
+    inputs = _accepted(a, batch)
+    roles = roles_of(a, inputs)
+    depth = len(roles.blocks)
+    arrays = {Site(site.name, _place(site, depth)): x for site, x in arrays.items()}
+    computed = dtype or max((_dtype(a), *(x.dtype for x in arrays.values())), key=_eps)
+    exact = _rounded(a, _dtype(a), torch.float64)
+    in_a = capture(exact, inputs, roles)
+    rounded = capture(_rounded(a, _dtype(a), computed), inputs, roles).tensors
+    mask = batch.get("attention_mask")
+    rows = _rows(in_a.tensors, arrays, rounded, _eps(computed), mask)
+    if not rows:
+        known = ", ".join(f"{site.name}.{site.layer}" for site in list(in_a.tensors)[:8])
+        raise NormlabError(f"the file has no site of this model in its shape: name arrays as {known} ...")
+    first = _first(rows)
+    causes: list[str] = []
+    if first is not None:
+        from normlab.differences.causes import causes_of
+
+        causes = causes_of(Evidence(exact, None, in_a, arrays, {}, batch, roles, None, first, mask))
+    return _result(rows, first, causes, depth, [])
+
+
+def _place(site: Site, depth: int) -> int:
+    """The layer of an array that was named without one."""
+    if site.layer >= 0:
+        return site.layer
+    return depth + 1 if site.name == LOGITS or site.name.startswith(FINAL) else 0
+
+
+def _rounding_rows(
+    rows: list[Row],
+    own: list[dict[Site, Tensor]],
+    exact: tuple[dict[Site, Tensor], ...],
+    dtypes: tuple[torch.dtype, ...],
+    mask: Tensor | None,
+) -> list[Row]:
+    """Compare how far each model is from its float64 copy, in roundings of its dtype."""
+    result = []
+    for site, *_ in rows:
+        sizes = [relative_difference(exact[i][site], own[i][site], mask) / _eps(dtypes[i]) for i in (0, 1)]
+        difference = relative_difference(own[0][site], own[1][site], mask)
+        expected = max(min(sizes), 0.25)
+        result.append(Row(site, difference, expected * max(map(_eps, dtypes)), max(sizes) > COARSER * expected))
+    return result
+
+
+def _all_finite(tensors: dict[Site, Tensor], mask: Tensor | None) -> bool:
+    counted = (x[mask.bool()] if mask is not None and x.shape[:2] == mask.shape else x for x in tensors.values())
+    return all(bool(x.isfinite().all()) for x in counted)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, notes: list[str]) -> Difference:
+    if not rows:
+        raise NormlabError("the models have no site in common: check that both are decoders with blocks")
+    table = pd.DataFrame(
+        [(s.name, s.layer, d, n, d / n if n else float("inf") if d else 0.0, bool(p)) for s, d, n, p in rows],
+        columns=["site", "layer", "difference", "noise", "ratio", "parts"],
+    )
+    if first is None:
+        worst = table.loc[table["difference"].idxmax()]
+        verdict = f"equal: {len(table)} sites agree within rounding; the largest difference is {worst.difference:.1e}"
+        return Difference(verdict, None, [], table, notes)
+    row = table[(table.site == first.name) & (table.layer == first.layer)].iloc[0]
+    where = f"block {first.layer}" if 1 <= first.layer <= depth else "the embeddings" if first.layer < 1 else "the end"
+    because = f": {causes[0]}" if causes else ""
+    size = f"differs by {row.difference:.1e}" + (f", {row.ratio:.0f} times rounding" if row.noise else "")
+    return Difference(f"parts at {where}, {first.words()} ({size}){because}", first, causes, table, notes)
+
+
+def relative_difference(x: Tensor, y: Tensor, mask: Tensor | None) -> float:
+    """Root mean square over tokens of |x - y| / |x|; infinite where shapes differ or y is not finite where x is."""
+    if x.shape != y.shape:
+        return float("inf")
+    x, y = x.double(), y.double().to(x.device)
+    if mask is not None and x.shape[:2] == mask.shape:
+        x, y = x[mask.bool()], y[mask.bool()]
+    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    finite = x.isfinite()
+    if not torch.equal(finite, y.isfinite()):
+        return float("inf")
+    x, y = x.where(finite, 0), y.where(finite, 0)
+    size = x.norm(dim=-1)
+    size = size.clamp_min(1e-6 * float(size.square().mean().sqrt()) + 1e-300)
+    return float(((x - y).norm(dim=-1) / size).square().mean().sqrt())
+
+
+def _common(a: dict[Site, Tensor], b: dict[Site, Tensor]) -> list[Site]:
+    return [site for site in a if site in b and a[site].shape == b[site].shape]
+
+
+def _original(model: nn.Module) -> nn.Module:
+    """The module that torch.compile, DDP or a wrapper of one child wraps."""
+    for name in ("_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module):
+            return _original(inner)
+    return model
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The floating dtype of most weights."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+def _accepted(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """The part of a batch that the model's forward takes, on its device."""
+    takes = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    kept = {name: value for name, value in batch.items() if name in takes or (open_ended and name != "use_cache")}
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kept.items()}
+
+
+def _coarser_buffers(a: nn.Module, b: nn.Module) -> dict[str, torch.dtype]:
+    """By name, the coarser of the dtypes that a buffer has in the two models."""
+    of_b = dict(b.named_buffers())
+    pairs = [(name, x.dtype, of_b[name].dtype) for name, x in a.named_buffers() if name in of_b]
+    return {
+        name: max(pair, key=lambda dtype: torch.finfo(dtype).eps)
+        for name, *pair in pairs
+        if all(dtype.is_floating_point for dtype in pair)
+    }
+
+
+def _rounded(
+    model: nn.Module, to: torch.dtype, dtype: torch.dtype, buffers: dict[str, torch.dtype] | None = None
+) -> nn.Module:
+    """A copy in `dtype`, its weights rounded to `to` first and its buffers to their dtype in `buffers`."""
+    result = copy.deepcopy(model)
+    kept: dict[str, tuple[Tensor, torch.dtype]] = {
+        name: (x, to) for name, x in result.named_parameters() if x.is_floating_point()
+    }
+    kept |= {name: (x, buffers[name]) for name, x in result.named_buffers() if buffers and name in buffers}
+    with torch.no_grad():
+        for tensor, coarse in kept.values():
+            tensor.copy_(tensor.to(coarse).to(tensor.dtype))
+    for module in result.modules():  # grouped products of experts have no kernel in float64
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"
+    return result.to(dtype)

@@ -1,0 +1,237 @@
+"""Where two models part: seeded faults are found at their block and site, and equal pairs raise no alarm.
+
+`benchmarks/first_layer.py` does the same over all architectures; its tables are in `data/bench`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import normlab
+from normlab.differences import diff, read_arrays, write_arrays
+from normlab.errors import NormlabError
+
+SIZES = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def _off_start(model: nn.Module) -> nn.Module:
+    """Weights large enough for branches to count, gains and biases off 1 and 0."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.mul_(4)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, **SIZES
+    )
+    return _off_start(LlamaForCausalLM(config))
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return _off_start(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=32, **SIZES)))
+
+
+def _output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    module.register_forward_hook(hook)
+
+
+def _eps(model: Any) -> None:
+    norm = model.model.layers[2].input_layernorm
+    norm.variance_epsilon = 1e-3
+
+
+def _gain(model: Any) -> None:
+    model.model.layers[2].post_attention_layernorm.weight.data += 1
+
+
+def _base(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = 500_000.0 ** (-torch.arange(0, 8, 2) / 8)
+
+
+def _layout(model: Any) -> None:
+    order = (torch.arange(8).reshape(-1, 2).T.flatten()[None] + 8 * torch.arange(4)[:, None]).flatten()
+    for block in model.model.layers:
+        _output(block.self_attn.q_proj, lambda y: y[..., order])
+        _output(block.self_attn.k_proj, lambda y: y[..., order[:16]])
+
+
+def _transposed(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    weight.data = weight.data.T.clone()
+
+
+def _heads(model: Any) -> None:
+    weight = model.model.layers[3].self_attn.q_proj.weight
+    weight.data = weight.data.roll(8, 0)
+
+
+def _repeat(model: Any) -> None:
+    order = torch.arange(4).reshape(2, 2).T.flatten()
+    columns = (order[:, None] * 8 + torch.arange(8)).flatten()
+    for block in model.model.layers:
+        _output(block.self_attn.q_proj, lambda y: y[..., columns])
+        block.self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0][..., columns.argsort()],))
+
+
+def _cast(model: Any) -> None:
+    _output(model.model.layers[1].mlp, lambda y: y.bfloat16().float())
+
+
+def _half_branch(model: Any) -> None:
+    _output(model.model.layers[2].mlp, lambda y: y / 2)
+
+
+def _no_final_norm(model: Any) -> None:
+    model.model.norm.forward = lambda x: x
+
+
+def _tied(model: Any) -> None:
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data.clone()
+
+
+def _uncausal(model: Any) -> None:
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"attention_mask": torch.zeros(2, 1, 12, 12), "is_causal": False}
+
+    for block in model.model.layers:
+        block.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+LLAMA = [
+    (_eps, 3, "attn_norm_out", "eps"),
+    (_gain, 3, "mlp_norm_out", r"gain of 1 \+ w"),
+    (_base, 1, "attn_out", "rotary base"),
+    (_layout, 1, "attn_out", "layout of the rotary"),
+    (_transposed, 2, "attn_out", "transposed"),
+    (_heads, 4, "attn_out", "heads permuted"),
+    (_repeat, 1, "attn_out", "repeated in another order"),
+    (_cast, 2, "mlp_out", "cast"),
+    (_half_branch, 3, "mlp_out", "ratio 0.5"),
+    (_no_final_norm, 5, "final_norm_out", "no norm|wrong hidden state"),
+    (_tied, 5, "logits", "tied"),
+    (_uncausal, 1, "attn_out", "mask"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "layer", "site", "cause"), LLAMA, ids=[row[0].__name__[1:] for row in LLAMA])
+def test_a_fault_is_found_at_its_block_and_site_and_named(llama, batch, spoil, layer, site, cause):
+    spoiled = copy.deepcopy(llama)
+    spoil(spoiled)
+    result = diff(llama, spoiled, batch)
+    assert (result.first.layer, result.first.name) == (layer, site), result
+    assert any(re.search(cause, sentence) for sentence in result.causes), result
+    assert result.verdict.startswith(f"parts at block {layer}, " if layer < 5 else "parts at the end, ")
+
+
+def test_scaled_tokens_and_shifted_positions_are_told_apart(gpt2, batch):
+    scaled, shifted = copy.deepcopy(gpt2), copy.deepcopy(gpt2)
+    _output(scaled.transformer.wte, lambda y: y * math.sqrt(32))
+    shifted.transformer.wpe.weight.data = shifted.transformer.wpe.weight.data.roll(-1, 0)
+    assert diff(gpt2, scaled, batch).causes == ["token embeddings are scaled by sqrt(width)"]
+    assert "permuted" in diff(gpt2, shifted, batch).causes[0]
+    assert diff(gpt2, shifted, batch).first.name == "embeddings"
+
+
+def test_equal_pairs_are_equal(llama, batch, tmp_path):
+    llama.save_pretrained(tmp_path)
+    pairs = {
+        "copy": copy.deepcopy(llama),
+        "bfloat16": copy.deepcopy(llama).bfloat16(),
+        "loaded": LlamaForCausalLM.from_pretrained(tmp_path),
+        "eager": LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"),
+    }
+    for name, other in pairs.items():
+        result = normlab.diff(llama, other, batch, gradients=name == "eager")
+        assert result.equal and result.verdict.startswith("equal"), (name, str(result))
+
+
+def test_rounding_is_no_difference_but_a_bfloat16_part_of_a_bfloat16_model_is_none_either(llama, batch):
+    half = copy.deepcopy(llama).bfloat16()
+    cast = copy.deepcopy(half)
+    _cast_to_half = cast.model.layers[1].mlp
+    _output(_cast_to_half, lambda y: y.float().bfloat16())
+    assert diff(half, cast, batch).equal
+
+
+def test_a_backward_that_differs_is_found_from_the_end(llama, batch):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0] * 1.01
+
+    spoiled = copy.deepcopy(llama)
+    _output(spoiled.model.layers[1].mlp, Scaled.apply)
+    assert diff(llama, spoiled, batch).equal
+    result = diff(llama, spoiled, batch, gradients=True)
+    assert result.first == ("block_in_grad", 2)
+
+
+def test_arrays_of_another_framework_are_compared(llama, batch, tmp_path):
+    spoiled = copy.deepcopy(llama)
+    _gain(spoiled)
+    write_arrays(llama, batch, tmp_path / "same.safetensors")
+    write_arrays(spoiled, batch, tmp_path / "other.safetensors")
+    assert diff(llama, tmp_path / "same.safetensors", batch).equal
+    result = diff(llama, tmp_path / "other.safetensors", batch)
+    assert result.first == ("mlp_norm_out", 3) and "1 + w" in result.causes[0]
+    few = {f"{site.name}.{site.layer}": x.numpy() for site, x in read_arrays(tmp_path / "other.safetensors").items()}
+    np.savez(tmp_path / "few.npz", **{"block_out.2": few["block_out.2"], "block_out.4": few["block_out.4"]})
+    assert diff(llama, tmp_path / "few.npz", batch).first == ("block_out", 4)
+
+
+def test_bad_input_is_one_line(llama, gpt2, batch, tmp_path):
+    (tmp_path / "text.npz").write_text("no archive")
+    np.savez(tmp_path / "named.npz", layer_3=np.zeros(3))
+    np.savez(tmp_path / "small.npz", **{"block_out.1": np.zeros((1, 2, 3), np.float32)})
+    shallow = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **SIZES))
+    for other, words in (
+        (tmp_path / "missing.npz", "cannot be read"),
+        (tmp_path / "text.npz", "cannot be read"),
+        (tmp_path / "named.npz", "name arrays SITE.BLOCK"),
+        (tmp_path / "small.npz", "no site of this model"),
+        (shallow, "4 and 2 blocks"),
+    ):
+        with pytest.raises(NormlabError, match=words) as caught:
+            diff(llama, other, batch)
+        assert "\n" not in str(caught.value)
+
+
+def test_models_keep_their_mode_hooks_and_gradients(llama, batch):
+    other = copy.deepcopy(llama).train()
+    before = {name: p.clone() for name, p in other.named_parameters()}
+    diff(llama, other, batch, gradients=True)
+    assert other.training and not llama.training
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in other.named_parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())

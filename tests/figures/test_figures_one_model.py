@@ -1,0 +1,55 @@
+"""Shares against measured effects, one stream by two tools, titles inside the page."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from normlab.analysis.notebook_tables.attribution import judged_methods
+from normlab.figures import by_tool, shares_and_effects, themed
+from normlab.figures.theme import LINES_PAD, in_one, template, titled
+
+PLACES = [("embed", 0), ("attn", 1), ("mlp", 1)]
+
+
+def shares(values: list[float], remainder: float) -> pd.DataFrame:
+    rows = [(*place, value) for place, value in zip(PLACES, values, strict=True)]
+    rows += [("bias", 1, 0.0), ("remainder", 1, remainder)]
+    table = pd.DataFrame(rows, columns=["component", "layer", "contribution"])
+    table.attrs |= {"logit": sum(values) + remainder, "name": "logit"}
+    return table
+
+
+EFFECTS = pd.DataFrame([(*place, effect) for place, effect in zip(PLACES, (0.1, 0.2, -0.4), strict=True)])
+EFFECTS.columns = ["component", "layer", "effect"]
+TABLES = {"frozen": shares([1.0, 2.0, 3.0], 0.0), "jacobian": shares([0.1, 0.2, -0.39], 6.09)}
+
+
+def test_a_method_adds_up_or_predicts_changes():
+    frozen, jacobian = judged_methods(TABLES, EFFECTS).to_dict("records")
+    assert frozen["adds_up"] and not frozen["predicts"] and frozen["total"] == 6.0
+    assert jacobian["predicts"] and not jacobian["adds_up"] and jacobian["error"] == pytest.approx(0.01 / 0.4)
+
+
+def test_shares_stand_against_the_effects_of_the_same_components():
+    line, frozen, jacobian = shares_and_effects(TABLES, EFFECTS).data
+    assert list(line.x) == list(line.y) and list(frozen.text) == ["embed", "attn 1", "mlp 1"]
+    assert list(frozen.x) == list(jacobian.x) == [0.1, 0.2, -0.4] and list(frozen.y) == [1.0, 2.0, 3.0]
+    assert themed(shares_and_effects(TABLES, EFFECTS), "dark").layout.template == template("dark")
+    assert "Nothing was attributed" in shares_and_effects({}, EFFECTS).layout.annotations[0].text
+
+
+def test_the_first_tool_is_a_line_and_the_second_rings():
+    rows = [("one", 0, 0.1), ("one", 1, 10.0), ("two", 0, 0.1), ("two", 1, 10.0)]
+    table = pd.DataFrame(rows, columns=["tool", "layer", "value"])
+    one, two = by_tool(table, "token_l2_mean").data
+    assert (one.mode, two.mode) == ("lines", "markers") and list(one.y) == list(two.y) == [0.1, 10.0]
+    assert "No tool" in by_tool(table.iloc[:0], "token_l2_mean").layout.annotations[0].text
+
+
+def test_a_title_of_several_lines_stays_inside_the_page():
+    """plotly sets it higher than a title of one line."""
+    import plotly.graph_objects as go
+
+    assert titled(go.Figure(), in_one("a", "b"), "", 300).layout.title.pad.t == LINES_PAD
+    assert titled(go.Figure(), "a", "b", 300).layout.title.pad.t is None  # the template's
