@@ -189,7 +189,8 @@ def _train(
 
     For several processes or GPUs: torchrun --nproc-per-node N -m normlab train ...; --batch-size is of all together.
     """
-    from normlab.runs import COUNT_LOSSES, child
+    from normlab.runs import COUNT_LOSSES
+    from normlab.store import child
     from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of
