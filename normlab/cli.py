@@ -189,7 +189,8 @@ def _train(
 
     For several processes or GPUs: torchrun --nproc-per-node N -m normlab train ...; --batch-size is of all together.
     """
-    from normlab.runs import COUNT_LOSSES, child
+    from normlab.runs import COUNT_LOSSES
+    from normlab.store import child
     from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of
@@ -417,6 +418,18 @@ def _export(
     from normlab.models.exported import export_model
 
     print(export_model(run, out))
+    return 0
+
+
+@command("page", "normlab.models.kept")
+def _page(
+    *models: Annotated[str, flag("models that come with normlab, or directories of runs that kept their weights")],
+    out: Annotated[str, flag("folder of the page")],
+) -> int:
+    """Write a page in which trained models run, and a reader changes their normalization."""
+    from normlab.widgets.live import live_page
+
+    print(live_page(models, out))
     return 0
 
 

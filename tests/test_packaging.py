@@ -28,6 +28,7 @@ EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "huggingface_hub": "huggingface-hub",
+    "upath": "universal_pathlib",
     "transformer_lens": "transformer-lens",
 }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import normlab
-from normlab import NormlabError, runs, shipped
+from normlab import NormlabError, runs, shipped, store
 from normlab.models import kept
 from normlab.release import _fetched, shipped_models
 from normlab.training.config import TrainConfig
@@ -60,7 +60,7 @@ def test_a_run_of_another_text_is_not_kept(done: runs.Run, cache: Path, tmp_path
     copy.mkdir(parents=True)
     for file in done.path.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    runs.write_json(copy / runs.MANIFEST, {**manifest, "corpus": {**manifest["corpus"], "content_hash": "another"}})
+    store.write_json(copy / runs.MANIFEST, {**manifest, "corpus": {**manifest["corpus"], "content_hash": "another"}})
     with pytest.raises(NormlabError, match="trained on another text"):
         keep(copy, tmp_path / "models", cache)
 
