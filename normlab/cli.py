@@ -433,18 +433,18 @@ def _page(
     return 0
 
 
-@command("remove-norms", "normlab.training.removal")
+@command("remove-norms", "normlab.experimental.norm_removal")
 def _remove_norms(
     model: Annotated[str, flag("a Llama, a run that kept its weights, or a model that comes with normlab")],
     /,
     *,
-    config: Annotated[_fields_of("training.removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    config: Annotated[_fields_of("experimental.norm_removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
     out: Annotated[str, flag("folder for the model and its losses; the same command resumes in it")],
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
     """Make a trained model's norms fixed gains one by one, and fine-tune after each."""
-    from normlab.training.removal import MODEL, RemovalConfig, remove_norms
+    from normlab.experimental.norm_removal import MODEL, RemovalConfig, remove_norms
 
     table = remove_norms(model, out, RemovalConfig(**given(config)), cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))

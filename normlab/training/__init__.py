@@ -9,7 +9,6 @@ batches.py      which blocks a run trains on, in which order
 trainer.py      train: one run; build.py: what it trains with; manifest.py: what is kept of it beside its tables;
                 callbacks.py: what is measured on the way; stored.py: what more where all is to be stored;
                 experiments.py: what is measured at its end
-removal.py      remove_norms: an existing model's norms made fixed gains; fine_tune.py: the training in between
 background.py   BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
 presets.py      PRESETS: sweeps as data; grids.py: what they are made of
 sizes.py        SIZES: the papers' models with their recipes; needs.py: what a run needs before it starts
