@@ -236,9 +236,9 @@ def test_the_bare_loop_trains_exactly_as_the_trainer_does(text: Path, tmp_path: 
     import torch
 
     from normlab.bench.training import BareLoop
-    from normlab.training.corpus import corpus_of
     from normlab.training.distributed import accelerator_for
     from normlab.training.loop import Training
+    from normlab.training.text.corpus import corpus_of
 
     config = tiny(text, probe_every=0, eval_every=0, checkpoint_every=0, min_lr_ratio=0.999999)
     corpus = corpus_of(config, tmp_path / "cache")
