@@ -407,6 +407,29 @@ def _probe(
     return 0
 
 
+@command("diff", "normlab.report.difference")
+def _diff(
+    a: Annotated[str, flag("directory or hub name of a causal language model")],
+    b: Annotated[str, flag("another, or a file of arrays (.npz, .safetensors) written on the same tokens")],
+    /,
+    *,
+    text: Annotated[str, flag("text file to run both on")],
+    gradients: Annotated[bool, flag("compare the gradients at the blocks' inputs too"), SWITCH] = False,
+    dtype: Annotated[str | None, flag("in which the arrays of a file were computed; default: theirs")] = None,
+    device: Annotated[str | None, flag("cpu, cuda:1 ...; default: a GPU when there is one")] = None,
+    out: Annotated[str | None, flag("directory for the page and the table; default: none")] = None,
+    length: Annotated[Whole, flag("tokens per row")] = 64,
+    rows: Annotated[Whole, flag("rows at most")] = 4,
+    quiet: Quiet = False,
+) -> int:
+    """Name the first block and site at which two models part, and why."""
+    from normlab.report.difference import difference_report
+
+    options: dict[str, Any] = {"length": length, "rows": rows, "gradients": gradients, "dtype": dtype, "device": device}
+    print(difference_report(a, b, text, out=out, **options))
+    return 0
+
+
 @command("export", "normlab.models.exported")
 def _export(
     run: Annotated[str, flag("directory of a run that kept its weights, or a model that comes with normlab")],
