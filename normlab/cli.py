@@ -439,7 +439,7 @@ def _remove_norms(
     return 0
 
 
-@command("bench", "normlab.bench.training")
+@command("bench", "normlab.training.loop")
 def _bench(
     *,
     pairs: Annotated[Whole, flag("interleaved pairs; at least 9 for a result to quote")] = 9,
@@ -449,9 +449,11 @@ def _bench(
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
-    """Time whole training steps against each other."""
-    from normlab.bench.training import bench
-
+    """Time whole training steps against each other. It needs a checkout of normlab."""
+    try:
+        from benchmarks.training import bench
+    except ImportError as error:
+        raise NormlabError("the benchmarks are not installed: run normlab bench in a checkout of normlab") from error
     chosen: dict[str, Any] = {"schemes": schemes.split(",")} if schemes else {}
     table = bench(pairs, **chosen, threads=threads, cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))
