@@ -20,8 +20,8 @@ from benchmarks.timing import arguments, machine, report, run
 from normlab.errors import NormlabError
 from normlab.training.clusters import Ray
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import corpus_of
 from normlab.training.sweep import sweep
+from normlab.training.text.corpus import corpus_of
 
 if TYPE_CHECKING:
     import pandas

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from benchmarks.probes import llama
 from benchmarks.timing import arguments, clocks, interleaved, machine, ratio, report, run
+from normlab.experimental.compiled_statistics import IN_GRAPH, CompiledRecorder
 from normlab.probes.callback import DEFAULT
-from normlab.probes.compiled import IN_GRAPH, CompiledRecorder
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.sites import sites
 

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.timing import arguments, clocks, interleaved, machine, ratio, report, run
-from normlab.probes.geometry import angular_distance
-from normlab.probes.metrics import DEFAULT_METRICS, FORWARD_METRICS
-from normlab.probes.recording import record
+from normlab.probes import FORWARD_METRICS, angular_distance, record
+from normlab.probes.metrics import DEFAULT_METRICS
 
 if TYPE_CHECKING:
     import pandas

@@ -26,9 +26,9 @@ from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
 from normlab.schemes import BASELINE, tagged
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.distributed import accelerator_for, autocast, use_fast_attention
 from normlab.training.loop import Training, block_order, parameter_groups, refresh_interval
+from normlab.training.text.corpus import Corpus, corpus_of
 
 if TYPE_CHECKING:
     import pandas as pd

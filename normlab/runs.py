@@ -147,7 +147,7 @@ class Run:
     @property
     def trigram_loss(self) -> float | None:
         """Loss of a trigram model of the training text on the blocks of `eval_loss`, in nats a token
-        (`normlab.training.ngrams`); None for a run of schema version 1."""
+        (`normlab.training.text.ngrams`); None for a run of schema version 1."""
         return self.manifest["trigram_loss"]
 
     def table(self) -> pd.DataFrame:

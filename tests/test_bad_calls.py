@@ -13,8 +13,8 @@ import torch
 import normlab
 from normlab import NormlabError
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import CorpusSpec
 from normlab.training.removal import RemovalConfig
+from normlab.training.text.corpus import CorpusSpec
 
 IDS = torch.zeros(1, 8, dtype=torch.long)
 FIELDS: list[tuple[Any, str, Any, str]] = [

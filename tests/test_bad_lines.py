@@ -18,9 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from training_helpers import tiny, write_run, write_text
 
 from normlab import NormlabError, cli, errors, runs, storage
-from normlab.training import documents
 from normlab.training.clusters import Ray
-from normlab.training.corpus import corpus_of
+from normlab.training.text import source
+from normlab.training.text.corpus import corpus_of
 
 HERE = Path(__file__)
 PROBE = ["probe", "no-such-model", "--text", HERE, "--quiet"]
@@ -175,7 +175,7 @@ def test_an_address_of_text_that_does_not_answer_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(documents, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(source, "ANSWER_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
         address = f"http://127.0.0.1:{server.getsockname()[1]}/text.txt"
         where = ["--out", tmp_path / "out", "--cache-dir", tmp_path / "cache", "--quiet"]

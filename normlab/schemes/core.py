@@ -23,7 +23,7 @@ ROWS = (
            norm=b.rms, family="depth", color="#56b4e9", tags="further extreme", init=b.writing_over_depth),
     Scheme("lns", "LNS", "x + f(N(x)/sqrt(l))", "The Curse of Depth (2502.05795)",
            norm=b.over_root_layer("scale"), family="depth", color="#009e73",
-           tags="short learns_soon core deep extreme rates always_final pilot timed paper_sizes"),
+           tags="short learns_soon core deep extreme rates always_final timed paper_sizes"),
     Scheme("lns_gain", "LNS, trained gain", "x + f(N(x)), gain from 1/sqrt(l)",
            "LNS as GPAS (2506.22049) and ProRes (2603.05369) have it: a gain that starts at 1/sqrt(l)",
            norm=b.over_root_layer("gain"), family="depth", color="#009e73", dash="dash", tags="core trained_gain"),

@@ -253,8 +253,8 @@ def _how_it_ended(code: int, errors: Any) -> str:
 
 def train_followed(config: TrainConfig, out: str | Path, cache_dir: str | Path | None = None) -> None:
     """Train as `normlab.train` does, with the commands and messages that the head of this file names."""
-    from normlab.training.corpus import corpus_of
     from normlab.training.run import RunStopped, train
+    from normlab.training.text.corpus import corpus_of
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is being written is tidied up
     if hasattr(os, "nice"):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from normlab.probes import METRICS
 from normlab.runs import child, is_run
 from normlab.schemes import DEFAULT, get_scheme
-from normlab.training.corpus import HELD_OUT, CorpusSpec
 from normlab.training.fields import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -29,6 +28,7 @@ from normlab.training.fields import (
     setting,
     shared,
 )
+from normlab.training.text.corpus import HELD_OUT, CorpusSpec
 
 if TYPE_CHECKING:
     from normlab.models import NormlabConfig

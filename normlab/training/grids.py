@@ -1,31 +1,34 @@
-"""What a sweep is made of.
+"""What a sweep consists of, and in which order it is trained.
 
 `Preset`    a sweep: its parts, its learning rates, and fields that all its runs share
 `Part`      schemes x depths x seeds x variants
 `Variant`   a change to runs
-`Search`    how learning rates are found; `LeagueSearch`: a short one, alike for all schemes
+`Search`    how learning rates are found; `LeagueSearch`: a short one, equal for all schemes
 `Choice`    what a search settled on
+`walk`      hands a preset's runs to whoever trains them, stage by stage; `planned` lists them
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from normlab.schemes import STUDIED, get_scheme
 from normlab.training.config import TrainConfig
 
 MOST_GROWTH = 4
 MOST_FINALISTS = 3
-CLEARLY = 0.05  # nats: another seed moves a held-out loss by as much, so two rates nearer than that are not told apart
+CLEARLY = 0.05  # nats: another seed moves a held-out loss by as much, so nearer rates are not told apart
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A change to every run of a preset. fields: of TrainConfig, in place of the preset's, `model` entry by entry.
-    schemes: default the preset's."""
+    """A change to runs of a preset.
+
+    fields: of TrainConfig, instead of the preset's; `model` entry by entry. schemes: by default those of the part.
+    """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     schemes: tuple[str, ...] = ()
@@ -33,9 +36,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a preset's runs: schemes x depths x seeds x variants. depths: depth -> number of seeds (0, 1, ...).
-    variants: of every run; without them each is run once, as it is. kept: depths whose seed 0 keeps its weights. best:
-    only so many of the schemes, those that the search found best, and `always`, wherever they come in."""
+    """Some of a preset's runs: schemes x depths x seeds x variants.
+
+    depths: depth -> number of seeds (0, 1, ...). variants: of every run; by default each is run once, unchanged. kept:
+    depths whose seed 0 keeps its weights. best: train only that many schemes, the best of the search, and `always`.
+    """
 
     depths: Mapping[int, int]
     schemes: tuple[str, ...] = STUDIED
@@ -51,27 +56,63 @@ class Part:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search settled on: the learning rate, and fields of TrainConfig where the scheme has settings to try.
-    loss: the held-out one there."""
+    """What a search settled on: learning rate, and fields of TrainConfig if the scheme has settings to try.
+
+    loss: the search's held-out loss there.
+    """
 
     lr: float
     fields: Mapping[str, Any] = field(default_factory=dict)
     loss: float = field(default=math.inf, compare=False)
 
 
-Choices = Mapping[tuple[str, int], Choice]  # by scheme and searched depth
-Tried = tuple[int, float]  # place of the setting among the scheme's, learning rate
+Pair = tuple[str, int]  # scheme and searched depth
+Grid = tuple[str, int, int]  # a pair and one of the scheme's settings, by its place
+Choices = Mapping[Pair, Choice]
+
+
+class Trial(NamedTuple):
+    """A scheme at a depth, under one of its settings, at a learning rate."""
+
+    scheme: str
+    depth: int
+    setting: int
+    lr: float
+
+    @property
+    def pair(self) -> Pair:
+        return self.scheme, self.depth
+
+    @property
+    def grid(self) -> Grid:
+        return self.scheme, self.depth, self.setting
+
+
+class Result(NamedTuple):
+    """A trial's held-out loss, infinite if it diverged. Of equal results the one with the lesser trial is better."""
+
+    loss: float
+    trial: Trial
+
+
+class Stage(NamedTuple):
+    """Runs that can be trained at the same time. what: "search", "finals" or "runs"."""
+
+    what: str
+    configs: list[TrainConfig]
 
 
 @dataclass(frozen=True)
 class Search:
-    """How a scheme's learning rate is found: every rate of the grid at every one of `depths`, under each of the
-    scheme's ``settings``; where the lowest final held-out loss is at an edge of the grid, or less than `CLEARLY` below
-    an edge's, the grid grows on that side, by the same ratio, until it lies inside (by `MOST_GROWTH` rates at most).
+    """How a scheme's learning rate is found.
 
-    fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses. finals: in what the
-    finals differ from them, runs as long as those that are reported: where several rates or settings lie within
-    `CLEARLY` of the best (`MOST_FINALISTS` of them at most), the best of their finals is taken. Without, the best.
+    Every rate is tried at every one of `depths`, under each of the scheme's `settings`. The grid grows where the lowest
+    held-out loss is at an edge, or less than `CLEARLY` below an edge's. It grows by the same ratio until the best lies
+    inside, by `MOST_GROWTH` rates at most.
+
+    fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses. finals: what differs in
+    the finals, which are as long as reported runs. They are held if several trials lie within `CLEARLY` of the best
+    (`MOST_FINALISTS` at most), and the best of them is taken.
 
     A depth takes the rate of the deepest searched depth not above it.
     """
@@ -93,8 +134,10 @@ class Search:
         return max((d for d in self.depths if d <= depth), default=min(self.depths))
 
     def next_rate(self, losses: Mapping[float, float]) -> float | None:
-        """The rate to try next, from the loss at each rate tried; None when the best lies clearly inside, or enough was
-        tried, or nothing learned at any rate, or fewer than two were tried."""
+        """The rate to try next, from the loss at each rate tried.
+
+        None if the best lies clearly inside, enough was tried, nothing learned, or fewer than two were tried.
+        """
         tried = sorted(losses)
         if len(tried) < 2:
             return None
@@ -106,17 +149,17 @@ class Search:
                 return float(f"{edge**2 / neighbour:.3g}")
         return None
 
-    def finalists(self, losses: Mapping[Tried, float]) -> list[Tried]:
-        """Of what was tried the best first, and what is not clearly worse; of equal ones the lesser."""
-        order = sorted(losses, key=lambda one: (losses[one], one))
-        near = [one for one in order[:MOST_FINALISTS] if losses[one] - losses[order[0]] < CLEARLY]
+    def finalists(self, results: Sequence[Result]) -> list[Result]:
+        """The best first, and those that are not clearly worse."""
+        order = sorted(results)
+        near = [result for result in order[:MOST_FINALISTS] if result.loss - order[0].loss < CLEARLY]
         return near if near and self.finals else order[:1]
 
 
 @dataclass(frozen=True)
 class LeagueSearch(Search):
-    """Two rates for every scheme, under no settings of its own, and a third: between them where their losses are less
-    than `CLEARLY` apart, else as far beyond the better one."""
+    """Two rates for every scheme, under no settings, and a third: between them if their losses are less than `CLEARLY`
+    apart, else as far beyond the better one."""
 
     @property
     def foreseen(self) -> tuple[float, ...]:
@@ -130,7 +173,7 @@ class LeagueSearch(Search):
         return ({},)
 
     def next_rate(self, losses: Mapping[float, float]) -> float | None:
-        """The third rate, from the losses at two; None when it was tried, or nothing learned at the two."""
+        """The third rate, from the losses at two; None if it was tried, or nothing learned at the two."""
         best = min(losses, key=lambda rate: (losses[rate], rate))
         if len(losses) != 2 or not math.isfinite(losses[best]):
             return None
@@ -143,7 +186,7 @@ class LeagueSearch(Search):
 class Preset:
     """A sweep: its parts one after another, each after the search for the learning rates that it needs.
 
-    rate: one learning rate for all runs, or how each scheme's is found. fields: of TrainConfig, the same for all runs,
+    rate: one learning rate for all runs, or how each scheme's is found. fields: of TrainConfig, equal for all runs,
     where they differ from its defaults.
     """
 
@@ -153,50 +196,54 @@ class Preset:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def only(self, schemes: Sequence[str] | None, depths: Sequence[int] | None) -> Preset:
-        """The same for some schemes and depths; those that it lacks are added to its first part, with one seed."""
+        """The same for some schemes and depths. New ones join the first part, with one seed."""
         parts = self.parts
         if schemes is not None:
             new = set(schemes).difference(*(part.schemes for part in parts))
-            chosen = [[s for s in schemes if s in part.schemes or (part is parts[0] and s in new)] for part in parts]
-            parts = tuple(replace(part, schemes=tuple(own)) for part, own in zip(parts, chosen, strict=True) if own)
+            chosen = []
+            for part in parts:
+                joining = new if part is parts[0] else set()
+                if kept := tuple(s for s in schemes if s in part.schemes or s in joining):
+                    chosen.append(replace(part, schemes=kept))
+            parts = tuple(chosen)
         if depths is not None:
-            missing = set(depths).difference(*(part.depths for part in parts))
-            counts = [
-                {d: part.depths.get(d, 1) for d in depths if d in part.depths or (part is parts[0] and d in missing)}
-                for part in parts
-            ]
-            parts = tuple(replace(part, depths=own) for part, own in zip(parts, counts, strict=True) if own)
+            added = set(depths).difference(*(part.depths for part in parts))
+            chosen = []
+            for part in parts:
+                joining_depths = added if part is parts[0] else set()
+                if seeds := {d: part.depths.get(d, 1) for d in depths if d in part.depths or d in joining_depths}:
+                    chosen.append(replace(part, depths=seeds))
+            parts = tuple(chosen)
         return replace(self, parts=parts)
 
     def config(self, scheme: str, depth: int, seed: int, lr: float, more: Mapping[str, Any]) -> TrainConfig:
-        """A run; fields that the preset gives, then those of `more`, replace the rest."""
-        own: dict[str, Any] = {"scheme": scheme, "depth": depth, "seed": seed, "lr": lr}
-        return TrainConfig(**(own | merged(self.fields, more)))
+        """A run: the preset's fields, then those of `more`, replace the rest."""
+        fields: dict[str, Any] = {"scheme": scheme, "depth": depth, "seed": seed, "lr": lr}
+        return TrainConfig(**(fields | merged(self.fields, more)))
 
-    def searched(self, part: Part) -> list[tuple[str, int]]:
-        """(scheme, depth) of every choice that a part needs."""
+    def searched(self, part: Part) -> list[Pair]:
+        """Scheme and depth of every choice that a part needs."""
         if not isinstance(self.rate, Search):
             return []
         depths = sorted({self.rate.depth_for(depth) for depth in part.depths})
         return [(scheme, depth) for depth in depths for scheme in part.schemes]
 
-    def trial(
-        self, part: Part, scheme: str, depth: int, choice: Choice, *, final: bool = False, **more: Any
-    ) -> TrainConfig:
+    def trial(self, part: Part, trial: Trial, *, final: bool = False, **more: Any) -> TrainConfig:
         """A run of a part's search or its finals, of the scheme's first variant."""
         assert isinstance(self.rate, Search)
-        variant = next(v for v in part.variants if scheme in (v.schemes or part.schemes))
+        variant = next(v for v in part.variants if trial.scheme in (v.schemes or part.schemes))
+        setting = self.rate.settings(trial.scheme)[trial.setting]
         fields = {**more, "keep_weights": False}
-        for above in (variant.fields, choice.fields, self.rate.fields, self.rate.finals if final else {}):
+        for above in (variant.fields, setting, self.rate.fields, self.rate.finals if final else {}):
             fields = merged(fields, above)
-        return self.config(scheme, depth, 0, choice.lr, fields)
+        return self.config(trial.scheme, trial.depth, 0, trial.lr, fields)
 
     def grid(self, part: Part, choices: Choices, **more: Any) -> list[TrainConfig]:
         """A part's runs, in the order in which partial results say most: seed 0 at every depth first, shallow before
-        deep. A scheme for which nothing was chosen is left out."""
-        order = [(seed, depth) for depth, seeds in part.depths.items() for seed in range(seeds)]
-        runs = []
-        for seed, depth in sorted(order):
+        deep. A scheme without a choice is left out."""
+        order = sorted((seed, depth) for depth, seeds in part.depths.items() for seed in range(seeds))
+        configs = []
+        for seed, depth in order:
             entered = self.entered(part, depth, choices)
             for variant in part.variants:
                 for scheme in variant.schemes or part.schemes:
@@ -204,15 +251,15 @@ class Preset:
                     if scheme in entered and choice is not None:
                         keep = {"keep_weights": seed == 0 and depth in part.kept}
                         fields = merged(merged({**more, **keep}, choice.fields), variant.fields)
-                        runs.append(self.config(scheme, depth, seed, choice.lr, fields))
-        return runs
+                        configs.append(self.config(scheme, depth, seed, choice.lr, fields))
+        return configs
 
     def entered(self, part: Part, depth: int, choices: Choices) -> Sequence[str]:
-        """The schemes of a part that are run at a depth, by what was chosen."""
+        """The schemes of a part that are trained at a depth, given the choices."""
         if part.best is None:
             return part.schemes
-        found = {scheme: self.choice_for(scheme, depth, choices) for scheme in part.schemes}
-        losses = {s: choice.loss for s, choice in found.items() if choice is not None and s not in part.always}
+        chosen = {scheme: self.choice_for(scheme, depth, choices) for scheme in part.schemes}
+        losses = {s: choice.loss for s, choice in chosen.items() if choice is not None and s not in part.always}
         best = sorted(losses, key=losses.__getitem__)[: part.best]
         return [s for s in part.schemes if s in part.always or s in best]
 
@@ -223,5 +270,86 @@ class Preset:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of TrainConfig, `above` where both have one; of `model`, so for each of its entries."""
+    """Fields of TrainConfig, `above` where both have one; likewise for each entry of `model`."""
     return {**below, **above, "model": {**below.get("model", {}), **above.get("model", {})}}
+
+
+# Trains a stage and returns the losses of its runs by run id: infinite for a diverged one, none for one that failed.
+# None: nothing is known yet.
+Train = Callable[[Stage], Mapping[str, float] | None]
+
+
+def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
+    """Hand a preset's stages to `train`, one after another, and return the choices of its search.
+
+    more: fields of TrainConfig for all runs, below the preset's own.
+    """
+    choices: dict[Pair, Choice] = {}
+    if not isinstance(preset.rate, Search):  # all parts share one pool of workers
+        train(Stage("runs", [config for part in preset.parts for config in preset.grid(part, {}, **more)]))
+        return choices
+    for part in preset.parts:
+        pairs = [pair for pair in preset.searched(part) if pair not in choices]
+        if pairs:
+            choices |= _searched(preset, preset.rate, part, pairs, train, more)
+        train(Stage("runs", preset.grid(part, choices, **more)))
+    return choices
+
+
+def _searched(
+    preset: Preset, search: Search, part: Part, pairs: Sequence[Pair], train: Train, more: Mapping[str, Any]
+) -> dict[Pair, Choice]:
+    """Search for all pairs at once, so that workers have something to do. A pair without results gets no choice."""
+    grids = [(*pair, setting) for pair in pairs for setting in range(len(search.settings(pair[0])))]
+    tried: dict[Grid, set[float]] = {grid: set() for grid in grids}
+    results: list[Result] = []
+    wanted = [Trial(*grid, lr) for grid in grids for lr in search.rates]
+    while wanted:
+        configs = [preset.trial(part, trial, **more) for trial in wanted]
+        losses = train(Stage("search", configs))
+        if losses is None:
+            return _foreseen(preset, search, part, grids, train, more)
+        for trial, config in zip(wanted, configs, strict=True):
+            tried[trial.grid].add(trial.lr)
+            if config.run_id in losses:
+                results.append(Result(losses[config.run_id], trial))
+        wanted = []
+        for grid in grids:
+            lr = search.next_rate({trial.lr: loss for loss, trial in results if trial.grid == grid})
+            if lr is not None and lr not in tried[grid]:
+                wanted.append(Trial(*grid, lr))
+    finalists = {pair: search.finalists([one for one in results if one.trial.pair == pair]) for pair in pairs}
+    finals = {
+        result.trial: preset.trial(part, result.trial, final=True, **more)
+        for near in finalists.values()
+        if len(near) > 1
+        for result in near
+    }
+    final_losses = train(Stage("finals", list(finals.values()))) or {}
+
+    def final_loss(result: Result) -> float:
+        config = finals.get(result.trial)
+        return math.inf if config is None else final_losses.get(config.run_id, math.inf)
+
+    best = [min(near, key=final_loss) for near in finalists.values() if near]
+    return {trial.pair: Choice(trial.lr, search.settings(trial.scheme)[trial.setting], loss) for loss, trial in best}
+
+
+def _foreseen(
+    preset: Preset, search: Search, part: Part, grids: Sequence[Grid], train: Train, more: Mapping[str, Any]
+) -> dict[Pair, Choice]:
+    """Before anything is known: the other rates to count on, and the middle one for every pair."""
+    rates = sorted(search.foreseen)
+    others = [Trial(*grid, lr) for grid in grids for lr in rates if lr not in search.rates]
+    train(Stage("search", [preset.trial(part, trial, **more) for trial in others]))
+    return {(scheme, depth): Choice(rates[len(rates) // 2]) for scheme, depth, _ in grids}
+
+
+def planned(preset: Preset, **more: Any) -> list[tuple[str, TrainConfig]]:
+    """("search" or "runs", configuration) of every run of a preset, in order, before anything is known.
+
+    Rates to be found are taken in the middle of the grid. A search may grow its grid and hold finals.
+    """
+    plan: list[tuple[str, TrainConfig]] = []
+    walk(preset, lambda stage: plan.extend((stage.what, config) for config in stage.configs), **more)
+    return plan

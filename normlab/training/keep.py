@@ -21,8 +21,8 @@ from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
 from normlab.models.kept import BLOCKS
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import corpus_of
 from normlab.training.measure import mean_token_loss
+from normlab.training.text.corpus import corpus_of
 
 
 def keep(root: str | Path, out: str | Path, cache_dir: str | Path | None = None) -> list[Path]:

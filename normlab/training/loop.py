@@ -28,8 +28,8 @@ from transformers import get_scheduler, set_seed
 from normlab.models import NormlabForCausalLM
 from normlab.training import distributed
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus
-from normlab.training.stream import StreamedBlocks
+from normlab.training.text.corpus import Corpus
+from normlab.training.text.stream import StreamedBlocks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -38,8 +38,8 @@ from normlab.models.block import whole
 from normlab.probes import record
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus, MeasuredOn
 from normlab.training.loop import block_order, is_due
+from normlab.training.text.corpus import Corpus, MeasuredOn
 
 EVAL_TOKENS = 4096  # at most in one forward pass; every rank has room for them
 NEARLY = 0.98  # of uniform attention's entropy: above it, attention counts as uniform

@@ -20,10 +20,10 @@ from normlab import runs
 from normlab.training.clusters import Cluster
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import device_of, settled
-from normlab.training.grids import Preset
+from normlab.training.grids import Preset, planned
 from normlab.training.progress import steps_in_all
 from normlab.training.run import train
-from normlab.training.sweep import planned, share_cores
+from normlab.training.sweep import share_cores
 
 if TYPE_CHECKING:
     import pandas

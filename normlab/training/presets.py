@@ -104,18 +104,6 @@ PRESETS = {
             fields={"probe_also": "saturation,saturation_95,tanh_input_max"},
         ),
         Preset(
-            "pilot",
-            parts=(
-                Part(
-                    {4: 1, 16: 1},
-                    tagged("pilot"),
-                    variants=tuple(Variant({"corpus": name}) for name in ("stdlib", "english")),
-                ),
-            ),
-            rate=1e-3,
-            fields=_TRAINED | {"steps": 3000, "held_out": "validation", "experiment_blocks": 0},
-        ),
-        Preset(
             "depth",
             parts=(Part({16: 1, 256: 1}, _FAR), Part({1000: 1}, tagged("extreme"))),
             # So small that a core trains a thousand layers in minutes; nearly bytes, as in `tiny`. One rate for all: it

@@ -29,9 +29,9 @@ from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM
 from normlab.models.kept import model_folder
 from normlab.models.removal import as_llama, fold_removed, load_removable, removable_norms, remove_norm
-from normlab.training.corpus import Corpus, CorpusSpec, load_corpus
 from normlab.training.fields import NOT_NEGATIVE, POSITIVE, SEED, THREADS, at_least, check, described, setting, shared
 from normlab.training.measure import mean_token_loss
+from normlab.training.text.corpus import Corpus, CorpusSpec, load_corpus
 
 if TYPE_CHECKING:
     import pandas

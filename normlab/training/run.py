@@ -35,11 +35,11 @@ from normlab.models.block import whole
 from normlab.training import distributed
 from normlab.training.checkpoint import begun_alike, restore, resumable, write_checkpoint
 from normlab.training.config import AUTO, TrainConfig, require_same
-from normlab.training.corpus import Corpus, MeasuredOn, corpus_of
 from normlab.training.experiments import experiments
 from normlab.training.loop import Training, is_due
 from normlab.training.measure import Measurements, RunLog
 from normlab.training.progress import Reporter, one_run
+from normlab.training.text.corpus import Corpus, MeasuredOn, corpus_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -1,7 +1,7 @@
 """Many runs: a preset or a list, several at once, resumable.
 
-`sweep(what, out)` trains what is not finished yet and returns a `SweepResult`. Killed at any moment and started again,
-it goes on where it was: finished runs are skipped, the others continue from their last checkpoint.
+`sweep(what, out)` trains what is not finished yet and returns a `SweepResult`. It may be killed at any moment and
+started again: finished runs are skipped, the others continue from their last checkpoint.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,30 @@ from normlab import runs
 from normlab.errors import NormlabError, in_one_line
 from normlab.training.clusters import Cluster, cluster
 from normlab.training.config import AUTO, TrainConfig, require_same
-from normlab.training.corpus import CorpusSpec, corpus_of
 from normlab.training.distributed import device_of, why_dtype
-from normlab.training.grids import Choice, Choices, Part, Preset, Search, Tried
+from normlab.training.grids import Choice, Pair, Preset, Stage, planned, walk
 from normlab.training.presets import get_preset
 from normlab.training.progress import Progress
+from normlab.training.text.corpus import CorpusSpec, corpus_of
 from normlab.training.workers import exit_if_worker_imports_main, finish_in_any_order
+
+# Where a stage's runs are, below the sweep's directory.
+FOLDERS = {"search": runs.SEARCH, "finals": runs.FINALS, "runs": None}
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """runs: all finished ones, in the sweep's order, without those of the search for learning rates, which are below
-    `out`/search and `out`/finals. failures: run id -> one line saying why it failed. choices: learning rate and
-    settings by scheme and searched depth, where the preset searched for them."""
+    """What a sweep left.
+
+    runs: all finished ones in the sweep's order. Those of the search are left out: they are in `out`/search and
+    `out`/finals. failures: run id -> one line with the reason. choices: learning rate and settings by scheme and
+    searched depth, if the preset searched for them.
+    """
 
     out: str | Path
     runs: list[runs.Run]
     failures: dict[str, str]
-    choices: dict[tuple[str, int], Choice]
+    choices: dict[Pair, Choice]
 
 
 def default_workers(threads: int | None = None) -> tuple[int, int]:
@@ -56,145 +63,72 @@ def sweep(
 ) -> SweepResult:
     """Train a preset (by name or as `Preset`) or a list of configurations under directory `out`, or at an address.
 
-    workers: processes at once, default 2; "ray", "slurm", or one of `normlab.training.clusters` with its options: `out`
-    is then where all machines see it. threads: CPU threads a run, default cores/workers. Runs of a preset keep no
-    weights but those that it names. A run that fails is in the result's `failures`; the others go on.
-    NormlabError for bad input, before any run starts. A script calls this under `if __name__ == "__main__":`, because
-    every worker imports the script.
+    A run that fails is in the result's `failures`; the others are trained. Runs of a preset keep no weights but those
+    that it names. A script calls this under `if __name__ == "__main__":`, because every worker imports the script.
+
+    Args:
+        workers: processes at once, by default 2. Or "ray", "slurm", or one of `normlab.training.clusters` with its
+            options; all machines then have to see `out`.
+        threads: CPU threads per run, by default cores/workers.
+
+    Raises:
+        NormlabError: bad input, before any run starts.
     """
     exit_if_worker_imports_main()
     if not isinstance(what, str | Preset):
         what = list(what)
-        if wrong := [one for one in what if not isinstance(one, TrainConfig)]:
+        if wrong := [item for item in what if not isinstance(item, TrainConfig)]:
             raise NormlabError(f"{wrong[0]!r:.80} cannot be trained: give a preset, its name, or TrainConfigs")
     runs.check_root(out)
     workers, threads = share_cores(workers, threads)
     root = out if runs.is_address(out) else Path(out)
     with Progress("sweep", progress, None if isinstance(workers, Cluster) else workers) as bar:
         job = _Job(root, workers, cache_dir, bar)
-        if not isinstance(what, (str, Preset)):
+        if isinstance(what, list):
             configs = [dataclasses.replace(config, threads=threads) for config in what]
-            bar.expect(configs)
-            job.run(configs)
-            return job.result(configs, {})
+            job.expect([("runs", config) for config in configs])
+            job.train(Stage("runs", configs))
+            return job.result({})
         preset = get_preset(what) if isinstance(what, str) else what
-        more: dict[str, Any] = {"threads": threads, "keep_weights": False}
-        bar.expect([config for _, config in planned(preset, **more)])
-        choices: dict[tuple[str, int], Choice] = {}
-        configs = []
-        for part in preset.parts:
-            choices.update(job.search(preset, part, choices, more))
-            grid = preset.grid(part, choices, **more)
-            configs += grid
-            if isinstance(preset.rate, Search):  # in order: a part's runs come before the next part's search
-                job.run(grid)
-        job.run(configs)  # where rates are known, all parts share one pool of workers
-        return job.result(configs, choices)
-
-
-def planned(preset: Preset, **more: Any) -> list[tuple[str, TrainConfig]]:
-    """("search" or "runs", configuration) of every run of a preset, in order, before anything is known: the grid of
-    rates as it stands, and its middle rate for those to be found. A search may grow its grid and hold finals."""
-    plan: list[tuple[str, TrainConfig]] = []
-    known: dict[tuple[str, int], Choice] = {}
-    for part in preset.parts:
-        for pair in preset.searched(part):
-            if pair not in known:
-                assert isinstance(preset.rate, Search)
-                rates = sorted(preset.rate.foreseen)
-                known[pair] = Choice(rates[len(rates) // 2])
-                plan += [
-                    ("search", preset.trial(part, *pair, Choice(rate, fields), **more))
-                    for fields in preset.rate.settings(pair[0])
-                    for rate in preset.rate.foreseen
-                ]
-        plan += [("runs", config) for config in preset.grid(part, known, **more)]
-    return plan
-
-
-@dataclass
-class _Grid:
-    """Learning rates of a scheme at a depth, under one of its settings: those tried, and the losses of runs that
-    ended."""
-
-    scheme: str
-    depth: int
-    fields: Mapping[str, Any]
-    tried: set[float] = field(default_factory=set)
-    losses: dict[float, float] = field(default_factory=dict)
+        fields: dict[str, Any] = {"threads": threads, "keep_weights": False}
+        job.expect(planned(preset, **fields))
+        return job.result(walk(preset, job.train, **fields))
 
 
 class _Job:
-    """The sweep's state: what is done, what failed, and the bar."""
+    """The sweep's state: finished runs, failures, and the bar."""
 
     def __init__(self, root: str | Path, workers: int | Cluster, cache_dir: Any, bar: Progress) -> None:
         self.root, self.workers, self.cache_dir, self.bar = root, workers, cache_dir, bar
+        self.reported: list[TrainConfig] = []
         self.done: dict[str, runs.Run] = {}
         self.failures: dict[str, str] = {}
         self.said_precision = False
+        self._expected: Counter[str] = Counter()
 
-    def search(self, preset: Preset, part: Part, known: Choices, more: Mapping[str, Any]) -> Choices:
-        """The choices that a part needs beside those known. The grids of all of them grow together, so that the workers
-        have something to do. A pair none of whose runs ended is left out."""
-        search = preset.rate
-        if not isinstance(search, Search):
-            return {}
-        grids = [
-            _Grid(scheme, depth, fields)
-            for scheme, depth in preset.searched(part)
-            if (scheme, depth) not in known
-            for fields in search.settings(scheme)
-        ]
-        wanted = [(grid, rate) for grid in grids for rate in search.rates]
-        while wanted:
-            trials = [
-                preset.trial(part, grid.scheme, grid.depth, Choice(rate, grid.fields), **more) for grid, rate in wanted
-            ]
-            if any(grid.tried for grid, _ in wanted):  # the grids as they stood were expected with the whole sweep
-                self.bar.expect(trials)
-            self.run(trials, runs.child(self.root, runs.SEARCH))
-            for (grid, rate), config in zip(wanted, trials, strict=True):
-                grid.tried.add(rate)
-                if config.run_id in self.done:
-                    grid.losses[rate] = self._loss(config)
-            grown = [(grid, search.next_rate(grid.losses)) for grid in grids]
-            wanted = [(grid, rate) for grid, rate in grown if rate is not None and rate not in grid.tried]
-        return self._settle(preset, part, grids, more)
+    def expect(self, plan: Sequence[tuple[str, TrainConfig]]) -> None:
+        """Tell the bar of all runs that are planned."""
+        self._expected.update(what for what, _ in plan)
+        self.bar.expect([config for _, config in plan])
 
-    def _settle(self, preset: Preset, part: Part, grids: Sequence[_Grid], more: Mapping[str, Any]) -> Choices:
-        """Of each scheme and depth the best in `grids`, or the best of the finals where the search has some."""
-        assert isinstance(preset.rate, Search)
-        ended: dict[tuple[str, int], dict[Tried, float]] = {}
-        for place, grid in enumerate(grids):
-            for rate, loss in grid.losses.items():
-                ended.setdefault((grid.scheme, grid.depth), {})[place, rate] = loss
-        finalists = {pair: preset.rate.finalists(losses) for pair, losses in ended.items()}
-        finals = {
-            (pair, one): preset.trial(part, *pair, Choice(one[1], grids[one[0]].fields), final=True, **more)
-            for pair, several in finalists.items()
-            if len(several) > 1
-            for one in several
-        }
-        self.bar.expect(list(finals.values()))
-        self.run(list(finals.values()), runs.child(self.root, runs.FINALS))
-        losses = {key: self._loss(config) for key, config in finals.items()}
-        best = {
-            pair: min(several, key=lambda one: losses.get((pair, one), math.inf)) for pair, several in finalists.items()
-        }
-        return {
-            pair: Choice(rate, grids[place].fields, ended[pair][place, rate]) for pair, (place, rate) in best.items()
-        }
+    def train(self, stage: Stage) -> dict[str, float]:
+        """Train a stage's runs that are not finished yet; losses by run id, infinite for a diverged run."""
+        unplanned = max(0, len(stage.configs) - self._expected[stage.what])
+        self._expected[stage.what] -= len(stage.configs) - unplanned
+        self.bar.expect(stage.configs[len(stage.configs) - unplanned :])
+        if stage.what == "runs":
+            self.reported += stage.configs
+        folder = FOLDERS[stage.what]
+        self._train(stage.configs, self.root if folder is None else runs.child(self.root, folder))
+        names = [config.run_id for config in stage.configs if config.run_id in self.done]
+        losses = {name: self.done[name].eval_loss for name in names}
+        return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
 
-    def _loss(self, config: TrainConfig) -> float:
-        """Of a run that ended; infinite where it failed or diverged."""
-        run = self.done.get(config.run_id)
-        return run.eval_loss if run is not None and math.isfinite(run.eval_loss) else math.inf
-
-    def run(self, configs: Sequence[TrainConfig], root: str | Path | None = None) -> None:
-        """Train those of `configs` that are not finished under `root`, by default the sweep's."""
-        root = root or self.root
+    def _train(self, configs: Sequence[TrainConfig], root: str | Path) -> None:
         todo = [config for config in configs if config.run_id not in self.done and config.run_id not in self.failures]
-        identities = self._corpus_identities(todo)
+        # Built once, here: workers find the corpora in the cache instead of all building them.
+        specs = {CorpusSpec.of(config) for config in todo}
+        identities = {spec: corpus_of(spec, self.cache_dir, self.bar.show).identity() for spec in specs}
         waiting = []
         for config in todo:
             path = config.finished_in(root)
@@ -208,11 +142,7 @@ class _Job:
             except NormlabError as error:
                 self._failed(config, error)
         self.bar.watch(waiting, root)
-        if (
-            any(config.dtype == AUTO for config in waiting)
-            and isinstance(self.workers, int)
-            and not self.said_precision
-        ):
+        if not self.said_precision and isinstance(self.workers, int) and any(c.dtype == AUTO for c in waiting):
             self.said_precision = True
             self.bar.say(why_dtype(device_of(waiting[0])))
         for config, outcome in finish_in_any_order(waiting, root, self.workers, self.cache_dir):
@@ -221,14 +151,9 @@ class _Job:
             else:
                 self._failed(config, outcome)
 
-    def result(self, configs: Sequence[TrainConfig], choices: dict[tuple[str, int], Choice]) -> SweepResult:
-        names = dict.fromkeys(config.run_id for config in configs)
+    def result(self, choices: dict[Pair, Choice]) -> SweepResult:
+        names = dict.fromkeys(config.run_id for config in self.reported)
         return SweepResult(self.root, [self.done[n] for n in names if n in self.done], self.failures, choices)
-
-    def _corpus_identities(self, configs: Sequence[TrainConfig]) -> dict[CorpusSpec, dict[str, Any]]:
-        """Built once, here: workers find the corpora in the cache instead of all building them."""
-        different = {CorpusSpec.of(config): None for config in configs}
-        return {spec: corpus_of(spec, self.cache_dir, self.bar.show).identity() for spec in different}
 
     def _finished(self, config: TrainConfig, run: runs.Run, skipped: bool = False) -> None:
         self.done[config.run_id] = run

@@ -15,9 +15,9 @@ from benchmarks import timing
 from benchmarks import training as bench
 from normlab.models import NormlabForCausalLM
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import corpus_of
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training
+from normlab.training.text.corpus import corpus_of
 
 
 def test_operations_of_a_step_are_those_that_pytorch_counts() -> None:

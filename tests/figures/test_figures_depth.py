@@ -13,8 +13,8 @@ from figures_helpers import UNIGRAM, activation, one_run, table, text_of
 from normlab.analysis.selection import choose
 from normlab.figures import depth_scaling, trains_at_depth
 from normlab.schemes import BASELINE, SCHEMES
+from normlab.training.grids import planned
 from normlab.training.presets import get_preset
-from normlab.training.sweep import planned
 
 
 def lines(figure: go.Figure, **meta: object) -> list[go.Scatter]:

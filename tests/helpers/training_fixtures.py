@@ -11,8 +11,8 @@ from training_helpers import tiny, write_text
 
 from normlab import runs
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.run import train
+from normlab.training.text.corpus import Corpus, corpus_of
 
 
 @pytest.fixture(scope="module")

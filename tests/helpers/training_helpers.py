@@ -54,7 +54,7 @@ def write_run(
 ) -> Path:
     """A finished run written by hand, in no time. `corpus`: its identity, where a true one would take too long."""
     from normlab import runs
-    from normlab.training.corpus import corpus_of
+    from normlab.training.text.corpus import corpus_of
 
     staged = Path(out) / runs.PARTIAL / config.run_id
     shutil.rmtree(staged, ignore_errors=True)  # of a worker that was killed

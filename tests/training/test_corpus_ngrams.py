@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from training_helpers import write_text
 
-from normlab.training import corpus as corpora
-from normlab.training.corpus import load_corpus
-from normlab.training.ngrams import ngram_losses
+from normlab.training.text import corpus as corpora
+from normlab.training.text.corpus import load_corpus
+from normlab.training.text.ngrams import ngram_losses
 
 
 def probability(train: list[int], context: tuple[int, ...], token: int, vocab_size: int) -> float:

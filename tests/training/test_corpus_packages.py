@@ -10,30 +10,30 @@ from pathlib import Path
 import pytest
 
 from normlab import NormlabError
-from normlab.training import packages
-from normlab.training.corpus import load_corpus
-from normlab.training.documents import part_of, source_key
+from normlab.training.text import source
+from normlab.training.text.corpus import load_corpus
+from normlab.training.text.source import part_of, source_key
 
 ROOT = Path(__file__).resolve().parents[2]
-RELEASES = {name: importlib.metadata.version(name) for name in packages.PACKAGES}
+RELEASES = {name: importlib.metadata.version(name) for name in source.PACKAGES}
 
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    documents = list(packages.package_documents())
+    documents = list(source.package_documents())
     assert len({document["key"] for document in documents}) == len(documents)
     return {document["key"]: document["text"] for document in documents}
 
 
 def test_every_file_is_a_source_of_a_package_and_none_is_a_test(sources: dict[str, str]) -> None:
-    assert {key.split("/")[0] for key in sources} == set(packages.PACKAGES)
+    assert {key.split("/")[0] for key in sources} == set(source.PACKAGES)
     assert not [key for key in sources if re.search(r"/(tests?|testing)/|/test_|conftest|__config__", key)]
     assert "sympy/core/add.py" in sources and "pandas/core/frame.py" in sources
     assert len(set(sources.values())) == len(sources), "a text stands twice"
 
 
 def test_any_head_of_the_text_has_files_of_all_packages(sources: dict[str, str]) -> None:
-    assert {key.split("/")[0] for key in list(sources)[:200]} == set(packages.PACKAGES)
+    assert {key.split("/")[0] for key in list(sources)[:200]} == set(source.PACKAGES)
 
 
 def test_files_are_split_in_fixed_shares(sources: dict[str, str]) -> None:
@@ -42,7 +42,7 @@ def test_files_are_split_in_fixed_shares(sources: dict[str, str]) -> None:
     assert shares == pytest.approx({"train": 0.9, "validation": 0.05, "test": 0.05}, abs=0.015)
 
 
-@pytest.mark.skipif(packages.PACKAGES != RELEASES, reason="other releases: pip install 'normlab[packages]'")
+@pytest.mark.skipif(source.PACKAGES != RELEASES, reason="other releases: pip install 'normlab[packages]'")
 def test_the_text_of_the_named_releases_is_known() -> None:
     assert source_key("packages") == "fe810e3de0267bdb33c08f7212a79fd0d5652275c1ed7f6c7c050ff7f5a4200a"
 
@@ -51,12 +51,12 @@ def test_the_releases_that_are_named_are_those_of_the_extra() -> None:
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["packages"] == [f"{name}=={version}" for name, version in packages.PACKAGES.items()]
+    assert extras["packages"] == [f"{name}=={version}" for name, version in source.PACKAGES.items()]
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "PACKAGES", {"no-such-package": "1.0"})
+    monkeypatch.setattr(source, "PACKAGES", {"no-such-package": "1.0"})
     with pytest.raises(NormlabError, match="needs the package no-such-package: pip install 'normlab\\[packages\\]'"):
         load_corpus("packages", cache_dir=tmp_path)

@@ -17,10 +17,9 @@ from normlab.schemes import BASELINE, GAIN_CONTROL, SCHEMES, tagged
 from normlab.training import plan as plan_module
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
-from normlab.training.grids import Choice, LeagueSearch, Part, Preset, Search
+from normlab.training.grids import Choice, LeagueSearch, Part, Preset, Search, planned
 from normlab.training.plan import plan
 from normlab.training.presets import PRESETS, get_preset
-from normlab.training.sweep import planned
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from training_helpers import tiny
 import normlab
 from normlab import NormlabError, runs
 from normlab.models import NormlabForCausalLM, without_blocks
-from normlab.training.corpus import Corpus
 from normlab.training.experiments import COLUMNS, experiments
+from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
 

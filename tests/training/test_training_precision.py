@@ -23,9 +23,9 @@ from normlab import NormlabError, runs
 from normlab.models import NormlabForCausalLM
 from normlab.training import distributed
 from normlab.training.config import TrainConfig
+from normlab.training.grids import planned
 from normlab.training.presets import PRESETS
 from normlab.training.run import RunStopped
-from normlab.training.sweep import planned
 
 pytest_plugins = ["training_fixtures"]
 
@@ -173,7 +173,7 @@ import torch
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import computes_bfloat16, settled
 from normlab.training.presets import PRESETS
-from normlab.training.sweep import planned
+from normlab.training.grids import planned
 
 cpu = torch.device("cpu")
 configs = [config for preset in PRESETS.values() for _, config in planned(preset)] + [TrainConfig()]

@@ -18,10 +18,10 @@ from training_helpers import tiny, write_text
 from normlab import cli, runs
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import load_corpus
 from normlab.training.progress import Progress, Report, read_report, steps_in_all, steps_until, write_report
 from normlab.training.run import train
 from normlab.training.sweep import sweep
+from normlab.training.text.corpus import load_corpus
 
 
 class Clock:

@@ -17,12 +17,12 @@ from torch.nn import functional
 from training_helpers import WORDS, tiny
 
 from normlab import NormlabError, runs
-from normlab.training import documents
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus, corpus_of
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order
 from normlab.training.measure import Measurements, RunLog, copied_tokens
+from normlab.training.text import source
+from normlab.training.text.corpus import Corpus, corpus_of
 
 pytest_plugins = ["training_fixtures"]
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -116,7 +116,7 @@ def by_file(tmp_path_factory: pytest.TempPathFactory) -> Any:
     files = [f"pack/part{i % 7}/file{i}.py" for i in range(120)]
     found = [{"key": key, "text": " ".join(choose.choices(WORDS, k=choose.randint(20, 60)))} for key in files]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(documents.SOURCES, "packages", lambda: iter(found))
+        patch.setitem(source.SOURCES, "packages", lambda: iter(found))
         yield {document["key"]: document["text"] for document in found}
 
 
@@ -144,7 +144,7 @@ def _value(run: runs.Run, metric: str) -> float:
 
 
 def test_no_held_out_file_is_in_two_parts_and_every_block_is_of_one(held_out: Corpus, by_file: dict[str, str]) -> None:
-    parts = {key: documents.part_of("packages", key) for key in by_file}
+    parts = {key: source.part_of("packages", key) for key in by_file}
     assert set(parts.values()) == {"train", "validation", "test"}
     halves = [held_out.files_of(10**6, half) for half in ("validation", "test")]
     names = [{held_out.files[place][0] for place in np.unique(half)} for half in halves if half is not None]

@@ -18,9 +18,9 @@ from normlab import NormlabError, NormlabForCausalLM
 from normlab.cli import main
 from normlab.models.removal import as_llama, fold_removed, load_removable, removable_norms, remove_norm
 from normlab.training import fine_tune as fine_tune_module
-from normlab.training.corpus import Corpus, load_corpus
 from normlab.training.measure import mean_token_loss
 from normlab.training.removal import RemovalConfig, remove_norms
+from normlab.training.text.corpus import Corpus, load_corpus
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": True}

@@ -17,10 +17,10 @@ from training_helpers import WORDS, tiny
 from normlab import runs
 from normlab.schemes import STUDIED
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order, optimizer_of, refresh_interval
 from normlab.training.measure import Measurements, RunLog, mean_token_loss
+from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
 

@@ -9,10 +9,10 @@ import torch
 from training_helpers import tiny
 
 from normlab import NormlabForCausalLM, runs
-from normlab.training.corpus import Corpus
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training
 from normlab.training.run import RunStopped, train
+from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
 

@@ -19,11 +19,11 @@ from transformers import Trainer, TrainingArguments
 
 from normlab import LayerStatsCallback, runs
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import corpus_of
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import fresh_model
 from normlab.training.needs import needs
 from normlab.training.run import RunStopped
+from normlab.training.text.corpus import corpus_of
 
 pytest_plugins = ["training_fixtures"]
 

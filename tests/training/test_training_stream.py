@@ -20,11 +20,11 @@ from training_helpers import tiny, write_text
 
 from normlab import NormlabError, runs
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus, corpus_of
-from normlab.training.documents import is_held_out
 from normlab.training.run import RunStopped
 from normlab.training.sizes import get_size
-from normlab.training.stream import DOCUMENTS, StreamedBlocks
+from normlab.training.text.corpus import Corpus, corpus_of
+from normlab.training.text.source import is_held_out
+from normlab.training.text.stream import DOCUMENTS, StreamedBlocks
 
 pytest_plugins = ["training_fixtures"]
 pytest.importorskip("aiohttp")

@@ -19,8 +19,8 @@ from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
 from normlab.schemes import GAIN_CONTROL, tagged
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import CorpusSpec, load_corpus
 from normlab.training.presets import Part, Preset, Variant, get_preset
+from normlab.training.text.corpus import CorpusSpec, load_corpus
 
 pytest_plugins = ["training_fixtures"]
 

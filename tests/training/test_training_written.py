@@ -21,8 +21,8 @@ import normlab
 from normlab import NormlabError, runs
 from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
-from normlab.training.corpus import Corpus
 from normlab.training.run import commit, train_from_manifest
+from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
 

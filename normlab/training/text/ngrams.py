@@ -1,6 +1,7 @@
-"""Bigram and trigram losses of blocks: what a model must beat to have learned more than which tokens follow each other.
+"""N-gram baselines: losses that a model must beat to have learned more than which tokens follow each other.
 
-`ngram_losses(train, blocks, vocab_size)`   the losses of every block, scored as a model is
+`unigram_entropy(train, held_out, vocab_size)`   loss of the token frequencies
+`ngram_losses(train, blocks, vocab_size)`        bigram and trigram loss of every block, scored as a model's is
 """
 
 from __future__ import annotations
@@ -8,8 +9,18 @@ from __future__ import annotations
 import numpy as np
 
 
+def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
+    """Mean over held-out tokens of -log((n_train(token) + 1) / (N_train + vocab_size)), in nats.
+
+    A model that does no better has learned nothing but the frequency of each token.
+    """
+    counts = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
+    log_probability = np.log(counts) - np.log(counts.sum())
+    return float(-log_probability[held_out].mean())
+
+
 def ngram_losses(train: np.ndarray, blocks: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Losses of each block under the bigram and the trigram model fitted on a stream of tokens, in nats a token.
+    """Losses of each block under the bigram and the trigram model fitted on a stream of tokens, in nats per token.
 
     Interpolated Witten-Bell smoothing: with c(h w) the occurrences of token w after context h in `train`, c(h) their
     sum over w, T(h) the number of different w among them, and h' the context h without its oldest token,
@@ -18,8 +29,8 @@ def ngram_losses(train: np.ndarray, blocks: np.ndarray, vocab_size: int) -> np.n
 
     the empty context holds all of `train`, and behind it every token has 1 / vocab_size.
 
-    A block stands alone, as it does for a model: its first token has no label, the label of the second has one token of
-    context, for the trigram model too. Sources: Witten & Bell 1991 (method C), in the interpolated form of Chen &
+    Each block is scored alone, as by a model. Its first token has no label, and the label of the second has one token
+    of context, for the trigram model too. Sources: Witten & Bell 1991 (method C), in the interpolated form of Chen &
     Goodman 1998.
 
     Args:
@@ -42,17 +53,17 @@ def _windows(ids: np.ndarray, length: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(ids, length, axis=-1)
 
 
-def _interpolated(seen: np.ndarray, asked: np.ndarray, shorter: np.ndarray, vocab_size: int) -> np.ndarray:
-    """p(w | h) of the n-grams (h, w) in the last axis of `asked` by the counts of those in `seen`.
+def _interpolated(seen: np.ndarray, ngrams: np.ndarray, shorter: np.ndarray, vocab_size: int) -> np.ndarray:
+    """p(w | h) of the n-grams (h, w) in the last axis of `ngrams` by the counts of those in `seen`.
 
-    shorter: p(w | h') of the same. An n-gram is one number in base `vocab_size`, so that sorting brings those of one
-    context together.
+    shorter: p(w | h') of the same. An n-gram is one number in base `vocab_size`, so sorting brings equal contexts
+    together.
     """
     places = vocab_size ** np.arange(seen.shape[-1])[::-1]
     grams, counts = np.unique(seen @ places, return_counts=True)
     contexts, first, kinds = np.unique(grams // vocab_size, return_index=True, return_counts=True)
     totals = np.add.reduceat(counts, first)
-    keys = asked @ places
+    keys = ngrams @ places
     count = _looked_up(grams, counts, keys)
     total = _looked_up(contexts, totals, keys // vocab_size)
     kind = _looked_up(contexts, kinds, keys // vocab_size)
@@ -60,6 +71,6 @@ def _interpolated(seen: np.ndarray, asked: np.ndarray, shorter: np.ndarray, voca
 
 
 def _looked_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The values of the `wanted` among the sorted `keys`, 0 for one that is not there."""
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], 0)
+    """The values of the `wanted` among the sorted `keys`; 0 for a missing one."""
+    index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[index] == wanted, values[index], 0)

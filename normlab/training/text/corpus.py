@@ -1,21 +1,19 @@
-"""Text in, fixed-length blocks of token ids out: one road for every corpus.
+"""Text in, fixed-length blocks of token ids out: one code path for every corpus.
 
-`CorpusSpec`            which text, cut how
-`load_corpus(corpus)`   builds (or finds in the cache) the packed train and held-out splits
-`Corpus`                what training needs: two memory-mapped arrays, the tokenizer, the hashes, and the losses of
-                        models that only count
-`MeasuredOn`            the held-out blocks that one run is measured on
-`DEFAULT_CORPUS`        "stdlib": the Python standard library's source and pydoc topics, always at hand with no network
+`CorpusSpec`                      which text, cut how
+`load_corpus(corpus)`             builds the packed train and held-out splits, or finds them in the cache
+`corpus_of(config)`               the same for a run's configuration
+`Corpus`                          what training needs of a text
+`MeasuredOn`                      the held-out blocks that one run is measured on
+`train_tokenizer`, `tokenize`     a byte-level BPE; documents as ids
 
-Every source becomes a streamed `datasets.IterableDataset` of documents with two columns, `key` and `text`; after that
-there is one code path. A document belongs to the held-out split when a hash of its key falls into the last 5%: a file's
-path for the standard library, a work's name for `english`, the text itself for every other source, so a duplicate never
-sits in both splits and the order of reading does not matter. The halves "validation" and "test" of held-out blocks are
-alternate ones; of `packages` they are blocks of different files, 5% of the files each.
+Every source becomes a stream of documents with two columns, `key` and `text`. A document is held out if a hash of its
+key falls into the last 5%. The key is a file's path for `stdlib` and `packages`, and the text itself for every other
+source, so no duplicate is in both splits and the order of reading does not matter. The halves "validation" and "test"
+of held-out blocks are alternate ones. Those of `packages` are blocks of different files, 5% of the files each.
 
-`datasets` reads and maps the files; packing and the cache's key are ours: its cache goes by the code that made an
-entry, ours by the text's own hash, which manifests compare; and it writes a column in pieces, where one piece can be
-mapped as one array.
+`datasets` reads and maps the files. Packing and the cache's key are ours: its cache depends on the code that made an
+entry, ours on the hash of the text. It also writes a column in pieces, and only a single piece maps as one array.
 """
 
 from __future__ import annotations
@@ -26,17 +24,20 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 from normlab.runs import full_disk_named
 from normlab.training import require_training
-from normlab.training.documents import (
+from normlab.training.fields import TEXT, at_least, check, described, setting
+from normlab.training.progress import can_redraw
+from normlab.training.text.ngrams import ngram_losses, unigram_entropy
+from normlab.training.text.source import (
     DEFAULT_CORPUS,
     HELD_OUT_PERCENT,
     SPLIT_BY_FILE,
@@ -46,10 +47,6 @@ from normlab.training.documents import (
     source_key,
     texts,
 )
-from normlab.training.fields import TEXT, at_least, check, described, setting
-from normlab.training.ngrams import ngram_losses
-from normlab.training.progress import can_redraw
-from normlab.training.tokens import saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,17 +54,21 @@ if TYPE_CHECKING:
 HELD_OUT = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}  # which held-out blocks: the first, and the step
 PARTS = ("validation", "test")  # of held-out text that is split by file, in the order of their blocks
 CACHE_VERSION = 2
+END_OF_TEXT = "<|endoftext|>"
+TRAINING_CHARACTERS = 20_000_000  # a byte-level BPE of a few thousand entries hardly changes with more text
+TOKENIZED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """Which text a run reads, and how it is cut; a `TrainConfig` has the same fields. NormlabError for a value out of
-    range.
+    """Which text a run reads, and how it is cut. A `TrainConfig` has the same fields.
+
+    NormlabError for a value out of range.
     """
 
     corpus: str = setting(
         DEFAULT_CORPUS,
-        "stdlib; packages; english; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a "
+        "stdlib; packages; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a "
         "folder of them; addresses of such files (http:, https:), comma-separated; a hub data set (name or "
         "name:configuration)",
         TEXT,
@@ -83,7 +84,7 @@ class CorpusSpec:
 
     @classmethod
     def of(cls, config: Any) -> CorpusSpec:
-        """That of anything with the same fields."""
+        """The fields that anything else has in common with it."""
         return cls(**{spec.name: getattr(config, spec.name) for spec in fields(cls)})
 
 
@@ -91,8 +92,10 @@ CorpusSpec.__doc__ = f"{CorpusSpec.__doc__}\n{described(CorpusSpec)}\n"
 
 
 class MeasuredOn(NamedTuple):
-    """Held-out blocks that a run is measured on, (blocks, tokens) ids, what models that only count lose on those of the
-    held-out loss (`Corpus.count_losses`), and the files of their tokens (`Corpus.files_of`)."""
+    """Held-out blocks that a run is measured on, (blocks, tokens) ids.
+
+    count_losses: n-gram baselines on the blocks of the held-out loss. eval_files: the files of their tokens.
+    """
 
     probe: np.ndarray
     eval: np.ndarray
@@ -106,12 +109,10 @@ class Corpus:
     """A packed corpus.
 
     source: as given. train, held_out: int32 arrays (blocks, block_length), memory-mapped from disk.
-    content_hash: of every document, in order. tokenizer_hash: of the tokenizer's vocabulary, merges and normalisation.
-    unigram_entropy: nats a token; cross-entropy of the held-out tokens under the add-one smoothed token frequencies of
-    the train split. A model that does no better has learned nothing but how frequent each token is.
-    ngram_losses: (2, held-out blocks), nats a token; see `normlab.training.ngrams`, fitted on all of the train split.
-    validation_blocks: how many of the held-out blocks, the first, are the half "validation"; None: every other one.
-    files: of text split by file, (path, first token) of each held-out file in the order of the held-out tokens.
+    content_hash: of every document, in order. tokenizer_hash: of vocabulary, merges and normalisation.
+    unigram_entropy, ngram_losses: see `normlab.training.text.ngrams`; nats per token, (2, held-out blocks).
+    validation_blocks: the first so many held-out blocks are the half "validation". None: every other one is.
+    files: path and first token of each held-out file, in order, if text is split by file.
     """
 
     source: str
@@ -139,24 +140,28 @@ class Corpus:
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(self.tokenizer_path))
 
     def spread(self, count: int, held_out: str = "all") -> np.ndarray:
-        """`count` held-out blocks, evenly spaced over the split or over one half of it ("validation", "test"): the same
-        ones for every run. Fewer when there are fewer."""
+        """`count` held-out blocks, evenly spaced over the split or one half of it ("validation", "test").
+
+        They are the same for every run, and fewer if there are fewer.
+        """
         return self.held_out[self._spread_rows(count, held_out)].astype(np.int64)
 
     def count_losses(self, count: int | None = None, held_out: str = "all") -> dict[str, float]:
-        """`bigram_loss` and `trigram_loss` of the blocks `spread(count, held_out)`, by default of all held-out blocks,
-        in nats a token: to be compared with a model's loss on the same blocks."""
+        """`bigram_loss` and `trigram_loss` of the blocks `spread(count, held_out)`, in nats per token.
+
+        By default of all held-out blocks. They compare with a model's loss on the same blocks.
+        """
         rows = self._spread_rows(len(self.held_out) if count is None else count, held_out)
         bigram, trigram = self.ngram_losses[:, rows].mean(axis=1)
         return {"bigram_loss": float(bigram), "trigram_loss": float(trigram)}
 
     def measured_on(self, config: Any) -> MeasuredOn:
-        """What a run of `config`, a `TrainConfig`, is measured on; a warning where it asks for more than there is."""
-        there = len(self._spread_rows(len(self.held_out), config.held_out))
+        """The blocks that a run of `config`, a `TrainConfig`, is measured on. A warning if there are fewer."""
+        most = len(self._spread_rows(len(self.held_out), config.held_out))
         for name in ("probe_blocks", "eval_blocks", "experiment_blocks"):
-            asked = getattr(config, name)
-            if asked > there and asked != config.__dataclass_fields__[name].default:
-                warnings.warn(f"{name} is {asked}; all of the {there} held-out blocks are used", stacklevel=2)
+            count = getattr(config, name)
+            if count > most and count != config.__dataclass_fields__[name].default:
+                warnings.warn(f"{name} is {count}; all of the {most} held-out blocks are used", stacklevel=2)
         return MeasuredOn(
             probe=self.spread(config.probe_blocks, config.held_out),
             eval=self.spread(config.eval_blocks, config.held_out),
@@ -166,8 +171,7 @@ class Corpus:
         )
 
     def files_of(self, count: int, held_out: str = "all") -> np.ndarray | None:
-        """For every token of `spread(count, held_out)` the place of its file in `files`; None where text is not split
-        by file."""
+        """The index in `files` of each token of `spread(count, held_out)`; None if text is not split by file."""
         if not self.files:
             return None
         starts = np.array([start for _, start in self.files])
@@ -185,7 +189,7 @@ class Corpus:
         return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
 
     def identity(self) -> dict[str, Any]:
-        """What a manifest keeps, so that numbers are only compared between equal corpora."""
+        """The corpus as a manifest has it: numbers are only compared between equal corpora."""
         return {
             "source": self.source,
             "content_hash": self.content_hash,
@@ -208,14 +212,23 @@ def default_cache_dir() -> Path:
 def load_corpus(
     corpus: str = DEFAULT_CORPUS, *, cache_dir: str | Path | None = None, progress: bool = False, **more: Any
 ) -> Corpus:
-    """Read, tokenize, pack and cache a corpus; a second call with the same content maps the cached files.
+    """Read, tokenize, pack and cache a corpus. A second call with the same content maps the cached files.
 
-    corpus, more: fields of `CorpusSpec`. Hub data sets are cached by name: they are not read again to see whether they
-    changed. Raises NormlabError for a missing, empty, binary or too small corpus, and where the extra `train` is not
-    installed.
+    Hub data sets are cached by name: they are not read again to see whether they changed.
+
+    Args:
+        corpus, more: fields of `CorpusSpec`.
+
+    Raises:
+        NormlabError: a missing, empty, binary or too small corpus, or the extra `train` is not installed.
     """
+    return corpus_of(CorpusSpec(str(corpus), **more), cache_dir, progress)
+
+
+def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool = False) -> Corpus:
+    """The corpus of a `CorpusSpec`, or of a configuration with the same fields; see `load_corpus`."""
     require_training()
-    spec = CorpusSpec(str(corpus), **more)
+    spec = CorpusSpec.of(config)
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     tokenizer = spec.tokenizer or f"bpe-{spec.vocab_size}"
     cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
@@ -225,11 +238,6 @@ def load_corpus(
         with full_disk_named(root):
             _build(final, spec, progress)
     return _open(final, spec.corpus)
-
-
-def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool = False) -> Corpus:
-    """The corpus that a run's configuration asks for."""
-    return load_corpus(**asdict(CorpusSpec.of(config)), cache_dir=cache_dir, progress=progress)
 
 
 def _open(path: Path, source: str) -> Corpus:
@@ -251,8 +259,7 @@ def _open(path: Path, source: str) -> Corpus:
 
 
 def _build(final: Path, spec: CorpusSpec, progress: bool) -> None:
-    """Build into a temporary directory beside `final` and rename it there, so that a killed build leaves no half
-    cache."""
+    """Build into a temporary directory and rename it to `final`, so that a killed build leaves no half cache."""
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".building-", dir=final.parent))
     try:
@@ -277,13 +284,13 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
     held_out_ids: list[np.ndarray] = []
     blocks: list[np.ndarray] = []
     files: list[tuple[str, int]] = []
-    for found in documents.values():
-        pieces = tokenize([text for _, text in found], tokenizer, "tokenizing held-out text", progress)
+    for keyed in documents.values():
+        pieces = tokenize([text for _, text in keyed], tokenizer, "tokenizing held-out text", progress)
         held_out_ids += pieces
         before = sum(part.size for part in blocks)
         blocks.append(_blocks(np.concatenate(pieces), spec, "held-out"))
         starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
-        files += [(key, before + at) for (key, _), at in zip(found, starts, strict=True) if at < blocks[-1].size]
+        files += [(key, before + at) for (key, _), at in zip(keyed, starts, strict=True) if at < blocks[-1].size]
     held_out = np.concatenate(blocks)
     _write_blocks(directory / "held_out.arrow", held_out)
     np.save(directory / "ngram_losses.npy", ngram_losses(train_ids, held_out, len(tokenizer)))
@@ -302,7 +309,7 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
 
 
 def _read_documents(spec: CorpusSpec, progress: bool) -> tuple[dict[str, list[tuple[str, str]]], str]:
-    """Keys and texts by part, "train" and those that are held out, and the hash of all texts in order."""
+    """Keys and texts by part, "train" and the held-out ones, and the hash of all texts in order."""
     from tqdm import tqdm
 
     check_text(spec.corpus)
@@ -329,7 +336,7 @@ def _read_documents(spec: CorpusSpec, progress: bool) -> tuple[dict[str, list[tu
 
 
 def _blocks(ids: np.ndarray, spec: CorpusSpec, split: str) -> np.ndarray:
-    """The stream in rows; what does not fill a row is left out. NormlabError where it does not fill one."""
+    """The ids in rows; the rest is left out. NormlabError if they do not fill one row."""
     if len(ids) < spec.block_length:
         raise NormlabError(
             f"corpus {spec.corpus!r} is too small: {len(ids)} {split} tokens, one block has {spec.block_length}"
@@ -345,3 +352,60 @@ def _write_blocks(path: Path, blocks: np.ndarray) -> None:
     table = pa.table({"input_ids": column})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
+
+
+# --- tokens ---
+
+
+def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in directory `name`, or of that name on the hub. NormlabError if it cannot be used."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # hub, network, JSON and missing-dependency errors alike
+        raise NormlabError(f"cannot load tokenizer {name!r}: {first_line(error)}") from error
+    if tokenizer.eos_token_id is None or not tokenizer.is_fast:
+        raise NormlabError(f"tokenizer {name!r} needs an end-of-text token and a fast (tokenizers) form")
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most `vocab_size` entries (fewer when the texts have no more pairs to merge)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size <= len(alphabet):
+        raise NormlabError(f"vocabulary size is {vocab_size}; a byte-level tokenizer needs more than {len(alphabet)}")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(_head(texts, TRAINING_CHARACTERS), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+
+
+def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text
+        characters -= len(text)
+
+
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, title: str, progress: bool) -> list[np.ndarray]:
+    """The ids of each document, an end-of-text token last."""
+    from tqdm import tqdm
+
+    pieces: list[np.ndarray] = []
+    starts = range(0, len(texts), TOKENIZED_AT_ONCE)
+    silent = not (progress and can_redraw())
+    for start in tqdm(starts, desc=title, unit="batch", disable=silent, leave=False, delay=1):
+        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(
+            texts[start : start + TOKENIZED_AT_ONCE], add_special_tokens=False
+        ):
+            pieces.append(np.array([*encoding.ids, tokenizer.eos_token_id], dtype=np.int32))
+    return pieces
