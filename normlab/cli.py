@@ -189,7 +189,8 @@ def _train(
 
     For several processes or GPUs: torchrun --nproc-per-node N -m normlab train ...; --batch-size is of all together.
     """
-    from normlab.runs import COUNT_LOSSES, child
+    from normlab.runs import COUNT_LOSSES
+    from normlab.store import child
     from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of
@@ -407,20 +408,20 @@ def _probe(
     return 0
 
 
-@command("export", "normlab.models.exported")
+@command("export", "normlab.models.pretrained")
 def _export(
     run: Annotated[str, flag("directory of a run that kept its weights, or a model that comes with normlab")],
     out: Annotated[str, flag("new folder; loading it needs normlab and trust_remote_code")],
     /,
 ) -> int:
     """Write a trained model as a folder that lm-eval and transformers load."""
-    from normlab.models.exported import export_model
+    from normlab.models.pretrained import export_model
 
     print(export_model(run, out))
     return 0
 
 
-@command("page", "normlab.models.kept")
+@command("page", "normlab.models.pretrained")
 def _page(
     *models: Annotated[str, flag("models that come with normlab, or directories of runs that kept their weights")],
     out: Annotated[str, flag("folder of the page")],

@@ -14,7 +14,7 @@ import pytest
 from training_helpers import TINY, tiny, write_run, write_text
 
 import normlab
-from normlab import runs
+from normlab import runs, store
 from normlab.cli import main
 from normlab.schemes import SCHEMES
 from normlab.training import sweep as sweep_module
@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_line(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(runs, "write_stats", full)
+    monkeypatch.setattr(store, "write_stats", full)
     assert "no space left" in _refused(capsys, *_train(text))
     assert not list((text.parent / "out").glob("*/manifest.json"))
 

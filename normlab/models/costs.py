@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normlab.models.configuration import NormlabConfig
+from normlab.models.config import NormlabConfig
 from normlab.residuals import Residual
 from normlab.schemes import PARTS, SCHEMES, NormSite, Scheme, Sublayer
 

@@ -16,7 +16,7 @@ import normlab
 from benchmarks.browser import find_browser
 from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.errors import NormlabError
-from normlab.models.kept import model_folder
+from normlab.models.pretrained import model_folder
 from normlab.probes import record
 from normlab.release import shipped_models
 from normlab.widgets.change import Change, changed
