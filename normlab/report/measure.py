@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normlab.errors import NormlabError, in_one_line
-from normlab.probes.calls import IGNORED_LABEL, CallInputs
-from normlab.probes.geometry import angular_distance, logit_lens_kl
-from normlab.probes.metrics import FORWARD_METRICS, METRICS
-from normlab.probes.recording import record
-from normlab.probes.sites import Sites, sites, stacks
-from normlab.probes.skipping import skip_sensitivity
-from normlab.probes.spans import cheapest_spans, mergekit_config
-from normlab.probes.stats import LayerStats
+from normlab.probes import (
+    FORWARD_METRICS,
+    METRICS,
+    CallInputs,
+    LayerStats,
+    Sites,
+    angular_distance,
+    cheapest_spans,
+    logit_lens_kl,
+    mergekit_config,
+    record,
+    sites,
+    skip_sensitivity,
+    stacks,
+)
+from normlab.probes.forward_call import IGNORED_LABEL
 from normlab.report.inputs import Batches, Loaded
 
 if TYPE_CHECKING:
@@ -88,7 +96,7 @@ def _called(loaded: Loaded, batch: dict[str, torch.Tensor], dtype: torch.dtype) 
 
 
 def _labels_averaged(task: str, inputs: CallInputs) -> float | None:
-    labels = inputs.found.get("labels")
+    labels = inputs.arguments.get("labels")
     if labels is None:
         return None
     return float(((labels[:, 1:] if task == "causal" else labels) != IGNORED_LABEL).sum())

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from normlab.errors import NormlabError, show_warning
-from normlab.runs import child, read_run
+from normlab.runs import read_run
+from normlab.store import child
 from normlab.training.clusters import Cluster, Outcome
 from normlab.training.config import TrainConfig
 
