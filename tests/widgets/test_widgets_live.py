@@ -14,7 +14,7 @@ from browser_helpers import page_of
 from tokenizers import Tokenizer
 
 import normlab
-from normlab.bench.browser import find_browser
+from benchmarks.browser import find_browser
 from normlab.cli import main
 from normlab.errors import NormlabError
 from normlab.models.pretrained import model_folder
