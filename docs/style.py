@@ -134,33 +134,55 @@ def openers(file: Path) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, first
 
 
-def row_of(room: Room) -> tuple[str, ...]:
-    """The numbers of a room."""
-    every = [text for file in room.files for text in texts(file)]
-    found = [sentence for text in every for sentence in sentences(text.words)]
-    words = [len(sentence.split()) for sentence in found]
-    separators = [len(SEPARATORS.findall(sentence)) for sentence in found]
-    count = max(len(found), 1)
-    return (
-        room.name,
-        f"{len(found)}",
-        f"{sum(words) / count:.1f}",
-        f"{sum(n > LONGEST for n in words) / count:.0%}",
-        f"{sum(separators) / count:.1f}",
-        f"{sum(n >= MANY for n in separators) / count:.0%}",
-        f"{sum(len(AVOIDED.findall(sentence)) for sentence in found)}",
-        f"{sum(1 for file in room.files for _ in openers(file))}",
+class Numbers(NamedTuple):
+    """The style of a room: counts, means per sentence and shares of the sentences."""
+
+    sentences: int
+    words: float
+    long: float
+    separators: float
+    many: float
+    avoided: int
+    openers: int
+
+    def __str__(self) -> str:
+        cells = (
+            f"{self.sentences}",
+            f"{self.words:.1f}",
+            f"{self.long:.0%}",
+            f"{self.separators:.1f}",
+            f"{self.many:.0%}",
+            f"{self.avoided}",
+            f"{self.openers}",
+        )
+        return "".join(cell.rjust(11) for cell in cells)
+
+
+def numbers(room: Room) -> Numbers:
+    """Measure the style of a room."""
+    every = [sentence for file in room.files for text in texts(file) for sentence in sentences(text.words)]
+    words = [len(sentence.split()) for sentence in every]
+    separators = [len(SEPARATORS.findall(sentence)) for sentence in every]
+    count = max(len(every), 1)
+    return Numbers(
+        sentences=len(every),
+        words=sum(words) / count,
+        long=sum(n > LONGEST for n in words) / count,
+        separators=sum(separators) / count,
+        many=sum(n >= MANY for n in separators) / count,
+        avoided=sum(len(AVOIDED.findall(sentence)) for sentence in every),
+        openers=sum(1 for file in room.files for _ in openers(file)),
     )
 
 
-HEADER = ("room", "sentences", "words", "above 25", "separators", "3 or more", "avoided", "openers")
+HEADER = ("sentences", "words", "above 25", "separators", "3 or more", "avoided", "openers")
 
 
 def main(paths: list[str]) -> int:
     chosen = [Room(path, files_of(Path(path).resolve())) for path in paths] or rooms()
-    rows = [HEADER, *map(row_of, chosen)]
-    for row in rows:
-        print(row[0].ljust(22) + "".join(cell.rjust(11) for cell in row[1:]))
+    print("room".ljust(22) + "".join(name.rjust(11) for name in HEADER))
+    for room in chosen:
+        print(room.name.ljust(22) + str(numbers(room)))
     if not paths:
         return 0
     lines = [
