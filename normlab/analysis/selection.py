@@ -172,8 +172,8 @@ class Selection:
             count = int((own["status"] == status).sum())
             if count:
                 words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
-        beside = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
-        if len(own) and beside["lr"].nunique() > 1:
+        here = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
+        if len(own) and here["lr"].nunique() > 1:
             words.append("learning rate " + " and ".join(f"{rate:g}" for rate in sorted(own["lr"].unique())))
         return ", ".join(words)
 
