@@ -408,20 +408,43 @@ def _probe(
     return 0
 
 
-@command("export", "normlab.models.exported")
+@command("diff", "normlab.report.difference")
+def _diff(
+    a: Annotated[str, flag("directory or hub name of a causal language model")],
+    b: Annotated[str, flag("another, or a file of arrays (.npz, .safetensors) written on the same tokens")],
+    /,
+    *,
+    text: Annotated[str, flag("text file to run both on")],
+    gradients: Annotated[bool, flag("compare the gradients at the blocks' inputs too"), SWITCH] = False,
+    dtype: Annotated[str | None, flag("in which the arrays of a file were computed; default: theirs")] = None,
+    device: Annotated[str | None, flag("cpu, cuda:1 ...; default: a GPU when there is one")] = None,
+    out: Annotated[str | None, flag("directory for the page and the table; default: none")] = None,
+    length: Annotated[Whole, flag("tokens per row")] = 64,
+    rows: Annotated[Whole, flag("rows at most")] = 4,
+    quiet: Quiet = False,
+) -> int:
+    """Name the first block and site at which two models part, and why."""
+    from normlab.report.difference import difference_report
+
+    options: dict[str, Any] = {"length": length, "rows": rows, "gradients": gradients, "dtype": dtype, "device": device}
+    print(difference_report(a, b, text, out=out, **options))
+    return 0
+
+
+@command("export", "normlab.models.pretrained")
 def _export(
     run: Annotated[str, flag("directory of a run that kept its weights, or a model that comes with normlab")],
     out: Annotated[str, flag("new folder; loading it needs normlab and trust_remote_code")],
     /,
 ) -> int:
     """Write a trained model as a folder that lm-eval and transformers load."""
-    from normlab.models.exported import export_model
+    from normlab.models.pretrained import export_model
 
     print(export_model(run, out))
     return 0
 
 
-@command("page", "normlab.models.kept")
+@command("page", "normlab.models.pretrained")
 def _page(
     *models: Annotated[str, flag("models that come with normlab, or directories of runs that kept their weights")],
     out: Annotated[str, flag("folder of the page")],
@@ -452,7 +475,7 @@ def _remove_norms(
     return 0
 
 
-@command("bench", "normlab.bench.training")
+@command("bench", "normlab.training.loop")
 def _bench(
     *,
     pairs: Annotated[Whole, flag("interleaved pairs; at least 9 for a result to quote")] = 9,
@@ -462,9 +485,11 @@ def _bench(
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
-    """Time whole training steps against each other."""
-    from normlab.bench.training import bench
-
+    """Time whole training steps against each other. It needs a checkout of normlab."""
+    try:
+        from benchmarks.training import bench
+    except ImportError as error:
+        raise NormlabError("the benchmarks are not installed: run normlab bench in a checkout of normlab") from error
     chosen: dict[str, Any] = {"schemes": schemes.split(",")} if schemes else {}
     table = bench(pairs, **chosen, threads=threads, cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))

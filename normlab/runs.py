@@ -200,7 +200,7 @@ class Run:
 
     def load_model(self) -> Any:
         """The trained model (`NormlabForCausalLM`). NormlabError: the weights were not kept, or do not fit."""
-        from normlab.models.kept import load_whole
+        from normlab.models.pretrained import load_whole
 
         if not (self.path / WEIGHTS).is_file():
             raise NormlabError(f"run {self.path} kept no weights; train it with keep_weights")

@@ -217,39 +217,6 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
     assert not (text.parent / "deep").exists()
 
 
-def test_the_bench_writes_ratios_of_interleaved_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from normlab.bench import training as bench
-
-    order = []
-
-    def side(name: str, seconds: float) -> Any:
-        return lambda: order.append(name) or seconds
-
-    times = bench.interleaved([side("a", 3.0), side("b", 2.0)], 3, lambda: None)
-    assert order == ["a", "b", "a", "b", "b", "a", "a", "b"] and times == [(3.0, 2.0)] * 3
-    row = bench._row("a", "b", [(1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
-    assert (row["ratio"], row["low"], row["high"], row["pairs"]) == (2.0, 1.0, 9.0, 3)
-
-
-def test_the_bare_loop_trains_exactly_as_the_trainer_does(text: Path, tmp_path: Path) -> None:
-    """Else the bench would compare the speed of two different things."""
-    import torch
-
-    from normlab.bench.training import BareLoop
-    from normlab.training.distributed import accelerator_for
-    from normlab.training.loop import Training
-    from normlab.training.text.corpus import corpus_of
-
-    config = tiny(text, probe_every=0, eval_every=0, checkpoint_every=0, min_lr_ratio=0.999999)
-    corpus = corpus_of(config, tmp_path / "cache")
-    bare = BareLoop(config, corpus)
-    bare.run(config.steps)
-    training = Training(config, corpus, accelerator_for(config))
-    list(training.steps())
-    for (name, left), right in zip(bare.model.named_parameters(), training.model.parameters(), strict=True):
-        assert torch.allclose(left, right, atol=1e-4), name
-
-
 def test_help_names_every_command_and_what_a_run_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out

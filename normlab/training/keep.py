@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from normlab import runs, store
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
-from normlab.models.kept import BLOCKS
+from normlab.models.pretrained import BLOCKS
 from normlab.training.config import TrainConfig
 from normlab.training.measure import mean_token_loss
 from normlab.training.text.corpus import corpus_of

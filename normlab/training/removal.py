@@ -27,7 +27,7 @@ from transformers.utils import logging
 from normlab import store
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM
-from normlab.models.kept import model_folder
+from normlab.models.pretrained import model_folder
 from normlab.models.removal import as_llama, fold_removed, load_removable, removable_norms, remove_norm
 from normlab.training.fields import NOT_NEGATIVE, POSITIVE, SEED, THREADS, at_least, check, described, setting, shared
 from normlab.training.measure import mean_token_loss
