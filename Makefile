@@ -75,7 +75,7 @@ bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on 
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
 	$(BIN)/python -m normlab.bench.probes --out $(OUT)/bench
-	$(BIN)/python -m normlab.bench.compiled --out $(OUT)/bench/compiled_statistics.csv
+	$(BIN)/python benchmarks/compiled_statistics.py --out $(OUT)/bench/compiled_statistics.csv
 	$(BIN)/python -m normlab.bench.clusters --out $(OUT)/bench/ray_workers.csv --cache-dir $(OUT)/cache
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows host --out $(OUT)/bench
 	$(BIN)/python -m normlab.bench.latency data/runs --out $(OUT)/bench/latency.csv

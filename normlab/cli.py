@@ -420,6 +420,18 @@ def _export(
     return 0
 
 
+@command("page", "normlab.models.kept")
+def _page(
+    *models: Annotated[str, flag("models that come with normlab, or directories of runs that kept their weights")],
+    out: Annotated[str, flag("folder of the page")],
+) -> int:
+    """Write a page in which trained models run, and a reader changes their normalization."""
+    from normlab.widgets.live import live_page
+
+    print(live_page(models, out))
+    return 0
+
+
 @command("remove-norms", "normlab.training.removal")
 def _remove_norms(
     model: Annotated[str, flag("a Llama, a run that kept its weights, or a model that comes with normlab")],

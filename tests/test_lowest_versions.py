@@ -90,11 +90,13 @@ def test_the_callback_measures_training_and_does_not_change_it(model: Any, token
 
 
 def test_compiled_statistics_say_which_torch_they_need() -> None:
+    from normlab.experimental.compiled_statistics import CompiledStatsCallback
+
     if TORCH < (2, 11):
-        with pytest.raises(NormlabError, match=r"^compiled=True needs torch>=2\.11: pip install"):
-            normlab.LayerStatsCallback(compiled=True)
+        with pytest.raises(NormlabError, match=r"^compiled statistics needs torch>=2\.11: pip install"):
+            CompiledStatsCallback()
     else:
-        assert normlab.LayerStatsCallback(compiled=True).to_pandas().empty
+        assert CompiledStatsCallback().to_pandas().empty
 
 
 def test_the_shipped_runs_are_one_table_that_is_drawn_and_compared() -> None:

@@ -16,7 +16,7 @@ from normlab_kernels import moments_kernel  # noqa: E402
 from test_kernels_model import ids, tiny  # noqa: E402
 
 from normlab import record  # noqa: E402
-from normlab.probes import reducers  # noqa: E402
+from normlab.probes import statistics  # noqa: E402
 
 pytestmark = pytest.mark.kernels
 NAMES = ("l2", "var", "kurtosis", "max_abs")
@@ -44,10 +44,10 @@ def test_the_kernel_and_the_chunked_reduction_give_the_same_statistics(
     x[0, 0, 5] = 2000.0  # a massive activation
     x[1, 2] = 0.25  # features all equal: no kurtosis
     launches = counted_launches(monkeypatch)
-    got = reducers.token_statistics(x, NAMES)
+    got = statistics.token_statistics(x, NAMES)
     assert launches == [21]
     without_kernels(monkeypatch)
-    expected = reducers.token_statistics(x, NAMES)
+    expected = statistics.token_statistics(x, NAMES)
     assert launches == [21]
     assert got.dtype == expected.dtype
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-6, equal_nan=True)
@@ -57,10 +57,10 @@ def test_the_kernel_and_the_chunked_reduction_give_the_same_statistics(
 def test_fourth_powers_out_of_range_give_no_kurtosis_rather_than_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     x = x * torch.tensor([1e-10, 1.0, 1e10], device=DEVICE)[:, None]
-    got = reducers.token_statistics(x, NAMES)
+    got = statistics.token_statistics(x, NAMES)
     assert got[2].isnan().tolist() == [True, False, True]
     without_kernels(monkeypatch)
-    expected = reducers.token_statistics(x, NAMES)
+    expected = statistics.token_statistics(x, NAMES)
     for index in (0, 1, 3):
         torch.testing.assert_close(got[index], expected[index], rtol=1e-5, atol=0)
 
@@ -70,11 +70,11 @@ def test_a_recording_accumulates_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     mask[0, :2] = 0
     launches = counted_launches(monkeypatch)
 
-    def recorded() -> tuple[torch.Tensor, dict[Any, Any]]:
+    def recorded() -> tuple[torch.Tensor, Any]:
         with record(model, metrics=METRICS) as rec, torch.no_grad():
             logits = model(ids(), attention_mask=mask).logits
             model(ids()[:, :4])
-        return logits, rec.stats().moments
+        return logits, rec.stats().moments.set_index(["site", "layer", "mask", "statistic"])
 
     with torch.no_grad():
         alone = model(ids(), attention_mask=mask).logits
@@ -82,13 +82,10 @@ def test_a_recording_accumulates_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(logits, alone)
     assert len(launches) > 2 * 4
     launched = len(launches)
-    monkeypatch.setattr(reducers, "nk", SimpleNamespace(chooses_kernels=lambda x, kernels: False))  # not the model's
+    monkeypatch.setattr(statistics, "nk", SimpleNamespace(chooses_kernels=lambda x, kernels: False))  # not the model's
     _, expected = recorded()
     assert len(launches) == launched
-    assert got.keys() == expected.keys()
-    for key, ours in got.items():
-        theirs = expected[key]
-        assert (ours.count, ours.width) == (theirs.count, theirs.width), key
-        for name in ("mean", "m2", "peak"):
-            left, right = getattr(ours, name), getattr(theirs, name)
-            assert left == pytest.approx(right, rel=2e-5, abs=1e-6), (key, name)
+    assert got.index.equals(expected.index)
+    assert got[["count", "width"]].equals(expected[["count", "width"]])
+    for name in ("mean", "m2", "peak"):
+        assert got[name].tolist() == pytest.approx(expected[name].tolist(), rel=2e-5, abs=1e-6), name

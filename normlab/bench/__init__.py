@@ -2,7 +2,6 @@
 
 training   whole training steps against each other: `normlab bench`
 probes     what recording costs: `python -m normlab.bench.probes`
-compiled   what statistics in a compiled step cost: `python -m normlab.bench.compiled`
 clusters   what a second Ray worker gains: `python -m normlab.bench.clusters`
 latency    from a key on a slider to the redrawn plot: `python -m normlab.bench.latency`
 browser    the browser that latency is measured in

@@ -31,9 +31,8 @@ from typing import Any
 import torch
 
 from normlab.errors import NormlabError
-from normlab.probes.geometry import angular_distance
-from normlab.probes.metrics import DEFAULT_METRICS, FORWARD_METRICS
-from normlab.probes.recording import record
+from normlab.probes import FORWARD_METRICS, angular_distance, record
+from normlab.probes.metrics import DEFAULT_METRICS
 
 TWO_REDUCTIONS = ("token_l2_mean", "feature_var_mean")
 ALL_BUT_RANK = tuple(name for name in FORWARD_METRICS if name != "update_effective_rank")

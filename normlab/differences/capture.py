@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes import record
-from normlab.probes.sites import Sites, sites, stacks
-from normlab.probes.structure import Branch
+from normlab.probes.sites import Branch, Sites, sites, stacks
 
 EMBEDDINGS, LOGITS, FINAL = "embeddings", "logits", "final_norm"
 WORDS = {

@@ -1,29 +1,28 @@
 """Measure any transformer, layer by layer.
 
-sites               where: blocks, attention, MLP and norms of any model, found by structure; stacks: of all its stacks
-record              what happens there while the model runs, streamed into a LayerStats table
-LayerStats          the table: pandas, Parquet, merge, plot
-METRICS             every metric's definition
-skip_sensitivity    what the loss loses when a block, attention or MLP is skipped; skip_future_effect: what later blocks
-                    do then
-cheapest_spans      what to cut: the span of blocks that costs least, at each length
-angular_distance    angles between all pairs of layers; jacobian_identity: how near a block is to the identity map
-logit_lens_kl       what the head would predict from each layer
+sites, stacks                          find blocks, attention, MLP and norms of any model by structure
+record                                 measure them while the model runs; streamed into a LayerStats table
+LayerStats                             the table: pandas, Parquet, merge, plot
+METRICS                                every metric's definition
+skip_sensitivity, skip_future_effect   skip a block, attention or MLP: what the loss loses, what later blocks do
+cheapest_spans, mergekit_config        find the span of blocks that costs least to drop
+angular_distance, jacobian_identity    angles between all pairs of layers; distance of a block from the identity map
+logit_lens_kl                          compare what the head would predict from each layer with the model's prediction
 """
 
+from normlab.probes.experiments import cheapest_spans, mergekit_config, skip_future_effect, skip_sensitivity
+from normlab.probes.forward_call import CallInputs
 from normlab.probes.geometry import angular_distance, jacobian_identity, logit_lens_kl
 from normlab.probes.metrics import FORWARD_METRICS, METRICS, Metric
-from normlab.probes.recorder import Recorder
-from normlab.probes.recording import record
+from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Block, Sites, sites, stacks
-from normlab.probes.skipping import skip_future_effect, skip_sensitivity
-from normlab.probes.spans import cheapest_spans, mergekit_config
 from normlab.probes.stats import LayerStats
 
 __all__ = [
     "FORWARD_METRICS",
     "METRICS",
     "Block",
+    "CallInputs",
     "LayerStats",
     "Metric",
     "Recorder",

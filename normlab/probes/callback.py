@@ -1,8 +1,9 @@
-"""Layer statistics during anyone's training: a transformers callback, and the two helpers it is made of.
+"""Layer statistics during anyone's training.
 
 `LayerStatsCallback`  for any `transformers.Trainer`
 `UpdateRatio`         ||optimizer step|| / ||weights|| by matrix, for any loop
-`LossSpikes`          says when a loss is far above its recent values
+`LossSpikes`          scores how far a loss is above its recent values
+`heatmap_image`       all layers, metrics and steps as one image, for trackers
 
 A bare loop needs two lines:
 
@@ -20,33 +21,29 @@ and so does a LightningModule, in its hooks around a batch's backward:
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
-from normlab.probes.budget import Budget
-from normlab.probes.calls import CallInputs
-from normlab.probes.compiled import CompiledRecorder, require_in_graph
+from normlab.probes.forward_call import CallInputs
 from normlab.probes.metrics import resolve_metrics
-from normlab.probes.recorder import Recorder
-from normlab.probes.recording import record
+from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Sites, sites
-from normlab.probes.trackers import Trackers
 
 if TYPE_CHECKING:
     import pandas
 
-_log = logging.getLogger(__name__)
+    from normlab.probes.stats import LayerStats
+
 DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
 
 
@@ -66,25 +63,23 @@ class UpdateRatio:
     def measure(self) -> dict[str, float]:
         """The ratio by parameter name; NaN for a matrix that was zero."""
         now = dict(self._model.named_parameters())
-        names = list(self._before)
-        pairs = [(now[name].detach().float(), self._before[name].float()) for name in names]
+        pairs = [(now[name].detach().float(), before.float()) for name, before in self._before.items()]
         ratios = [
             torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before) for after, before in pairs
         ]
         ratios = [r.full_tensor() if isinstance(r, DTensor) else r for r in ratios]  # of matrices split over ranks
-        return dict(zip(names, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
+        return dict(zip(self._before, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
 
 
 class LossSpikes:
-    """Flags a loss that is more than `threshold` standard deviations above the mean of the last `window` ones."""
+    """Scores a loss in standard deviations above the mean of the last `window` ones; `threshold` is a spike."""
 
     def __init__(self, window: int = 100, threshold: float = 4.0, least: int = 20):
         self.threshold, self._least = threshold, least
         self._recent: deque[float] = deque(maxlen=window)
 
     def score(self, loss: float) -> float:
-        """Standard deviations above the recent mean (inf if not finite, 0 while fewer than `least` losses are known);
-        then remembers it."""
+        """Score a loss, then remember it: inf if not finite, 0 while fewer than `least` losses are known."""
         if not math.isfinite(loss):
             return math.inf
         known, score = list(self._recent), 0.0
@@ -104,10 +99,12 @@ def _callback_base() -> type:
     return TrainerCallback
 
 
-def _loss_scales(args: Any, optimizer: Any) -> tuple[float, float]:
-    """What the number of labels is to be multiplied by for the summed loss, in calls without and with
-    `num_items_in_batch`: without, the Trainer divides the mean loss itself; with it, of all ranks' items, it multiplies
-    the loss by the number of ranks."""
+def loss_scales(args: Any, optimizer: Any) -> tuple[float, float]:
+    """Factors from a Trainer's number of labels to the summed loss: without and with `num_items_in_batch`.
+
+    Without it the Trainer divides the mean loss itself. With it, of all ranks' items, it multiplies the loss by the
+    number of ranks.
+    """
     scaler = getattr(optimizer, "scaler", None)
     unscaled = 1.0 if scaler is None else 1.0 / scaler.get_scale()
     ranks = max(1, args.world_size) if args.average_tokens_across_devices else 1
@@ -121,39 +118,25 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         Trainer(..., callbacks=[callback]).train()
         callback.to_pandas()        # step, site, layer, metric, mask, value
 
-    All micro-batches of a measured step are merged, over all ranks too; gradients are of the summed token loss, with
-    accumulation (`num_items_in_batch`) and fp16 loss scaling undone. Also in the table: `update_ratio` (site =
-    parameter name) and, at every logged loss, `loss_spike` (site "model", standard deviations above the recent losses)
-    when it is one. Where the Trainer logs to TensorBoard, Weights & Biases or Trackio, each measured step sends one
-    heat map of all layers, metrics and steps so far, and the curves of the first and last layer. The Trainer must pass
-    labels to the model, or give `loss_tokens`.
+    All micro-batches of a measured step are merged, over all ranks too. Gradients are of the summed token loss:
+    accumulation (`num_items_in_batch`) and fp16 loss scaling are undone. The Trainer must pass labels to the model, or
+    give `loss_tokens`. A measured step runs uncompiled.
 
-    A measured step runs uncompiled. With `compiled=True` every step is measured, in the code that it is compiled to,
-    forward and backward, under DDP, gradient checkpointing and autocast too; what it has accumulated is read every so
-    many steps:
-
-        callback = LayerStatsCallback(every=100, compiled=True)
-        Trainer(model, TrainingArguments(..., torch_compile=True), callbacks=[callback]).train()
-        callback.to_pandas()        # at step 99: means, maxima and norms over the tokens of steps 0 to 99
+    Also in the table: `update_ratio` (site = parameter name) and, at a logged loss that is a spike, `loss_spike` (site
+    "model", standard deviations above the recent losses). Where the Trainer logs to TensorBoard, Weights & Biases or
+    Trackio, each measured step sends one heat map of all layers, metrics and steps so far, and the curves of the first
+    and last layer.
 
     Args:
-        every: optimizer steps between measurements; the first one is measured. With `compiled`, between readings.
+        every: optimizer steps between measurements; the first one is measured.
         metrics: names from `METRICS`.
         blocks: which modules are the blocks, if structure does not show them (see `sites`).
-        loss_tokens: as for `record`; by default counted, and what the Trainer divides or scales the loss by is undone.
+        loss_tokens: as for `record`. By default counted, and what the Trainer divides or scales the loss by is undone.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
         path: write the table here (Parquet) when training ends.
-        max_overhead: the share of training time that measuring may take, e.g. 0.02; what is due beyond it is put off
-            to a later step, counted in `put_off`, and said when training ends. Default: no limit.
-        compiled: accumulate inside the compiled step. For models of tokens whose activations are (batch, length,
-            features), and for metrics that are sums or maxima over tokens: of activations and of gradients. Training
-            begins with an uncompiled pass over a few random tokens, which tells sites and loss; what had been compiled
-            in this process before is compiled anew. The accumulators are not part of the model: a checkpoint does not
-            hold them, and a resumed run begins with empty ones.
 
     Raises:
-        NormlabError: `every` not a whole number from 1, an unknown metric, a `max_overhead` that is not positive;
-            with `compiled`, a metric that cannot be accumulated, a `max_overhead`, or a PyTorch before 2.11.
+        NormlabError: `every` not a whole number from 1, an unknown metric.
     """
 
     def __init__(
@@ -165,29 +148,16 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         loss_tokens: Any = None,
         update_ratio: bool = True,
         path: str | Path | None = None,
-        max_overhead: float | None = None,
-        compiled: bool = False,
     ):
         if not isinstance(every, int) or every < 1:
             raise NormlabError(f"every is {every!r}: measure every 1 step or more")
-        if max_overhead is not None and not max_overhead > 0:
-            raise NormlabError(f"max_overhead is {max_overhead}: give a share of the training time, such as 0.02")
-        if compiled and max_overhead is not None:
-            raise NormlabError("compiled statistics are taken at every step, none is put off: leave out max_overhead")
-        rows = resolve_metrics(metrics)
-        if compiled:
-            require_in_graph(rows)
-        self._metrics = [metric.name for metric in rows]
+        self._metrics = [metric.name for metric in resolve_metrics(metrics)]
         self._every, self._blocks, self._loss_tokens = every, blocks, loss_tokens
         self._wants_ratio, self._path = update_ratio, path
         self._sites: Sites | None = None
         self._recorder: Recorder | None = None
-        self._compiled, self._accumulating = compiled, False  # whether steps have ended since the last reading
-        self._accumulated: CompiledRecorder | None = None
         self._ratio: UpdateRatio | None = None
-        self._trackers, self._budget = Trackers(), Budget(max_overhead)
-        self._due, self._began = False, perf_counter()
-        self.put_off = 0  # steps at which a measurement was due and the budget did not allow it
+        self._trackers = Trackers()
         self._spikes = LossSpikes()
         self._tables: list[pandas.DataFrame] = []
 
@@ -198,7 +168,7 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         columns = ["step", "site", "layer", "metric", "mask", "value"]
         return pandas.concat(self._tables, ignore_index=True) if self._tables else pandas.DataFrame(columns=columns)
 
-    def _rows(self, step: int, site: list[str], metric: str, value: list[float]) -> None:
+    def _add_rows(self, step: int, site: list[str], metric: str, value: list[float]) -> None:
         import pandas
 
         row = {"step": step, "site": site, "layer": pandas.NA, "metric": metric, "mask": "all", "value": value}
@@ -206,27 +176,10 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
 
     # -- the Trainer's events; it calls them with keywords -----------------------------------------------------------
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Put the hooks of compiled statistics in place, before anything is compiled."""
-        self._stop_accumulating()
-        if self._compiled and model is not None:
-            where = sites(model, self._blocks)
-            self._accumulated = CompiledRecorder(where, resolve_metrics(self._metrics), self._loss_tokens)
-            self._accumulated.start()
-
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        """Start recording if this step is to be measured, and the budget allows it."""
+        """Start recording if this step is to be measured."""
         self._stop()
-        if self._accumulated is not None:
-            if self._loss_tokens is None:
-                self._accumulated.scale_loss(*_loss_scales(args, kwargs.get("optimizer")))
-            return
-        self._began = perf_counter()
-        self._due |= state.global_step % self._every == 0
-        if self._due and not self._budget.allows():
-            self.put_off += 1
-        elif self._due and model is not None:
-            self._due = False
+        if model is not None and state.global_step % self._every == 0:
             if self._sites is None or self._sites.model is not model:
                 self._sites = sites(model, self._blocks)
             tokens = partial(self._summed_loss_factor, args, kwargs.get("optimizer"))
@@ -235,69 +188,49 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
 
     def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
         """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by."""
-        labels = inputs.loss_tokens()
-        if labels is None:
+        if inputs.labels_averaged is None:
             return None
-        alone, with_items = _loss_scales(args, optimizer)
-        return labels * (with_items if "num_items_in_batch" in inputs.found else alone)
+        without_items, with_items = loss_scales(args, optimizer)
+        return inputs.labels_averaged * (with_items if "num_items_in_batch" in inputs.arguments else without_items)
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        """All micro-batches are in: stop recording, and remember the weights."""
+        """Stop recording once all micro-batches are in, and remember the weights."""
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)
-        is_read = self._accumulated is not None and (state.global_step + 1) % self._every == 0
-        if self._wants_ratio and model is not None and (self._recorder is not None or is_read):
-            self._ratio = UpdateRatio(model)
+            if self._wants_ratio and model is not None:
+                self._ratio = UpdateRatio(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        """Tabulate the step, or what has been accumulated until now."""
-        if self._accumulated is not None:
-            self._accumulating = True
-            if state.global_step % self._every == 0:
-                self._tabulate(args, state, self._accumulated)
-            return
-        if self._recorder is None:
-            self._budget.add(perf_counter() - self._began, measured=False)
-            return
-        self._recorder.__exit__(None, None, None)
-        self._tabulate(args, state, self._recorder)
-        self._budget.add(perf_counter() - self._began, measured=True)
+        """Tabulate the step."""
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+            step = state.global_step - 1  # the step that has just ended began with this number done
+            self._tabulate(args, state, self._recorder.stats(step=step))
 
-    def _tabulate(self, args: Any, state: Any, recorder: Recorder | CompiledRecorder) -> None:
+    def _tabulate(self, args: Any, state: Any, stats: LayerStats) -> None:
         """Merge all ranks' statistics into the table, with the update ratios if the weights were kept."""
         ratio = self._ratio
         self._recorder = self._ratio = None
-        self._accumulating = False
-        step = state.global_step - 1  # the step that has just ended began with this number done
-        table = recorder.stats(step=step).across_ranks().to_pandas()
-        self._tables.append(table)
+        self._tables.append(stats.across_ranks().to_pandas())
+        assert stats.step is not None
         if ratio is not None:
             measured = ratio.measure()
-            self._rows(step, list(measured), "update_ratio", list(measured.values()))
+            self._add_rows(stats.step, list(measured), "update_ratio", list(measured.values()))
         if state.is_world_process_zero:
             report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-            self._trackers.send(report_to, Path(args.output_dir) / "layers", self.to_pandas(), step)
+            self._trackers.send(report_to, Path(args.output_dir) / "layers", self.to_pandas(), stats.step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Look out for loss spikes."""
+        """Detect loss spikes."""
         if logs and "loss" in logs:
             score = self._spikes.score(float(logs["loss"]))
             if score > self._spikes.threshold:
-                self._rows(state.global_step, ["model"], "loss_spike", [score])
+                self._add_rows(state.global_step, ["model"], "loss_spike", [score])
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Write the table; say how often the budget put a measurement off."""
+        """Write the table."""
         self._stop()
-        if self._accumulated is not None and self._accumulating:
-            self._tabulate(args, state, self._accumulated)
-        self._stop_accumulating()
         self._trackers.close()
-        if self.put_off:
-            _log.warning(
-                "layer statistics were put off at %d steps, to stay within %.3g of the training time",
-                self.put_off,
-                self._budget.share,
-            )
         if self._path is not None and state.is_world_process_zero:
             self.to_pandas().to_parquet(self._path, index=False)
 
@@ -306,7 +239,125 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
             self._recorder.__exit__(None, None, None)
         self._recorder = self._ratio = None
 
-    def _stop_accumulating(self) -> None:
-        if self._accumulated is not None:
-            self._accumulated.stop()
-        self._accumulated, self._accumulating = None, False
+
+# -- trackers --------------------------------------------------------------------------------------------------------
+
+CELL, WIDE, LABEL, GAP = 8, 480, 14, 6  # pixels of a layer, of all steps, of a panel's title, between panels
+# Anchors of the viridis colour map, dark to light.
+_VIRIDIS = np.array(
+    [(68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141), (39, 173, 129), (92, 200, 99),
+     (170, 220, 50), (253, 231, 37)], dtype=float,
+)  # fmt: skip
+_UNKNOWN = (200, 200, 200)
+
+
+def _layer_rows(table: pandas.DataFrame) -> Iterable[tuple[str, str, pandas.DataFrame]]:
+    """(metric, site, rows) of everything that has layers, all tokens counted."""
+    rows = table[(table["mask"] == "all") & table["layer"].notna()]
+    for (metric, site), part in rows.groupby(["metric", "site"], sort=False):
+        yield metric, site, part
+
+
+def _colours(values: np.ndarray) -> tuple[np.ndarray, str]:
+    """(layers, steps, 3) uint8, and the range in words. Logarithmic where all values are positive and span a decade."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return np.full((*values.shape, 3), _UNKNOWN, dtype=np.uint8), "no values"
+    low, high = float(known.min()), float(known.max())
+    log = low > 0 and high / low >= 10
+    scaled = np.log(np.where(values > 0, values, np.nan)) if log else values
+    bottom, top = (np.log(low), np.log(high)) if log else (low, high)
+    share = (scaled - bottom) / (top - bottom) if top > bottom else np.zeros_like(scaled)
+    anchors = np.linspace(0, 1, len(_VIRIDIS))
+    channels = [np.interp(np.nan_to_num(share), anchors, channel) for channel in _VIRIDIS.T]
+    colours = np.stack(channels, axis=-1).round().astype(np.uint8)
+    colours[~np.isfinite(share)] = _UNKNOWN
+    return colours, f"{low:.3g} to {high:.3g}{', log' if log else ''}"
+
+
+def heatmap_image(table: pandas.DataFrame) -> np.ndarray:
+    """Draw one panel per metric and site, (height, width, 3) uint8: layers from the bottom, steps to the right.
+
+    Each panel has its range of colours (viridis), which its title gives.
+
+    Args:
+        table: columns `step site layer metric mask value`.
+
+    Raises:
+        NormlabError: a table without layers, or Pillow is missing.
+    """
+    panels = []
+    for metric, site, part in _layer_rows(table):
+        grid = part.pivot_table(index="layer", columns="step", values="value", aggfunc="last")
+        grid = grid.sort_index().sort_index(axis=1)
+        colours, span = _colours(grid.to_numpy(dtype=float))
+        layers, steps = f"{grid.index[0]}-{grid.index[-1]}", f"{grid.columns[0]}-{grid.columns[-1]}"
+        panels.append((f"{metric} at {site}, layers {layers}, steps {steps}: {span}", colours))
+    if not panels:
+        raise NormlabError("the table has no layers: there is nothing to draw")
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError as error:
+        raise NormlabError("the heat map needs Pillow: pip install 'normlab[track]'") from error
+    height = sum(LABEL + CELL * len(colours) + GAP for _, colours in panels)
+    image = Image.new("RGB", (WIDE, height), "white")
+    draw, top = ImageDraw.Draw(image), 0
+    for title, colours in panels:
+        draw.text((2, top + 1), title, fill="black")
+        panel = Image.fromarray(np.ascontiguousarray(colours[::-1]))
+        image.paste(panel.resize((WIDE, CELL * len(colours)), Image.Resampling.NEAREST), (0, top + LABEL))
+        top += LABEL + CELL * len(colours) + GAP
+    return np.asarray(image)
+
+
+def curves(table: pandas.DataFrame) -> dict[str, float]:
+    """`layers/<metric>/<site>/<layer>` of the first and the last layer at each site, all tokens counted."""
+    result = {}
+    for metric, site, part in _layer_rows(table):
+        ordered = part.sort_values("layer")
+        for row in (ordered.iloc[0], ordered.iloc[-1]):
+            result[f"layers/{metric}/{site}/{row['layer']}"] = float(row["value"])
+    return result
+
+
+class Trackers:
+    """The trackers that a Trainer reports to. For TensorBoard there is a second writer next to the Trainer's.
+
+    accelerate's trackers start runs themselves, and its one for Trackio takes no images.
+    """
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def send(self, report_to: Iterable[str], folder: Path, history: pandas.DataFrame, step: int) -> None:
+        """Send the image of all steps so far and the curves of this one."""
+        names = set(report_to) & {"tensorboard", "wandb", "trackio"}
+        if not names or history.empty:
+            return
+        scalars, image = curves(history[history["step"] == step]), heatmap_image(history)
+        if "tensorboard" in names:
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self._writer is None:
+                self._writer = SummaryWriter(str(folder))
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.add_image("layers/heatmap", image, step, dataformats="HWC")
+            self._writer.flush()
+        if "wandb" in names:
+            import wandb
+
+            if wandb.run is not None:
+                wandb.log(scalars | {"layers/heatmap": wandb.Image(image), "train/global_step": step})
+        if "trackio" in names:
+            import trackio
+            from trackio.context_vars import current_run
+
+            if current_run.get() is not None:
+                trackio.log(scalars | {"layers/heatmap": trackio.Image(image)}, step=step)
+
+    def close(self) -> None:
+        """Close the writer."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None

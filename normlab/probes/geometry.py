@@ -12,22 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.estimates import Z95, Hook, RowMeans, Runner, hooked, interval, settled, token_kl
-from normlab.probes.hooks import hidden_state, output_tensor, require_one_stream, with_argument
-from normlab.probes.reducers import at_least_float32
+from normlab.probes.experiments import Z95, Batch, Hook, Runner, hooked, interval, row_means, token_kl
+from normlab.probes.layout import hidden_state, output_tensor, require_one_stream, with_argument
 from normlab.probes.sites import Sites
+from normlab.probes.statistics import at_least_float32
 
 if TYPE_CHECKING:
     import pandas
 
-
 Keep = Callable[[int, Tensor], None]
 
 
-def _layer_outputs(runner: Runner, batch: dict[str, Any], keep: Keep, one_stream: bool = False) -> Tensor:
-    """Runs the model; `keep(layer, h)` sees h_0 .. h_L, all of one width if `one_stream`. Returns the logits."""
+def _layer_outputs(runner: Runner, batch: Batch, keep: Keep, one_stream: bool = False) -> Tensor:
+    """Run the model; `keep(layer, h)` sees h_0 .. h_L. Returns the logits. `one_stream`: refuse several."""
 
-    def after(layer: int):
+    def after(layer: int) -> Hook:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             before, h = hidden_state(args, kwargs)[0], output_tensor(output)
             if one_stream:
@@ -42,7 +41,7 @@ def _layer_outputs(runner: Runner, batch: dict[str, Any], keep: Keep, one_stream
         return runner.logits(batch)
 
 
-def _counted_rows(runner: Runner, batch: dict[str, Any], shape: tuple[int, ...], tokens: str) -> Tensor:
+def _counted(runner: Runner, batch: Batch, shape: tuple[int, ...], tokens: str) -> Tensor:
     counted = runner.counted(batch, shape, "no_first" if tokens == "no_first" else "all")
     if tokens == "last":
         last = counted.long().cumsum(1) == counted.long().sum(1, keepdim=True)
@@ -52,29 +51,21 @@ def _counted_rows(runner: Runner, batch: dict[str, Any], shape: tuple[int, ...],
 
 @torch.no_grad()
 def angular_distance(
-    model: nn.Module | Sites,
-    batches: Iterable[dict[str, Any]],
-    *,
-    tokens: str = "all",
-    standard_error: float | None = None,
-    progress: bool = True,
+    model: nn.Module | Sites, batches: Iterable[Batch], *, tokens: str = "all", progress: bool = True
 ) -> pandas.DataFrame:
-    """Angles between the residual streams of all pairs of layers, arccos(cos(h_l, h_m))/pi, averaged over tokens
-    (2403.17887).
+    """Measure the angles between the residual streams of all pairs of layers (2403.17887).
 
-    Computed as 2 atan2(|a - b|, |a + b|)/pi on unit vectors, which keeps its digits where vectors are nearly parallel.
-    One pass over the data; holds the counted tokens of one batch for all layers (layers x tokens x width numbers) and
-    the result.
+    arccos(cos(h_l, h_m))/pi, averaged over tokens. Computed as 2 atan2(|a - b|, |a + b|)/pi on unit vectors, which
+    keeps its digits where vectors are nearly parallel. One pass over the data. Holds the counted tokens of one batch
+    for all layers (layers x tokens x width numbers) and the result.
 
     Args:
-        model, batches: as for `skip_sensitivity` (no labels needed).
+        model, batches, progress: as for `skip_sensitivity` (no labels needed).
         tokens: "all" (padding excluded), "no_first", or "last" (each row's last real token, as the paper does).
-        standard_error: stop early once every pair has at most this standard error.
-        progress: show a progress bar.
 
     Returns:
-        (L + 1) x (L + 1) table, index and columns = layer (0 = embeddings), in [0, 1]; `.attrs["standard_error"]` is
-        the table of errors and `.attrs["half_width_95"]` that of 95% interval half-widths, rows taken as independent.
+        (L + 1) x (L + 1) table in [0, 1], index and columns = layer (0 = embeddings). `.attrs["standard_error"]` is the
+        table of errors and `.attrs["half_width_95"]` that of 95% interval half-widths, rows taken as independent.
 
     Raises:
         NormlabError: unknown `tokens`, no batch, several residual streams.
@@ -84,37 +75,30 @@ def angular_distance(
     if tokens not in ("all", "no_first", "last"):
         raise NormlabError(f"unknown tokens {tokens!r}: choose from all, no_first, last")
     runner = Runner(model, batches, progress, "angular distance")
-    count, means = runner.sites.depth + 1, RowMeans()
+    count = runner.sites.depth + 1
     pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-    found = None
-    with runner.evaluating():
-        for batch in runner:
-            kept: list[Tensor] = []  # which tokens count, then their unit vectors, (layers, tokens, width)
 
-            def keep(layer: int, h: Tensor, batch=batch, kept=kept) -> None:
-                if not kept:
-                    kept.append(_counted_rows(runner, batch, tuple(h.shape[:-1]), tokens))
-                chosen = at_least_float32(h[kept[0]])
-                if len(kept) == 1:  # one block of memory: many small ones between the model's own leave gaps
-                    kept.append(chosen.new_empty(count, *chosen.shape))
-                torch.div(chosen, torch.linalg.vector_norm(chosen, dim=-1, keepdim=True), out=kept[1][layer])
+    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
+        kept: list[Tensor] = []  # the tokens that count, then their unit vectors, (layers, tokens, width)
 
-            _layer_outputs(runner, batch, keep, one_stream=True)
-            counted, units = kept
-            row_of = counted.nonzero()[:, 0]
-            rows = len(counted)
-            sums = torch.zeros(len(pairs), rows, dtype=torch.float64)
-            for k, (i, j) in enumerate(pairs):
-                sums[k] = torch.zeros(rows, dtype=torch.float64).index_add_(
-                    0, row_of.cpu(), _angles(units[i], units[j]).double().cpu()
-                )
-            means.add(sums, counted.sum(1).cpu())
-            found = means.mean_and_error()
-            if settled(found[1], standard_error):
-                break
-    assert found is not None
+        def keep(layer: int, h: Tensor) -> None:
+            if not kept:
+                kept.append(_counted(runner, batch, tuple(h.shape[:-1]), tokens))
+            chosen = at_least_float32(h[kept[0]])
+            if len(kept) == 1:  # one block of memory: many small ones between the model's would leave gaps
+                kept.append(chosen.new_empty(count, *chosen.shape))
+            torch.div(chosen, torch.linalg.vector_norm(chosen, dim=-1, keepdim=True), out=kept[1][layer])
+
+        _layer_outputs(runner, batch, keep, one_stream=True)
+        counted, units = kept
+        row_of, rows = counted.nonzero()[:, 0].cpu(), len(counted)
+        values = torch.zeros(len(pairs), rows, dtype=torch.float64)
+        for k, (i, j) in enumerate(pairs):
+            values[k].index_add_(0, row_of, _angles(units[i], units[j]).double().cpu())
+        return values, counted.sum(1).cpu()
+
     tables = []
-    for numbers in found:
+    for numbers in row_means(runner, sums).mean_and_error():
         square = torch.zeros(count, count, dtype=torch.float64)
         for (i, j), value in zip(pairs, numbers.tolist(), strict=True):
             square[i, j] = square[j, i] = value
@@ -129,25 +113,18 @@ def _angles(a: Tensor, b: Tensor) -> Tensor:
 
 
 def jacobian_identity(
-    model: nn.Module | Sites,
-    batches: Iterable[dict[str, Any]],
-    *,
-    probes: int = 4,
-    seed: int = 0,
-    standard_error: float | None = None,
-    progress: bool = True,
+    model: nn.Module | Sites, batches: Iterable[Batch], *, probes: int = 4, progress: bool = True
 ) -> pandas.DataFrame:
-    """How near each block's Jacobian is to the identity: ||J - I||_F / ||I||_F, J = dh_l/dh_{l-1} over all tokens
-    jointly.
+    """Measure how near each block's Jacobian is to the identity: ||J - I||_F / ||I||_F, J = dh_l/dh_{l-1}.
 
-    ||J - I||_F^2 = E ||J^T v - v||^2 over v ~ N(0, I), so `probes` vector-Jacobian products a block and batch estimate
-    it; the squares are averaged, then the root is taken. 0 = the block is the identity map, which deep Pre-LN blocks
-    approach (2502.05795). Padding is left out of v. One block's graph is held at a time; no parameter gradient is made.
+    Over all tokens jointly. ||J - I||_F^2 = E ||J^T v - v||^2 over v ~ N(0, I), so `probes` vector-Jacobian products
+    per block and batch estimate it. The squares are averaged, then the root is taken. 0 = the block is the identity
+    map, which deep Pre-LN blocks approach (2502.05795). Padding is left out of v. One block's graph is held at a time;
+    no parameter gradient is made.
 
     Returns:
-        One row a block: `layer value standard_error low high`; the error is over probes, by the delta method.
-        `standard_error` as an argument stops early once every block's is at most that. Other arguments as for
-        `skip_sensitivity`.
+        One row per block: `layer value standard_error low high`. The error is over probes, by the delta method. Other
+        arguments as for `skip_sensitivity`.
 
     Raises:
         NormlabError: probes < 1, no batch, several residual streams, or called under inference_mode.
@@ -159,29 +136,27 @@ def jacobian_identity(
     if torch.is_inference_mode_enabled():
         raise NormlabError("jacobian_identity needs gradients: leave inference_mode")
     runner = Runner(model, batches, progress, "jacobian")
-    generator = torch.Generator().manual_seed(seed)
-    means = RowMeans()
-    with runner.evaluating(), torch.no_grad():
-        for batch in runner:
-            gaps: dict[int, list[float]] = {}
-            sizes: dict[int, int] = {}
-            with _probed_blocks(runner, batch, probes, generator, gaps, sizes):
-                runner.logits(batch)
-            layers = [block.index for block in runner.sites.blocks]
-            means.add(torch.tensor([gaps[layer] for layer in layers]), torch.tensor([sizes[layers[0]]] * probes))
-            squared, squared_error = means.mean_and_error()
-            mean = squared.sqrt()
-            error = squared_error / (2 * mean)
-            if settled(error, standard_error):
-                break
-    numbers = zip(mean.tolist(), error.tolist(), strict=True)
-    return pandas.DataFrame([{"layer": i, "value": m} | interval(m, e) for i, (m, e) in enumerate(numbers, start=1)])
+    generator = torch.Generator().manual_seed(0)
+    layers = [block.index for block in runner.sites.blocks]
+
+    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
+        gaps: dict[int, list[float]] = {}
+        sizes: dict[int, int] = {}
+        with _probed_blocks(runner, batch, probes, generator, gaps, sizes):
+            runner.logits(batch)
+        return torch.tensor([gaps[layer] for layer in layers]), torch.tensor([sizes[layers[0]]] * probes)
+
+    with torch.no_grad():
+        squared, squared_error = row_means(runner, sums).mean_and_error()
+    mean = squared.sqrt()
+    numbers = zip(layers, mean.tolist(), (squared_error / (2 * mean)).tolist(), strict=True)
+    return pandas.DataFrame([{"layer": layer, "value": m} | interval(m, e) for layer, m, e in numbers])
 
 
 @contextmanager
 def _probed_blocks(
     runner: Runner,
-    batch: dict[str, Any],
+    batch: Batch,
     probes: int,
     generator: torch.Generator,
     gaps: dict[int, list[float]],
@@ -196,10 +171,11 @@ def _probed_blocks(
                 return
             inside.append(layer)
             try:
-                x, place = hidden_state(args, kwargs)
+                x, name = hidden_state(args, kwargs)
                 counted = runner.counted(batch, tuple(x.shape[:-1]))
                 sizes[layer] = int(counted.sum()) * x.shape[-1]
-                gaps[layer] = _identity_gaps(module, args, kwargs, x, place, counted, probes, generator)
+                vectors = (torch.randn(x.shape, generator=generator).to(x) * counted[..., None] for _ in range(probes))
+                gaps[layer] = _identity_gaps(module, args, kwargs, x, name, vectors)
             finally:
                 inside.pop()
 
@@ -210,93 +186,72 @@ def _probed_blocks(
 
 
 def _identity_gaps(
-    block: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    x: Tensor,
-    place: int | str,
-    counted: Tensor,
-    probes: int,
-    generator: torch.Generator,
+    block: nn.Module, args: tuple, kwargs: dict[str, Any], x: Tensor, name: int | str, vectors: Iterable[Tensor]
 ) -> list[float]:
-    """||J^T v - v||^2 for each random v, which is zero at tokens that do not count."""
+    """||J^T v - v||^2 for each v."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        args, kwargs = with_argument(args, kwargs, place, leaf.clone())
+        args, kwargs = with_argument(args, kwargs, name, leaf.clone())
         out = output_tensor(block(*args, **kwargs))
         require_one_stream(x, out)
         gaps = []
-        for _ in range(probes):
-            v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
+        for v in vectors:
             (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
             gaps.append(float((pulled.float() - v.float()).square().sum()))
     return gaps
 
 
 @torch.no_grad()
-def logit_lens_kl(
-    model: nn.Module | Sites,
-    batches: Iterable[dict[str, Any]],
-    *,
-    mask: str = "all",
-    standard_error: float | None = None,
-    progress: bool = True,
-) -> pandas.DataFrame:
-    """KL(what the head would predict from layer l || what the model predicts), averaged over tokens, in nats.
+def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progress: bool = True) -> pandas.DataFrame:
+    """Measure KL(prediction of the head from layer l || the model's prediction), averaged over tokens, in nats.
 
-    The head is whatever the model does after its last block (final norm, unembedding, soft-capping ...): it is run on
-    h_l by making every block a no-op that hands h_l on, so no module needs to be named.
+    The head is whatever the model does after its last block: final norm, unembedding, soft-capping. It is run on h_l by
+    making every block a no-op that passes h_l on, so no module needs to be named.
 
     Returns:
-        One row a layer 0..L: `layer value standard_error low high` (0 at layer L). Arguments as for `skip_sensitivity`.
+        One row per layer 0..L: `layer value standard_error low high` (0 at layer L). Arguments as for
+        `skip_sensitivity`.
     """
     import pandas
 
     runner = Runner(model, batches, progress, "logit lens")
-    means, found = RowMeans(), None
-    with runner.evaluating():
-        for batch in runner:
-            states: list[Tensor] = []
-            extras: dict[nn.Module, tuple | None] = {}
 
-            def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any, extras=extras) -> None:
-                extras[module] = None if isinstance(output, Tensor) else tuple(output[1:])
+    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
+        states: list[Tensor] = []
+        extras: dict[nn.Module, tuple | None] = {}
 
-            with hooked(*((block.module, note) for block in runner.sites.blocks)):
-                final = _layer_outputs(runner, batch, partial(_append, states))
-            counted = runner.counted(batch, tuple(states[0].shape[:-1]), mask)
-            sums = []
-            for h in states:
-                with _blocks_hand_on(extras, h):
-                    lens = runner.logits(batch)
-                sums.append(torch.where(counted, token_kl(lens, final), 0).sum(1))
-            means.add(torch.stack(sums), counted.sum(1))
-            found = means.mean_and_error()
-            if settled(found[1], standard_error):
-                break
-    assert found is not None
-    numbers = zip(found[0].tolist(), found[1].tolist(), strict=True)
-    return pandas.DataFrame([{"layer": i, "value": m} | interval(m, e) for i, (m, e) in enumerate(numbers)])
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            extras[module] = None if isinstance(output, Tensor) else tuple(output[1:])
+
+        with hooked(*((block.module, note) for block in runner.sites.blocks)):
+            final = _layer_outputs(runner, batch, lambda layer, h: states.append(h))
+        counted = runner.counted(batch, tuple(states[0].shape[:-1]))
+        values = []
+        for h in states:
+            with _blocks_pass_on(extras, h):
+                lens = runner.logits(batch)
+            values.append(torch.where(counted, token_kl(lens, final), 0).sum(1))
+        return torch.stack(values), counted.sum(1)
+
+    mean, error = (numbers.tolist() for numbers in row_means(runner, sums).mean_and_error())
+    numbers = enumerate(zip(mean, error, strict=True))
+    return pandas.DataFrame([{"layer": layer, "value": m} | interval(m, e) for layer, (m, e) in numbers])
 
 
-def _hand_on(h: Tensor, extra: tuple | None, *args: Any, **kwargs: Any) -> Any:
+def _pass_on(h: Tensor, extra: tuple | None, *args: Any, **kwargs: Any) -> Any:
     return h if extra is None else (h, *extra)
 
 
-def _append(states: list[Tensor], layer: int, h: Tensor) -> None:
-    states.append(h)
-
-
 @contextmanager
-def _blocks_hand_on(extras: dict[nn.Module, tuple | None], h: Tensor) -> Iterator[None]:
+def _blocks_pass_on(extras: dict[nn.Module, tuple | None], h: Tensor) -> Iterator[None]:
     """While active, no block computes anything: each returns `h`, with what else it returned in the model's pass."""
-    own = [(module, vars(module).get("forward")) for module in extras]
+    forwards = [(module, vars(module).get("forward")) for module in extras]
     try:
         for module, extra in extras.items():
-            module.forward = partial(_hand_on, h, extra)
+            module.forward = partial(_pass_on, h, extra)
         yield
     finally:
-        for module, forward in own:
+        for module, forward in forwards:
             if forward is None:
                 vars(module).pop("forward", None)
             else:

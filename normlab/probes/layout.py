@@ -1,20 +1,150 @@
-"""How the tokens of an activation lie: which of its dimensions are the caller's rows and columns."""
+"""Where the activation, its features, its rows and its tokens are in a module's call.
+
+`hidden_state`, `output_tensor`   the activation among a module's arguments or outputs
+`features_last`                   a view of it with the features as the last dimension
+`Layout`, `row_layout`            which dimensions are the caller's rows and the tokens of a row
+`token_masks`                     the tokens that count
+`read_by`                         the stream that a block reads, where it is given several
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from normlab.errors import NormlabError
+from normlab.probes.metrics import MASKS
+
+_CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d}
+
+
+# -- the activation in a call ----------------------------------------------------------------------------------------
+
+
+def is_activation(value: Any) -> bool:
+    """True for a float tensor of at least two dimensions."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2
+
+
+def find_hidden_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int | str] | None:
+    """The first activation among a module's arguments and its position or keyword; None without one."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return next(((value, name) for name, value in named if is_activation(value)), None)
+
+
+def hidden_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int | str]:
+    """`find_hidden_state`; raises `NormlabError` without one, and on the meta device."""
+    result = find_hidden_state(args, kwargs)
+    if result is None:
+        raise NormlabError("a measured module was called without a float tensor: name its blocks with `blocks=`")
+    if result[0].is_meta:
+        raise NormlabError("the model is on the meta device, where tensors have no values: load its weights first")
+    return result
+
+
+def with_argument(args: tuple, kwargs: dict[str, Any], name: int | str, x: Tensor) -> tuple[tuple, dict[str, Any]]:
+    """A call's arguments with the activation that `hidden_state` found at `name` replaced."""
+    if isinstance(name, str):
+        return args, {**kwargs, name: x}
+    return (*args[:name], x, *args[name + 1 :]), kwargs
+
+
+def find_output(output: Any) -> Tensor | None:
+    """The activation that a module returns: the tensor itself, or the first one in a tuple, list or ModelOutput."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    values = output if isinstance(output, tuple | list) else ()
+    return next((value for value in values if is_activation(value)), None)
+
+
+def output_tensor(output: Any) -> Tensor:
+    """`find_output`; raises `NormlabError` without one."""
+    x = find_output(output)
+    if x is None:
+        raise NormlabError(
+            f"a block returned {type(output).__name__} without an activation: name the blocks with `blocks=`"
+        )
+    return x
+
+
+def require_one_stream(x: Tensor, after: Tensor) -> None:
+    """Refuse a block whose output `after` has another shape than its input `x`: it keeps several streams."""
+    if x.shape != after.shape:
+        raise NormlabError(
+            f"a block is given {x.shape[-1]} features and passes on {after.shape[-1]}: it keeps several residual "
+            "streams, and this compares one; `record` measures what blocks read of them"
+        )
+
+
+def same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
+    """True if both are the same values in memory; a view counts. Both must be alive: freed memory is reused."""
+    if a is None or b is None:
+        return False
+    return a is b or (a.device == b.device and a.numel() == b.numel() and a.data_ptr() == b.data_ptr())
+
+
+# -- features --------------------------------------------------------------------------------------------------------
+
+
+def is_channels_first(block: nn.Module, x: Tensor) -> bool:
+    """True if a block takes (batch, channels, positions...): its first convolution reads that many channels."""
+    convolution = _CONVOLUTIONS.get(x.ndim)
+    if convolution is None:
+        return False
+    first: Any = next((m for m in block.modules() if isinstance(m, convolution)), None)
+    if first is None or first.in_channels != x.shape[1] or (x.ndim == 3 and x.shape[2] == x.shape[1]):
+        return False
+    if x.ndim == 4:  # an image: a norm or a projection of its last dimension would come before the convolution
+        before = takewhile(lambda m: m is not first, block.modules())
+        return not any(_last_width(m) == x.shape[-1] for m in before)
+    # A convolution over heads may have as many channels as there are tokens: the block's norms know the width.
+    vectors = (getattr(m, "weight", None) for m in block.modules())
+    widths = {v.numel() for v in vectors if isinstance(v, Tensor) and v.ndim == 1}
+    return x.shape[1] in widths or x.shape[-1] not in widths
+
+
+def _last_width(module: nn.Module) -> int | None:
+    """How many features a module reads in the last dimension; None if it reads another one."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return module.normalized_shape[-1]
+    return module.in_features if isinstance(module, nn.Linear) else None
+
+
+def features_last(x: Tensor, channels_first: bool, norm: nn.Module | None = None, width: int | None = None) -> Tensor:
+    """A view of `x` with the features as its last dimension.
+
+    Args:
+        x: an activation of a block.
+        channels_first: whether the block takes channels first.
+        norm: the norm that reads `x`; the lengths of its vectors tell the features.
+        width: the features of the stream, for parts of a block that may be turned or not.
+    """
+    if not channels_first or x.ndim < 3 or (width is not None and x.shape[1] != width):
+        return x
+    if norm is not None:
+        lengths = {p.numel() for p in norm.parameters() if p.numel() > 1}
+        if isinstance(norm, nn.LayerNorm | nn.RMSNorm) or (x.shape[1] not in lengths and x.shape[-1] in lengths):
+            return x
+    return x.movedim(1, -1)
+
+
+# -- rows and tokens -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tokens of an activation, viewed as `shape`: dimension `row` counts the rows, `column` the tokens of a row,
-    and the others the streams that a token has."""
+    """The tokens of an activation viewed as `shape`.
+
+    Dimension `row` counts the rows, `column` the tokens of a row. The others are the streams that a token has.
+    """
 
     shape: tuple[int, ...]
     row: int = 0
@@ -22,30 +152,30 @@ class Layout:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows and tokens a row."""
+        """Rows, and tokens per row."""
         return self.shape[self.row], self.shape[self.column]
 
     def by_rows(self, flat: Tensor) -> Tensor:
-        """(rows, tokens, streams) of a number for each token of the activation."""
+        """One number per token of the activation, as (rows, tokens, streams)."""
         ordered = flat.view(self.shape).movedim((self.row, self.column), (0, 1))
         return ordered.reshape(*self.rows, -1)
 
     def by_tokens(self, masks: Tensor) -> Tensor:
-        """(masks, tokens of the activation) of (masks, rows, tokens a row): all streams of a token are alike."""
+        """(masks, rows, tokens per row) as (masks, tokens of the activation): all streams of a token are alike."""
         streams = [n for i, n in enumerate(self.shape) if i not in (self.row, self.column)]
         alike = masks.view(*masks.shape, *(1 for _ in streams)).expand(*masks.shape, *streams)
         return alike.movedim((1, 2), (1 + self.row, 1 + self.column)).reshape(len(masks), -1)
 
 
 def own_layout(tokens: Sequence[int]) -> Layout:
-    """The layout of an activation that stands for itself: its first dimension counts rows."""
+    """The layout of an activation by its shape alone: its first dimension counts rows."""
     return Layout((1, tokens[0]) if len(tokens) == 1 else (tokens[0], math.prod(tokens[1:])))
 
 
-def given_layout(tokens: Sequence[int], rows: tuple[int, int]) -> Layout | None:
-    """The layout under which an activation's tokens are those of the caller's (batch, length) `rows`, or None.
+def row_layout(tokens: Sequence[int], rows: tuple[int, int]) -> Layout | None:
+    """The layout under which an activation's tokens are the caller's (batch, length) `rows`, or None.
 
-    Raises `NormlabError` when two differ and both fit.
+    Raises `NormlabError` when two different ones fit.
     """
     tokens, count = tuple(tokens), len(tokens)
     if count == 1:
@@ -60,3 +190,76 @@ def given_layout(tokens: Sequence[int], rows: tuple[int, int]) -> Layout | None:
     if tokens[-2:] == rows:
         return Layout(tokens, count - 2, count - 1)
     return Layout(tokens, 1, 0) if tokens == rows[::-1] else None
+
+
+def token_masks(
+    attention_mask: Tensor | None,
+    tokens: Sequence[int],
+    device: torch.device,
+    names: Sequence[str] = tuple(MASKS),
+    cached: bool = True,
+    past_tokens: int = 0,
+) -> Tensor:
+    """The tokens that count, as (len(names), prod(tokens)) bool.
+
+    `all` is every token that is not padding. `no_first` leaves out the first real token of each row, whose massive
+    activations dominate means. Left and right padding both work.
+
+    Args:
+        attention_mask: (batch, length), non-zero = real.
+        tokens: (batch, ..., length) of the activation.
+        device: where the masks are made.
+        names: which masks.
+        cached: the mask may cover a cached past; then its last columns are the activation's.
+        past_tokens: how many tokens the cache holds, for a mask that does not cover them.
+
+    Raises:
+        NormlabError: the mask does not fit the tokens.
+    """
+    batch, length = (1, tokens[0]) if len(tokens) == 1 else (tokens[0], math.prod(tokens[1:]))
+    if attention_mask is None:
+        real = torch.ones(batch, length, dtype=torch.bool, device=device)
+        past = torch.full((batch,), past_tokens > 0, device=device)
+    else:
+        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+            shape = f"{attention_mask.ndim} dimensions" if isinstance(attention_mask, Tensor) else "no shape"
+            raise NormlabError(
+                f"attention_mask has {shape}, so padding cannot be told: give a (batch, length) mask, or none"
+            )
+        whole = attention_mask.to(device) != 0
+        if whole.shape[0] != batch or whole.shape[1] < length or (whole.shape[1] > length and not cached):
+            if bool(whole.all()):  # no padding, whatever the tokens are
+                return token_masks(None, tokens, device, names, past_tokens=past_tokens)
+            raise NormlabError(
+                f"attention_mask is {tuple(whole.shape)} but the activations hold {tuple(tokens)} tokens, so padding "
+                "cannot be told: leave out the mask and the padding"
+            )
+        before, real = whole[:, : whole.shape[1] - length], whole[:, whole.shape[1] - length :]
+        past = before.any(dim=1) if before.shape[1] else torch.full((batch,), past_tokens > 0, device=device)
+    first = (real.cumsum(dim=1) == 1) & real & ~past[:, None]
+    choices = {"all": real, "no_first": real & ~first}
+    return torch.stack([choices[name].reshape(-1) for name in names])
+
+
+# -- several streams -------------------------------------------------------------------------------------------------
+
+
+def read_by(block: nn.Module, state: Tensor) -> Tensor:
+    """The stream that a block reads of its input: all of it, or, of several streams, what the block's ``enter`` makes.
+
+    Weights that are split over ranks are gathered for it.
+    """
+    enter = getattr(block, "enter", None)
+    if enter is None:
+        return state
+    from torch.distributed.fsdp import FSDPModule  # here, because they take a second to load
+    from torch.distributed.tensor import DTensor
+
+    split = isinstance(block, FSDPModule) and any(isinstance(weight, DTensor) for weight in block.parameters())
+    if split:
+        cast(FSDPModule, block).unshard()
+    with torch.no_grad():
+        entered = enter(state)
+    if split:
+        cast(FSDPModule, block).reshard()
+    return entered

@@ -29,10 +29,11 @@ Figures, widgets, comparisons and reports take labels, units, axes, default site
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from normlab.errors import NormlabError
 
@@ -142,16 +143,26 @@ class Metric:
         """Whether the metric is reported at `site`."""
         return not self.only_at or site in self.only_at
 
-    def value(self, count: float, mean: float, m2: float, peak: float, width: int) -> float:
-        """The metric from a streamed statistic: tokens, mean, M2 (sum of squared deviations), maximum, features."""
-        if count == 0:
-            return math.nan
-        if self.readout in ("rms", "norm"):
+    def value(
+        self, count: np.ndarray, mean: np.ndarray, m2: np.ndarray, peak: np.ndarray, width: np.ndarray
+    ) -> np.ndarray:
+        """The metric from streamed statistics; NaN where no token was counted.
+
+        Args:
+            count: tokens.
+            mean, m2, peak: mean, sum of squared deviations and maximum of the statistic over them.
+            width: features per token.
+        """
+        with np.errstate(all="ignore"):
             square_sum = m2 + count * mean * mean
-            if not math.isfinite(square_sum):
-                return math.nan
-            return math.sqrt(square_sum / (count * width) if self.readout == "rms" else square_sum)
-        return peak if self.readout == "max" else mean
+            square_sum = np.where(np.isfinite(square_sum), square_sum, np.nan)
+            if self.readout == "rms":
+                value = np.sqrt(square_sum / (count * width))
+            elif self.readout == "norm":
+                value = np.sqrt(square_sum)
+            else:
+                value = peak if self.readout == "max" else mean
+        return np.where(count == 0, np.nan, value)
 
 
 # How a metric is shown and compared: the scale of its axis, and ratios or differences.

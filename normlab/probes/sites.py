@@ -1,42 +1,68 @@
 """Where to measure: blocks, their branches and norms, found in any model by structure.
 
-`sites(model)` looks for the module list that holds the residual stack, and inside each block for its norms (modules
-that hold vectors and scalars but no matrix) and its branches (attention, cross-attention, mixers, MLP); `stacks(model)`
-gives every stack, an encoder's and a decoder's for instance. What a branch adds and which norm is which is decided and
-checked while the model runs, in `normlab.probes.roles`.
+`sites(model)`   the stack of residual blocks, and in each block its norms and branches
+`stacks(model)`  every stack: an encoder's and a decoder's, a vision tower's and a language model's
+
+A norm holds vectors and scalars but no matrix. A branch is attention, cross-attention, a mixer or an MLP; the words of
+its attribute or class tell which. What a branch adds, and which norm is which, is checked while the model runs
+(`normlab.probes.decomposition`).
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes.structure import (
-    Branch,
-    branches_of,
-    has_matrix,
-    is_activation,
-    is_norm,
-    norms_below,
-    parts_of,
-    shell_content,
-    stacks_of,
-)
-
-__all__ = ["Block", "Sites", "has_matrix", "is_norm", "shell_content", "sites", "stacks"]
 
 SECOND_STACK_SHARE = 0.1  # a second stack with this share of the first one's parameters makes the choice ambiguous
+_CROSS = re.compile(r"cross|encoder_?attn|encoder_?decoder|encdec")
+_KINDS = (  # in the order in which a name is compared with them
+    (
+        "mixer",
+        re.compile(
+            r"mamba|ssm|conv|recurrent|rwkv|time_?mix|mixer|fourier|delta|retention|lstm|hyena|linear_?att|lightning|"
+            r"pooling|focal|modulation"
+        ),
+    ),
+    ("attn", re.compile(r"attn|attention")),
+    ("mlp", re.compile(r"mlp|ffn?\d?$|ffn|feed_?forward|moe|experts?$|channel_?mix|dense")),
+)
+_ATTENTION = _KINDS[1][1]
+_NO_NORM = re.compile(r"scal|gate|bias|posi|embed|token|dropout|identity|router|mask|rotary|rope")
+_ACTIVATION = re.compile(r"\bact|activation|relu|silu|swish|sigmoid|tanh")
+_DROPS = re.compile(r"drop|identity")
+_INERT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A working part of a block. `module`'s output is what it adds; `whole` is the part that holds it and its norms."""
+
+    kind: str
+    name: str
+    module: nn.Module
+    whole: nn.Module
 
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block. `index` counts from 1; `attention` and `mlp` are the modules whose output is added to the
-    residual stream, as far as structure tells; `norms` those that stand beside them and `inner_norms` those inside
-    them, which count where they read the stream."""
+    """One residual block.
+
+    Args:
+        index: counted from 1.
+        name, module: the block.
+        attention, mlp: the modules whose output is added to the residual stream, as far as structure tells.
+        norms: the norms at the branches' sides.
+        branches: all working parts.
+        inner_norms: norms inside the branches; they count where they read the stream.
+        activations: nonlinearities outside the branches, which may bend the sum itself (ResNet).
+    """
 
     index: int
     name: str
@@ -46,13 +72,12 @@ class Block:
     norms: tuple[nn.Module, ...] = ()
     branches: tuple[Branch, ...] = ()
     inner_norms: tuple[nn.Module, ...] = ()
-    activations: tuple[nn.Module, ...] = ()  # beside the branches: they may bend the sum itself (ResNet)
+    activations: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sites:
-    """What `sites` found: the blocks in order, norms outside them, and the modules from the root down to the blocks'
-    owner."""
+    """The blocks in order, the norms outside them, and the modules from the root down to the blocks' owner."""
 
     blocks: tuple[Block, ...]
     outer_norms: tuple[nn.Module, ...]
@@ -78,7 +103,7 @@ class Sites:
             "norm in a block": any(block.norms for block in self.blocks),
             "norm after the blocks": bool(self.outer_norms),
         }
-        return tuple(kind for kind, found in has.items() if not found)
+        return tuple(kind for kind, present in has.items() if not present)
 
     def __str__(self) -> str:
         lines = [f"{self.depth} blocks"]
@@ -103,20 +128,20 @@ def sites(
     """Find the places to measure in `model`.
 
     Args:
-        model: any torch module; wrappers (DDP, PEFT, `torch.compile`, a TransformerLens bridge) are looked through.
-        blocks: the residual blocks, when structure does not show them: modules in order, or a pattern over module names
-            such as `"encoder.layers.*"` (`*` stands for one name or index).
+        model: any torch module. Wrappers (DDP, PEFT, `torch.compile`, a TransformerLens bridge) are looked through.
+        blocks: the residual blocks, where structure does not show them: modules in order, or a pattern over module
+            names such as `"encoder.layers.*"`. `*` is one name or index.
         attention, mlp, norms: names inside a block ("self_attn", "ff.out", ["norm1", "norm2"]) instead of what
             structure suggests.
 
     Raises:
-        NormlabError: not a module; no stack of blocks was found, or several (the message names likely candidates;
-        `stacks(model)` gives them all).
+        NormlabError: not a module; no stack of blocks, or several. The message names likely candidates;
+            `stacks(model)` gives them all.
     """
     if not isinstance(model, nn.Module):
         raise NormlabError(f"there are no blocks in {model!r:.80}: give a torch module")
     if blocks is None:
-        chosen = _find_stack(model)
+        chosen = _largest_stack(model)
     elif isinstance(blocks, str):
         chosen = [module for name, module in model.named_modules() if _matches(name, blocks)]
         if not chosen:
@@ -129,17 +154,14 @@ def sites(
 
 
 def stacks(model: nn.Module) -> dict[str, Sites]:
-    """The sites of every stack of residual blocks of `model` by the stack's name, the largest first: an encoder's and a
-    decoder's, a vision tower's and a language model's. Record one with `record(stacks(model)["decoder.block"])`; two
-    recordings may run at once.
+    """Find every stack of residual blocks of `model`: its sites by the stack's name, the largest first.
+
+    Record one with `record(stacks(model)["decoder.block"])`; two recordings may run at once.
 
     Raises:
-        NormlabError: no stack of blocks was found.
+        NormlabError: no stack of blocks.
     """
-    found = {name: [module for _, module in pairs] for name, pairs in stacks_of(model).items()}
-    if not found:
-        raise NormlabError(f"no stack of blocks was found in {type(model).__name__}: {_candidates(model)}")
-    return {name: _sites(model, chosen, None, None, None) for name, chosen in found.items()}
+    return {name: _sites(model, blocks, None, None, None) for name, blocks in _named_stacks(model).items()}
 
 
 def _sites(
@@ -150,25 +172,27 @@ def _sites(
     norms: Sequence[str] | None,
 ) -> Sites:
     names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
-    found = []
+    blocks = []
     for index, module in enumerate(chosen, start=1):
         named = {kind: _inside(module, names, name) for kind, name in (("attn", attention), ("mlp", mlp)) if name}
         inner = None if norms is None else [_inside(module, names, n) for n in norms]
-        found.append(_block(index, names[module], module, named, inner))
+        blocks.append(_block(index, names[module], module, named, inner))
     inside = {module for block in chosen for module in block.modules()}
-    own = [names[block] for block in chosen]
+    mine = [names[block] for block in chosen]
     others = [name for pairs in stacks_of(model).values() if not inside & {m for _, m in pairs} for name, _ in pairs]
-    outer = tuple(m for m in norms_below(model) if m not in inside and _is_beside(names[m], own, others))
-    return Sites(tuple(found), outer, _ancestors(model, names[chosen[0]]), names)
+    outer = tuple(m for m in norms_below(model) if m not in inside and _is_for(names[m], mine, others))
+    return Sites(tuple(blocks), outer, _ancestors(model, names[chosen[0]]), names)
 
 
-def _is_beside(norm: str, own: list[str], others: list[str]) -> bool:
-    """Whether the nearest module above a norm that holds any stack's blocks holds these: the final norm of an encoder
-    is none of its decoder's."""
+def _is_for(norm: str, mine: list[str], others: list[str]) -> bool:
+    """True if the nearest module above a norm that holds any stack's blocks holds mine.
+
+    The final norm of an encoder is none of its decoder's.
+    """
     parents = norm.split(".")[:-1]
     for cut in range(len(parents), -1, -1):
         above = "".join(f"{part}." for part in parents[:cut])
-        if any(block.startswith(above) for block in own):
+        if any(block.startswith(above) for block in mine):
             return True
         if any(block.startswith(above) for block in others):
             return False
@@ -178,25 +202,31 @@ def _is_beside(norm: str, own: list[str], others: list[str]) -> bool:
 def _block(
     index: int, name: str, module: nn.Module, named: dict[str, nn.Module], named_norms: list[nn.Module] | None
 ) -> Block:
-    known = set(named.values())
-    branches = [b for b in branches_of(module) if b.kind not in named and not {b.module, b.whole} & known]
-    branches += [Branch(kind, kind, part, part) for kind, part in named.items()]
-    direct = [part for _, part in parts_of(module) if is_norm(part)]
-    split = [norm for b in branches if b.module is not b.whole for norm in norms_below(b.whole)]
-    adding = {norm for b in branches for norm in norms_below(b.module)}
-    norms = [*direct, *(norm for norm in split if norm not in adding)] if named_norms is None else named_norms
-    inner = [norm for norm in norms_below(module) if norm not in norms] if named_norms is None else []
-    first = {kind: [b.module for b in branches if b.kind == kind] for kind in ("attn", "mlp")}
+    """Sort a block's parts. `named` and `named_norms` are those that the caller gave by name."""
+    branches = [Branch(kind, kind, part, part) for kind, part in named.items()]
+    found = branches_of(module)
+    branches = [b for b in found if b.kind not in named and not {b.module, b.whole} & set(named.values())] + branches
+    if named_norms is None:
+        norms = [part for _, part in parts_of(module) if is_norm(part)]
+        added = {norm for b in branches for norm in norms_below(b.module)}
+        for branch in branches:
+            if branch.module is not branch.whole:  # the norm of its residual sum is in the branch, as in BERT
+                norms += [norm for norm in norms_below(branch.whole) if norm not in added]
+        inner = [norm for norm in norms_below(module) if norm not in norms]
+    else:
+        norms, inner = named_norms, []
+    attention = [b.module for b in branches if b.kind == "attn"]
+    mlps = [b.module for b in branches if b.kind == "mlp"]
     return Block(
         index,
         name,
         module,
-        first["attn"][0] if first["attn"] else None,
-        first["mlp"][-1] if first["mlp"] else None,  # a bare MLP ends in its down projection
+        attention[0] if attention else None,
+        mlps[-1] if mlps else None,  # a bare MLP ends in its down projection
         tuple(norms),
         tuple(branches),
         tuple(inner),
-        tuple(part for name, part in module.named_children() if is_activation(name, part)),
+        tuple(part for part_name, part in module.named_children() if is_nonlinearity(part_name, part)),
     )
 
 
@@ -213,35 +243,34 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def _parameters(modules: list[nn.Module]) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-
-def _find_stack(model: nn.Module) -> list[nn.Module]:
-    found = {name: [module for _, module in pairs] for name, pairs in stacks_of(model).items()}
-    if not found:
+def _named_stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    result = {name: [module for _, module in pairs] for name, pairs in stacks_of(model).items()}
+    if not result:
         raise NormlabError(f"no stack of blocks was found in {type(model).__name__}: {_candidates(model)}")
-    names = list(found)
-    largest = _parameters(found[names[0]])
-    rivals = [name for name in names[1:] if _parameters(found[name]) > SECOND_STACK_SHARE * largest]
+    return result
+
+
+def _largest_stack(model: nn.Module) -> list[nn.Module]:
+    stacks = _named_stacks(model)
+    sizes = {name: sum(p.numel() for block in blocks for p in block.parameters()) for name, blocks in stacks.items()}
+    first, *rest = stacks
+    rivals = [name for name in rest if sizes[name] > SECOND_STACK_SHARE * sizes[first]]
     if rivals:
-        choices = " or ".join(f"blocks='{_pattern(model, found[name])}'" for name in [names[0], *rivals])
+        choices = " or ".join(f"blocks='{_pattern(model, stacks[name])}'" for name in [first, *rivals])
         raise NormlabError(
             f"{type(model).__name__} has several stacks of blocks: choose one with {choices}, or from stacks(model)"
         )
-    return found[names[0]]
+    return stacks[first]
 
 
 def _pattern(model: nn.Module, blocks: list[nn.Module]) -> str:
-    """The pattern that names these blocks: their first name with a star for every index."""
+    """The pattern that names these blocks: the first one's name with a star for every index."""
     name = next(name for name, module in model.named_modules() if module is blocks[0])
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _candidates(model: nn.Module) -> str:
-    lists = [
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential) and name
-    ]
+    lists = [name for name, module in model.named_modules() if _is_list(module) and name]
     likely = [f"{name}.*" for name in lists] or [name for name, module in model.named_children() if has_matrix(module)]
     return f"pass blocks='<pattern>' (likely: {', '.join(likely[:5]) or 'none, it has no parts with weights'})"
 
@@ -253,3 +282,192 @@ def _ancestors(model: nn.Module, block_name: str) -> tuple[nn.Module, ...]:
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
             path.append(module)
     return tuple(path)
+
+
+# -- what a module is ------------------------------------------------------------------------------------------------
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """True when the module or one below it holds a weight of two dimensions or more."""
+    return any(parameter.ndim >= 2 for parameter in module.parameters())
+
+
+def _has_parameters(module: nn.Module, recurse: bool = True) -> bool:
+    return next(module.parameters(recurse), None) is not None
+
+
+def shell_content(module: nn.Module) -> nn.Module | None:
+    """The one child that a wrapper wraps, or None.
+
+    A wrapper has no parameter of its own. Every child that has some is found again in the one that is wrapped:
+    TransformerLens's bridge names the parts of a block next to the block.
+    """
+    if _has_parameters(module, recurse=False):
+        return None
+    bearing = [child for child in module.children() if _has_parameters(child) or is_norm(child)]
+    return next((child for child in bearing if set(bearing) <= set(child.modules())), None)
+
+
+def _required_arguments(module: nn.Module) -> list[str]:
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """True for a norm: RMSNorm, LayerNorm, DyT and the like, or a wrapper around one and nothing else.
+
+    A norm holds vectors or scalars and no matrix, or is a LayerNorm without parameters. Scales per channel
+    (`LayerScale`), gates and biases normalize nothing. A module may say what it is: its ``probe_role`` is "norm", or
+    anything else.
+    """
+    if (role := getattr(module, "probe_role", None)) is not None:
+        return role == "norm"
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return True
+    name = type(module).__name__.lower()
+    if any(True for _ in module.children()):
+        content = shell_content(module)
+        if len(_required_arguments(module)) > 1:  # it adds the residual (FNet): its content reads another tensor
+            return False
+        others = [child for child in module.children() if child is not content]
+        return content is not None and is_norm(content) and all(isinstance(child, _INERT) for child in others)
+    parameters = list(module.parameters(recurse=False))
+    if not parameters:
+        return "norm" in name
+    return all(parameter.ndim <= 1 for parameter in parameters) and ("norm" in name or not _NO_NORM.search(name))
+
+
+def is_nonlinearity(name: str, module: nn.Module) -> bool:
+    """True for a nonlinearity without parameters, by its words."""
+    words = f"{name} {type(module).__name__}".lower()
+    return not _has_parameters(module) and bool(_ACTIVATION.search(words))
+
+
+def norms_below(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost norms inside `module`, without itself."""
+    for child in module.children():
+        if is_norm(child):
+            yield child
+        else:
+            yield from norms_below(child)
+
+
+def kind_of(name: str, module: nn.Module) -> str | None:
+    """The kind of branch by the words of its attribute, else of its class; None for words that say nothing.
+
+    No shape tells attention from a gated MLP.
+    """
+    for words in (name.lower(), type(module).__name__.lower()):
+        if _ATTENTION.search(words) and _CROSS.search(words):
+            return "cross"
+        for kind, pattern in _KINDS:
+            if pattern.search(words):
+                return kind
+    return None
+
+
+def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The named parts of a block, through wrappers and lists; a list's items keep the list's name."""
+    content = shell_content(module)
+    if content is not None and not is_norm(module) and any(True for _ in content.children()):
+        return parts_of(content)
+    parts: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not is_norm(child):
+            parts += [(f"{name}.{inner}", part) for inner, part in parts_of(child)]
+        else:
+            parts.append((name, child))
+    return parts
+
+
+def _adding_module(module: nn.Module) -> nn.Module:
+    """The module whose output a branch adds: the one before the norm of its residual sum (BERT, T5), else itself.
+
+    That is the only module with a matrix next to a norm. A query or key norm is next to several.
+    """
+    for below in module.modules():
+        parts = [child for _, child in parts_of(below)]
+        matrices = [child for child in parts if has_matrix(child)]
+        norms = [child for child in parts if is_norm(child)]
+        if norms and len(matrices) == 1 and below is not matrices[0] and shell_content(below) is None:
+            return matrices[0]
+    return module
+
+
+def branches_of(block: nn.Module) -> list[Branch]:
+    """The working parts of a block: those with a matrix, and mixers or attention without one.
+
+    Where no part is called an MLP, those whose words say nothing are one: the projections of a bare MLP are such parts,
+    and the last one is what it adds. Elsewhere they are `other`, which may add to the stream but is no site.
+    """
+    branches: list[Branch] = []
+    for name, part in parts_of(block):
+        kind = kind_of(name, part)
+        works = has_matrix(part) or (kind in ("mixer", "attn") and not _DROPS.search(type(part).__name__.lower()))
+        if hasattr(part, "probe_role") or is_norm(part) or "norm" in name.lower() or not works:
+            continue
+        branches.append(Branch(kind or "other", name, _adding_module(part), part))
+    if any(branch.kind == "mlp" for branch in branches):
+        return branches
+    return [replace(branch, kind="mlp") if branch.kind == "other" else branch for branch in branches]
+
+
+# -- where the blocks are --------------------------------------------------------------------------------------------
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    """True for a list of modules of one class with a matrix, a norm and parts in each."""
+    items = list(module.children()) if _is_list(module) else []
+    return len({type(item) for item in items}) == 1 and all(
+        has_matrix(item) and any(item.children()) and next(norms_below(item), None) is not None for item in items
+    )
+
+
+def _blocks_of_stage(stage: nn.Module) -> list[tuple[str, nn.Module]] | None:
+    """The blocks of a stage; None when the item is itself a block.
+
+    A stage has a list of blocks, and nothing next to the list is a branch of a residual block.
+    """
+    if isinstance(stage, nn.ModuleList):  # no forward of its own, so no block
+        return list(stage.named_children())
+    for name, child in stage.named_modules():
+        if not name or not _is_block_list(child):
+            continue
+        inside = set(child.modules())
+        outside = [(n.split(".")[-1], m) for n, m in stage.named_modules() if n and m not in inside]
+        # A nonlinearity outside the list bends the sum of a block (ResNet).
+        if not any(kind_of(n, m) in ("attn", "cross") or is_nonlinearity(n, m) for n, m in outside):
+            return [(f"{name}.{inner}", item) for inner, item in child.named_children()]
+    return None
+
+
+def _flattened(name: str, items: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    blocks = []
+    for inner, item in items:
+        below = _blocks_of_stage(item)
+        full_name = f"{name}.{inner}" if name else inner
+        blocks += [(full_name, item)] if below is None else _flattened(full_name, below)
+    return [(n, m) for n, m in blocks if has_matrix(m)]
+
+
+def stacks_of(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+    """Module lists whose items all hold a matrix and have parts, outermost only, those with most parameters first.
+
+    Returns (name, block) pairs by the list's name, with stages flattened.
+    """
+    stacks: dict[str, list[tuple[str, nn.Module]]] = {}
+    size: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if not _is_list(module) or len(module) == 0:
+            continue
+        if not all(has_matrix(item) and any(True for _ in item.children()) for item in module.children()):
+            continue
+        if not any(name.startswith(f"{outer}.") or not outer for outer in stacks):
+            stacks[name] = _flattened(name, list(module.named_children()))
+            size[name] = sum(parameter.numel() for parameter in module.parameters())
+    return dict(sorted(stacks.items(), key=lambda pair: -size[pair[0]]))

@@ -1,21 +1,22 @@
-"""`LayerStats`: what a recording found, as a tidy table that can be saved, loaded, merged and plotted."""
+"""`LayerStats`: the result of a recording, as a tidy table that can be saved, loaded, merged and plotted."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from normlab.errors import NormlabError
-from normlab.probes.arrays import FIXED_SHAPE, MERGE, READOUT
+from normlab.probes.accumulate import merge_moments
 from normlab.probes.metrics import METRICS, Metric, site_order
-from normlab.probes.reducers import merge_moments
+from normlab.probes.statistics import FIXED_SHAPE, MERGE, READOUT
 
 if TYPE_CHECKING:
     import pandas
@@ -23,37 +24,15 @@ if TYPE_CHECKING:
 
     from normlab.probes.sites import Sites
 
-COLUMNS = ("site", "layer", "metric", "mask", "value")
-KEY_NAMES = ("site", "layer", "mask", "statistic")
-NUMBER_NAMES = ("count", "mean", "m2", "peak")
+COLUMNS = ["site", "layer", "metric", "mask", "value"]
+KEY_NAMES = ["site", "layer", "mask", "statistic"]
+NUMBER_NAMES = ["count", "mean", "m2", "peak"]
 FORMAT = 1
 Key = tuple[str, int, str, str]  # site, layer, mask, statistic
 
 
-@dataclass(frozen=True)
-class Moments:
-    """A statistic over counted tokens: how many, its mean, sum of squared deviations (M2), largest value; features a
-    token."""
-
-    count: float
-    mean: float
-    m2: float
-    peak: float
-    width: int
-
-    def merge(self, other: Moments) -> Moments:
-        """The moments of both sets of tokens together (Chan's rule)."""
-        if self.count == 0 or other.count == 0:
-            return other if self.count == 0 else self
-        if self.width != other.width:
-            raise NormlabError(f"cannot merge statistics of width {self.width} and {other.width}: different models")
-        count, mean, m2 = merge_moments(self.count, self.mean, self.m2, other.count, other.mean, other.m2)
-        peak = other.peak if other.peak != other.peak else max(self.peak, other.peak)  # NaN, once seen, stays
-        return Moments(count, mean, m2, self.peak if self.peak != self.peak else peak, self.width)
-
-
 def manifest(where: Sites, metrics: Sequence[Metric], masks: Sequence[str], calls: int) -> dict[str, Any]:
-    """What a reader of the numbers must know: definitions, masks, loss normaliser, versions, and what was measured."""
+    """Definitions, masks, loss normalizer, versions, and what was measured: all that a reader of the numbers needs."""
     words = {"all": "padding excluded", "no_first": "padding and the first real token of every row excluded"}
     return {
         "model": type(where.model).__name__,
@@ -67,11 +46,40 @@ def manifest(where: Sites, metrics: Sequence[Metric], masks: Sequence[str], call
     }
 
 
+def _merged(a: pandas.DataFrame, b: pandas.DataFrame) -> pandas.DataFrame:
+    """The moments of both sets of tokens together."""
+    import pandas
+
+    keys = [pandas.MultiIndex.from_frame(table[KEY_NAMES]) for table in (a, b)]
+    both = keys[0].append(keys[1][~keys[1].isin(keys[0])])
+    nothing = [0.0, 0.0, 0.0, -np.inf, 0.0]
+    sides = []
+    for key, table in zip(keys, (a, b), strict=True):  # a key that the side lacks takes the last row: no token
+        rows = np.vstack([table[[*NUMBER_NAMES, "width"]].to_numpy(dtype=float), nothing])
+        sides.append(rows[key.get_indexer(both)].T)
+    (*moments_a, peak_a, width_a), (*moments_b, peak_b, width_b) = sides
+    if ((width_a != width_b) & (width_a > 0) & (width_b > 0)).any():
+        raise NormlabError("cannot merge statistics of different widths: they are of different models")
+    with np.errstate(invalid="ignore", over="ignore"):
+        merged = merge_moments(*moments_a, *moments_b)
+    numbers = dict(zip(NUMBER_NAMES, (*merged, np.maximum(peak_a, peak_b)), strict=True))  # NaN, once seen, stays
+    return both.to_frame(index=False).assign(**numbers, width=np.maximum(width_a, width_b).astype(int))
+
+
 @dataclass
 class LayerStats:
-    """The statistics of one recording (one training step, if `step` is given)."""
+    """The statistics of one recording (of one training step, if `step` is given).
 
-    moments: Mapping[Key, Moments]
+    Args:
+        moments: the streamed statistics: columns `site layer mask statistic count mean m2 peak width`. M2 is the sum of
+            squared deviations, `width` the number of features per token.
+        metrics: names of the metrics that were asked for.
+        manifest: what a reader of the numbers must know.
+        step: of training.
+        arrays: statistics that are not one number per token, by (site, layer, mask, statistic).
+    """
+
+    moments: pandas.DataFrame
     metrics: tuple[str, ...]
     manifest: dict[str, Any] = field(default_factory=dict)
     step: int | None = None
@@ -80,125 +88,129 @@ class LayerStats:
     @property
     def absent(self) -> tuple[str, ...]:
         """Metrics that were asked for and do not apply to this model, so have no row."""
-        found = {statistic for *_, statistic in [*self.moments, *self.arrays]}
-        return tuple(name for name in self.metrics if METRICS[name].statistic not in found)
+        measured = {*self.moments["statistic"], *(statistic for *_, statistic in self.arrays)}
+        return tuple(name for name in self.metrics if METRICS[name].statistic not in measured)
 
     def to_pandas(self, errors: bool = False) -> pandas.DataFrame:
-        """One row a site, layer, metric and mask: columns `site layer metric mask value`, with `step` first when it is
-        known.
+        """The table: one row per site, layer, metric and mask.
 
-        `errors=True` adds `tokens`, how many were counted, and `standard_error` of means over tokens (tokens taken as
-        independent).
+        Columns: `site layer metric mask value`, with `step` first when it is known. `errors=True` adds `tokens`, how
+        many were counted, and `standard_error` of means over tokens (tokens taken as independent).
         """
         import pandas
 
-        rows = []
-        for key, m in self.moments.items():
-            for metric in self._readouts(key):
-                error = (
-                    (m.m2 / m.count / max(m.count - 1, 1)) ** 0.5
-                    if metric.readout == "mean" and m.count
-                    else float("nan")
-                )
-                rows.append((key, metric, metric.value(m.count, m.mean, m.m2, m.peak, m.width), m.count, error))
-        for key, array in self.arrays.items():
-            rows += [
-                (key, metric, READOUT[key[3]](array), float("nan"), float("nan")) for metric in self._readouts(key)
+        pieces = []
+        for metric in (METRICS[name] for name in self.metrics):
+            part = self.moments[self.moments["statistic"] == metric.statistic]
+            part = part[np.array([metric.applies_to(site) for site in part["site"]], dtype=bool)]
+            count, mean, m2, peak = (part[name].to_numpy() for name in NUMBER_NAMES)
+            error = np.full(len(part), np.nan)
+            if metric.readout == "mean":
+                np.sqrt(m2 / np.maximum(count, 1) / np.maximum(count - 1, 1), out=error, where=count > 0)
+            value = metric.value(count, mean, m2, peak, part["width"].to_numpy())
+            pieces.append(part.assign(metric=metric.name, value=value, tokens=count, standard_error=error))
+            rows = [
+                (i, *key, metric.name, READOUT[key[3]](array))
+                for i, (key, array) in enumerate(self.arrays.items(), start=len(self.moments))
+                if key[3] == metric.statistic and key[3] in READOUT and metric.applies_to(key[0])
             ]
-        rows.sort(key=lambda row: (site_order(row[0][0]), row[0][1]))
-        table = pandas.DataFrame(
-            [(k[0], k[1], metric.name, k[2], value, count, error) for k, metric, value, count, error in rows],
-            columns=[*COLUMNS, "tokens", "standard_error"],
-        ).astype({"layer": "Int64", "value": "float64"})
-        if not errors:
-            table = table[list(COLUMNS)]
+            pieces.append(pandas.DataFrame(rows, columns=["", *KEY_NAMES, "metric", "value"]).set_index(""))
+        table = pandas.concat([piece for piece in pieces if len(piece)] or pieces)
+        ranks = {site: rank for rank, site in enumerate(sorted(set(table["site"]), key=site_order))}
+        order = np.lexsort((table.index, table["layer"].astype(int), table["site"].map(ranks).astype(int)))
+        table = table.iloc[order].reset_index(drop=True)
+        table = table.reindex(columns=[*COLUMNS, "tokens", "standard_error"] if errors else COLUMNS)
+        table = table.astype({"layer": "Int64", "value": "float64"})
         if self.step is not None:
             table.insert(0, "step", self.step)
         return table
 
-    def _readouts(self, key: Key) -> list[Metric]:
-        chosen = [METRICS[name] for name in self.metrics]
-        return [metric for metric in chosen if metric.statistic == key[3] and metric.applies_to(key[0])]
+    # -- arrays ------------------------------------------------------------------------------------------------------
+
+    def _array_table(
+        self, statistic: str, columns: Sequence[str], rows_of: Callable[[Tensor], Iterable[tuple]], hint: str
+    ) -> pandas.DataFrame:
+        """One table of all arrays of a statistic: columns `site layer mask`, then `columns` of each of their rows."""
+        import pandas
+
+        rows = [
+            (*place, *row)
+            for (*place, name), array in self.arrays.items()
+            if name == statistic
+            for row in rows_of(array)
+        ]
+        if not rows:
+            raise NormlabError(hint)
+        return pandas.DataFrame(rows, columns=["site", "layer", "mask", *columns])
 
     def massive(self, top: int = 5) -> pandas.DataFrame:
         """The `top` features by largest |h| at each block output: columns `layer mask rank feature max_abs`.
 
-        Needs the metric `massive_activation_ratio`. Compare masks: massive activations sit mostly at the first token.
+        Needs the metric `massive_activation_ratio`. Compare masks: massive activations are mostly at the first token.
         """
-        import pandas
 
-        rows = []
-        for (_, layer, mask, statistic), peaks in self.arrays.items():
-            if statistic == "coordinate_peak":
-                values, features = peaks.topk(min(top, len(peaks)))
-                ranked = enumerate(zip(features.tolist(), values.tolist(), strict=True), start=1)
-                rows += [(layer, mask, rank, feature, value) for rank, (feature, value) in ranked]
-        if not rows:
-            raise NormlabError("no coordinates were recorded: ask for the metric massive_activation_ratio")
-        return pandas.DataFrame(rows, columns=["layer", "mask", "rank", "feature", "max_abs"])
+        def rows_of(peaks: Tensor) -> Iterable[tuple]:
+            values, features = peaks.topk(min(top, len(peaks)))
+            return zip(range(1, len(values) + 1), features.tolist(), values.tolist(), strict=True)
+
+        hint = "no coordinates were recorded: ask for the metric massive_activation_ratio"
+        table = self._array_table("coordinate_peak", ["rank", "feature", "max_abs"], rows_of, hint)
+        return table.drop(columns="site")
 
     def expert_load(self) -> pandas.DataFrame:
         """Each expert's share of the tokens' choices: columns `site layer mask expert share`.
 
         Needs the metric `expert_load_max` and a model that is a mixture of experts.
         """
-        import pandas
 
-        rows = []
-        for (site, layer, mask, statistic), counts in self.arrays.items():
-            if statistic == "expert_counts":
-                shares = (counts / counts.sum().clamp(min=1)).tolist()
-                rows += [(site, layer, mask, expert, share) for expert, share in enumerate(shares)]
-        if not rows:
-            raise NormlabError("no experts were recorded: ask for expert_load_max on a mixture of experts")
-        return pandas.DataFrame(rows, columns=["site", "layer", "mask", "expert", "share"])
+        def rows_of(counts: Tensor) -> Iterable[tuple]:
+            return enumerate((counts / counts.sum().clamp(min=1)).tolist())
+
+        hint = "no experts were recorded: ask for expert_load_max on a mixture of experts"
+        return self._array_table("expert_counts", ["expert", "share"], rows_of, hint)
 
     def carried_by_position(self) -> pandas.DataFrame:
         """`carried_var_ratio` by position in a row (0 = first real token): `site layer position mask value tokens`.
 
-        Raises `NormlabError` when the metric was not recorded or no norm was handed a statistic.
+        Raises:
+            NormlabError: the metric was not recorded, or no norm was handed a statistic.
         """
-        import pandas
 
-        rows = []
-        for (site, layer, mask, statistic), table in self.arrays.items():
-            if statistic == "carried_position":
-                counted = table[0] > 0
-                values = (table[1] / table[0].clamp(min=1))[counted].tolist()
-                positions, tokens = counted.nonzero()[:, 0].tolist(), table[0][counted].long().tolist()
-                rows += [(site, layer, p, mask, v, n) for p, v, n in zip(positions, values, tokens, strict=True)]
-        if not rows:
-            raise NormlabError(
-                "no carried statistic was recorded: ask for carried_var_ratio on a model that carries one"
-            )
-        return pandas.DataFrame(rows, columns=["site", "layer", "position", "mask", "value", "tokens"])
+        def rows_of(table: Tensor) -> Iterable[tuple]:
+            counted = table[0] > 0
+            values = (table[1] / table[0].clamp(min=1))[counted].tolist()
+            positions, tokens = counted.nonzero()[:, 0].tolist(), table[0][counted].long().tolist()
+            return zip(positions, values, tokens, strict=True)
+
+        hint = "no carried statistic was recorded: ask for carried_var_ratio on a model that carries one"
+        table = self._array_table("carried_position", ["position", "value", "tokens"], rows_of, hint)
+        return table[["site", "layer", "position", "mask", "value", "tokens"]]
+
+    # -- merging -----------------------------------------------------------------------------------------------------
 
     def merge(self, other: LayerStats) -> LayerStats:
-        """Both recordings as one: what a single recording over all their tokens would have found."""
+        """Both recordings as one: the result of a single recording over all their tokens."""
         if self.metrics != other.metrics:
             raise NormlabError("cannot merge recordings of different metrics: record both with the same list")
-        moments = dict(self.moments)
-        for key, found in other.moments.items():
-            moments[key] = moments[key].merge(found) if key in moments else found
         arrays = dict(self.arrays)
         for key, array in other.arrays.items():
             if key[3] in FIXED_SHAPE and key in arrays and arrays[key].shape != array.shape:
                 raise NormlabError("cannot merge recordings of different widths: they are of different models")
             arrays[key] = MERGE[key[3]](arrays[key], array) if key in arrays else array
-        about = dict(self.manifest)
+        details = dict(self.manifest)
         for total in ("forward_passes", "loss_tokens"):
-            if total in about:
-                about[total] += other.manifest.get(total, 0)
-        if "absent" in about:
-            about["absent"] = about["absent"] | other.manifest.get("absent", {})
-        return LayerStats(moments, self.metrics, about, self.step, arrays)
+            if total in details:
+                details[total] += other.manifest.get(total, 0)
+        if "absent" in details:
+            details["absent"] = details["absent"] | other.manifest.get("absent", {})
+        return LayerStats(_merged(self.moments, other.moments), self.metrics, details, self.step, arrays)
 
     def across_ranks(self) -> LayerStats:
         """The merge over all ranks of the default torch.distributed group, on every rank; itself when there is none.
 
-        A gloo group that outlives `destroy_process_group` may hang the rank's exit: delete what holds it first, a
-        DistributedDataParallel model and its recorder, and import `torch.distributed.nn.functional` before the group
-        is initialized (its default arguments hold the group that they find).
+        A gloo group that outlives `destroy_process_group` may hang the rank's exit. Delete what holds it first, a
+        DistributedDataParallel model and its recorder. Import `torch.distributed.nn.functional` before the group is
+        initialized: its default arguments hold the group that they find.
         """
         import torch.distributed as dist
 
@@ -211,20 +223,20 @@ class LayerStats:
             merged = merged.merge(part)
         return merged
 
+    # -- plots and files ---------------------------------------------------------------------------------------------
+
     def plot(
         self, metric: str | None = None, mask: str = "all", kind: Literal["line", "heatmap"] = "line"
     ) -> plotly.graph_objects.Figure:
-        """The metric against layer, one line per site; or a heat map of it, or of all metrics, with one row per site.
+        """Draw the metric against layer, one line per site (`normlab.figures.report`).
 
-        `normlab.figures.report` draws them.
-
-        Figures stand above probes, so they are found by name, as pandas finds what draws its plots.
+        `kind="heatmap"` draws a heat map of it, or of all metrics, with one row per site.
         """
         if kind not in ("line", "heatmap"):
             raise NormlabError(f"unknown kind {kind!r}: choose from line, heatmap")
         if metric not in self.metrics and not (metric is None and kind == "heatmap"):
             raise NormlabError(f"{metric!r} was not recorded: choose from {', '.join(self.metrics)}")
-        try:
+        try:  # figures are a floor above probes, so they are found by name
             module = importlib.import_module("normlab.figures.report")
         except ImportError as error:
             raise NormlabError("plots need plotly: pip install 'normlab[figures]'") from error
@@ -233,15 +245,14 @@ class LayerStats:
         return figure
 
     def save(self, path: str | Path) -> Path:
-        """Write one Parquet file: the mergeable statistics, and the manifest in its metadata. `LayerStats.load` reads
-        it."""
+        """Write one Parquet file: the mergeable statistics, and the manifest in its metadata."""
         import pyarrow
         import pyarrow.parquet
 
-        rows = [dict(zip(KEY_NAMES, key, strict=True)) | asdict(m) | {"array": None} for key, m in self.moments.items()]
+        rows = self.moments.assign(array=None).to_dict("records")
         for key, array in self.arrays.items():
-            blank = {"count": None, "mean": None, "m2": None, "peak": None, "width": array.shape[-1]}
-            rows.append(dict(zip(KEY_NAMES, key, strict=True)) | blank | {"array": array.double().flatten().tolist()})
+            numbers: dict[str, Any] = dict.fromkeys(NUMBER_NAMES) | {"width": array.shape[-1]}
+            rows.append(dict(zip(KEY_NAMES, key, strict=True)) | numbers | {"array": array.double().flatten().tolist()})
         head = {"format": FORMAT, "metrics": self.metrics, "manifest": self.manifest, "step": self.step}
         fields = [(name, pyarrow.string()) for name in KEY_NAMES] + [(n, pyarrow.float64()) for n in NUMBER_NAMES]
         types = dict(fields) | {
@@ -256,7 +267,7 @@ class LayerStats:
 
     @classmethod
     def load(cls, path: str | Path) -> LayerStats:
-        """Read what `save` wrote. Raises `NormlabError` for a file that is something else."""
+        """Read what `save` wrote. Raises `NormlabError` for any other file."""
         import pyarrow
         import pyarrow.parquet
 
@@ -271,13 +282,12 @@ class LayerStats:
             raise NormlabError(
                 f"{path} has statistics of format {head['format']}, this version reads {FORMAT}: record again"
             )
-        moments: dict[Key, Moments] = {}
+        rows = table.to_pandas()
+        is_array = rows["array"].notna()
         arrays: dict[Key, Tensor] = {}
-        for row in table.to_pylist():
-            key = (row["site"], row["layer"], row["mask"], row["statistic"])
-            if row["array"] is None:
-                moments[key] = Moments(row["count"], row["mean"], row["m2"], row["peak"], row["width"])
-            else:
-                array = torch.tensor(row["array"], dtype=torch.float64)
-                arrays[key] = array.reshape(-1, row["width"]) if len(array) != row["width"] else array
+        for row in rows[is_array].itertuples():
+            array = torch.tensor(row.array, dtype=torch.float64)
+            shaped = array.reshape(-1, row.width) if len(array) != row.width else array
+            arrays[row.site, row.layer, row.mask, row.statistic] = shaped
+        moments = rows[~is_array].drop(columns="array").reset_index(drop=True)
         return cls(moments, tuple(head["metrics"]), head["manifest"], head["step"], arrays)

@@ -1,8 +1,10 @@
-"""What is measured, and on what: a model with its tokenizer or image processor, and batches of texts or images.
+"""Inputs of a report: a model with its tokenizer or image processor, and batches of texts or images.
 
-`load`     a saved or hub model as its own task asks: causal, masked or sequence-to-sequence language models, images;
-           a model of images and text on text alone, as the causal language model that it then is
-`batches`  what it is run on; `check_input`  whether anything can be
+load          a saved or hub model by its own task: causal, masked or sequence-to-sequence language model, or images
+batches       the batches it is run on
+check_input   refuse a text that no model can be run on
+
+A model of images and text is measured on text alone, as a causal language model.
 """
 
 from __future__ import annotations
@@ -22,11 +24,20 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASKED_SHARE = 0.15  # of the tokens of a masked language model's batch, as BERT was trained
 FEWEST_TOKENS = 16
 ROWS_A_BATCH = 4
+# Task -> transformers' class that loads its models, and its mapping of their classes.
+TASKS = {
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+    "image-text": ("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+}
+Batches = list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, what reads its input, its task (causal, masked, seq2seq, image) and its name."""
+    """A model, its tokenizer or image processor, its task (causal, masked, seq2seq, image) and its name."""
 
     model: nn.Module
     reader: Any
@@ -47,8 +58,9 @@ def load(
     Args:
         model: directory or hub name, or a model (then give `reader`).
         revision: of a hub model; of a directory, the folder in it of that name.
-        device: "cpu", "cuda:1" ..., or "auto" to spread it over what there is (needs accelerate); default: a GPU when
-            there is one. dtype: "bfloat16" ...; default: as saved.
+        device: "cpu", "cuda:1" ..., or "auto" to spread it over all devices (needs accelerate). Default: a GPU when
+            there is one.
+        dtype: "bfloat16" ...; default: as saved.
 
     Raises:
         NormlabError: nothing of that name can be loaded; weights that do not fit the configuration; an unknown dtype
@@ -70,13 +82,7 @@ def load(
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
         task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
-        auto = {
-            "causal": transformers.AutoModelForCausalLM,
-            "masked": transformers.AutoModelForMaskedLM,
-            "seq2seq": transformers.AutoModelForSeq2SeqLM,
-            "image": transformers.AutoModelForImageClassification,
-            "image-text": transformers.AutoModelForImageTextToText,
-        }[task]
+        auto = getattr(transformers, TASKS[task][0])
         spread = {"device_map": "auto"} if device == "auto" else {}
         loaded: Any
         with loads_quietly():
@@ -114,8 +120,10 @@ def _source(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
 
 
 def _of_a_block(name: str) -> bool:
-    """Whether a weight belongs to a numbered block. Others are left out by right: BERT's files hold a pooler and a
-    second head, which a masked language model does not have."""
+    """True if a weight belongs to a numbered block.
+
+    Other weights may be left out: BERT's files hold a pooler and a second head that a masked language model lacks.
+    """
     return any(part.isdigit() for part in name.split("."))
 
 
@@ -131,39 +139,37 @@ def _dtype(name: str | None) -> Any:
 
 
 def _task(architectures: Sequence[str], is_encoder_decoder: bool) -> str:
-    """By transformers' own mappings of classes to tasks."""
+    """The task, by transformers' own mappings of classes to tasks."""
     from transformers.models.auto import modeling_auto
 
-    mappings: dict[str, Any] = {
-        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-        "image-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    }
-    for task, mapping in mappings.items():
-        if set(architectures) & {name for name in mapping.values() if isinstance(name, str)}:
+    for task, (_, mapping) in TASKS.items():
+        names = getattr(modeling_auto, mapping).values()
+        if set(architectures) & {name for name in names if isinstance(name, str)}:
             return task
     return "seq2seq" if is_encoder_decoder else "causal"
 
 
 def check_input(path: Path) -> None:
-    """NormlabError for what no model can be run on, before one is loaded."""
+    """Raise NormlabError for a text that no model can be run on, before one is loaded."""
     if not path.is_dir() and path.suffix.lower() not in IMAGES:
         _read(path)
 
 
-def batches(loaded: Loaded, path: Path, length: int, rows: int) -> list[dict[str, torch.Tensor]]:
-    """At most `rows` rows of a text file, cut to `length` tokens, or of a folder's images (`length` is then ignored).
+def batches(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
+    """At most `rows` pieces of `length` tokens of a text file, or `rows` images of a folder, on the model's device.
 
-    Labels are the text itself; of a masked model the tokens that were hidden, of a sequence-to-sequence model the
-    second half of a row, whose first half is the source. Images have none.
+    Labels are the text itself. Those of a masked model are the hidden tokens. For a sequence-to-sequence model the
+    first half of a row is the source and the second half the labels. Images have none.
 
     Raises:
         NormlabError: the file is missing, empty, binary or too short; the folder has no image.
     """
-    if loaded.task == "image":
-        return _images(loaded, path, rows)
+    parts = _images(loaded, path, rows) if loaded.task == "image" else _texts(loaded, path, length, rows)
+    device = next(loaded.model.parameters()).device
+    return [{name: x.to(device) for name, x in batch.items()} for batch in parts]
+
+
+def _texts(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
     if path.is_dir():
         raise NormlabError(f"{path} is a folder, and {loaded.name} reads text: give a text file")
     content = _read(path)
@@ -195,7 +201,7 @@ def _labelled(loaded: Loaded, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _images(loaded: Loaded, path: Path, rows: int) -> list[dict[str, torch.Tensor]]:
+def _images(loaded: Loaded, path: Path, rows: int) -> Batches:
     try:
         from PIL import Image
     except ImportError as error:

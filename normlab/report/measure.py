@@ -1,4 +1,4 @@
-"""What a report holds: every stack of a model recorded on batches, and the experiments on its layers."""
+"""Measurements of a report: every stack of a model recorded on batches, and experiments on its layers."""
 
 from __future__ import annotations
 
@@ -9,67 +9,71 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normlab.errors import NormlabError, in_one_line
-from normlab.probes.calls import IGNORED_LABEL, CallInputs
-from normlab.probes.geometry import angular_distance, logit_lens_kl
-from normlab.probes.metrics import FORWARD_METRICS, METRICS
-from normlab.probes.recording import record
-from normlab.probes.sites import Sites, sites, stacks
-from normlab.probes.skipping import skip_sensitivity
-from normlab.probes.spans import cheapest_spans
-from normlab.probes.stats import LayerStats
-from normlab.report.inputs import Loaded
+from normlab.probes import (
+    FORWARD_METRICS,
+    METRICS,
+    CallInputs,
+    LayerStats,
+    Sites,
+    angular_distance,
+    cheapest_spans,
+    logit_lens_kl,
+    mergekit_config,
+    record,
+    sites,
+    skip_sensitivity,
+    stacks,
+)
+from normlab.probes.forward_call import IGNORED_LABEL
+from normlab.report.inputs import Batches, Loaded
 
 if TYPE_CHECKING:
     import pandas
 
-Batches = list[dict[str, torch.Tensor]]
-
 
 @dataclass
 class Measured:
-    """One stack (`name` is empty for a model of one): its sites, statistics, experiments, and what could not be
-    done."""
+    """One stack: its sites, statistics and experiments, and why others were left out."""
 
-    name: str
+    name: str  # empty for a model of one stack
     where: Sites
     stats: LayerStats
-    loss: float | None  # the mean of the model's own, nats a label
+    loss: float | None  # the mean of the model's own loss, nats per label
     tables: dict[str, pandas.DataFrame] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
+    def cuts(self, loaded: Loaded) -> list[tuple[Any, str]]:
+        """Rows of the table of spans, each with its mergekit configuration."""
+        rows = self.tables["spans"].itertuples() if "spans" in self.tables else ()
+        dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+        return [(row, mergekit_config(loaded.name, row.keep, dtype)) for row in rows]
+
 
 def measure(loaded: Loaded, batches: Batches) -> list[Measured]:
-    """Every stack that runs, recorded with all metrics (without gradients where there are no labels).
+    """Record every stack that runs with all metrics, without gradients if there are no labels.
 
-    Raises `NormlabError` when no stack can be measured.
+    Raises:
+        NormlabError: no stack can be measured.
     """
     try:
         chosen = {"": sites(loaded.model)}
     except NormlabError:
         chosen = stacks(loaded.model)
-    has_labels = "labels" in batches[0]
-    found, reasons = [], []
+    metrics = list(METRICS if "labels" in batches[0] else FORWARD_METRICS)
+    measured, reasons = [], []
     for name, where in chosen.items():
         try:
-            stats, loss = _recorded(where, loaded, batches, list(METRICS) if has_labels else list(FORWARD_METRICS))
+            measured.append(Measured(name, where, *_recorded(where, loaded, batches, metrics)))
         except NormlabError as error:
             reasons.append(str(error))
-            continue
-        found.append(Measured(name, where, stats, loss))
-    if not found:
+    if not measured:
         raise NormlabError(reasons[0])
-    return found
-
-
-def on_device(loaded: Loaded, batches: Batches) -> Batches:
-    """The batches where the model's first parameter is."""
-    device = next(loaded.model.parameters()).device
-    return [{name: x.to(device) for name, x in batch.items()} for batch in batches]
+    return measured
 
 
 def _recorded(where: Sites, loaded: Loaded, batches: Batches, metrics: list[str]) -> tuple[LayerStats, float | None]:
     dtype, losses = next(loaded.model.parameters()).dtype, []
-    # A loss in 8 or 11 bits is too coarse to be compared with its logits, and what it averages over is known here.
+    # A loss in 8 or 11 bits is too coarse to be compared with its logits, so the count of its labels is given.
     coarse = partial(_labels_averaged, loaded.task) if torch.finfo(dtype).bits < 32 else None
     with record(where, metrics, loss_tokens=coarse) as recorder, torch.set_grad_enabled("labels" in batches[0]):
         for batch in batches:
@@ -92,14 +96,14 @@ def _called(loaded: Loaded, batch: dict[str, torch.Tensor], dtype: torch.dtype) 
 
 
 def _labels_averaged(task: str, inputs: CallInputs) -> float | None:
-    labels = inputs.found.get("labels")
+    labels = inputs.arguments.get("labels")
     if labels is None:
         return None
     return float(((labels[:, 1:] if task == "causal" else labels) != IGNORED_LABEL).sum())
 
 
 def experiment(measured: Measured, batches: Batches, progress: bool) -> None:
-    """Skipping, angles, the lens and the cheapest spans, as far as they apply: `left_out` says what does not."""
+    """Run skipping, angles, the lens and the cheapest spans where they apply; `left_out` names the others."""
     few, where = batches[: max(1, len(batches) // 4)], measured.where
     changes = [why for why in measured.stats.manifest["absent"].values() if "changes the stream" in why]
     if changes or "labels" not in batches[0]:

@@ -1,4 +1,10 @@
-"""The pages of a report: figures in normlab's theme, which read plotly.js from a file beside them."""
+"""Pages of a report, and the file plotly.min.js that pages of normlab share.
+
+write_page       HTML parts and figures as one page
+write_plotly     plotly.js next to pages that read it
+model_parts      the page of one model on one text
+series_parts     the page of several recordings
+"""
 
 from __future__ import annotations
 
@@ -32,16 +38,22 @@ td:first-child,th:first-child{text-align:left}pre{background:#f6f7f9;padding:.8r
 details{margin:.6rem 0}summary{cursor:pointer}"""
 
 
+def write_plotly(folder: Path) -> None:
+    """Write plotly.js into a folder of pages that read it."""
+    (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
+
+
 def write_page(folder: Path, title: str, parts: Sequence[str | go.Figure]) -> Path:
-    """`report.html` and, beside it, plotly.js. `parts`: HTML, or figures."""
+    """Write `report.html` with its plotly.js. `parts`: HTML, or figures."""
+    write_plotly(folder)
     texts = [part if isinstance(part, str) else _embedded(part) for part in parts]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
         f'<style>{STYLE}</style><script src="{PLOTLY_FILE}"></script>'
     )
-    (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
+    body = f"<h1>{html.escape(title)}</h1>{''.join(texts)}"
     path = folder / "report.html"
-    path.write_text(f'<!doctype html><html lang="en">{head}{"".join(texts)}</html>', encoding="utf-8")
+    path.write_text(f'<!doctype html><html lang="en">{head}{body}</html>', encoding="utf-8")
     return path
 
 
@@ -88,7 +100,7 @@ def _stack_parts(one: Measured) -> list[str | go.Figure]:
 
 
 def left_out(one: Measured) -> list[str]:
-    """What was not measured of a stack, with its layers, and why."""
+    """Sites of a stack that were not measured, with their layers and the reason."""
     layers: dict[tuple[str, str], list[str]] = {}
     for place, why in one.stats.manifest["absent"].items():
         site, _, layer = place.rpartition(" ")
@@ -112,9 +124,15 @@ def span_line(row: Any) -> str:
 def series_parts(
     table: pd.DataFrame, by: str, losses: dict[str, float | None], missing: Sequence[str], about: str
 ) -> list[str | go.Figure]:
-    """The page of several recordings, `by` model, text or revision: every metric at its default site, a line each;
-    of revisions a heat map as well. `table`: columns `by`, stack, site, layer, metric, mask, value; `missing`: what was
-    not measured, in words."""
+    """The page of several recordings: every metric at its default site, a line each; a heat map of revisions.
+
+    Args:
+        table: columns `by`, stack, site, layer, metric, mask, value.
+        by: "model", "text" or "revision".
+        losses: nats per label, by recording.
+        missing: sentences on what was not measured.
+        about: a sentence on the data.
+    """
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{'-' if loss is None else f'{loss:.4f}'}</td></tr>"
         for name, loss in losses.items()

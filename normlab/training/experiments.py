@@ -84,7 +84,7 @@ def _deleting(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
 
 def _sequence_losses(model: Any, batches: list[dict[str, Any]]) -> torch.Tensor:
     """Mean token loss of each sequence, float64; all have the same number of labels."""
-    from normlab.probes.estimates import Runner, token_losses
+    from normlab.probes.experiments import Runner, token_losses
 
     runner = Runner(model, batches, progress=False, title="")
     with runner.evaluating():

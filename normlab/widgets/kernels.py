@@ -21,7 +21,7 @@ class KernelTimes(PlotWidget):
     rate that was measured there.
 
     Args:
-        times: what `normlab.analysis.kernels.read_times` returns.
+        times: what `normlab.analysis.notebook_tables.kernels.read_times` returns.
         call: the one to open with; default: the last of the table.
         theme: "light" or "dark"; default: as JupyterLab's.
 

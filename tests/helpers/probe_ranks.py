@@ -19,8 +19,8 @@ import torch.distributed.nn.functional
 from probe_zoo import tiny_llama, token_batch
 from torch.distributed.fsdp import fully_shard
 
+from normlab.experimental.compiled_statistics import IN_GRAPH, CompiledRecorder
 from normlab.probes import METRICS, Recorder, record, sites
-from normlab.probes.compiled import IN_GRAPH, CompiledRecorder
 from normlab.probes.metrics import resolve_metrics
 
 METRIC_NAMES = list(METRICS)

@@ -8,8 +8,8 @@ import torch
 from probe_zoo import values
 from torch import Tensor, nn
 
-from normlab.probes import record, roles
-from normlab.probes.recorder import TRIES
+from normlab.probes import block_trace, record
+from normlab.probes.record import TRIES
 
 METRICS = ["relative_contribution", "token_l2_mean"]
 RATIO, SIZE = "relative_contribution", "token_l2_mean"
@@ -187,7 +187,7 @@ def test_what_was_absent_in_either_recording_is_absent_in_their_merge():
 
 def test_a_block_that_does_not_add_up_is_given_up_after_a_few_calls(monkeypatch):
     searched = []
-    monkeypatch.setattr(roles, "find_reading", lambda *given: searched.append(given))
+    monkeypatch.setattr(block_trace, "find_reading", lambda *given: searched.append(given))
     with record(Model(16, "bent").eval(), METRICS) as rec, torch.no_grad():
         for kind in ("one", *["many"] * 5):  # a single token proves nothing
             rec.sites.model(tokens(kind, 16))

@@ -69,7 +69,7 @@ def test_branch_metrics_equal_brute_force(name):
 
 
 def test_block_influence_keeps_its_digits_where_a_block_is_nearly_the_identity():
-    from normlab.probes.branches import block_statistics
+    from normlab.probes.statistics import block_statistics
 
     torch.manual_seed(0)
     x = torch.randn(50, 512)
@@ -153,15 +153,15 @@ def test_attention_metrics_equal_explicit_scores(implementation, padded):
 
 
 def test_attention_scores_in_chunks_equal_those_in_one_piece(monkeypatch):
-    from normlab.probes import attention
+    from normlab.probes import statistics
 
     query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
     mask = torch.rand(2, 1, 9, 9) > 0.3
     mask |= torch.eye(9, dtype=torch.bool)
-    whole = [attention._from_query_and_key(query, key, key, m, is_causal=m is None) for m in (None, mask)]
-    monkeypatch.setattr(attention, "SCORE_CHUNK", 100)
+    whole = [statistics._from_query_and_key(query, key, key, m, is_causal=m is None) for m in (None, mask)]
+    monkeypatch.setattr(statistics, "SCORE_CHUNK", 100)
     for m, expected in zip((None, mask), whole, strict=True):
-        assert torch.allclose(attention._from_query_and_key(query, key, key, m, is_causal=m is None), expected)
+        assert torch.allclose(statistics._from_query_and_key(query, key, key, m, is_causal=m is None), expected)
 
 
 @pytest.mark.parametrize("carried", ["uniform", "causal", "exact"])

@@ -1,4 +1,4 @@
-"""Layer statistics where people log, read back from the files of the real TensorBoard, W&B and Trackio; the budget."""
+"""Layer statistics where people log, read back from the files of the real TensorBoard, W&B and Trackio."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from probe_zoo import tiny_llama
 from test_probes_callback import train
 
 from normlab.errors import NormlabError
-from normlab.probes import callback as callback_module
-from normlab.probes.budget import Budget
-from normlab.probes.callback import LayerStatsCallback
-from normlab.probes.trackers import CELL, LABEL, WIDE, Trackers, curves, heatmap_image
+from normlab.probes.callback import CELL, LABEL, WIDE, LayerStatsCallback, Trackers, curves, heatmap_image
 
 METRICS = ["token_l2_mean", "rms"]
 
@@ -84,43 +81,3 @@ def test_trackio_holds_the_heat_map(tmp_path, monkeypatch):
     (image,) = tmp_path.glob("media/p/*/5/*.png")
     assert np.array_equal(np.asarray(Image.open(image).convert("RGB")), heatmap_image(history()))
     assert (tmp_path / "p.db").is_file()
-
-
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_200_steps_stay_in_the_budget_and_what_was_put_off_is_said(tmp_path, monkeypatch, caplog):
-    clock = Clock()
-    monkeypatch.setattr(callback_module, "perf_counter", clock)
-    callback = LayerStatsCallback(every=1, metrics=["rms"], update_ratio=False, max_overhead=0.02)
-    model = tiny_llama(num_hidden_layers=1)
-
-    def pass_time(module, args, output):
-        clock.now += 1.5 if callback._recorder is not None else 1.0
-
-    model.register_forward_hook(pass_time)
-    train(model, tmp_path, [callback], max_steps=200, gradient_accumulation_steps=1)
-    measured = callback.to_pandas()["step"].nunique()
-    assert callback._budget.spent == pytest.approx(0.5 * measured)
-    assert 0 < callback._budget.spent <= 0.02 * callback._budget.elapsed
-    assert measured + callback.put_off == 200 and f"put off at {callback.put_off} steps" in caplog.text
-
-
-def test_a_budget_waits_until_it_knows_what_a_step_takes_and_none_allows_everything():
-    assert Budget(None).allows()
-    budget = Budget(0.35)
-    assert not budget.allows()
-    for _ in range(2):
-        budget.add(1.0, measured=False)
-    assert budget.allows()  # a measurement is taken to cost a step: 1 of 3 seconds
-    budget.add(2.0, measured=True)
-    assert not budget.allows() and budget.spent == 1.0  # another would be 2 seconds of 5
-    budget.add(1.0, measured=False)
-    assert budget.allows()  # 2 of 6

@@ -213,19 +213,19 @@ def test_autocast_does_not_round_the_statistics(batch):
 
 
 def test_autocast_does_not_round_recomputed_attention_scores():
-    from normlab.probes.attention import AttentionWatch
+    from normlab.probes.statistics import AttentionWatch
 
     query, key = (torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(i)) for i in range(2))
     found = []
     for enabled in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), AttentionWatch() as watch:
             nn.functional.scaled_dot_product_attention(query, key, key)
-        found.append(watch.found)
+        found.append(watch.scores)
     assert torch.equal(*found)
 
 
 def test_half_precision_activations_are_squared_in_float32():
-    from normlab.probes.reducers import token_statistics
+    from normlab.probes.statistics import token_statistics
 
     x = torch.full((3, 64), 300.0, dtype=torch.float16)  # 300^2 overflows fp16
     assert torch.allclose(token_statistics(x, ["l2"]), torch.full((1, 3), 2400.0))
@@ -233,7 +233,7 @@ def test_half_precision_activations_are_squared_in_float32():
 
 def test_variance_far_from_zero_does_not_cancel():
     """E[x^2] - E[x]^2 in float32 gives -8 or 0 here where 1 is right."""
-    from normlab.probes.reducers import token_statistics
+    from normlab.probes.statistics import token_statistics
 
     x = 4096 + torch.tensor([1.0, -1.0]).repeat(4, 256)
     assert torch.allclose(token_statistics(x, ["var"]), torch.ones(1, 4), rtol=1e-5)

@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from normlab.errors import NormlabError
+from normlab.experimental.compiled_statistics import IN_GRAPH, CompiledRecorder, CompiledStatsCallback
 from normlab.probes import METRICS, LayerStats, record, sites
 from normlab.probes.callback import LayerStatsCallback
-from normlab.probes.compiled import IN_GRAPH, CompiledRecorder
 from normlab.probes.metrics import resolve_metrics
 
 KEYS = ["step", "site", "layer", "metric", "mask"]
@@ -91,7 +91,7 @@ def assert_once(stats: LayerStats, expected: dict) -> None:
     """The expected values, of every token once."""
     assert values(stats) == near(expected)
     real = float(token_batch()["attention_mask"].sum())
-    assert {moments.count for key, moments in stats.moments.items() if key[2] == "all"} == {real}
+    assert set(stats.moments.query("mask == 'all'")["count"]) == {real}
 
 
 @pytest.mark.slow
@@ -197,7 +197,10 @@ def test_a_loss_that_cannot_be_told_must_be_given():
     with pytest.raises(NormlabError, match="pass loss_tokens"):
         recorder_of(model)
     found = {}
-    for name, given in {"number": 6.0, "function": lambda inputs: (inputs.found["labels"] != -100).sum() / 2}.items():
+    for name, given in {
+        "number": 6.0,
+        "function": lambda inputs: (inputs.arguments["labels"] != -100).sum() / 2,
+    }.items():
         recorder = recorder_of(model, ["grad_l2_mean"], loss_tokens=given)
         model(**batch)["loss"].backward()
         found[name] = values(recorder.stats())
@@ -218,13 +221,12 @@ def test_a_model_that_takes_no_tokens_is_refused():
 def test_metrics_that_a_graph_cannot_accumulate_are_refused():
     for name in set(METRICS) - set(IN_GRAPH):
         with pytest.raises(NormlabError, match=f"{name} cannot be accumulated in a compiled step: .*choose from"):
-            LayerStatsCallback(metrics=[name], compiled=True)
-    with pytest.raises(NormlabError, match="leave out max_overhead"):
-        LayerStatsCallback(max_overhead=0.1, compiled=True)
+            CompiledStatsCallback(metrics=[name])
 
 
 def tables(tmp_path, every: int, steps: int, compiled: bool, **options) -> dict:
-    callback = LayerStatsCallback(every=every, metrics=IN_GRAPH, compiled=compiled)
+    kind = CompiledStatsCallback if compiled else LayerStatsCallback
+    callback = kind(every=every, metrics=IN_GRAPH)
     train(tiny_llama(num_hidden_layers=1), tmp_path, [callback], max_steps=steps, **options)
     return callback.to_pandas().set_index(KEYS)["value"].dropna().to_dict()
 
@@ -246,12 +248,12 @@ def test_a_resumed_trainer_goes_on_measuring_and_its_checkpoint_holds_no_statist
     train(
         tiny_llama(num_hidden_layers=1),
         tmp_path / "cut",
-        [LayerStatsCallback(compiled=True)],
+        [CompiledStatsCallback()],
         max_steps=4,
         save_strategy="steps",
         save_steps=2,
     )
-    callback = LayerStatsCallback(every=1, metrics=IN_GRAPH, compiled=True)
+    callback = CompiledStatsCallback(every=1, metrics=IN_GRAPH)
     model = tiny_llama(num_hidden_layers=1)
     names = list(model.state_dict())
     train(model, tmp_path / "cut", [callback], max_steps=4, resume=str(tmp_path / "cut" / "checkpoint-2"))

@@ -1,6 +1,6 @@
 """What statistics in a compiled training step cost: the step with them over the same step without.
 
-    python -m normlab.bench.compiled --out data/bench/compiled_statistics.csv
+    python benchmarks/compiled_statistics.py --out data/bench/compiled_statistics.csv
 
 A ratio is the median over interleaved pairs, the side that goes first alternating, in CPU seconds of this process (all
 its threads) and in wall seconds; CPU seconds are the ones to read on a machine that does other work. A step is a
@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from normlab.bench.probes import llama
 from normlab.errors import NormlabError
+from normlab.experimental.compiled_statistics import IN_GRAPH, CompiledRecorder
 from normlab.probes.callback import DEFAULT
-from normlab.probes.compiled import IN_GRAPH, CompiledRecorder
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.sites import sites
 
@@ -110,7 +110,7 @@ def bench(options: argparse.Namespace, cases: Sequence[str] = tuple(CASES)) -> p
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, and write it to --out."""
     parser = argparse.ArgumentParser(
-        prog="python -m normlab.bench.compiled", description="what statistics in a compiled training step cost"
+        prog="python benchmarks/compiled_statistics.py", description="what statistics in a compiled training step cost"
     )
     defaults = {"width": 512, "depth": 4, "rows": 4, "length": 256, "vocabulary": 4096, "threads": 1, "pairs": 100}
     for name, value in defaults.items():

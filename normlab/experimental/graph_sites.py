@@ -1,7 +1,7 @@
-"""`survey`: what a pass over a few random tokens tells of a model before its steps are compiled.
+"""`graph_sites`: where the tensors of a model's residual stream are, found before its steps are compiled.
 
-Compiled code cannot compare values as `record` does. So what is told by comparison, which norm is at which site and by
-what the loss divides, is found out once, on the uncompiled model; where the tensors are is then data (`Watch`).
+Compiled code cannot compare values as `record` does. So which norm is at which site, and by what the loss divides, is
+found once, by a pass of a few random tokens through the uncompiled model. Where the tensors are is then data (`Watch`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.calls import Place
-from normlab.probes.hooks import find_hidden_state, find_output
-from normlab.probes.losses import IGNORED_LABEL, labels_averaged, loss_and_logits
+from normlab.probes import Sites, record
+from normlab.probes.forward_call import IGNORED_LABEL, Place, labels_averaged, loss_and_logits
+from normlab.probes.layout import find_hidden_state, find_output, read_by, same_tensor
 from normlab.probes.metrics import GRADIENT_SITES, SITES
-from normlab.probes.readings import same_tensor
-from normlab.probes.recording import record
-from normlab.probes.roles import read_by
-from normlab.probes.sites import Sites
 
 ROWS, LENGTH, UNLABELLED, ITEMS = 2, 16, 3, 7  # 28 labels when they are shifted, 29 when not; none of them is 7
 
@@ -36,8 +32,9 @@ class Watch:
         module: whose tensor it is.
         is_output: what the module returns; else what it is called with.
         reader: the block that reads one stream of it, where it holds several.
-        width: features a token.
-        places: (site, layer) of h. gradients: of dLoss/dh.
+        width: features per token.
+        places: (site, layer) of h.
+        gradients: (site, layer) of dLoss/dh.
     """
 
     module: nn.Module
@@ -50,33 +47,33 @@ class Watch:
 
 @dataclass(frozen=True)
 class Averaging:
-    """What a model's loss divides the summed loss of its tokens by.
+    """The divisor between the summed loss of a model's tokens and the loss that it returns.
 
     Args:
-        shifted: the labels are set against the logits of the token before.
-        mean: by the number of labels; else by 1.
-        items: by `num_items_in_batch` when the caller gives that.
+        shifted: labels are compared with the logits of the token before.
+        mean: it is the number of labels; else 1.
+        items: it is `num_items_in_batch` when the caller gives that.
     """
 
     shifted: bool
     mean: bool
     items: bool
 
-    def divisor(self, given: Mapping[str, Any]) -> Any:
-        """Of a call with these arguments."""
-        if self.items and given.get("num_items_in_batch") is not None:
-            return given["num_items_in_batch"]
+    def divisor(self, arguments: Mapping[str, Any]) -> Any:
+        """The divisor of a call with these arguments."""
+        if self.items and arguments.get("num_items_in_batch") is not None:
+            return arguments["num_items_in_batch"]
         if not self.mean:
             return 1.0
-        counted = given.get("shift_labels")
+        counted = arguments.get("shift_labels")
         if counted is None:
-            counted = given["labels"][:, 1:] if self.shifted else given["labels"]
+            counted = arguments["labels"][:, 1:] if self.shifted else arguments["labels"]
         return (counted != IGNORED_LABEL).sum()
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What was found: the tensors, the loss (None where it cannot be told), and what cannot be measured and why."""
+class GraphSites:
+    """The tensors, the loss (None if it could not be determined), and what cannot be measured and why."""
 
     watches: tuple[Watch, ...]
     averaging: Averaging | None
@@ -93,33 +90,34 @@ def root_of(where: Sites) -> nn.Module:
     return where.ancestors[-1]
 
 
-def survey(where: Sites) -> Survey:
-    """Run the uncompiled model once or twice, without gradients, on 2 x 16 random tokens; its state is left as it was.
+def graph_sites(where: Sites) -> GraphSites:
+    """Run the uncompiled model once or twice, without gradients, on 2 x 16 random tokens; its state is left alone.
 
-    Raises `NormlabError` for a model that takes no `input_ids`, runs a block twice in a call, or does not keep its
-    activations as (batch, length, ..., features).
+    Raises:
+        NormlabError: the model takes no `input_ids`, runs a block twice in a call, or does not keep its activations as
+            (batch, length, ..., features).
     """
     model = root_of(where)
-    given = _batch(model)
+    batch = _batch(model)
     notes: list[_Note] = []
     with _evaluating(model), torch.no_grad(), record(where, ["token_l2_mean"], masks=["all"]) as recorder:
         with _noting(where, notes):
             try:
-                output = model(**given)
+                output = model(**batch)
             except TypeError as error:
                 raise NormlabError(
                     f"compiled statistics try {type(model).__name__} out on input_ids and labels: {error}"
                 ) from error
-        averaging = _averaging(model, given, output)
+        averaging = _averaging(model, batch, output)
     stats = recorder.stats()
     ran = [note.module for note in notes if note.is_block and not note.is_output]
     if ran != [block.module for block in where.blocks]:
         raise NormlabError("compiled statistics need every block to run once in a call, in order: use record")
-    sites = {norm: place for norm, place in recorder.norm_sites.items() if place[0] in SITES}
+    norm_sites = {norm: place for norm, place in recorder.norm_sites.items() if place[0] in SITES}
     final = [note.module for note in notes if note.module in where.outer_norms]
-    if any(site == "final_norm_in" for site, *_ in stats.moments) and final:
-        sites[final[-1]] = ("final_norm_in", where.depth)
-    return Survey(tuple(_watches(where, notes, sites)), averaging, dict(stats.manifest["absent"]))
+    if "final_norm_in" in set(stats.moments["site"]) and final:
+        norm_sites[final[-1]] = ("final_norm_in", where.depth)
+    return GraphSites(tuple(_watches(where, notes, norm_sites)), averaging, dict(stats.manifest["absent"]))
 
 
 def _batch(model: nn.Module) -> dict[str, Tensor]:
@@ -138,7 +136,7 @@ def _batch(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, whose branches do not add up; every module's own mode comes back."""
+    """Evaluation mode, because branches do not add up with dropout; every module's former mode after."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -150,7 +148,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Note:
-    """A tensor that passed by, and the version it had then."""
+    """A tensor that passed by, and its version at that time."""
 
     module: nn.Module
     is_block: bool
@@ -178,8 +176,8 @@ def _noting(where: Sites, notes: list[_Note]) -> Iterator[None]:
             notes.append(_Note(module, module in readers, is_output, reader, x, x._version))
 
     def entered(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        found = find_hidden_state(args, kwargs)
-        note(module, None if found is None else found[0])
+        state = find_hidden_state(args, kwargs)
+        note(module, None if state is None else state[0])
 
     for module in (*blocks, *norms, *where.outer_norms):
         handles.append(module.register_forward_pre_hook(entered, with_kwargs=True))
@@ -193,7 +191,7 @@ def _noting(where: Sites, notes: list[_Note]) -> Iterator[None]:
 
 
 def _watches(where: Sites, notes: Sequence[_Note], norm_sites: Mapping[nn.Module, Place]) -> Iterator[Watch]:
-    """Notes of the same tensor as one watch, at the first of them."""
+    """One watch for all notes of the same tensor, at the first of them."""
     layers = {block.module: block.index for block in where.blocks}
     groups: list[tuple[_Note, list[Place], list[Place]]] = []
     for note in notes:
@@ -204,11 +202,11 @@ def _watches(where: Sites, notes: Sequence[_Note], norm_sites: Mapping[nn.Module
             outputs = [("block_out", layer)]
         else:
             outputs, inputs = ([("block_out", 0)] if layer == 1 else []), [("block_in", layer)]
-        found = next((group for group in groups if group[0].same_as(note)), None)
-        if found is None:
-            groups.append(found := (note, [], []))
-        found[1].extend(outputs)
-        found[2].extend((GRADIENT_SITES[site], at) for site, at in inputs)
+        group = next((group for group in groups if group[0].same_as(note)), None)
+        if group is None:
+            groups.append(group := (note, [], []))
+        group[1].extend(outputs)
+        group[2].extend((GRADIENT_SITES[site], at) for site, at in inputs)
     for note, places, gradients in groups:
         if not places and not gradients:
             continue
@@ -221,19 +219,20 @@ def _watches(where: Sites, notes: Sequence[_Note], norm_sites: Mapping[nn.Module
         yield Watch(note.module, note.is_output, note.reader, view.shape[-1], tuple(places), tuple(gradients))
 
 
-def _averaging(model: nn.Module, given: Mapping[str, Tensor], output: Any) -> Averaging | None:
+def _averaging(model: nn.Module, batch: Mapping[str, Tensor], output: Any) -> Averaging | None:
     """The reading of the loss under which it is the cross-entropy of its logits."""
     loss, logits = loss_and_logits(output)
     if loss is None or logits is None:
         return None
-    found = labels_averaged(loss, logits, given["labels"])
-    if found is None:
+    result = labels_averaged(loss, logits, batch["labels"])
+    if result is None:
         return None
+    divisor, shifted = result
     parameters = inspect.signature(model.forward).parameters
     takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     items = None
     if takes_more or "num_items_in_batch" in parameters:
-        loss, logits = loss_and_logits(model(**given, num_items_in_batch=torch.tensor(ITEMS, device=loss.device)))
+        loss, logits = loss_and_logits(model(**batch, num_items_in_batch=torch.tensor(ITEMS, device=loss.device)))
         assert loss is not None and logits is not None
-        items = labels_averaged(loss, logits, given["labels"], items=ITEMS)
-    return Averaging(shifted=found[1], mean=found[0] != 1.0, items=items is not None and items[0] == ITEMS)
+        items = labels_averaged(loss, logits, batch["labels"], items=ITEMS)
+    return Averaging(shifted=shifted, mean=divisor != 1.0, items=items is not None and items[0] == ITEMS)

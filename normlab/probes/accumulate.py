@@ -1,0 +1,417 @@
+"""From tensors that pass by to running statistics, kept on the layers' devices.
+
+`Measurer`     takes the statistics that the chosen metrics need and stages them on the call
+`Gradients`    reduces gradients the moment they arrive
+`Accumulator`  merges what whole calls have staged; its size depends on the number of sites, not of batches
+
+A statistic is streamed as (count, mean, M2, max), merged by Chan's rule.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from normlab.probes import statistics
+from normlab.probes.block_trace import BlockTrace
+from normlab.probes.decomposition import NormRead, additions, kind_counts
+from normlab.probes.forward_call import Call, Place, Staged, StagedArray
+from normlab.probes.layout import features_last
+from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
+from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass in this thread: a forward that runs then is a checkpoint's."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+
+def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
+    """(count, mean, M2) of two sets from those of each (Chan, Golub and LeVeque); tensors or arrays."""
+    total = count_a + count_b
+    share, delta = count_b / total.clip(min=1), mean_b - mean_a
+    return total, mean_a + delta * share, m2_a + m2_b + delta * delta * count_a * share
+
+
+def with_batch(state: Tensor, values: Tensor, masks: Tensor) -> Tensor:
+    """Running moments with one more batch.
+
+    Args:
+        state: (4, rows, masks, statistics): count, mean, M2, max.
+        values: (rows, statistics, tokens). A token that no mask counts may hold NaN.
+        masks: (masks, tokens) bool.
+    """
+    keep = masks[None, :, None, :]
+    wide = values.to(state.dtype)[:, None]
+    count = keep.sum(-1).to(state.dtype).expand(len(values), -1, values.shape[1])
+    mean = torch.where(keep, wide, 0).sum(-1) / count.clamp(min=1)
+    m2 = torch.where(keep, wide - mean[..., None], 0).square().sum(-1)
+    peak = torch.where(keep, wide, -torch.inf).amax(-1)
+    merged = merge_moments(state[0], state[1], state[2], count, mean, m2)
+    return torch.stack([*merged, torch.maximum(state[3], peak)])
+
+
+def empty_moments(rows: int, masks: int, statistics: int, device: torch.device) -> Tensor:
+    """Moments of no token: (4, rows, masks, statistics), float64 where the device has it.
+
+    They are a few hundred numbers, so float64 is free, and thousands of merged batches lose nothing.
+    """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    state = torch.zeros(4, rows, masks, statistics, dtype=dtype, device=device)
+    state[3] = -torch.inf
+    return state
+
+
+def moments_table(
+    state: Tensor, places: Sequence[Place], widths: Sequence[int], masks: Sequence[str], names: Sequence[str]
+) -> pandas.DataFrame:
+    """Moments (4, places, masks, statistics) as a table with one row per place, mask and statistic."""
+    import pandas
+
+    each = len(masks) * len(names)
+    table = {
+        "site": [site for site, _ in places for _ in range(each)],
+        "layer": [layer for _, layer in places for _ in range(each)],
+        "mask": [mask for mask in masks for _ in names] * len(places),
+        "statistic": list(names) * (len(places) * len(masks)),
+    }
+    numbers = state.cpu().double().flatten(1).numpy()
+    table |= dict(zip(("count", "mean", "m2", "peak"), numbers, strict=True))
+    return pandas.DataFrame(table | {"width": [width for width in widths for _ in range(each)]})
+
+
+class Accumulator:
+    """Running statistics by kind and device."""
+
+    def __init__(self, masks: Sequence[str], statistics: Mapping[str, Sequence[str]]):
+        self.masks = tuple(masks)
+        self.statistics = statistics
+        self.kinds: set[str] = set()  # that have been measured
+        self._moments: dict[tuple[str, torch.device], Tensor] = {}
+        self._rows: dict[tuple[str, torch.device], dict[Place, int]] = defaultdict(dict)
+        self._widths: dict[tuple[str, Place], int] = {}
+        self._arrays: dict[tuple[str, Place, int], Tensor] = {}
+
+    def add(self, call: Call, values: Iterable[Staged], arrays: Iterable[StagedArray] = ()) -> None:
+        """Merge what one call has staged. What a norm without a site has read is left out.
+
+        Outside inference mode: tensors made inside it could not be updated outside.
+        """
+        groups: dict[tuple[str, torch.device, tuple[int, ...]], dict[Place, Tensor]] = defaultdict(dict)
+        with torch.inference_mode(False), torch.no_grad():
+            for staged in values:
+                place = _place(staged.where)
+                if place is None:
+                    continue
+                if self._widths.setdefault((staged.kind, place), staged.width) != staged.width:
+                    call.absent[f"{place[0]} {place[1]}"] = "its width differs between calls"
+                    continue
+                group = groups[staged.kind, staged.values.device, staged.tokens]
+                if place in group:  # differentiated twice
+                    self._merge(call, staged.kind, group, staged.tokens)
+                    group.clear()
+                group[place] = staged.values
+            for (kind, _, tokens), group in groups.items():
+                self._merge(call, kind, group, tokens)
+            for statistic, where, mask, array in arrays:
+                place = _place(where)
+                if place is None:
+                    continue
+                self.kinds.add(statistic)
+                key = statistic, place, mask
+                self._arrays[key] = MERGE[statistic](self._arrays[key], array) if key in self._arrays else array.clone()
+
+    def _merge(self, call: Call, kind: str, group: dict[Place, Tensor], tokens: tuple[int, ...]) -> None:
+        values = torch.stack(list(group.values()))
+        masks = call.masks(values.device, tokens)
+        if masks is None:
+            return
+        self.kinds.add(kind)
+        key, rows = (kind, values.device), self._rows[kind, values.device]
+        index = [rows.setdefault(place, len(rows)) for place in group]
+        shape = len(self.masks), len(self.statistics[kind])
+        state = self._moments.get(key)
+        missing = len(rows) - (0 if state is None else state.shape[1])
+        if missing:
+            room = empty_moments(missing, *shape, values.device)
+            state = room if state is None else torch.cat([state, room], dim=1)
+        assert state is not None
+        at = torch.as_tensor(index, device=values.device)
+        state[:, at] = with_batch(state[:, at], values, masks)
+        self._moments[key] = state
+
+    def results(self) -> tuple[pandas.DataFrame, dict[tuple[str, int, str, str], Tensor]]:
+        """Everything so far, on the CPU: the moments as a table, and arrays by (site, layer, mask, statistic)."""
+        import pandas
+
+        tables = [
+            moments_table(
+                state,
+                list(self._rows[kind, device]),
+                [self._widths[kind, place] for place in self._rows[kind, device]],
+                self.masks,
+                self.statistics[kind],
+            )
+            for (kind, device), state in self._moments.items()
+        ]
+        if not tables:
+            tables = [moments_table(torch.empty(4, 0, 0, 0), (), (), (), ())]
+        arrays = {
+            (site, layer, self.masks[mask], statistic): array.cpu()
+            for (statistic, (site, layer), mask), array in self._arrays.items()
+        }
+        return pandas.concat(tables, ignore_index=True), arrays
+
+
+def _place(where: Place | NormRead) -> Place | None:
+    """Where a statistic belongs; None if that is no site."""
+    place = where.place if isinstance(where, NormRead) else where
+    return None if place is None or place[0] not in SITES else place
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def gradient_place(where: Place | NormRead) -> Place | None:
+    """The gradient's site; None of a norm that turned out to be at none."""
+    place = where.place if isinstance(where, NormRead) else where
+    if place is None or place[0] not in GRADIENT_SITES:
+        return None
+    return GRADIENT_SITES[place[0]], place[1]
+
+
+class Gradients:
+    """The gradients of one recording that have arrived and are not merged yet."""
+
+    def __init__(self, wanted: bool):
+        self._wanted = wanted
+        self._lock = threading.Lock()
+        self._arrived: list[tuple[Call, Sequence[Place | NormRead], Staged]] = []
+
+    def watch(
+        self,
+        x: Tensor,
+        where: Place | NormRead,
+        call: Call | None,
+        channels_first: bool = False,
+        norm: nn.Module | None = None,
+    ) -> None:
+        """Have the gradient at `x` reduced when it arrives."""
+        if not self._wanted or call is None or not x.requires_grad:
+            return
+        if not isinstance(where, NormRead):
+            place = gradient_place(where)
+            if place is None or (in_backward() and place in map(gradient_place, call.watched)):
+                return  # a checkpoint hands the recomputation a tensor that has its hook already
+        call.watched.add(where)
+        if call.hooked is not None and call.hooked[0] is x:
+            call.hooked[1].append(where)
+            return
+        places: list[Place | NormRead] = [where]
+        call.hooked = (x, places)
+
+        def reduce(gradient: Tensor) -> None:
+            if call.loss_tokens is None:  # of a forward pass that was not whole
+                return
+            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                view = features_last(gradient, channels_first, norm)
+                norms = torch.linalg.vector_norm(at_least_float32(view), dim=-1) * call.loss_tokens
+            staged = Staged("gradient", where, norms.reshape(1, -1), view.shape[-1], tuple(view.shape[:-1]))
+            with self._lock:
+                self._arrived.append((call, places, staged))
+
+        x.register_hook(reduce)
+
+    def take(self) -> Iterator[tuple[Call, list[Staged]]]:
+        """The gradients that have arrived, by call."""
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+        by_call: dict[Call, list[Staged]] = defaultdict(list)
+        for call, places, staged in arrived:
+            known = (place for place in map(gradient_place, places) if place is not None)
+            by_call[call] += [staged._replace(where=place) for place in known]
+        yield from by_call.items()
+
+
+# -- statistics of what passes by ------------------------------------------------------------------------------------
+
+
+def _stream_scale(trace: BlockTrace) -> float:
+    """The factor from a block's input to its share of the output; 1 if a norm of the sum comes between."""
+    segments = trace.segments or ()
+    if any(following.before is not segment.after for segment, following in pairwise(segments)):
+        return 1.0
+    return math.prod(segment.made.carry for segment in segments)
+
+
+class Measurer:
+    """Takes the statistics that the metrics need and stages them on the call. Never alters or keeps a tensor."""
+
+    def __init__(self, metrics: Sequence[Metric]):
+        self.kinds = {metric.kind for metric in metrics}
+        self.statistics = dict(KIND_STATISTICS)
+        needed = {metric.statistic for metric in metrics}
+        self.statistics["activation"] = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
+        self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
+
+    def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
+        """Measure h itself, at a block's output or a norm's input."""
+        if "activation" in self.kinds:
+            self._stage(call, "activation", where, self._token_statistics(call, x), x)
+        if "coordinate" in self.kinds and not isinstance(where, NormRead) and where[0] == "block_out":
+            self._stage_array(call, "coordinate_peak", where, x)
+
+    def _token_statistics(self, call: Call, x: Tensor) -> Tensor:
+        """The statistics of x, computed once for a block's output that is also a norm's input."""
+        version = None if x.is_inference() else x._version  # counts writes in place
+        last = call.measured
+        if last is not None and version is not None and last[0] is x and last[1] == version:
+            return last[2]
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            values = statistics.token_statistics(x.detach(), self.statistics["activation"])
+        call.measured = None if version is None else (x, version, values)
+        return values
+
+    def norm_input(self, call: Call, read: NormRead, x: Tensor, mean_square: Tensor | None) -> None:
+        """Measure what a norm reads, and the statistic that it is handed, if any."""
+        self.activation(call, read, x)
+        norm = statistics.tanh_norm(read.norm) if {"tanh", "bounded"} & self.kinds else None
+        carries = "carried" in self.kinds and mean_square is not None
+        if not carries and norm is None:
+            return
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            x, ms = x.detach(), None if mean_square is None else mean_square.detach().reshape(*x.shape[:-1], 1)
+            if carries and ms is not None:
+                ratio, tokens = statistics.carried_ratio(x, ms), tuple(x.shape[:-1])
+                call.values.append(Staged("carried", read, ratio, 1, tokens))
+                masks = call.masks(x.device, tokens)
+                if masks is not None:
+                    positions, length = call.positions(x.device, tokens)
+                    for index, mask in enumerate(masks):
+                        table = statistics.by_position(ratio[0], positions, mask, length)
+                        call.arrays.append(StagedArray("carried_position", read, index, table))
+            if norm is not None and "tanh" in self.kinds:
+                self._stage(call, "tanh", read, statistics.tanh_statistics(norm, x, ms), x)
+            if norm is not None and "bounded" in self.kinds and hasattr(norm, "lam") and hasattr(norm, "kappa"):
+                self._stage(call, "bounded", read, statistics.bound_statistics(norm, x, ms), x)
+
+    def block_end(self, call: Call, trace: BlockTrace, out: Tensor) -> None:
+        """Measure what the branches added to the stream, and how the block changed it."""
+        if not {"branch", "change", "spectrum"} & self.kinds:
+            return
+        trace.check_entered()
+        place = ("block", trace.layer)
+        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+            h, out = trace.entered.detach(), out.detach()
+            if h.shape != out.shape:
+                reason = f"the block changes the stream from {tuple(h.shape)} to {tuple(out.shape)}"
+                call.absent[f"block {trace.layer}"] = reason
+                return
+            update = self._branches(call, trace, h, out) if "branch" in self.kinds else None
+            values = statistics.block_statistics(h, out, update)
+            if "branch" in self.kinds and trace.segments is not None:
+                self._stage(call, "branch", place, values[:2], h)
+            if "change" in self.kinds:
+                self._stage(call, "change", place, values[2:], h)
+            if "spectrum" in self.kinds:
+                self._stage_array(call, "gram", place, at_least_float32(out) - at_least_float32(h))
+
+    def _branches(self, call: Call, trace: BlockTrace, h: Tensor, out: Tensor) -> Tensor | None:
+        """Stage every branch of a block that adds up; return the sum of what they add."""
+        layer = trace.layer
+        if trace.segments is None:
+            call.absent |= {f"{branch.kind} {layer}": trace.why for branch in trace.block.branches}
+            return None
+        added: dict[str, Tensor] = {}
+        streams: dict[str, Tensor] = {}
+        for segment in trace.segments:
+            parts = additions(segment, out, trace.rows)
+            if parts is None:
+                call.absent[f"block {layer}"] = "a tensor of the residual stream was written over in place"
+                return None
+            for run, stream, adds in parts:
+                self.branches[run.kind, layer] = (run.module, segment.made.form)
+                streams.setdefault(run.kind, stream.reshape(h.shape))
+                adds = adds.reshape(h.shape)
+                added[run.kind] = adds if run.kind not in added else at_least_float32(added[run.kind]) + adds
+        counts = kind_counts(trace.segments)
+        for kind, adds in added.items():
+            if counts.get(kind, 0) > 1:
+                call.absent[f"{kind} {layer}"] = f"the block has {counts[kind]} branches of this kind in turn"
+            elif kind in counts:
+                self._stage(call, "branch", (kind, layer), statistics.branch_statistics(streams[kind], adds), h)
+        for run in trace.runs:
+            if run.kind not in added and run.kind != "other":
+                call.absent[f"{run.kind} {layer}"] = trace.reason_without_part(run)
+        scale = _stream_scale(trace)
+        if scale != 1.0:  # the stream itself is scaled: what is added is the rest
+            return at_least_float32(out) / scale - at_least_float32(h)
+        first, *others = added.values()
+        return sum(others, first)
+
+    def router(self, call: Call, trace: BlockTrace, routing: Routing, x: Tensor) -> None:
+        """Measure what a router reads."""
+        if "router" in self.kinds:
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                entropy = statistics.router_entropy(routing, x.detach())
+            tokens = tuple(trace.entered.shape[:-1])
+            if math.prod(tokens) != len(entropy):
+                tokens = (len(entropy),)
+            call.values.append(Staged("router", ("mlp", trace.layer), entropy[None], 1, tokens))
+
+    def experts(self, call: Call, trace: BlockTrace, routing: Routing, values: Any) -> None:
+        """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
+        tokens = tuple(trace.entered.shape[:-1])
+        chosen = None
+        if "load" in self.kinds and not trace.has_experts:
+            chosen = statistics.taken_experts(values, math.prod(tokens))
+        if chosen is None:
+            return
+        trace.has_experts = True
+        masks = call.masks(chosen.device, tokens)
+        for index, mask in enumerate(masks if masks is not None else ()):
+            counts = statistics.expert_counts(chosen, mask, routing.experts)
+            call.arrays.append(StagedArray("expert_counts", ("mlp", trace.layer), index, counts))
+
+    def streams(self, call: Call, trace: BlockTrace, kind: str, rule: nn.Module, state: Tensor) -> None:
+        """Measure the streams that a rule is about to mix."""
+        with torch.autocast(state.device.type, enabled=False):
+            values = statistics.stream_statistics(rule, state)
+        if values is not None:
+            call.values.append(Staged("streams", (kind, trace.layer), values, 1, tuple(state.shape[:-1])))
+
+    def attention(self, call: Call, layer: int, watch: AttentionWatch) -> None:
+        """Stage the statistics of the scores that a watched block computed."""
+        if watch.scores is not None and call.has_rows(watch.shape):
+            call.values.append(Staged("attention", ("attn", layer), watch.scores, 1, watch.shape))
+
+    def _stage(self, call: Call, kind: str, where: Place | NormRead, values: Tensor, x: Tensor) -> None:
+        call.values.append(Staged(kind, where, values, x.shape[-1], tuple(x.shape[:-1])))
+
+    def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
+        """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""
+        reduce = statistics.gram if statistic == "gram" else statistics.coordinate_peak
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            tokens = tuple(x.shape[:-1])
+            rows, masks = x.detach().reshape(-1, x.shape[-1]), call.masks(x.device, tokens)
+            if masks is None:
+                return
+            shared = masks.all(0)
+            common = reduce(rows, shared)
+            first, kept = call.first_tokens(x.device, tokens)
+            for index, mask in enumerate(masks):
+                extra = reduce(rows[first], (mask & ~shared)[first] & kept)
+                call.arrays.append(StagedArray(statistic, place, index, MERGE[statistic](common, extra)))

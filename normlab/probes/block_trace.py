@@ -1,0 +1,243 @@
+"""`BlockTrace`: the norms and branches that ran in a block, and which norm turned out to be which.
+
+A few rows of what they read and returned are kept while the block runs. No module name is involved: at the block's end
+`normlab.probes.decomposition` looks for the reading under which the residual stream adds up. Where none holds, no
+branch is measured, the norm that reads the block's input is named by what comes next, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from normlab.errors import NormlabError
+from normlab.probes.decomposition import BranchRun, NormRead, Reading, Segment, find_reading
+from normlab.probes.layout import same_tensor
+from normlab.probes.sites import Block, Branch
+from normlab.probes.stream_sums import SLACK, Rows, count_different, rounding, same
+
+FEW = 6  # different tokens below which a sum that is not a plain one may not be told
+
+
+class BlockTrace:
+    """What has run so far in one block during one forward pass.
+
+    Holds a few of the block's activations until the block ends.
+
+    Args:
+        block: the block.
+        layer: its layer in this call.
+        entered: the stream that it reads.
+        keeps_branches: whether what branches add is measured.
+        known_sites: the sites of the block's norms, when an earlier call has told them and no branch is measured. Then
+            nothing is traced.
+        given_up: why no reading is looked for any more.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        layer: int,
+        entered: Tensor,
+        keeps_branches: bool,
+        known_sites: dict[nn.Module, str] | None = None,
+        given_up: str | None = None,
+    ):
+        self.block, self.layer, self.entered, self.width = block, layer, entered, entered.shape[-1]
+        self.keeps_branches = keeps_branches
+        self.entered_version = None if entered.is_inference() else entered._version
+        self.events: list[NormRead | BranchRun] = []
+        self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
+        self.why = ""  # it was not
+        self.is_hopeless = False  # there were tokens enough, and no reading
+        self.lost: dict[str, str] = {}  # sites whose norm has run and is not measured, and why
+        self.has_experts = False  # the experts that a mixture took are known
+        self._known_sites, self._given_up = None if keeps_branches else known_sites, given_up
+        self._inputs: dict[nn.Module, tuple[Tensor | None, Tensor | None]] = {}
+        if self._known_sites is None:
+            self.rows = Rows(entered)
+            self._first = cast(Tensor, self.rows.of(entered))
+            self._eps = rounding(entered.dtype)
+
+    def norm_starts(self, norm: nn.Module, x: Tensor, is_norm: bool = True) -> NormRead | None:
+        """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
+        if self._known_sites is not None:
+            site = self._known_sites.get(norm)
+            return None if site is None else NormRead(norm, self.layer, site=site)
+        if x.shape[-1] != self.width:
+            return None
+        read = NormRead(norm, self.layer, x, self.rows.of(x), is_norm=is_norm)
+        self.events.append(read)
+        return read
+
+    def norm_done(self, norm: nn.Module, output: Tensor) -> None:
+        """Note what a norm has returned."""
+        for read in reversed(self._reads):
+            if read.norm is norm and read.out is None:
+                read.out, read.out_rows = output, self.rows.of(output)
+                if self.keeps_branches and any(same_tensor(run.out, read.x) for run in self.runs):
+                    read.kept = output.detach().clone()
+                return
+
+    def branch_starts(self, branch: Branch, x: Tensor | None) -> None:
+        """Note that a branch is about to read `x`."""
+        if self._known_sites is None:
+            self._inputs[branch.module] = (x, self.rows.of(x))
+
+    def branch_done(self, branch: Branch, output: Tensor) -> None:
+        """Note what a branch has returned, or the part that holds it.
+
+        The part counts when the branch's own output is no change of the stream.
+        """
+        if self._known_sites is not None:
+            return
+        self._eps = max(self._eps, rounding(output.dtype))
+        x, read = self._inputs.pop(branch.module, (None, None))
+        rows = self.rows.of(output)
+        earlier = next((run for run in self.runs if run.branch is branch), None)
+        if earlier is not None and x is None:
+            if earlier.rows is not None:
+                return
+            x, read = earlier.x, earlier.read
+            self.events.remove(earlier)
+        kept = output.detach().clone() if self.keeps_branches and rows is not None else None
+        self.events.append(BranchRun(branch, branch.kind, x, read, output, rows, kept))
+
+    @property
+    def runs(self) -> list[BranchRun]:
+        """The branches that have run, in order."""
+        return [event for event in self.events if isinstance(event, BranchRun)]
+
+    @property
+    def _reads(self) -> list[NormRead]:
+        return [event for event in self.events if isinstance(event, NormRead)]
+
+    @property
+    def sites(self) -> dict[nn.Module, str]:
+        """The sites of the block's norms, once it has ended."""
+        if self._known_sites is not None:
+            return self._known_sites
+        return {read.norm: read.site for read in self._reads if read.site is not None}
+
+    # -- the block's end ---------------------------------------------------------------------------------------------
+
+    def finish(self, out: Tensor) -> None:
+        """Find the reading under which the block adds up to `out`; name its norms, list its segments."""
+        if self._known_sites is not None:
+            self.segments = ()
+            return
+        self._eps = max(self._eps, rounding(out.dtype))
+        last = self.rows.of(out)
+        reading = self._find_reading(last)
+        if reading is not None:
+            self.segments = reading.segments
+            for read, site in reading.sites:
+                read.site = site
+            for read in reading.waiting:  # no branch came, and the block returns its output
+                if self._same(read.out_rows, last):
+                    read.site = f"{self.runs[-1].kind}_norm_in"
+        elif bool(self._first.any()):
+            self._name_first_norm()
+        self._settle_sites()
+        if reading is None:
+            self._note_lost_sites()
+
+    def _find_reading(self, last: Tensor | None) -> Reading | None:
+        if last is None:
+            self.why = "the block changes the stream's shape"
+        elif not bool(self._first.any()):
+            self.why = "the stream is zero"  # with and without it are the same
+        elif self._given_up is not None:
+            self.why = self._given_up
+        elif not self.runs:
+            self.why = "no branch was found in the block"
+        else:
+            reading = find_reading(self.events, Reading(self.entered, self._first), last, self._eps)
+            if reading is not None:
+                return reading
+            self.why = self._reason(last)
+        return None
+
+    def _name_first_norm(self) -> None:
+        """Name the norm that reads the input of a block that does not add up: it is of the branch that comes next."""
+        for i, event in enumerate(self.events):
+            if isinstance(event, NormRead) and event.rows is not None and self._same(event.rows, self._first):
+                later = next((run for run in self.events[i:] if isinstance(run, BranchRun)), None)
+                if later is not None:
+                    event.site = f"{later.kind}_norm_in"
+                    return
+
+    def _settle_sites(self) -> None:
+        """Let norms say their site themselves, then keep one norm per site: two are never pooled."""
+        taken: set[str] = set()
+        for read in self._reads:
+            read.site = getattr(read.norm, "probe_site", read.site)
+            if read.site in taken:
+                self.lost[read.site] = "a second norm of this site is left out"
+                read.site = None
+            elif read.site is not None:
+                taken.add(read.site)
+
+    def _note_lost_sites(self) -> None:
+        if all(norm in self.sites for norm in self.block.norms):
+            return
+        kinds = (branch.kind for branch in self.block.branches if branch.kind != "other")
+        names = (f"{kind}_norm_in" for kind in kinds)
+        self.lost |= {name: self.why for name in names if name not in self.sites.values()}
+
+    def _reason(self, last: Tensor) -> str:
+        """Why no reading was found."""
+        first = self._first
+        kinds = " + ".join(dict.fromkeys(run.kind for run in self.runs))
+        if self._ends_in_projection(last):
+            return "the block has no residual connection: it ends in a projection"
+        if not bool((first.isfinite().all(1) & last.isfinite().all(1)).any()):
+            return "the stream is not finite"
+        if self._same(first, last):
+            return f"what {kinds} add is lost in the rounding of the stream"
+        count = count_different(first)
+        self.is_hopeless = count >= FEW
+        if not self.is_hopeless:
+            return f"the block's output is not its input + {kinds}, as far as {count} different tokens tell"
+        advice = "if other modules add to it, name them: sites(model, attention=..., mlp=...)"
+        if self.block.module.training:
+            advice = f"in training one may have been dropped, by stochastic depth: try model.eval(); {advice}"
+        return f"the block's output is not its input + {kinds} ({advice})"
+
+    def reason_without_part(self, run: BranchRun) -> str:
+        """Why a branch that has run is no part of the reading."""
+        parts = [part.branch for segment in self.segments or () for part in segment.runs]
+        if run.branch in parts:
+            return "it changes the stream together with another branch"
+        if self.block.module.training:
+            return "what it returns does not reach the stream: it was dropped, or goes into another branch"
+        return "what it returns goes into another branch, not into the stream"
+
+    def _ends_in_projection(self, last: Tensor) -> bool:
+        """True if the block returns what a single matrix returned, bare or through a norm and an activation."""
+        x: Tensor | None = None
+        for event in reversed(self.events):
+            rows = event.rows if isinstance(event, BranchRun) else event.out_rows
+            if not (same_tensor(event.out, x) if x is not None else self._same(rows, last)):
+                return False
+            if isinstance(event, BranchRun):
+                return not any(True for _ in event.branch.module.children())
+            x = event.x
+        return False
+
+    def check_entered(self) -> None:
+        """Raise `NormlabError` if the block has written into its input: then no update of it can be measured."""
+        if self.entered_version is not None and self.entered._version != self.entered_version:
+            raise NormlabError(
+                f"block {self.block.name} writes into its own input in place: relative_contribution, update_cosine, "
+                "block_influence and update_effective_rank cannot be taken there; leave them out of `metrics`"
+            )
+
+    def release(self) -> None:
+        """Let go of every activation: what was measured keeps the norms' reads, for their sites."""
+        for read in self._reads:
+            read.x = read.rows = read.out = read.out_rows = read.kept = None
+
+    def _same(self, a: Tensor | None, b: Tensor | None) -> bool:
+        return same(a, b, SLACK * self._eps)

@@ -1,0 +1,466 @@
+"""Experiments on a model: what it loses when a part is skipped, and what to cut.
+
+`skip_sensitivity`                   how much the loss rises when a block, attention or MLP is skipped
+`skip_future_effect`                 how much each later block's update changes when a block is skipped
+`cheapest_spans`, `mergekit_config`  the span of blocks that costs least to drop, and how to drop it
+`Runner`, `row_means`                run a model over batches; means with intervals
+
+Skipping a block is a forward hook that returns the block's input. That equals deleting it, but every other layer keeps
+its index (LNS's scales stay). Skipping attention or the MLP adds zero in its place, after the branch's output norm
+where there is one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from normlab.errors import NormlabError
+from normlab.probes.forward_call import IGNORED_LABEL, labels_averaged, loss_and_logits
+from normlab.probes.layout import hidden_state, output_tensor, require_one_stream, token_masks
+from normlab.probes.record import record
+from normlab.probes.sites import Sites, sites
+
+if TYPE_CHECKING:
+    import pandas
+
+Z95 = NormalDist().inv_cdf(0.975)
+LOGIT_CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
+PARTS = ("block", "attention", "mlp")
+PART_OF = {"attn": "attention", "mlp": "mlp"}
+CANDIDATES = 6  # spans of each length whose cost is measured: those that turn the stream least
+Batch = dict[str, Any]
+Hook = Callable[..., Any]
+
+
+# -- means over rows -------------------------------------------------------------------------------------------------
+
+
+class RowMeans:
+    """Ratio estimates sum(values)/sum(counts) over rows, any number of them at once, with their standard errors.
+
+    A row is a sequence. Its tokens are correlated, so it is one observation. The error is that of a ratio estimator:
+    sqrt(R/(R-1) sum_r (v_r - mean n_r)^2) / sum n_r. NaN below two rows.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self._counts: list[Tensor] = []
+
+    def add(self, values: Tensor, counts: Tensor) -> None:
+        """Add a batch. `values`: (estimates, rows), sums over a row's tokens; `counts`: (rows,), how many tokens."""
+        kept = counts > 0
+        self._rows.append(values[:, kept].detach().double().cpu())
+        self._counts.append(counts[kept].detach().double().cpu())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens counted so far."""
+        return int(sum(float(count.sum()) for count in self._counts))
+
+    def mean_and_error(self) -> tuple[Tensor, Tensor]:
+        """(estimates,) means and standard errors."""
+        values, counts = torch.cat(self._rows, dim=1), torch.cat(self._counts)
+        total, rows = counts.sum(), len(counts)
+        mean = values.sum(1) / total
+        spread = (values - mean[:, None] * counts).square().sum(1)
+        error = (spread * rows / (rows - 1)).sqrt() / total if rows > 1 else torch.full_like(mean, torch.nan)
+        return mean, error
+
+
+def interval(mean: float, error: float) -> dict[str, float]:
+    """Columns `standard_error`, `low`, `high`: the normal 95% interval."""
+    return {"standard_error": error, "low": mean - Z95 * error, "high": mean + Z95 * error}
+
+
+# -- running a model -------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """A model and the batches to run it on: on its device, without cache, behind a progress bar."""
+
+    def __init__(self, model: nn.Module | Sites, batches: Iterable[Batch], progress: bool, title: str):
+        self.sites = model if isinstance(model, Sites) else sites(model)
+        self.model = self.sites.model
+        self._batches, self._progress, self._title = batches, progress, title
+        parameter = next(self.model.parameters(), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
+        accepted = inspect.signature(self.model.forward).parameters
+        self._options = {"use_cache": False} if "use_cache" in accepted else {}
+        self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
+        self._shifted: bool | str | None = "unknown"
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches on the model's device. Raises `NormlabError` without one."""
+        seen = 0
+        for batch in _with_progress(self._batches, self._progress, self._title):
+            if not hasattr(batch, "items"):
+                raise NormlabError("a batch must be a dict of the model's arguments, such as {'input_ids': ...}")
+            seen += 1
+            yield {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        if seen == 0:
+            raise NormlabError("there is no batch to run: give at least one dict of the model's arguments")
+
+    def logits(self, batch: Batch) -> Tensor:
+        """The model's logits. Labels are withheld: the loss is computed here, per token, alike for every model."""
+        inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in ("labels", "shift_labels")}
+        out = self.model(**inputs, **self._options)
+        logits = getattr(out, "logits", out)
+        if not isinstance(logits, Tensor):
+            raise NormlabError(
+                f"the model returned {type(out).__name__} without logits: give a model with a language-model head"
+            )
+        return logits
+
+    def labels(self, batch: Batch) -> Tensor:
+        """The label of each position's prediction, -100 = none. Without `labels`, each token's successor."""
+        labels = batch.get("labels")
+        shifted = None if labels is None else self._labels_are_shifted(batch)
+        if labels is None:
+            labels = batch.get("input_ids", batch.get("input"))
+            if labels is None:
+                raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
+            if batch.get("attention_mask") is not None:
+                labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
+            shifted = True
+        if shifted is not False and labels.ndim == 2:
+            labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        return labels
+
+    def _labels_are_shifted(self, batch: Batch) -> bool | None:
+        """Whether the model's loss on these labels is of the next token; None when it returns none.
+
+        Found once, by comparing its loss with its logits.
+        """
+        if self._shifted == "unknown":
+            inputs = {self._renamed.get(k, k): v for k, v in batch.items()}
+            try:
+                loss, logits = loss_and_logits(self.model(**inputs, **self._options))
+            except TypeError:  # it takes no labels
+                loss = logits = None
+            averaged = None
+            if loss is not None and logits is not None:
+                averaged = labels_averaged(loss, logits, batch["labels"], batch.get("attention_mask"))
+                if averaged is None:
+                    raise NormlabError(
+                        "the returned loss is no mean cross-entropy of the returned logits, shifted or not: leave out "
+                        "`labels` to measure on the next token"
+                    )
+            self._shifted = None if averaged is None else averaged[1]
+        return self._shifted  # type: ignore[return-value]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode inside, every module's former mode after."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def counted(self, batch: Batch, tokens: tuple[int, ...], mask: str = "all") -> Tensor:
+        """(batch, length) bool: the tokens that count."""
+        return token_masks(batch.get("attention_mask"), tokens, self.device, [mask], cached=False)[0].reshape(tokens)
+
+
+def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) -> RowMeans:
+    """Estimates over all batches, in evaluation mode; `sums` gives what `RowMeans.add` takes of one batch."""
+    means = RowMeans()
+    with runner.evaluating():
+        for batch in runner:
+            means.add(*sums(batch))
+    return means
+
+
+def _with_progress(items: Iterable, progress: bool, title: str) -> Iterable:
+    if not progress:
+        return items
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=title, unit="batch", delay=1)
+
+
+@contextmanager
+def hooked(*hooks: tuple[nn.Module, Hook]) -> Iterator[None]:
+    """Forward hooks (module, args, kwargs, output) that are gone when the context ends."""
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """(batch, length) cross-entropy of each position in float32, 0 where there is no label."""
+    flat = functional.cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return flat.view(labels.shape)
+
+
+def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL(softmax p || softmax q) of each position, in float32; shape of the logits without their last."""
+    step = max(1, LOGIT_CHUNK // p_logits.shape[-1])
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    pairs = zip(p_logits.flatten(0, -2).split(step), q_logits.flatten(0, -2).split(step), strict=True)
+    return torch.cat([kl(p, q) for p, q in pairs]).view(p_logits.shape[:-1])
+
+
+# -- skipping --------------------------------------------------------------------------------------------------------
+
+
+def _with_tensor(output: Any, x: Tensor) -> Any:
+    """A module's output with its activation replaced."""
+    return x if isinstance(output, Tensor) else (x, *output[1:])
+
+
+def return_input(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Make a block the identity; a forward hook."""
+    return _with_tensor(output, hidden_state(args, kwargs)[0])
+
+
+def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Make a branch add nothing; a forward hook."""
+    return _with_tensor(output, torch.zeros_like(output_tensor(output)))
+
+
+def branch_outputs(runner: Runner, batch: Batch) -> dict[tuple[str, int], nn.Module]:
+    """The module whose output each branch adds to the stream, by (part, layer): its output norm, else itself.
+
+    A branch is left out if its block does not add up, or if it returns the stream with itself added.
+    """
+    with record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec, torch.no_grad():
+        runner.logits(batch)
+    return {
+        (part, layer): module
+        for (kind, layer), (module, form) in rec.branches.items()
+        if form != "contained" and (part := PART_OF.get(kind))
+    }
+
+
+def _skips(
+    runner: Runner, batch: Batch, parts: Sequence[str], span: int, layers: Sequence[int] | None
+) -> dict[tuple[str, int], list[tuple[nn.Module, Hook]]]:
+    """The hooks of every skip, by (part, first layer)."""
+    skips: dict[tuple[str, int], list] = {}
+    outputs = branch_outputs(runner, batch) if set(parts) - {"block"} else {}
+    blocks = runner.sites.blocks
+    for part in parts:
+        for first in range(1, runner.sites.depth - span + 2):
+            if layers is not None and first not in layers:
+                continue
+            skipped = range(first, first + span)
+            if part == "block":
+                skips[part, first] = [(blocks[layer - 1].module, return_input) for layer in skipped]
+            elif all((part, layer) in outputs for layer in skipped):
+                skips[part, first] = [(outputs[part, layer], return_zero) for layer in skipped]
+    if not skips:
+        raise NormlabError(
+            f"there is nothing to skip: {runner.sites.depth} blocks, span {span}, parts {', '.join(parts)}"
+        )
+    return skips
+
+
+@torch.no_grad()
+def skip_sensitivity(
+    model: nn.Module | Sites,
+    batches: Iterable[Batch],
+    *,
+    parts: Sequence[str] = ("block",),
+    span: int = 1,
+    layers: Sequence[int] | None = None,
+    progress: bool = True,
+) -> pandas.DataFrame:
+    """Measure how much the loss rises when a part is skipped (2502.05795 Fig. 2, without renumbering layers).
+
+    Args:
+        model: a model with a language-model head, or its `sites`.
+        batches: dicts of the model's arguments; `labels` are used when given (-100 = none), else the next token.
+        parts: some of "block", "attention", "mlp".
+        span: skip this many consecutive ones; the row's `layer` is the first.
+        layers: skip only at these (first) layers; default: at all.
+        progress: show a progress bar.
+
+    Returns:
+        One row per skipped part: `part layer span loss skip_delta_loss standard_error low high output_kl
+        output_kl_error tokens`. `loss` is the whole model's, in nats per token. `low` and `high` bound the 95% interval
+        of `skip_delta_loss`, sequences taken as independent. `output_kl` = KL(whole || skipped).
+
+    Raises:
+        NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits.
+    """
+    import pandas
+
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise NormlabError(f"unknown part {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    if not isinstance(span, int) or span < 1:
+        raise NormlabError(f"span is {span!r}: skip at least 1 block")
+    runner = Runner(model, batches, progress, "skip sensitivity")
+    skips: dict[tuple[str, int], list[tuple[nn.Module, Hook]]] = {}
+
+    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
+        if not skips:
+            skips.update(_skips(runner, batch, parts, span, layers))
+        labels = runner.labels(batch)
+        whole = runner.logits(batch)
+        base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
+        values = [base.sum(1)]
+        for hooks in skips.values():
+            with hooked(*hooks):
+                skipped = runner.logits(batch)
+            values.append((token_losses(skipped, labels) - base).sum(1))
+            values.append(torch.where(counted, token_kl(whole, skipped), 0).sum(1))
+        return torch.stack(values), counted.sum(1)
+
+    means = row_means(runner, sums)
+    mean, error = (numbers.tolist() for numbers in means.mean_and_error())
+    rows = []
+    for i, (part, layer) in enumerate(skips):
+        delta, kl = 1 + 2 * i, 2 + 2 * i
+        row = {"part": part, "layer": layer, "span": span, "loss": mean[0], "skip_delta_loss": mean[delta]}
+        row |= interval(mean[delta], error[delta])
+        rows.append(row | {"output_kl": mean[kl], "output_kl_error": error[kl], "tokens": means.tokens})
+    return pandas.DataFrame(rows)
+
+
+@torch.no_grad()
+def skip_future_effect(
+    model: nn.Module | Sites, batches: Iterable[Batch], *, progress: bool = True
+) -> pandas.DataFrame:
+    """Measure how much each later block's update changes when block s is skipped (2505.13898).
+
+    value = mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s. u_l = h_l - h_{l-1}, and u'_l is the same with
+    block s the identity. Holds one batch's updates of all layers (layers x tokens x width numbers).
+
+    Returns:
+        One row per pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`.
+
+    Raises:
+        NormlabError: no batch, one block only, several residual streams.
+    """
+    import pandas
+
+    runner = Runner(model, batches, progress, "skip future effect")
+    depth = runner.sites.depth
+    pairs = [(s, layer) for s in range(1, depth) for layer in range(s + 1, depth + 1)]
+    if not pairs:
+        raise NormlabError("skip_future_effect compares later blocks: the model has only one")
+
+    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
+        whole = _updates(runner, batch, None)
+        counted = runner.counted(batch, tuple(whole[0].shape[:-1]))
+        values = []
+        for skipped in range(1, depth):
+            changed = _updates(runner, batch, skipped)
+            for layer in range(skipped + 1, depth + 1):
+                u, v = whole[layer - 1].float(), changed[layer - 1].float()
+                relative = torch.linalg.vector_norm(v - u, dim=-1) / torch.linalg.vector_norm(u, dim=-1)
+                values.append(torch.where(counted, relative, 0).sum(1))
+        return torch.stack(values), counted.sum(1)
+
+    mean, error = (numbers.tolist() for numbers in row_means(runner, sums).mean_and_error())
+    numbers = zip(pairs, mean, error, strict=True)
+    return pandas.DataFrame(
+        [{"skipped": s, "layer": layer, "value": m} | interval(m, e) for (s, layer), m, e in numbers]
+    )
+
+
+def _updates(runner: Runner, batch: Batch, skipped: int | None) -> list[Tensor]:
+    """h_l - h_{l-1} of every block, with block `skipped` made the identity."""
+    updates: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
+        require_one_stream(before, after)
+        updates.append(after - before)
+
+    blocks = runner.sites.blocks
+    skipping = nullcontext() if skipped is None else hooked((blocks[skipped - 1].module, return_input))
+    with skipping, hooked(*((block.module, keep) for block in blocks)):
+        runner.logits(batch)
+    return updates
+
+
+# -- what to cut -----------------------------------------------------------------------------------------------------
+
+
+def cheapest_spans(
+    model: nn.Module | Sites,
+    batches: Iterable[Batch],
+    *,
+    longest: int | None = None,
+    candidates: int = CANDIDATES,
+    progress: bool = True,
+) -> pandas.DataFrame:
+    """Find the span of consecutive blocks whose removal raises the loss least, at each length 1 .. `longest`.
+
+    Of each length, the `candidates` spans with the smallest angle between their ends' residual streams (2403.17887) are
+    skipped on every second batch. The cheapest is measured again on the other batches, because the data on which a
+    minimum was chosen flatters it. Blocks keep their index while others are skipped; where nothing depends on it, that
+    is deletion.
+
+    Args:
+        model, batches, progress: as for `skip_sensitivity`.
+        longest: default: half of the blocks.
+        candidates: spans tried per length.
+
+    Returns:
+        One row per length: `length first last skip_delta_loss standard_error low high tokens start stop keep`. Blocks
+        count from 1, losses are nats per token, the interval is 95% with sequences taken as independent.
+        `layers[start:stop]` in transformers are the blocks to drop. `keep` are the [begin, end) ranges that mergekit
+        keeps.
+
+    Raises:
+        NormlabError: as for `skip_sensitivity`; a model of one block.
+    """
+    import pandas
+
+    from normlab.probes.geometry import angular_distance
+
+    where = model if isinstance(model, Sites) else sites(model)
+    all_batches = list(batches)
+    choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
+    longest = where.depth // 2 if longest is None else longest
+    if not 1 <= longest < where.depth:
+        raise NormlabError(f"a span of 1 to {where.depth - 1} blocks can be dropped of {where.depth}, not of {longest}")
+    angles = angular_distance(where, choosing, progress=progress)
+    rows = []
+    for length in range(1, longest + 1):
+        starts = range(1, where.depth - length + 2)
+        nearest = sorted(starts, key=lambda first: angles.loc[first - 1, first + length - 1])[:candidates]
+        tried = skip_sensitivity(where, choosing, span=length, layers=nearest, progress=progress)
+        best = int(tried.loc[tried["skip_delta_loss"].idxmin(), "layer"])
+        measured = skip_sensitivity(where, measuring, span=length, layers=[best], progress=progress).iloc[0]
+        last = best + length - 1
+        ranges = [[0, best - 1], [last, where.depth]]
+        row = {"length": length, "first": best, "last": last}
+        row |= {name: measured[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
+        rows.append(row | {"start": best - 1, "stop": last, "keep": [r for r in ranges if r[0] < r[1]]})
+    return pandas.DataFrame(rows)
+
+
+def mergekit_config(model: str, keep: Sequence[Sequence[int]], dtype: str = "bfloat16") -> str:
+    """The YAML of mergekit's `passthrough` merge of the blocks `keep`: [begin, end) ranges, counted from 0."""
+    slices = chain.from_iterable(
+        ("  - sources:", f"      - model: {json.dumps(model)}", f"        layer_range: [{begin}, {end}]")
+        for begin, end in keep
+    )
+    return "\n".join(["slices:", *slices, "merge_method: passthrough", f"dtype: {dtype}", ""])

@@ -1,0 +1,465 @@
+"""`record`: a context manager that measures a model's layers while the caller runs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normlab.errors import NormlabError
+from normlab.probes.accumulate import Accumulator, Gradients, Measurer, in_backward
+from normlab.probes.block_trace import BlockTrace
+from normlab.probes.decomposition import NormRead
+from normlab.probes.forward_call import Call, LossTokens, Place
+from normlab.probes.layout import (
+    features_last,
+    find_hidden_state,
+    find_output,
+    hidden_state,
+    is_channels_first,
+    output_tensor,
+    read_by,
+    same_tensor,
+    with_argument,
+)
+from normlab.probes.metrics import MASKS, Metric, resolve_metrics
+from normlab.probes.sites import Block, Branch, Sites, sites
+from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
+from normlab.probes.stats import LayerStats, manifest
+
+TRIES = 3  # calls after which a block that does not add up is given up: the search for a reading takes long
+
+
+def record(
+    model: nn.Module | Sites,
+    metrics: Sequence[str] | None = None,
+    *,
+    loss_tokens: LossTokens = None,
+    masks: Sequence[str] = tuple(MASKS),
+) -> Recorder:
+    """Measure a model's layers while it runs.
+
+        with record(model, metrics=["token_l2_mean", "grad_l2_mean"]) as rec:
+            loss = model(**batch).loss
+            rec.backward(loss)              # or loss.backward(), in training
+        table = rec.stats().to_pandas()     # site, layer, metric, mask, value
+
+    Sites, with h_l = output of block l:
+
+        block_out                                  layer 0 = the tensor that enters block 1, layers 1..L = h_l
+        attn_norm_in, mlp_norm_in, ...             what the norms read (see `normlab.probes.decomposition`)
+        final_norm_in                              layer L
+        attn, cross, mixer, mlp, block             what the branches add
+        block_in_grad                              layer l = dLoss/dh_{l-1}
+        attn_norm_in_grad, final_norm_in_grad, ... with respect to the tensor that enters the norm: its whole gradient,
+                                                   the residual path included
+
+    Gradients are of the loss *summed* over labels: the gradient that arrives is multiplied by `loss_tokens`. Of a block
+    that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A block that
+    runs again in one call is a further layer.
+
+    Only whole forward passes count: one that raises leaves no trace. The model's outputs are bit-identical and its
+    hooks untouched. Metrics that do not apply have no rows, nor has what does not add up: `manifest["absent"]` says
+    why.
+
+    Args:
+        model: a module, or `sites(model, ...)` where its parts had to be named. Of a compiled model the original
+            modules are run, uncompiled, inside the context, because compiled code ignores new hooks.
+        metrics: names from `METRICS`; default: the cheap activation metrics.
+        loss_tokens: how many labels the loss averages over: a number, or a function of the call's `CallInputs`.
+            By default it is told by comparing the returned loss with its logits' cross-entropy. 1 for a loss that is a
+            sum; for a scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
+        masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
+
+    Raises:
+        NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a
+            backward pass.
+    """
+    unknown = [mask for mask in masks if mask not in MASKS]
+    if unknown or not masks:
+        raise NormlabError(f"unknown masks {list(masks)!r}: choose from {', '.join(MASKS)}")
+    where = model if isinstance(model, Sites) else sites(model)
+    return Recorder(where, resolve_metrics(metrics), loss_tokens, masks)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """True if the model or a part of it was compiled: PyTorch ignores hooks added after a compiled call."""
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+class Recorder:
+    """One recording and its hooks. Made by `record`; `stats()` gives the result at any time, also after the context.
+
+    Attributes:
+        sites: where is measured.
+        metrics: what is measured.
+        norm_sites: norm -> (site, layer), once the model has run.
+        branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
+        absent: what could not be measured, and why.
+    """
+
+    def __init__(self, where: Sites, metrics: Sequence[Metric], loss_tokens: LossTokens, masks: Sequence[str]):
+        self.sites = where
+        self.metrics = tuple(metrics)
+        self.norm_sites: dict[nn.Module, Place] = {}
+        self.absent: dict[str, str] = {}
+        self._measurer = Measurer(metrics)
+        self.branches = self._measurer.branches
+        self._accumulator = Accumulator(masks, self._measurer.statistics)
+        self._has_gradients = "gradient" in self._measurer.kinds
+        self._gradients = Gradients(self._has_gradients)
+        self._loss_tokens = loss_tokens
+        self._handles: list[Any] = []
+        self._eager: AbstractContextManager = nullcontext()
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._root: Tensor | None = None  # where `backward` ends
+        self._latest: Call | None = None
+        self._channels_first: dict[nn.Module, bool] = {}
+        self._known_sites: dict[int, dict[nn.Module, str]] = {}  # block -> sites of its norms
+        self._failures: dict[int, list[str]] = {}  # block -> why its stream did not add up, one per call
+        self._finished: list[Call] = []
+        self._calls = 0
+        self._idle_calls = 0
+        self._layers = 0
+        self._loss_labels: float | Tensor = 0.0
+
+    # -- the context ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        if self._handles:
+            raise NormlabError("this recording is already running: make another one with record(model)")
+        if _is_compiled(self.sites.model):
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
+        try:
+            self._attach()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._eager.__exit__(*exception)
+        self._eager = nullcontext()
+        if self._call is not None:
+            self._call.stop_watching()
+        self._root = None
+        self._local = threading.local()
+
+    def _attach(self) -> None:
+        kinds = self._measurer.kinds
+        for module in self.sites.ancestors:
+            self._before(module, self._enter_call)
+            self._after(module, self._leave_call, always=True)
+        for block in self.sites.blocks:
+            self._before(block.module, self._block_in, block)
+            self._after(block.module, self._block_out, block, always="attention" in kinds)
+            for norm in (*block.norms, *block.inner_norms, *block.activations):
+                self._before(norm, self._norm_in, block)
+                self._after(norm, self._norm_out, norm)
+            for branch in block.branches:
+                self._before(branch.module, self._branch_in, branch)
+                for module in dict.fromkeys((branch.module, branch.whole)):
+                    self._after(module, self._branch_out, branch)
+                routing = routing_of(branch.whole) if branch.kind == "mlp" and {"router", "load"} & kinds else None
+                if routing is not None:
+                    self._before(routing.scorer, self._router_in, routing)
+                    for module in routing.takers:
+                        self._before(module, self._experts_in, routing)
+                        self._after(module, self._experts_out, routing)
+            for kind, rule in mixers_of(block.module) if "streams" in kinds else ():
+                self._before(rule, self._streams_in, kind)
+        for norm in self.sites.outer_norms:
+            self._before(norm, self._outer_norm_in)
+
+    def _before(self, module: nn.Module, act: Callable, *extra: Any) -> None:
+        self._handles.append(
+            module.register_forward_pre_hook(lambda m, args, kwargs: act(m, args, kwargs, *extra), with_kwargs=True)
+        )
+
+    def _after(self, module: nn.Module, act: Callable, *extra: Any, always: bool = False) -> None:
+        self._handles.append(
+            module.register_forward_hook(lambda m, args, output: act(output, *extra), always_call=always)
+        )
+
+    # -- the model's call ----------------------------------------------------------------------------------------
+
+    @property
+    def _call(self) -> Call | None:
+        return getattr(self._local, "call", None)
+
+    @property
+    def _running(self) -> tuple[Call, BlockTrace] | None:
+        """The call and the block that run in a forward pass of the caller's; a checkpoint's recomputation is none."""
+        call = self._call
+        return None if call is None or call.trace is None or in_backward() else (call, call.trace)
+
+    def _enter_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            return
+        call = self._call
+        if call is None or call.implicit:
+            call = self._open_call()
+        call.depth += 1
+        call.inputs.add(module, args, kwargs)
+
+    def _open_call(self, implicit: bool = False) -> Call:
+        if self._has_gradients and not torch.is_grad_enabled():
+            raise NormlabError(
+                "gradient metrics need a forward pass with gradients: "
+                "leave no_grad/inference_mode, or drop the grad_* metrics"
+            )
+        self._flush()
+        self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
+        return call
+
+    def _leave_call(self, output: Any) -> None:
+        call = self._call
+        if call is None or in_backward():
+            return
+        call.depth -= 1
+        if self._has_gradients and output is not None:
+            call.inputs.compare(output)
+        if call.depth == 0:
+            self._end_call(call, complete=output is not None)
+
+    def _end_call(self, call: Call, complete: bool) -> None:
+        self._local.call = None
+        if complete and call.layer:
+            for read in call.final:
+                if read.layer != call.layer:
+                    read.site = None  # it read an earlier block's output: no final norm
+            if self._has_gradients:
+                call.resolve_loss(self._loss_tokens)
+        call.close()
+        if complete:
+            with self._lock:
+                if call.layer:
+                    self._finished.append(call)
+                    self._calls += 1
+                    self._layers = max(self._layers, call.layer)
+                else:
+                    self._idle_calls += 1
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    def _block_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block):
+        x, name = hidden_state(args, kwargs)
+        if in_backward():
+            self._recomputed_block_in(module, x)
+            return None
+        call = self._call
+        if call is None or (call.implicit and block.index == 1):  # blocks run one by one: no padding is known
+            call = self._open_call(implicit=True)
+            if self._has_gradients:
+                call.resolve_loss(self._loss_tokens)
+        is_first = not call.runs
+        layer = call.begin_layer(module, block.index, args, kwargs, x)
+        if module not in self._channels_first:
+            self._channels_first[module] = is_channels_first(module, x)
+        turned = self._channels_first[module]
+        replaced = None
+        if is_first and self._has_gradients:
+            self._root = x
+            if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
+                self._root = x.detach().requires_grad_()
+                x = self._root.clone()  # a leaf may not be written to in place, its copy may
+                replaced = with_argument(args, kwargs, name, x)
+        entered = features_last(read_by(module, x), turned)
+        if is_first:
+            self._measurer.activation(call, ("block_out", layer - 1), entered)
+        failures = self._failures.get(block.index, [])
+        given_up = failures[-1] if len(failures) >= TRIES else None
+        keeps_branches, known_sites = "branch" in self._measurer.kinds, self._known_sites.get(block.index)
+        call.trace = BlockTrace(block, layer, entered, keeps_branches, known_sites, given_up)
+        self._gradients.watch(x, ("block_in", layer), call, turned)
+        if "attention" in self._measurer.kinds:
+            call.watch = AttentionWatch()
+            call.watch.__enter__()
+        return replaced
+
+    def _recomputed_block_in(self, module: nn.Module, x: Tensor) -> None:
+        """A checkpoint runs a block again in the backward pass: its input needs its gradient hook."""
+        latest = self._latest
+        layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
+        if layer is not None:
+            self._gradients.watch(x, ("block_in", layer), latest, self._channels_first.get(module, False))
+
+    def _block_out(self, output: Any, block: Block) -> None:
+        call = self._call
+        if call is None or in_backward():
+            return
+        watch = call.stop_watching()
+        trace, call.trace = call.trace, None
+        if output is None or trace is None:
+            return
+        x = output_tensor(output)
+        following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
+        out = features_last(read_by(following.module, x), self._channels_first[block.module])
+        layer = call.layer = trace.layer
+        self._measurer.activation(call, ("block_out", layer), out)
+        trace.finish(out)
+        self.norm_sites |= {norm: (site, layer) for norm, site in trace.sites.items()}
+        if trace.segments is not None:
+            self._known_sites[block.index] = trace.sites
+        elif trace.is_hopeless:
+            self._failures.setdefault(block.index, []).append(trace.why)
+        call.absent |= {f"{site} {layer}": reason for site, reason in trace.lost.items()}
+        self._measurer.block_end(call, trace, out)
+        if watch is not None:
+            self._measurer.attention(call, layer, watch)
+        trace.release()
+        call.last_out = x
+        if call.implicit and block.index == self.sites.depth:
+            self._end_call(call, complete=True)
+
+    # -- norms and branches --------------------------------------------------------------------------------------
+
+    def _features_last(self, x: Tensor, block: Block, **how: Any) -> Tensor:
+        return features_last(x, self._channels_first.get(block.module, False), **how)
+
+    def _norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block) -> None:
+        state = find_hidden_state(args, kwargs)
+        if state is None:
+            return
+        x, turned = state[0], self._channels_first.get(block.module, False)
+        if in_backward():
+            if norm in self.norm_sites:
+                site, layer = self.norm_sites[norm]
+                layer = getattr(self._local, "recomputed", None) or layer
+                self._gradients.watch(x, (site, layer), self._latest, turned, norm)
+            return
+        running = self._running
+        if running is None:
+            return
+        call, trace = running
+        if norm in block.activations:
+            trace.norm_starts(norm, features_last(x, turned, width=trace.width), is_norm=False)
+            return
+        view = features_last(x, turned, norm)
+        read = trace.norm_starts(norm, view)
+        if read is not None:
+            self._measurer.norm_input(call, read, view, kwargs.get("mean_square"))
+            self._gradients.watch(x, read, call, turned, norm)
+
+    def _norm_out(self, output: Any, norm: nn.Module) -> None:
+        running, x = self._running, find_output(output)
+        if running is not None and x is not None:
+            trace = running[1]
+            how = {"width": trace.width} if norm in trace.block.activations else {"norm": norm}
+            trace.norm_done(norm, self._features_last(x, trace.block, **how))
+
+    def _branch_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], branch: Branch) -> None:
+        running = self._running
+        if running is not None:
+            trace, state = running[1], find_hidden_state(args, kwargs)
+            x = None if state is None else self._features_last(state[0], trace.block, width=trace.width)
+            trace.branch_starts(branch, x)
+
+    def _branch_out(self, output: Any, branch: Branch) -> None:
+        running, x = self._running, find_output(output)
+        if running is not None and x is not None:
+            trace = running[1]
+            trace.branch_done(branch, self._features_last(x, trace.block, width=trace.width))
+
+    def _outer_norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        call, state = self._call, find_hidden_state(args, kwargs)
+        if call is None or call.last_out is None or state is None or in_backward():
+            return
+        last = self.sites.blocks[-1].module
+        x, joins_streams = state[0], hasattr(last, "enter")  # then the norm reads one stream, made of several
+        if same_tensor(x, call.last_out) or joins_streams:
+            turned = x.ndim > 3 and self._channels_first.get(last, False)
+            view = features_last(x, turned, norm)
+            read = NormRead(norm, call.layer, site="final_norm_in")
+            call.final.append(read)
+            self._measurer.norm_input(call, read, view, kwargs.get("mean_square"))
+            self._gradients.watch(x, read, call, turned, norm)
+            call.last_out = None
+
+    # -- routers and streams -------------------------------------------------------------------------------------
+
+    def _router_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
+        running, state = self._running, find_hidden_state(args, kwargs)
+        if running is not None and state is not None and state[0].shape[-1] == routing.scores.shape[1]:
+            self._measurer.router(*running, routing, state[0])
+
+    def _experts_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
+        self._experts_out([*args, *kwargs.values()], routing)
+
+    def _experts_out(self, output: Any, routing: Routing) -> None:
+        if (running := self._running) is not None:
+            self._measurer.experts(*running, routing, output)
+
+    def _streams_in(self, rule: nn.Module, args: tuple, kwargs: dict[str, Any], kind: str) -> None:
+        if (running := self._running) is not None:
+            self._measurer.streams(*running, kind, rule, args[0])
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of `loss` for the gradient metrics only: no parameter's `.grad` is made or changed.
+
+        Runs `torch.autograd.grad` from `loss` to the tensor that enters block 1 in the latest forward. Reentrant
+        gradient checkpointing does not allow that; call `loss.backward()` there.
+
+        Raises:
+            NormlabError: there is no such forward.
+        """
+        if self._root is None:
+            raise NormlabError(
+                "no forward to differentiate: ask for a grad_* metric and run the model inside record() first"
+            )
+        torch.autograd.grad(loss, self._root)
+        self._root = None
+
+    def stats(self, step: int | None = None) -> LayerStats:
+        """Everything recorded so far. One transfer from each device. `step` becomes the table's `step` column.
+
+        Raises:
+            NormlabError: nothing ran, or gradient metrics were asked for and no backward pass ran.
+        """
+        self._flush()
+        kinds = self._accumulator.kinds
+        if self._calls == 0:
+            why = "call the model (and backward, for grad_* metrics) inside record()"
+            if self._idle_calls:
+                first = self.sites.blocks[0].name
+                why = f"the model ran, but no block like {first!r} did: take another stack from stacks(model)"
+            raise NormlabError(f"nothing was recorded: {why}")
+        if not kinds and self.absent:
+            raise NormlabError(f"nothing could be measured: {next(iter(self.absent.values()))}")
+        if self._has_gradients and "gradient" not in kinds:
+            raise NormlabError(
+                "grad_* metrics were asked for but no backward pass ran through these blocks: call loss.backward() or "
+                "rec.backward(loss), of a loss that depends on them"
+            )
+        moments, arrays = self._accumulator.results()
+        names = tuple(metric.name for metric in self.metrics)
+        details = manifest(self.sites, self.metrics, self._accumulator.masks, self._calls)
+        details |= {"layers": self._layers, "absent": dict(self.absent)}
+        if self._has_gradients:
+            details["loss_tokens"] = float(self._loss_labels)
+        return LayerStats(moments, names, details, step, arrays)
+
+    def _flush(self) -> None:
+        """Merge what finished calls measured, and the gradients that have arrived, into the running statistics."""
+        with self._lock:
+            calls, self._finished = self._finished, []
+            for call in calls:
+                self._accumulator.add(call, call.values, call.arrays)
+                if self._has_gradients and call.loss_tokens is not None:
+                    self._loss_labels = self._loss_labels + call.loss_tokens
+                self.absent |= call.absent
+                call.values, call.arrays = [], []
+            for call, gradients in self._gradients.take():
+                self._accumulator.add(call, gradients)
+                self.absent |= call.absent

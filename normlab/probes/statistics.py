@@ -1,0 +1,442 @@
+"""What is computed from a tensor: one number per token, or an array that streams and merges.
+
+Per token, in float32:
+
+`token_statistics`                      of an activation: L2 norm, variance, kurtosis, largest magnitude
+`branch_statistics`, `block_statistics` of an update and the stream that it is added to
+`tanh_statistics`, `bound_statistics`   of the argument of a norm's tanh
+`carried_ratio`                         of a statistic that a norm was given
+`stream_statistics`                     of residual streams that mix
+`router_entropy`                        of a mixture's router
+`AttentionWatch`                        of attention's scores
+
+Arrays, with their merge in `MERGE` and their metric in `READOUT`:
+
+`gram`             sum over tokens of u u^T, float64: its eigenvalues are the squared singular values of the update
+`coordinate_peak`  largest |h| of each feature: massive activations live in a few of them
+`expert_counts`    how often each expert of a mixture was taken
+`by_position`      tokens counted and sum of exact / carried mean square, at each position of a row
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import normlab_kernels as nk
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from normlab.probes.sites import has_matrix, kind_of, shell_content
+
+CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small against an activation, large against a call's overhead
+FLAT = math.atanh(0.95)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32, or unchanged if it is wider: squares of fp16 overflow at |x| >= 256."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def over_chunks(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Apply `function` to matching row chunks of (tokens, d) tensors; join the results along their last dimension.
+
+    Temporaries stay at a few MiB. A (tokens, 1) tensor is cut alike; None stays None.
+    """
+    first = next(t for t in tensors if t is not None)
+    step = max(1, CHUNK_ELEMENTS // max(1, first.shape[-1]))
+    flat = [None if t is None else t.reshape(-1, t.shape[-1]) for t in tensors]
+    tokens = first.numel() // first.shape[-1]
+    pieces = [function(*(None if t is None else t[i : i + step] for t in flat)) for i in range(0, max(1, tokens), step)]
+    return torch.cat(pieces, dim=-1)
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+
+def token_statistics(x: Tensor, names: Sequence[str]) -> Tensor:
+    """Compute per-token statistics of an activation.
+
+    On a GPU one kernel reads it once. Elsewhere it is read in chunks.
+
+    Args:
+        x: (..., d), any float dtype.
+        names: some of l2, var, kurtosis, max_abs.
+
+    Returns:
+        (len(names), tokens), float32 (float64 for a float64 input). `var` is the biased variance over d. `kurtosis` is
+        m4 / var^2. It is NaN for a token whose features are all equal. From the kernel it is also NaN for a token whose
+        fourth powers leave float32's range.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if nk.chooses_kernels(rows, "auto"):
+        return _kernel_statistics(rows, names)
+    return over_chunks(lambda part: row_statistics(part, names), rows)
+
+
+def row_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
+    """`token_statistics` of (tokens, d) at once and by PyTorch alone, so that it can be compiled."""
+    rows = at_least_float32(rows)
+    result: dict[str, Tensor] = {}
+    if "l2" in names:
+        result["l2"] = torch.linalg.vector_norm(rows, dim=-1)
+    if "max_abs" in names:  # on a CPU 25 times as fast as the infinity norm
+        result["max_abs"] = torch.maximum(rows.amax(dim=-1), -rows.amin(dim=-1))
+    if "var" in names or "kurtosis" in names:
+        squares = (rows - rows.mean(dim=-1, keepdim=True)).square_()
+        variance = result["var"] = squares.mean(dim=-1)
+        if "kurtosis" in names:
+            # Dividing before squaring: var^2 underflows in float32 from var = 1e-23 on.
+            result["kurtosis"] = squares.div_(variance[:, None]).square_().mean(dim=-1)
+    return torch.stack([result[name] for name in names])
+
+
+def _kernel_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
+    moments, width = nk.row_moments(rows), rows.shape[-1]
+    result = {"l2": moments.l2, "max_abs": moments.max_abs, "var": moments.m2 / width}
+    if "kurtosis" in names:
+        in_range = (moments.m4 > 1e-30) & (moments.m4 < torch.inf)
+        kurtosis = width * moments.m4.double() / moments.m2.double().square()
+        result["kurtosis"] = torch.where(in_range, kurtosis, torch.nan).float()
+    return torch.stack([result[name] for name in names])
+
+
+# -- updates of the stream -------------------------------------------------------------------------------------------
+
+
+def branch_statistics(h: Tensor, update: Tensor) -> Tensor:
+    """(2, tokens): ||update||/||h|| and cos(update, h). `h` is the stream the update is added to; both (..., d)."""
+
+    def reduce(u: Tensor, x: Tensor) -> Tensor:
+        u, x = at_least_float32(u), at_least_float32(x)
+        size, base = torch.linalg.vector_norm(u, dim=-1), torch.linalg.vector_norm(x, dim=-1)
+        return torch.stack([size / base, torch.linalg.vecdot(u, x) / (size * base)])
+
+    return over_chunks(reduce, update, h)
+
+
+def block_statistics(before: Tensor, after: Tensor, update: Tensor | None) -> Tensor:
+    """(3, tokens): ||update||/||before||, cos(after, before), 1 - cos(after, before). All (..., d).
+
+    The last is half the squared distance of the unit vectors: 1 - cos would lose its digits where a block is nearly the
+    identity. Without `update` the first is ||after - before||/||before||.
+    """
+
+    def reduce(x: Tensor, y: Tensor, u: Tensor | None) -> Tensor:
+        x, y = at_least_float32(x), at_least_float32(y)
+        u = y - x if u is None else at_least_float32(u)
+        base = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        unit_x, unit_y = x / base, y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        ratio = torch.linalg.vector_norm(u, dim=-1) / base[:, 0]
+        cosine = torch.linalg.vecdot(unit_x, unit_y)
+        return torch.stack([ratio, cosine, torch.linalg.vector_norm(unit_x - unit_y, dim=-1).square() / 2])
+
+    return over_chunks(reduce, before, after, update)
+
+
+# -- what norms read -------------------------------------------------------------------------------------------------
+
+
+def tanh_norm(norm: nn.Module) -> Any | None:
+    """The module that offers `tanh_input(x[, mean_square])`: `norm` itself or what it wraps; None without one."""
+    while norm is not None and not callable(getattr(norm, "tanh_input", None)):
+        content = shell_content(norm)
+        if content is None:
+            return None
+        norm = content
+    return norm
+
+
+def _tanh_input(norm: Any, x: Tensor, mean_square: Tensor | None) -> Tensor:
+    return norm.tanh_input(x) if mean_square is None else norm.tanh_input(x, mean_square)
+
+
+def tanh_statistics(norm: Any, x: Tensor, mean_square: Tensor | None) -> Tensor:
+    """(2, tokens): share of a token's inputs with |tanh z| > 0.95, and its largest |z|."""
+
+    def reduce(rows: Tensor, ms: Tensor | None) -> Tensor:
+        z = _tanh_input(norm, rows, ms).abs()
+        return torch.stack([(z > FLAT).to(z.dtype).mean(-1), z.amax(-1)])
+
+    return over_chunks(reduce, x, mean_square)
+
+
+def bound_statistics(norm: Any, x: Tensor, mean_square: Tensor | None) -> Tensor:
+    """(3, tokens): share with |z| > lambda, its Chebyshev bound (ms/ms')/kappa^2, the bound on |z|.
+
+    The last is lambda sqrt(d ms/ms')/kappa. ms' is the statistic that the norm uses: `mean_square`, or the exact one
+    (then ms/ms' = 1). The bounds hold with eps > 0 too.
+    """
+    lam, kappa = norm.lam.detach().float().abs(), float(norm.kappa)
+
+    def reduce(rows: Tensor, ms: Tensor | None) -> Tensor:
+        z = _tanh_input(norm, rows, ms).abs()
+        exact = at_least_float32(rows).square().mean(-1)
+        relative = torch.ones_like(exact) if ms is None else exact / ms[:, 0]
+        peak = lam / kappa * (rows.shape[-1] * relative).sqrt()
+        return torch.stack([(z > lam).to(z.dtype).mean(-1), relative / kappa**2, peak])
+
+    return over_chunks(reduce, x, mean_square)
+
+
+def carried_ratio(x: Tensor, mean_square: Tensor) -> Tensor:
+    """(1, tokens): exact mean square of x over the statistic that the norm was given."""
+    return over_chunks(lambda rows, ms: (at_least_float32(rows).square().mean(-1) / ms[:, 0])[None], x, mean_square)
+
+
+# -- streams that mix ------------------------------------------------------------------------------------------------
+
+
+def mixers_of(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(kind of sublayer, rule) of every rule in a block that mixes residual streams, as hyper-connections do.
+
+    Such a rule has ``probe_role = "mixing"`` and a ``width``. It is called with the state (..., n d), stream by stream,
+    and returns (write weights, mixing matrix (..., n, n)).
+    """
+    named = [(name, child) for name, child in block.named_children() if getattr(child, "probe_role", None) == "mixing"]
+    return [(kind_of(name, child) or "block", child) for name, child in named]
+
+
+@torch.no_grad()
+def stream_statistics(rule: Any, state: Tensor) -> Tensor | None:
+    """(3, tokens), float32: the mixing matrix M against identity and uniform, and the streams' likeness.
+
+    ||M - I||_F/sqrt(n - 1), ||M - 1/n||_F/sqrt(n - 1), and the mean cosine of two streams. The identity gives 0 and 1,
+    the uniform matrix 1 and 0. None for one stream.
+    """
+    streams = state.detach().float().unflatten(-1, (-1, rule.width)).flatten(0, -3)
+    n = streams.shape[-2]
+    if n == 1:
+        return None
+    mix = rule.forward(state.detach())[1].float().flatten(0, -3)
+    identity = torch.eye(n, device=mix.device)
+    uniform = torch.full_like(identity, 1 / n)
+    distances = [torch.linalg.matrix_norm(mix - other) / (n - 1) ** 0.5 for other in (identity, uniform)]
+    unit = functional.normalize(streams, dim=-1)
+    cosine = (unit.sum(-2).square().sum(-1) - unit.square().sum((-2, -1))) / (n * (n - 1))
+    return torch.stack([*distances, cosine])
+
+
+# -- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def gram(rows: Tensor, mask: Tensor) -> Tensor:
+    """(d, d) float64: sum over the counted tokens of u u^T. `rows`: (tokens, d); `mask`: (tokens,) bool.
+
+    float64 because a singular value is the root of an eigenvalue: in float32 those below 1e-3 of the largest would be
+    noise.
+    """
+    dtype = torch.float32 if rows.device.type == "mps" else torch.float64
+    kept = torch.where(mask[:, None], rows, 0).to(dtype)
+    return kept.mT @ kept
+
+
+def coordinate_peak(rows: Tensor, mask: Tensor) -> Tensor:
+    """(d,): largest |h| of each feature over the counted tokens; 0 when none counts."""
+    kept = torch.where(mask[:, None], rows, 0)
+    return torch.maximum(kept.amax(0), -kept.amin(0)).double()
+
+
+def by_position(values: Tensor, positions: Tensor, mask: Tensor, length: int) -> Tensor:
+    """(2, length): number of counted tokens at each position, and the sum of their values.
+
+    Args:
+        values: (tokens,), one number per token.
+        positions: (tokens,), the token's position among its row's real tokens.
+        mask: (tokens,) bool.
+        length: number of positions.
+    """
+    dtype = torch.float32 if values.device.type == "mps" else torch.float64
+    table = torch.zeros(2, length, dtype=dtype, device=values.device)
+    counted = torch.stack([mask.to(dtype), torch.where(mask, values, 0).to(dtype)])
+    return table.index_add_(1, positions, counted)
+
+
+def expert_counts(chosen: Tensor, mask: Tensor, experts: int) -> Tensor:
+    """(experts,) float64: how many counted tokens took each expert. `chosen`: (tokens, k); `mask`: (tokens,)."""
+    return torch.bincount(chosen[mask].reshape(-1), minlength=experts)[:experts].double()
+
+
+def _add_padded(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of (2, positions) tables of unequal length."""
+    length = max(a.shape[-1], b.shape[-1])
+    return functional.pad(a, (0, length - a.shape[-1])) + functional.pad(b, (0, length - b.shape[-1]))
+
+
+MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gram": torch.add,
+    "coordinate_peak": torch.maximum,
+    "carried_position": _add_padded,
+    "expert_counts": torch.add,
+}
+FIXED_SHAPE = ("gram", "coordinate_peak", "expert_counts")  # a different one means a different model
+
+
+def effective_rank(matrix: Tensor) -> float:
+    """exp(H(p)), p_i = s_i / sum s, with s_i^2 the eigenvalues of a Gram matrix (Roy and Vetterli, 2007).
+
+    NaN for zeros.
+    """
+    singular = torch.linalg.eigvalsh(matrix.double()).clamp(min=0).sqrt()
+    if not bool(singular.sum() > 0):
+        return float("nan")
+    return float(torch.special.entr(singular / singular.sum()).sum().exp())
+
+
+def peak_ratio(peaks: Tensor) -> float:
+    """Largest over median of the features' largest values: tens in a healthy layer, thousands in a massive one."""
+    middle = float(peaks.median())
+    return float(peaks.max()) / middle if middle > 0 else float("nan")
+
+
+def largest_load(counts: Tensor) -> float:
+    """The largest expert's share of all choices over an even share: 1 where all are taken alike."""
+    total = float(counts.sum())
+    return float(counts.max()) * len(counts) / total if total > 0 else float("nan")
+
+
+READOUT = {"gram": effective_rank, "coordinate_peak": peak_ratio, "expert_counts": largest_load}
+
+
+# -- routers of mixtures ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """A branch that is made of experts.
+
+    Args:
+        experts: how many.
+        scorer: the module that holds `scores`, (experts, features).
+        scores: the matrix that scores the experts.
+        takers: modules whose arguments or outputs may hold the experts that were taken.
+    """
+
+    experts: int
+    scorer: nn.Module
+    scores: nn.Parameter
+    takers: tuple[nn.Module, ...]
+
+
+def _expert_lists(branch: nn.Module) -> Iterator[tuple[nn.Module, int, set[int]]]:
+    """(module that holds experts, how many, sizes of their matrices).
+
+    A list of modules, or matrices stacked in one parameter. A convolution's weight is none.
+    """
+    for module in branch.modules():
+        stacked = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and all(has_matrix(item) for item in module):
+            yield module, len(module), {size for p in module[0].parameters() if p.ndim == 2 for size in p.shape}
+        elif stacked and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+            yield module, stacked[0][0], {size for shape in stacked for size in shape[1:]}
+
+
+def routing_of(branch: nn.Module) -> Routing | None:
+    """Find the matrix with one row per expert that scores a branch's experts; None without experts."""
+    for holder, experts, sizes in _expert_lists(branch):
+        inside = set(holder.modules()) - {holder}
+        outer = [module for module in branch.modules() if module not in inside]
+        for module in outer:
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 2 and parameter.shape[0] == experts and parameter.shape[1] in sizes:
+                    around = [m for m in outer if m is not branch and (m is holder or module in set(m.modules()))]
+                    return Routing(experts, module, parameter, tuple(around))
+    return None
+
+
+def router_entropy(routing: Routing, x: Tensor) -> Tensor:
+    """(tokens,) in nats: entropy of softmax(W x + b) over the experts, in float32. `x`: (..., features)."""
+    bias = routing.scorer.bias if isinstance(routing.scorer, nn.Linear) else None
+    scores = functional.linear(x.float(), routing.scores.float(), None if bias is None else bias.float())
+    return torch.special.entr(scores.softmax(-1)).sum(-1).reshape(-1)
+
+
+def taken_experts(values: Any, tokens: int) -> Tensor | None:
+    """The (tokens, k) indices of the experts taken, from a module's arguments or outputs; None without them."""
+    items = values if isinstance(values, tuple | list) else (values,)
+    indices = (v for v in items if isinstance(v, Tensor) and v.dtype in (torch.int32, torch.int64) and v.ndim >= 2)
+    return next((v.reshape(tokens, -1) for v in indices if v.numel() % tokens == 0), None)
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+SCORE_CHUNK = 1 << 19  # 2 MiB of float32 scores at a time: they stay in cache between passes
+NOTHING = -80.0  # e^-80 is nothing next to 1, and unlike e^-inf it can be multiplied by its exponent
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+
+
+class AttentionWatch(TorchFunctionMode):
+    """While active, keeps the statistics of the first attention call: `scores`, (2, batch x queries), or None.
+
+    Fused attention never holds its scores. They are computed again from its query and key, in chunks of queries.
+    Explicit attention is read at its softmax. The watched call is not altered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: Tensor | None = None
+        self.shape: tuple[int, int] = (0, 0)  # batch, queries
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.scores is None and func is functional.scaled_dot_product_attention:
+            query = args[0] if args else kwargs["query"]
+            if query.ndim == 4:
+                self.scores = _without_autocast(_from_query_and_key, *args, **kwargs)
+                self.shape = (query.shape[0], query.shape[2])
+        elif self.scores is None and func in _SOFTMAX:
+            scores = args[0] if args else kwargs.get("input")
+            over = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if isinstance(scores, Tensor) and scores.ndim == 4 and over in (-1, 3):
+                self.scores = _without_autocast(lambda s: _score_statistics(s.float()).flatten(1), scores)
+                self.shape = (scores.shape[0], scores.shape[2])
+        return func(*args, **kwargs)
+
+
+def _without_autocast(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    device = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        return function(*args, **kwargs)
+
+
+def _from_query_and_key(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The statistics from the arguments of `scaled_dot_product_attention`, (batch, heads, tokens, d_head) each."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    keys, transposed = key.shape[-2], key.float().transpose(-1, -2)
+    step = max(1, SCORE_CHUNK // (query.shape[0] * query.shape[1] * keys))
+    pieces = []
+    for start in range(0, query.shape[-2], step):
+        rows = query[..., start : start + step, :]
+        seen = min(keys, start + rows.shape[-2]) if is_causal else keys  # later keys are hidden from these queries
+        scores = (rows.float() * scale) @ transposed[..., :seen]
+        if is_causal:
+            positions = torch.arange(start, start + rows.shape[-2], device=query.device)
+            scores.masked_fill_(positions[:, None] < torch.arange(seen, device=query.device), -torch.inf)
+        if attn_mask is not None:
+            mask = attn_mask[..., start : start + step, :seen] if attn_mask.shape[-2] > 1 else attn_mask[..., :seen]
+            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask.float())
+        pieces.append(_score_statistics(scores))
+    return torch.cat(pieces, dim=-1).flatten(1)
+
+
+def _score_statistics(scores: Tensor) -> Tensor:
+    """(2, batch, queries): the largest score over heads and keys, and the entropy (nats) averaged over heads.
+
+    With t = s - max s: entropy = log(sum e^t) - sum(t e^t) / sum(e^t). That is one exponential per score and no
+    logarithm.
+    """
+    largest = scores.amax(dim=-1)
+    shifted = (scores - largest[..., None]).clamp_(min=NOTHING)
+    weight = shifted.exp()
+    total = weight.sum(-1)
+    entropy = total.log() - torch.linalg.vecdot(weight, shifted) / total
+    return torch.stack([largest.amax(1), entropy.mean(1)])
