@@ -21,9 +21,9 @@ from .models import NormlabForCausalLM as NormlabForCausalLM
 from .models import swap_norms as swap_norms
 
 # trained models that come with normlab, and text that they have not seen
-from .models.kept import find_model as find_model
-from .models.kept import load_held_out as load_held_out
-from .models.kept import load_model as load_model
+from .models.pretrained import find_model as find_model
+from .models.pretrained import load_held_out as load_held_out
+from .models.pretrained import load_model as load_model
 
 # measurements on the layers of any model, and experiments on them
 from .probes import LayerStats as LayerStats

@@ -17,7 +17,7 @@ import yaml
 import normlab
 from normlab import training
 from normlab.cli import main
-from normlab.models.configuration import TRANSFORMERS
+from normlab.models.config import TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -28,6 +28,7 @@ EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "huggingface_hub": "huggingface-hub",
+    "upath": "universal_pathlib",
     "transformer_lens": "transformer-lens",
 }
 

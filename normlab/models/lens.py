@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from normlab.errors import NormlabError
-from normlab.models.joins import is_llama_but_for_norms
+from normlab.models.block import is_llama_but_for_norms
 from normlab.norms import Norm
 from normlab.norms.base import mean_square as exact_mean_square
 from normlab.schemes import get_scheme

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from normlab.errors import NormlabError
-from normlab.models.branches import changes_attention
-from normlab.models.configuration import NormlabConfig
-from normlab.models.folding import fold_norms
-from normlab.models.kept import model_folder
-from normlab.models.modeling import NormlabForCausalLM
+from normlab.models.attention_mlp import changes_attention
+from normlab.models.config import NormlabConfig
+from normlab.models.fold import fold_norms
+from normlab.models.model import NormlabForCausalLM
+from normlab.models.pretrained import model_folder
 from normlab.norms import RMSNorm, TaperNorm
 from normlab.schemes import BASELINE, REMOVABLE, get_scheme
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normlab.probes import METRICS
-from normlab.runs import child, is_run
 from normlab.schemes import DEFAULT, get_scheme
+from normlab.store import child, is_run
 from normlab.training.fields import (
     NOT_NEGATIVE,
     POSITIVE,

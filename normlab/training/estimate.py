@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM
 from normlab.training.config import TrainConfig
@@ -103,7 +103,7 @@ def plan(
     order: list[tuple[str, TrainConfig]] = []
     for what, asked in planned(preset, threads=threads, keep_weights=False):
         config = settled(asked, device_of(asked))
-        if (path := asked.finished_in(runs.child(out, runs.SEARCH) if what == "search" else out)) is not None:
+        if (path := asked.finished_in(store.child(out, store.SEARCH) if what == "search" else out)) is not None:
             run = runs.read_run(path)
             config = dataclasses.replace(config, dtype=run.manifest["config"]["dtype"])
             done[config.run_id] = run

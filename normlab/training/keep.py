@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
-from normlab.models.kept import BLOCKS
+from normlab.models.pretrained import BLOCKS
 from normlab.training.config import TrainConfig
 from normlab.training.measure import mean_token_loss
 from normlab.training.text.corpus import corpus_of
@@ -45,7 +45,7 @@ def name_of(config: TrainConfig) -> str:
 
 def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
     config = TrainConfig.from_dict(run.manifest["config"])
-    folder = runs.inside(out, name_of(config))
+    folder = store.inside(out, name_of(config))
     corpus = corpus_of(config, cache_dir, progress=True)
     if corpus.content_hash != run.manifest["corpus"]["content_hash"]:
         raise NormlabError(f"{run.name} was trained on another text than this machine's {config.corpus}")
@@ -56,7 +56,7 @@ def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
     save_file({"blocks": torch.from_numpy(blocks).to(torch.int32)}, folder / BLOCKS)
     rounded = NormlabForCausalLM.from_pretrained(folder, dtype=torch.float32)
     kept = {"dtype": "bfloat16", "eval_loss": mean_token_loss(rounded, blocks, config.batch_size)}
-    runs.write_json(folder / runs.MANIFEST, {**run.manifest, "kept": kept})
+    store.write_json(folder / runs.MANIFEST, {**run.manifest, "kept": kept})
     return folder
 
 

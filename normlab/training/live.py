@@ -26,7 +26,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any, ClassVar
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import in_one_line
 from normlab.training.config import TrainConfig
 
@@ -84,7 +84,7 @@ class BackgroundRun:
         A second `BackgroundRun` of the same run in this process stops the first. NormlabError for a directory that
         holds something other than runs.
         """
-        runs.check_root(self.out)
+        store.check_root(self.out)
         if self.run is None:
             self._stop_other()  # takes a while: not under the lock, which `points` needs
         with self._condition:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from normlab import runs
+from normlab import store
 
 if TYPE_CHECKING:
     from normlab.training.config import TrainConfig
@@ -204,7 +204,7 @@ class Progress:
 
     def watch(self, configs: Sequence[TrainConfig], root: str | Path) -> None:
         """These runs may begin below `root` at any time from now on."""
-        folder = (runs.Place(root).copy if runs.is_address(root) else Path(root)) / runs.PARTIAL
+        folder = (store.Remote(root).copy if store.is_address(root) else Path(root)) / store.PARTIAL
         for config in configs:
             works = [folder / candidate.run_id for candidate in config.candidates()]
             for work in works:

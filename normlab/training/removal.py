@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from normlab import runs
+from normlab import store
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM
-from normlab.models.kept import model_folder
+from normlab.models.pretrained import model_folder
 from normlab.models.removal import as_llama, fold_removed, load_removable, removable_norms, remove_norm
 from normlab.training.fields import NOT_NEGATIVE, POSITIVE, SEED, THREADS, at_least, check, described, setting, shared
 from normlab.training.measure import mean_token_loss
@@ -94,7 +94,7 @@ def remove_norms(
     spec = {name: getattr(config, name) for name in ("corpus", "text_column", "characters", "block_length")}
     corpus = load_corpus(tokenizer=source, cache_dir=cache_dir, progress=progress, **spec)
     out.mkdir(parents=True, exist_ok=True)
-    with runs.full_disk_named(out), runs.exclusive(out / "removal.lock"):
+    with store.full_disk_named(out), store.exclusive(out / "removal.lock"):
         _begin(out, {"model": source, "config": dataclasses.asdict(config), "corpus": corpus.identity()})
         if not (out / TABLE).is_file():
             before = torch.get_num_threads()
@@ -138,7 +138,7 @@ def _begin(out: Path, asked: dict[str, Any]) -> None:
             if there[part] != asked[part]:
                 raise NormlabError(f"{out} was begun with another {part}: name another folder, or repeat that command")
     else:
-        runs.write_json(begun, asked)
+        store.write_json(begun, asked)
 
 
 def _remove_all(source: str, out: Path, config: RemovalConfig, corpus: Corpus, progress: bool) -> None:
@@ -174,15 +174,15 @@ def _remove_all(source: str, out: Path, config: RemovalConfig, corpus: Corpus, p
         rows.append(dict(zip(COLUMNS, (number, site, rms, before, removed, tuned), strict=True)))
         staged = out / "staging"
         model.save_pretrained(staged)
-        runs.write_stats(staged / TABLE, pandas.DataFrame(rows))
-        runs.publish(staged, out / f"norm-{number:03d}")
+        store.write_stats(staged / TABLE, pandas.DataFrame(rows))
+        store.publish(staged, out / f"norm-{number:03d}")
         for old in sorted(out.glob("norm-*"))[:-1]:
             shutil.rmtree(old)
         bar.update()
         bar.set_postfix_str(f"loss {tuned:.3f}")
     bar.close()
     _finish(model, source, out, corpus)
-    runs.write_stats(out / f".{TABLE}", pandas.DataFrame(rows))
+    store.write_stats(out / f".{TABLE}", pandas.DataFrame(rows))
     (out / f".{TABLE}").replace(out / TABLE)
     for old in out.glob("norm-*"):
         shutil.rmtree(old)
@@ -211,4 +211,4 @@ def _finish(model: NormlabForCausalLM, source: str, out: Path, corpus: Corpus) -
     staged = out / "staging"
     final.save_pretrained(staged)
     corpus.tokenizer().save_pretrained(staged)
-    runs.publish(staged, out / MODEL)
+    store.publish(staged, out / MODEL)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
 from normlab.training.config import AUTO, TrainConfig, require_same
 from normlab.training.distributed import device_of, why_dtype
@@ -25,7 +25,7 @@ from normlab.training.text.corpus import CorpusSpec, corpus_of
 from normlab.training.workers import Cluster, finish_in_any_order, share_cores
 
 # Where a stage's runs are, below the sweep's directory.
-FOLDERS = {"search": runs.SEARCH, "finals": runs.FINALS, "runs": None}
+FOLDERS = {"search": store.SEARCH, "finals": store.FINALS, "runs": None}
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def sweep(
         what = list(what)
         if wrong := [item for item in what if not isinstance(item, TrainConfig)]:
             raise NormlabError(f"{wrong[0]!r:.80} cannot be trained: give a preset, its name, or TrainConfigs")
-    runs.check_root(out)
+    store.check_root(out)
     workers, threads = share_cores(workers, threads)
-    root = out if runs.is_address(out) else Path(out)
+    root = out if store.is_address(out) else Path(out)
     with Progress("sweep", progress, None if isinstance(workers, Cluster) else workers) as bar:
         job = _Job(root, workers, cache_dir, bar)
         if isinstance(what, list):
@@ -109,7 +109,7 @@ class _Job:
         if stage.what == "runs":
             self.reported += stage.configs
         folder = FOLDERS[stage.what]
-        self._train(stage.configs, self.root if folder is None else runs.child(self.root, folder))
+        self._train(stage.configs, self.root if folder is None else store.child(self.root, folder))
         names = [config.run_id for config in stage.configs if config.run_id in self.done]
         losses = {name: self.done[name].eval_loss for name in names}
         return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}

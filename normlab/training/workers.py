@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, in_one_line, show_warning
-from normlab.runs import PARTIAL, Run, child, is_address, read_run
+from normlab.runs import Run, read_run
+from normlab.store import PARTIAL, child, is_address
 from normlab.training.config import TrainConfig
 
 Outcome = tuple[TrainConfig, "Run | Exception"]

@@ -19,7 +19,7 @@ import normlab
 from normlab import NormlabError, runs
 from normlab.cli import main
 from normlab.models import NormlabForCausalLM
-from normlab.models.exported import export_model
+from normlab.models.pretrained import export_model
 from normlab.training.measure import mean_token_loss
 
 pytest_plugins = ["training_fixtures"]

@@ -22,7 +22,7 @@ from transformers import (
 
 from normlab import NormlabError, NormlabForCausalLM, swap_norms
 from normlab.models import fold_norms
-from normlab.models.modeling import is_folded
+from normlab.models.model import is_folded
 
 UNFOLDABLE = {"post_rmsnorm": 6, "mix_ln": 2, "peri_ln": 6}  # norms that write into the stream, of 3 blocks
 

@@ -15,7 +15,7 @@ from notebook_helpers import NOTEBOOKS, PLOTLY, write_runs
 from normlab.errors import NormlabError
 from normlab.figures import gradient_growth, loss_curves
 from normlab.notebook.exporters import claim_of
-from normlab.notebook.landing import found, picture_of, sentence_of, write_index
+from normlab.notebook.landing import findings, picture_of, sentence_of, write_index
 from normlab.runs import MANIFEST
 
 CLAIMS = {
@@ -55,7 +55,7 @@ def test_what_was_found_is_computed_from_the_runs(tmp_path: Path):
     runs = known(
         write_runs(tmp_path, schemes=["pre_rmsnorm", "lns", "bhyt"], seeds=[0], statuses={("lns", 4): "diverged"})
     )
-    said = found(runs)
+    said = findings(runs)
     assert said["Trained"].startswith("6 runs of 3 schemes, in float32 on a CPU with AVX2. Depth 2, 4, width")
     losses = {title: final_loss(name, 0) for name, title in (("bhyt", "BHyT"), ("pre_rmsnorm", "Pre-LN"))}
     ordered = [f"{title} {loss:.2f}" for title, loss in sorted(losses.items(), key=lambda item: item[1])]
@@ -72,10 +72,10 @@ def test_who_has_not_learned_is_named(tmp_path: Path):
     below = sum(
         final_loss(name, seed) < final_loss("bhyt", 0) - 0.01 for name in ("pre_rmsnorm", "bhyt") for seed in range(3)
     )
-    said = found(runs)
+    said = findings(runs)
     assert said["Learned"].startswith(f"{below} of 6 runs have learned")
     assert "BHyT at 2 layers" in said["Learned"] and "3 seeds per scheme" in said["Trust"]
-    assert "nothing says which" in found(known(runs, trigram=None))["Learned"]
+    assert "nothing says which" in findings(known(runs, trigram=None))["Learned"]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))

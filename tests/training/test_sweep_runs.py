@@ -20,7 +20,7 @@ from sweep_helpers import InProcess, quiet_sweep, small_preset
 from training_helpers import tiny, write_run, write_text
 
 import normlab
-from normlab import NormlabError, runs
+from normlab import NormlabError, runs, store
 from normlab.training import sweep as sweep_module
 from normlab.training import workers as workers_module
 from normlab.training.config import TrainConfig
@@ -80,7 +80,7 @@ def test_a_damaged_or_different_run_in_the_way_is_a_failure_of_that_run(
     manifest.write_text(manifest.read_text()[:100])
     corpus = runs.read_run(write_run(configs[1], out)).manifest["corpus"]
     write_run(configs[2], out)
-    runs.write_json(
+    store.write_json(
         out / configs[1].run_id / runs.MANIFEST,
         runs.read_run(out / configs[1].run_id).manifest | {"corpus": corpus | {"content_hash": "other"}},
     )
@@ -129,8 +129,8 @@ def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(
     text: Path, tmp_path: Path, workers_at_once: None
 ) -> None:
     configs = [tiny(text, scheme=scheme, keep_weights=False, threads=1) for scheme in ("lns", "bhyt", "dyt")]
-    lock = tmp_path / "out" / runs.PARTIAL / f"{configs[2].run_id}.lock"
-    with runs.exclusive(lock):
+    lock = tmp_path / "out" / store.PARTIAL / f"{configs[2].run_id}.lock"
+    with store.exclusive(lock):
         result = normlab.sweep(
             configs, tmp_path / "out", workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False
         )

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from training_helpers import ForkedCommand, tiny
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import NormlabError
 from normlab.training import live
 from normlab.training.config import TrainConfig
@@ -73,7 +73,7 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     stopped, shown = run.step, run.points("train", "model", "loss")
     assert asleep + 5 <= stopped < 200 and [step for step, _, _ in shown] == list(range(1, stopped + 1))
     until(lambda: run.pid is None)
-    work = run.out / runs.PARTIAL / config.run_id
+    work = run.out / store.PARTIAL / config.run_id
     assert not (run.out / config.run_id).exists() and (work / f"checkpoint-{stopped}").is_dir()
     assert not list(work.glob("staging*"))
     run.start()
@@ -89,7 +89,7 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     losses = undisturbed.table().query("metric == 'loss' and split == 'eval'")
     assert run.points("eval", "model", "loss") == [(r.step, None, r.value) for r in losses.itertuples()]
     assert run.step == 200 and run.levels["unigram_entropy"] == undisturbed.manifest["corpus"]["unigram_entropy"]
-    assert not (run.out / runs.PARTIAL).exists()
+    assert not (run.out / store.PARTIAL).exists()
 
 
 def test_a_killed_process_is_said_and_gone_on_from(text: Path, begin: Callable) -> None:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from normlab.errors import NormlabError, first_line
-from normlab.runs import full_disk_named
+from normlab.store import full_disk_named
 from normlab.training import require_training
 from normlab.training.fields import TEXT, at_least, check, described, setting
 from normlab.training.progress import can_redraw

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.models.modeling import NormlabDecoderLayer, is_folded, refuse_folded_training
+from normlab.models.model import NormlabDecoderLayer, is_folded, refuse_folded_training
 from normlab.norms import NoNorm
 from normlab.schemes.scheme import part_of
 

@@ -1,19 +1,19 @@
-"""Where runs lie, and how they are written there: whole or not at all.
+"""Files of runs: written whole or not at all, here and at addresses.
 
-`publish`           sync a finished directory to disk and rename it to its final name
-`check_root`        whether a directory is one of runs
-`write_json`, `write_stats`        a run's files
-`list_files`, `check_files`        a checkpoint's list of its files, and whether they still match it
-`checkpoints(work)`, `set_aside`   the checkpoints of a run in progress; another name for a damaged one
-`inside(folder, name)`             the one way from a name in data to a path
-`exclusive`, `full_disk_named`     contexts around a run's training
-`Place(address)`    runs on another file system: at any address that fsspec knows (s3://..., file:///..., memory://...)
-`is_address(path)`, `child(root, name)`, `is_run(path)`   of directories and addresses alike
+publish                      sync a finished directory and rename it to its final name
+write_json, write_stats      a run's files
+list_files, check_files      a checkpoint's list of its files, and the check against it
+checkpoints, set_aside       the checkpoints of a run in progress; another name for a damaged one
+inside                       the one way from a name in data to a path
+exclusive, full_disk_named   contexts around a run's training
+check_root                   refuse a directory that holds something else
+Remote                       runs at an address that fsspec knows: s3://..., file:///..., memory://...
+is_address, child, is_run    the same for directories and addresses
 
-A run at an address is trained in a copy on this machine and published from there: its files one by one, the manifest
-last, so that what has a manifest is whole; its checkpoints likewise, with the list of their files last, so that another
-machine goes on from them. Nothing is deleted there before its successor has been read back. Nothing keeps two machines
-from training the same run at once: what they publish is the same.
+A run at an address is trained in a copy on this machine and published from there. Its manifest is published last, so
+a run with a manifest is whole. The list of a checkpoint's files is published last too, so another machine can resume
+from it. Nothing is deleted there before its successor has been read back. Two machines may train the same run at once:
+they publish the same files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ PARTIAL, SEARCH, FINALS = ".partial", "search", "finals"
 NOT_REPORTED = {PARTIAL, SEARCH, FINALS}
 MANIFEST, STATS, EXPERIMENTS = "manifest.json", "stats.parquet", "experiments.parquet"
 LISTED = "files.json"
-LAST = (MANIFEST, LISTED)  # of a run and of a checkpoint: the file that is published last
+PUBLISHED_LAST = (MANIFEST, LISTED)  # of a run, of a checkpoint
+SLOWEST = 1e5  # bytes per second of a transfer; a slower one is given up
 
 
 def is_address(path: str | Path) -> bool:
@@ -52,73 +53,81 @@ def child(root: str | Path, name: str) -> str | Path:
     return f"{str(root).rstrip('/')}/{name}" if is_address(root) else Path(root) / name
 
 
+def is_run(path: str | Path) -> bool:
+    return Remote(path).has(MANIFEST) if is_address(path) else Path(path).exists()
+
+
 def inside(folder: Path, name: str) -> Path:
-    """`folder / name`, for a name that comes from data: a manifest, an address, an archive, a model's value.
+    """`folder / name`, for a name from data: a manifest, an address, an archive, a model's value.
 
     NormlabError for a name that is empty or absolute, names a drive, or has `..` in it.
     """
-    path = PureWindowsPath(name)  # it knows the separators and the drives of all systems
+    path = PureWindowsPath(name)  # it knows the separators and drives of all systems
     if not path.name or path.anchor or ".." in path.parts or "\0" in name:
         raise NormlabError(f"{name!r} is no name of a file below {folder}: nothing is read or written under it")
     return folder / name
 
 
-def is_run(path: str | Path) -> bool:
-    return Place(path).has(MANIFEST) if is_address(path) else Path(path).exists()
+class Remote:
+    """Runs at an address, or one run.
 
+    Attributes:
+        copy: the directory on this machine that they are copied to and trained in.
 
-class Place:
-    """address: a directory of runs, or a run. NormlabError where fsspec does not know it, or lacks a package for it."""
+    NormlabError: fsspec does not know the address, or a package is missing; no answer within 20 seconds.
+    """
 
     def __init__(self, address: str | Path) -> None:
-        import fsspec
         import platformdirs
+        from upath import UPath
 
         self.address = str(address).rstrip("/")
         try:
-            self.files, root = fsspec.core.url_to_fs(self.address)
+            with warnings.catch_warnings():  # of file systems that universal_pathlib has no class for
+                warnings.simplefilter("ignore", UserWarning)
+                self.root = UPath(self.address)
+            self.files = self.root.fs
         except (ImportError, ValueError) as error:
             raise NormlabError(f"cannot use {address}: {first_line(error)}") from None
-        self.root = root.rstrip("/")
         name = hashlib.sha256(self.address.encode()).hexdigest()[:16]
         self.copy = Path(platformdirs.user_cache_dir("normlab")) / "remote" / name
 
     def has(self, name: str) -> bool:
         self.files.invalidate_cache()
-        return self._answer(self.files.exists, self._at(name))
+        return self._answer(f"looking for {name or 'it'}", self.files.exists, (self.root / name).path)
 
     def fetch_run(self) -> Path:
         """The run at this address."""
         if not self.has(MANIFEST):
             raise NormlabError(f"{self.address} holds no run: {MANIFEST} is missing")
-        return self._get("", inside(self.copy, self.root.rsplit("/", 1)[-1] or "run"), self._names(""))
+        return self._get("", inside(self.copy, self.root.name or "run"), self._sizes(""))
 
     def fetch_tables(self) -> list[Path]:
         """Tables and manifests of all runs below this address, as `find_runs` finds them."""
-        names = self._names("")
-        if not names:
+        sizes = self._sizes("")
+        if not sizes:
             raise NormlabError(f"{self.address} does not exist, or is empty")
-        tables: dict[str, list[str]] = {}
-        for folder, file in map(os.path.split, sorted(names)):
+        tables: dict[str, dict[str, int]] = {}
+        for path, size in sorted(sizes.items()):
+            folder, file = os.path.split(path)
             if file in (MANIFEST, STATS, EXPERIMENTS) and not NOT_REPORTED & set(folder.split("/")):
-                tables.setdefault(folder, []).append(file)
+                tables.setdefault(folder, {})[file] = size
         return [self._get(run, self.copy / run, files) for run, files in tables.items() if MANIFEST in files]
 
     def fetch(self, run: str) -> None:
-        """What is published of a run: all of a finished one; of one in progress the last checkpoint, unless a later one
-        is here."""
+        """Fetch a finished run, or the last whole checkpoint of one in progress unless a later one is here."""
         if self.has(f"{run}/{MANIFEST}"):
             shutil.rmtree(self.copy / run, ignore_errors=True)
-            self._get(run, self.copy / run, self._names(run))
+            self._get(run, self.copy / run, self._sizes(run))
             return
         work, here = f"{PARTIAL}/{run}", self.copy / PARTIAL / run
-        steps = {checkpoint_step(name.split("/")[0]): name.split("/")[0] for name in self._names(work)}
+        steps = {checkpoint_step(name.split("/")[0]): name.split("/")[0] for name in self._sizes(work)}
         for step in sorted(steps.keys() - {0}, reverse=True):
             if any(checkpoint_step(path.name) >= step and is_whole(path) for path in checkpoints(here)):
                 return
             name, fetched = steps[step], here / "fetched"
             shutil.rmtree(fetched, ignore_errors=True)
-            self._get(f"{work}/{name}", fetched, self._names(f"{work}/{name}"))
+            self._get(f"{work}/{name}", fetched, self._sizes(f"{work}/{name}"))
             try:
                 check_files(fetched)
             except NormlabError as error:
@@ -131,96 +140,104 @@ class Place:
             return
 
     def publish(self, run: str) -> None:
-        """A finished run; its checkpoints go."""
+        """Publish a finished run and remove its checkpoints."""
         if not self.has(f"{run}/{MANIFEST}"):
             self._put(self.copy / run, run)
         self._remove(f"{PARTIAL}/{run}")
 
     def publish_checkpoint(self, checkpoint: Path) -> None:
-        """The checkpoint of a run in progress; older ones go."""
+        """Publish the checkpoint of a run in progress and remove older ones."""
         work = f"{PARTIAL}/{checkpoint.parent.name}"
         self._put(checkpoint, f"{work}/{checkpoint.name}")
-        for old in {name.split("/")[0] for name in self._names(work)} - {checkpoint.name}:
+        for old in {name.split("/")[0] for name in self._sizes(work)} - {checkpoint.name}:
             self._remove(f"{work}/{old}")
 
-    def _answer(self, ask: Callable[[str], Any], name: str) -> Any:
-        """In a thread, because file systems differ in how they take a deadline, and some take none."""
+    def _answer(self, task: str, ask: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
+        """The answer of a file system, within a deadline. task: what the error says was tried. size: in bytes.
+
+        A thread asks, because file systems take a deadline in different ways, and some take none.
+        """
         answers: queue.Queue[Any] = queue.Queue()
+        seconds = ANSWER_SECONDS + size / SLOWEST
 
         def run() -> None:
             try:
-                answers.put(ask(name))
+                answers.put(ask(*arguments))
             except Exception as error:
                 answers.put(error)
 
         threading.Thread(target=run, daemon=True).start()
         try:
-            answer = answers.get(timeout=ANSWER_SECONDS)
+            answer = answers.get(timeout=seconds)
         except queue.Empty:
-            raise NormlabError(f"{self.address} does not answer: {ANSWER_SECONDS:g} s were waited") from None
+            raise NormlabError(f"{self.address} does not answer: {task} took more than {seconds:g} s") from None
         if isinstance(answer, Exception):
-            raise NormlabError(f"{self.address} cannot be read: {in_one_line(answer)}") from answer
+            raise NormlabError(f"{self.address} does not allow {task}: {in_one_line(answer)}") from answer
         return answer
 
-    def _at(self, name: str) -> str:
-        return f"{self.root}/{name}".rstrip("/")
-
-    def _names(self, name: str) -> list[str]:
-        """Files below a name, relative to it. NormlabError where one of them would lie elsewhere."""
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Files below a name, relative to it, with their sizes. NormlabError if one of them would lie elsewhere."""
         self.files.invalidate_cache()
-        base = self._at(name)
-        found = self.files.find(base) if self._answer(self.files.exists, base) else []
-        names = [file[len(base) + 1 :] for file in found]
-        for file in names:
+        base = (self.root / name).path.rstrip("/")
+        if not self._answer(f"looking for {name or 'it'}", self.files.exists, base):
+            return {}
+        details = self._answer(f"listing {name or 'it'}", lambda: self.files.find(base, detail=True))
+        sizes = {file[len(base) + 1 :]: detail.get("size") or 0 for file, detail in details.items()}
+        for file in sizes:
             inside(self.copy, file)
-        return names
+        return sizes
 
     def _remove(self, name: str) -> None:
         if self.has(name):
-            self.files.rm(self._at(name), recursive=True)
+            self._answer(f"removing {name}", lambda: self.files.rm((self.root / name).path, recursive=True))
 
-    def _get(self, name: str, to: Path, files: list[str]) -> Path:
-        for file in sorted(files, key=LAST.__contains__):
-            path = inside(to, file)
+    def _get(self, name: str, to: Path, sizes: dict[str, int]) -> Path:
+        for file in sorted(sizes, key=PUBLISHED_LAST.__contains__):
+            path, source = inside(to, file), self.root / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.files.get_file(f"{self._at(name)}/{file}", str(path))
+            self._answer(f"reading {file}", self.files.get_file, source.path, str(path), size=sizes[file])
         return to
 
     def _put(self, folder: Path, name: str) -> None:
-        """Copy a folder, then read it back. NormlabError where it reads otherwise."""
+        """Copy a folder, then read it back. NormlabError if it reads otherwise."""
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        for file in sorted(paths, key=lambda file: (file in LAST, file)):
-            self.files.makedirs(self._at(os.path.dirname(f"{name}/{file}")), exist_ok=True)
-            self.files.put_file(str(paths[file]), self._at(f"{name}/{file}"))
+        for file in sorted(paths, key=lambda file: (file in PUBLISHED_LAST, file)):
+            target, size = self.root / name / file, paths[file].stat().st_size
+            self._answer(f"writing {name}/{file}", self._put_file, paths[file], target, size=size)
         for file, path in paths.items():
-            with self.files.open(self._at(f"{name}/{file}"), "rb") as there, path.open("rb") as here:
-                if _digest(there) != _digest(here):
-                    raise NormlabError(
-                        f"{self.address}/{name}/{file} does not read back as it was written; nothing was deleted: "
-                        "start again"
-                    )
+            target = self.root / name / file
+            digest = self._answer(f"reading {name}/{file}", _digest_of, target, size=path.stat().st_size)
+            if digest != _digest_of(path):
+                raise NormlabError(
+                    f"{self.address}/{name}/{file} does not read back as it was written; nothing was deleted: "
+                    "start again"
+                )
+
+    def _put_file(self, path: Path, target: Any) -> None:
+        self.files.makedirs(target.parent.path, exist_ok=True)
+        self.files.put_file(str(path), target.path)
 
 
 def checkpoint_step(name: str) -> int:
-    """Optimizer steps done at a checkpoint of that name; 0 for a name of something else."""
-    found = re.fullmatch(r"checkpoint-([0-9]{1,18})", name)
-    return int(found[1]) if found else 0
+    """The optimizer steps that a checkpoint's name says; 0 for the name of something else."""
+    match = re.fullmatch(r"checkpoint-([0-9]{1,18})", name)
+    return int(match[1]) if match else 0
 
 
 def checkpoints(work: Path) -> list[Path]:
-    """Checkpoints in a run's working directory, oldest first."""
-    found = {checkpoint_step(path.name): path for path in work.glob("checkpoint-*")}
-    return [found[step] for step in sorted(found.keys() - {0})]
+    """The checkpoints in a run's working directory, oldest first."""
+    paths = {checkpoint_step(path.name): path for path in work.glob("checkpoint-*")}
+    return [paths[step] for step in sorted(paths.keys() - {0})]
 
 
 def list_files(folder: Path) -> None:
-    """Write `files.json`: size and SHA-256 of every file in `folder`, subfolders included."""
+    """Write `files.json`: the size and SHA-256 of every file in `folder`, subfolders included."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    write_json(folder / LISTED, {path.relative_to(folder).as_posix(): _described(path) for path in paths})
+    write_json(folder / LISTED, {path.relative_to(folder).as_posix(): _size_and_hash(path) for path in paths})
 
 
 def check_files(folder: Path) -> None:
-    """NormlabError where `folder` lacks its list, or a file is missing or has other bytes than the list says."""
+    """Check a folder against its list. NormlabError: no list, or a file that is missing or has other bytes."""
     try:
         listed = json.loads((folder / LISTED).read_text())
     except FileNotFoundError:
@@ -231,17 +248,17 @@ def check_files(folder: Path) -> None:
         raise NormlabError(f"{LISTED} lists no files")
     for name, expected in listed.items():
         try:
-            found = _described(inside(folder, name))
+            actual = _size_and_hash(inside(folder, name))
         except FileNotFoundError:
             raise NormlabError(f"{name} is missing") from None
         except OSError as error:
             raise NormlabError(f"{name} cannot be read: {first_line(error)}") from None
-        if found != expected:
+        if actual != expected:
             raise NormlabError(f"{name} is not the file that was written")
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether `check_files` passes."""
+    """True if `check_files` passes."""
     try:
         check_files(folder)
     except NormlabError:
@@ -250,7 +267,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not looked at again; its new path."""
+    """Rename a damaged checkpoint, so that it is not tried again, and return its new path."""
     free = checkpoint.with_name(f"damaged-{checkpoint.name}")
     while free.exists():
         free = free.with_name(f"{free.name}+")
@@ -258,18 +275,18 @@ def set_aside(checkpoint: Path) -> Path:
     return free
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _size_and_hash(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _digest_of(path)}
+
+
+def _digest_of(path: Any) -> str:
     with path.open("rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _digest(file)}
-
-
-def _digest(file: Any) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_root(root: str | Path) -> None:
-    """NormlabError when `root` is a file, or a directory that holds something other than runs."""
-    if is_address(root):  # there, names are not taken by directories
+    """Check an output directory. NormlabError: it is a file, or holds something other than runs."""
+    if is_address(root):  # directories take no names there
         return
     root = Path(root)
     if root.exists() and not root.is_dir():
@@ -283,7 +300,7 @@ def check_root(root: str | Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """JSON through a temporary name, so that a reader sees the old file or the new one."""
+    """Write JSON through a temporary name, so that a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.writing")
     with temporary.open("w") as file:
         json.dump(value, file, indent=1)
@@ -298,7 +315,7 @@ def write_stats(path: Path, frame: pd.DataFrame) -> None:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Sync everything in `staged` to disk and rename it to `final`, replacing what is there: whole or not at all."""
+    """Sync `staged` to disk and rename it to `final`, whole or not at all. What is there is replaced."""
     for path in (*staged.rglob("*"), staged):
         _fsync(path)
     if final.exists():
@@ -309,8 +326,10 @@ def publish(staged: Path, final: Path) -> None:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock file that the operating system frees when the process dies; it is removed in the end, and so is its
-    directory when nothing else is in it. NormlabError when another process holds the lock."""
+    """Hold a lock file, which the operating system frees if the process dies. NormlabError: another process holds it.
+
+    In the end the file is removed, and its directory if nothing else is in it.
+    """
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -326,15 +345,17 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @contextmanager
 def full_disk_named(root: Path) -> Iterator[None]:
-    """A full disk, or a limit on file sizes, as one line. The libraries that write do not agree on the exception:
-    OSError, RuntimeError (PyTorch), SafetensorError; only the first of them carries an error number."""
+    """Raise NormlabError, one line, for a full disk or a limit on file sizes.
+
+    Libraries raise OSError, RuntimeError (PyTorch) or SafetensorError then. Only the first has an error number.
+    """
     try:
         yield
     except Exception as error:
         message, number = str(error), getattr(error, "errno", None)
         full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in message
         limited = number == errno.EFBIG or "File too large" in message
-        # PyTorch's own words name a place in its source: it checks what it has written, not what the system said.
+        # PyTorch reports a full disk as an inline_container error, not as OSError.
         torch_write = isinstance(error, RuntimeError) and "inline_container" in message and "Reader" not in message
         if full or limited or torch_write:
             reason = (
@@ -345,7 +366,7 @@ def full_disk_named(root: Path) -> Iterator[None]:
                 else "no space left, or a limit on file sizes (ulimit -f); free some or raise it"
             )
             raise NormlabError(
-                f"cannot write to {root}: {reason} and start again, runs go on from their checkpoints"
+                f"cannot write to {root}: {reason} and start again: runs resume from their checkpoints"
             ) from error
         raise
 

@@ -9,10 +9,9 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from normlab.errors import NormlabError
-from normlab.models.block import NormlabDecoderLayer
-from normlab.models.branches import changes_attention
-from normlab.models.configuration import NormlabConfig
-from normlab.models.joins import decoder_layer
+from normlab.models.attention_mlp import changes_attention
+from normlab.models.block import NormlabDecoderLayer, decoder_layer
+from normlab.models.config import NormlabConfig
 from normlab.residuals import Residual
 from normlab.schemes import NormSite, get_scheme
 
@@ -20,9 +19,9 @@ from normlab.schemes import NormSite, get_scheme
 def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrainedModel:
     """Replace the blocks' norms and the final norm of a Llama-shaped model, in place, for continued training.
 
-    Attention (with its biases, QK-norms, sliding windows) and MLP are kept as they are; each block becomes a
-    ``NormlabDecoderLayer`` around them. A norm that stood under the same name hands its gain to the new one, so the
-    outputs change as the scheme says: BHyT's are about lambda/kappa times smaller at the start.
+    Attention (with its biases, QK-norms, sliding windows) and MLP are kept. Each block becomes a
+    ``NormlabDecoderLayer`` around them. A new norm takes the gain of the old norm of its name. So the outputs change as
+    the scheme says: BHyT's are about lambda/kappa times smaller at the start.
 
     Args:
         model: a causal LM whose blocks hold ``self_attn`` (with v_proj, o_proj), ``mlp``, ``input_layernorm`` and
@@ -31,23 +30,23 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         fields: fields of NormlabConfig, e.g. ``lam_input=3.0, train_seq_len=2048``.
 
     Returns:
-        The same model. In training, call ``normlab.models.refresh_carried(model)`` every max_steps/50 steps, and
-        ``normlab.models.set_schedules(model, step, total)`` before the first step and after each: without it the
-        branches of ProRes stay off, and norms with a schedule or running statistics stay as they start.
-        ``save_pretrained`` writes its weights under their names; to load them, build the original architecture, call
+        The same model. In training, call ``normlab.models.refresh_carried(model)`` every max_steps/50 steps. Call
+        ``normlab.models.set_schedules(model, step, total)`` before the first step and after each. Without it the
+        branches of ProRes stay off, and norms with a schedule or running statistics keep their start.
+        ``save_pretrained`` writes its weights under their names. To load them, build the original architecture, call
         ``swap_norms`` with the same arguments, then ``load_state_dict``.
 
     Raises:
-        NormlabError: a model of another shape; a scheme that is unknown, changes more than the blocks' norms and sums,
-            or has a gain of another shape; a field that is unknown, or that would change the attention.
+        NormlabError: a model of another shape; a scheme that is unknown or changes more than the blocks' norms and
+            sums; a gain of another shape; a field that is unknown or would change the attention.
     """
     row = get_scheme(scheme)
     if row.ends.embedding_scale is not None:
         raise NormlabError(
             f"scheme {scheme} also scales the embeddings: train it from scratch, or swap to another scheme"
         )
-    if idle := sorted(fields.keys() - NormlabConfig.__annotations__.keys() - {"rms_norm_eps"}):
-        raise NormlabError(f"{idle[0]} changes nothing here: fields are {', '.join(NormlabConfig.__annotations__)}")
+    if unused := sorted(fields.keys() - NormlabConfig.__annotations__.keys() - {"rms_norm_eps"}):
+        raise NormlabError(f"{unused[0]} changes nothing here: fields are {', '.join(NormlabConfig.__annotations__)}")
     if not row.changes_blocks_only:
         raise NormlabError(f"scheme {scheme} changes more than norms and sums of the blocks: train it from scratch")
     base: Any = model.base_model
@@ -69,7 +68,7 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         )
     for index, block in enumerate(blocks):
         blocks[index] = _rebuild(block, config, index)
-    base.norm = _hand_over(base.norm, row.norm_at(NormSite("final", len(blocks) + 1, config)))
+    base.norm = _take_gain(base.norm, row.norm_at(NormSite("final", len(blocks) + 1, config)))
     return model
 
 
@@ -79,17 +78,17 @@ def _llama_fields(source: Any, scheme: str, fields: dict[str, Any]) -> NormlabCo
     return NormlabConfig(**{**known, "scheme": scheme, **fields})
 
 
-def _hand_over(old: Any, new: Any) -> nn.Module:
-    """The new norm where the old one stood, with its gain where it has one of that shape."""
+def _take_gain(old: Any, new: Any) -> nn.Module:
+    """Return the new norm with the old one's gain."""
     weight = old.weight.data
     new.to(weight.device, weight.dtype)
-    own = getattr(new, "weight", None)
-    if own is not None:
-        if own.shape != weight.shape:
+    gain = getattr(new, "weight", None)
+    if gain is not None:
+        if gain.shape != weight.shape:
             raise NormlabError(
-                f"{type(new).__name__} has a gain of {own.numel()} numbers, not {weight.numel()}: train it from scratch"
+                f"{type(new).__name__} has {gain.numel()} numbers as gain, not {weight.numel()}: train it from scratch"
             )
-        own.data.copy_(weight - new.centre)
+        gain.data.copy_(weight - new.centre)
     return new
 
 
@@ -99,7 +98,7 @@ def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLay
     template = next(block.mlp.parameters())
     for _, name in rebuilt.layout.places():
         norm = getattr(rebuilt, name)
-        _hand_over(getattr(block, name), norm) if hasattr(block, name) else norm.to(template.device, template.dtype)
+        _take_gain(getattr(block, name), norm) if hasattr(block, name) else norm.to(template.device, template.dtype)
     for child in rebuilt.children():
         if isinstance(child, Residual):
             child.to(template.device, template.dtype)

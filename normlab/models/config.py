@@ -1,12 +1,13 @@
 """NormlabConfig: Llama's fields and the scheme's."""
-
-from __future__ import annotations
+# Annotations are not postponed here: `strict` reads the types.
 
 import dataclasses
 import difflib
 import math
+from typing import Any, TypeVar
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import LlamaConfig
 
 from normlab.errors import NormlabError, require_packages
@@ -29,11 +30,13 @@ RELEASED_OPTIONS = (
     "var_approx_exact_layer_list",
     "bhyt_layer_range",
 )
-# What a `model_type` has beside the scheme that it is released as.
+# What a `model_type` sets in addition to its scheme.
 FAMILIES = {"qwen3": {"qk_norm": "rms_head"}}
 
 TRANSFORMERS = "transformers>=5.4"  # the first whose configurations are dataclasses, and whose weights start as ours do
 require_packages("a model of normlab's own", [TRANSFORMERS], TRANSFORMERS)
+
+ConfigClass = TypeVar("ConfigClass", bound=type)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -41,52 +44,68 @@ def _require(condition: bool, message: str) -> None:
         raise NormlabError(message)
 
 
-def _is_positive(value: object) -> bool:
-    """A positive, finite number."""
-    return isinstance(value, int | float) and 0 < value < math.inf
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf
 
 
+def _with_our_errors(config_class: ConfigClass) -> ConfigClass:
+    """Make NormlabError of the error that `strict` raises when a field is set to a value of another type."""
+    assign: Any = config_class.__setattr__
+
+    def assign_or_explain(config: Any, name: str, value: Any) -> None:
+        try:
+            assign(config, name, value)
+        except StrictDataclassFieldValidationError as error:
+            expected = config_class.__dataclass_fields__[name].type  # type: ignore[attr-defined]
+            words = expected.__name__ if isinstance(expected, type) else str(expected)
+            raise NormlabError(f"{name} is {value!r}: give a value of type {words}") from error
+
+    config_class.__setattr__ = assign_or_explain  # type: ignore[method-assign, assignment]
+    return config_class
+
+
+@_with_our_errors
 @strict
 class NormlabConfig(LlamaConfig):
     """A Llama configuration plus a normalization scheme.
 
-    Args:
-        scheme: a key of ``normlab.SCHEMES``.
-        lam_input, lam_post, lam_last: lambda at the attention, MLP and final norm. 0 at the final norm: plain RMSNorm.
-        kappa: BHyT's divisor; only lambda/kappa enters the map.
-        gamma0: what gamma starts at where lambda acts. With gamma0 * lambda/kappa fixed, small inputs see the same map
-            and lambda/kappa alone sets how much the tanh bends.
-        learnable_lam: train lambda; if false it is a buffer.
-        carried: statistic at BHyT's MLP site: "uniform" (the paper's correction over T tokens at every position),
-            "causal" (over the tokens a position attends to), "exact" (reduced again). None: the scheme's default.
-        exact_layers: blocks (from 1) whose MLP site reduces again whatever ``carried`` says.
-        bounded_layers: first and last block (from 1) that are BHyT's; the others have RMSNorm. None: all.
-        kappa_schedule: kappa in block l: "constant"; "inverse_sqrt", kappa/sqrt(l); "sqrt", kappa sqrt(l);
-            "fourth_root", kappa l^(1/4).
-        correction: what a block learns of its carried statistic ms', with r = c (lambda_in/kappa)^2: "none", ms' = ms +
-            r; "beta", ms + b r; "eta", ms (1 + e); "residual_aware", ms (1 + x) + a r. b and a start at 1, e and x at
-            0.
-        calibration: a factor on ms' for every block, fixed; None: 1.
-        train_seq_len: T of the carried statistic; None: ``max_position_embeddings``.
-        post_fraction: share of the blocks, the first ones, that are Post-LN in Mix-LN: rounded down, at least one
-            block.
-        alpha0: what DyT's and Derf's alpha starts at, at every site; None: as the paper has it.
-        qk_norm: norm of queries and keys, of any scheme: "none", "l2", "rms_head", "rms_width" (see
-            ``normlab.schemes.Branches``). None: the scheme's default.
-        affine_attention: attention weights are scaled and shifted by what the query's token says (2602.23057; see
-            ``normlab.models.branches.NormedAttention``), in any scheme.
-        zero_centred: every norm's gain is 1 + its parameter, and weight decay acts on the parameter.
-        taper_final: TaperNorm at the final norm too.
-        residual_warmup: T0 of ProRes, optimizer steps until the first layer's branches are wholly on.
-        streams: residual streams of hyper-connections.
+        field             default      meaning
+        scheme            pre_rmsnorm  a key of ``normlab.SCHEMES``
+        lam_input         2.0          lambda at the attention norm
+        lam_post          1.0          lambda at the MLP norm
+        lam_last          0.0          lambda at the final norm; 0: plain RMSNorm
+        kappa             10.0         BHyT's divisor; only lambda/kappa enters the map
+        gamma0            1.0          start of gamma where lambda acts
+        learnable_lam     True         train lambda; else it is a buffer
+        carried           None         statistic at BHyT's MLP site, see below; None: the scheme's default
+        exact_layers      None         blocks (from 1) whose MLP site reduces again whatever ``carried`` says
+        bounded_layers    None         first and last block (from 1) with BHyT, the others with RMSNorm; None: all
+        kappa_schedule    constant     kappa in block l: "constant", "inverse_sqrt" (kappa/sqrt(l)), "sqrt"
+                                       (kappa sqrt(l)), "fourth_root" (kappa l^(1/4))
+        correction        none         learned correction of the carried statistic, see below
+        calibration       None         fixed factor on ms' for every block; None: 1
+        train_seq_len     None         T of the carried statistic; None: ``max_position_embeddings``
+        post_fraction     0.25         share of first blocks that are Post-LN in Mix-LN, rounded down, at least one
+        alpha0            None         start of DyT's and Derf's alpha at every site; None: as in the paper
+        qk_norm           None         norm of queries and keys, see `normlab.schemes.Branches`; None: the scheme's
+        affine_attention  False        attention weights scaled and shifted per query (2602.23057), in any scheme
+        zero_centred      False        every norm's gain is 1 + its parameter, and weight decay acts on the parameter
+        taper_final       False        TaperNorm at the final norm too
+        residual_warmup   1000         T0 of ProRes: steps until the first layer's branches are fully on
+        streams           4            residual streams of hyper-connections
 
-    lambda, kappa and gamma0 also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are
-    kept unused. Loading weights with another ``train_seq_len`` keeps the c that they hold: call ``refresh_carried()``
-    to have its own.
+    ``carried`` is "uniform" (the paper's correction over T tokens at every position), "causal" (over the tokens that a
+    position attends to) or "exact" (reduced again).
+
+    With r = c (lambda_in/kappa)^2 the carried statistic is ms' = ms + r. ``correction`` makes it ms + b r ("beta"),
+    ms (1 + e) ("eta") or ms (1 + x) + a r ("residual_aware"). The starts are b = a = 1 and e = x = 0.
+
+    With gamma0 * lambda/kappa fixed, small inputs see the same map, and lambda/kappa sets how much the tanh bends. The
+    three also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are kept unused. Weights
+    loaded with another ``train_seq_len`` keep their c; call ``refresh_carried()`` to recompute it.
 
     Raises:
-        NormlabError: one line naming the field, for an unknown scheme, no layers, heads that do not divide the width,
-            and values outside their range.
+        NormlabError: a value of another type or out of range, or an unknown scheme. The line names the field.
     """
 
     model_type = "normlab"
@@ -99,11 +118,11 @@ class NormlabConfig(LlamaConfig):
     gamma0: float | int = 1.0
     learnable_lam: bool = True
     carried: str | None = None
-    exact_layers: list[int] | None = None
-    bounded_layers: list[int] | None = None
+    exact_layers: list[int] | tuple[int, ...] | None = None
+    bounded_layers: list[int] | tuple[int, ...] | None = None
     kappa_schedule: str = "constant"
     correction: str = "none"
-    calibration: list[float | int] | None = None
+    calibration: list[float | int] | tuple[float | int, ...] | None = None
     train_seq_len: int | None = None
     post_fraction: float | int = 0.25
     alpha0: float | int | None = None
@@ -118,7 +137,6 @@ class NormlabConfig(LlamaConfig):
         for name in kwargs.keys() - _FIELDS:
             close = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.75)
             _require(not close, f"unknown field {name}: do you mean {''.join(close)}?")
-        self._check_types()
         scheme = get_scheme(self.scheme)
         self._check_shape()
         self._check_numbers()
@@ -136,29 +154,14 @@ class NormlabConfig(LlamaConfig):
             _require(value in choices, f"{name} is {value!r}: choose one of {', '.join(choices)}")
         if self.train_seq_len is None:
             self.train_seq_len = self.max_position_embeddings
-        _require(self.train_seq_len >= 1, f"train_seq_len is {self.train_seq_len}: give at least 1")
-        kwargs.pop("auto_map", None)  # an exported folder's: what is saved from here has no code beside it
+        kwargs.pop("auto_map", None)  # an exported folder's; a folder saved from here has no code in it
         super().__post_init__(**kwargs)
 
-    def _check_types(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            _require(isinstance(value, int | float), f"{name} is {value!r}: give a number")
-        for name in _SWITCHES:
-            value = getattr(self, name)
-            _require(isinstance(value, bool), f"{name} is {value!r}: give true or false")
-        for name in _COUNTS:
-            value = getattr(self, name)
-            _require(isinstance(value, int) and value >= 1, f"{name} is {value!r}: give a whole number, at least 1")
-        for name in _LISTS:
-            value = getattr(self, name)
-            _require(value is None or isinstance(value, list | tuple), f"{name} is {value!r}: give a list, as [1, 2]")
-
     def _check_shape(self) -> None:
-        """Of the model: what Llama would only find when it is built, or run."""
+        """Check what Llama would only find when it is built, or run."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
-        _require(self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}: give at least 1")
-        _require(self.hidden_size >= 1, f"hidden_size is {self.hidden_size}: give at least 1")
+        for name in ("num_hidden_layers", "hidden_size"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: give at least 1")
         _require(
             heads >= 1 and self.hidden_size % heads == 0,
             f"{heads} attention heads do not divide hidden_size {self.hidden_size}: change one of the two",
@@ -180,9 +183,12 @@ class NormlabConfig(LlamaConfig):
         _require(self.alpha0 is None or _is_positive(self.alpha0), f"alpha0 {self.alpha0} must be positive and finite")
         _require(0 <= self.lam_last < math.inf, f"lam_last {self.lam_last} must be positive, or 0, and finite")
         _require(0 <= self.post_fraction <= 1, f"post_fraction is {self.post_fraction}: give a share between 0 and 1")
+        for name in ("streams", "residual_warmup", "train_seq_len"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}: give at least 1")
 
     def _check_blocks(self) -> None:
-        """What is said block by block."""
+        """Validate the per-block fields."""
         _require(
             self.calibration is None
             or (len(self.calibration) == self.num_hidden_layers and all(_is_positive(f) for f in self.calibration)),
@@ -190,7 +196,7 @@ class NormlabConfig(LlamaConfig):
         )
         layers = [*(self.exact_layers or []), *(self.bounded_layers or [])]
         _require(
-            all(isinstance(layer, int) and 1 <= layer <= self.num_hidden_layers for layer in layers)
+            all(1 <= layer <= self.num_hidden_layers for layer in layers)
             and (self.bounded_layers is None or len(self.bounded_layers) == 2)
             and list(self.bounded_layers or []) == sorted(self.bounded_layers or []),
             f"exact_layers {self.exact_layers} and bounded_layers {self.bounded_layers}: "
@@ -198,21 +204,20 @@ class NormlabConfig(LlamaConfig):
         )
 
     def carries_at(self, layer: int) -> bool:
-        """Whether block ``layer``, from 1, carries its attention site's mean square to its MLP site."""
+        """True if block ``layer``, from 1, carries its attention site's mean square to its MLP site."""
         carries = bool(get_scheme(self.scheme).carried) and self.carried != "exact"
         return carries and layer not in (self.exact_layers or []) and is_bounded(self, layer)
 
     @classmethod
-    def from_released(cls, released: dict, scheme: str | None = None) -> NormlabConfig:
+    def from_released(cls, released: dict, scheme: str | None = None) -> "NormlabConfig":
         """Map the configuration of a released checkpoint, a plain dict, to ours.
 
         Args:
-            released: Llama's fields, ``norm_type`` and the lambda, kappa and length fields of the BHyT release
-                (2601.09719); or the configuration of an OLMo 2 or a Qwen 3.
+            released: the BHyT release's configuration (2601.09719), or that of an OLMo 2 or a Qwen 3.
             scheme: used when the configuration has no ``norm_type`` (the LNS and Mix-LN releases choose it elsewhere).
 
         Raises:
-            NormlabError: nothing names a scheme, or a part of the model is one that ours does not have.
+            NormlabError: nothing names a scheme, or the model has a part that ours does not have.
         """
         _require(isinstance(released, dict), f"released is {released!r:.80}: give a configuration as a dict")
         if differs := _differs(released):
@@ -235,7 +240,7 @@ class NormlabConfig(LlamaConfig):
 
 
 def _released_options(released: dict) -> dict:
-    """BHyT's options in our fields; blocks are counted from 0 there."""
+    """BHyT's options in our fields. The release counts blocks from 0."""
     options: dict = {}
     if schedule := released.get("bhyt_kappa_schedule"):
         options["kappa_schedule"] = RELEASED_SCHEDULES.get(schedule, schedule)
@@ -253,7 +258,7 @@ def _released_options(released: dict) -> dict:
 
 
 def _differs(released: dict) -> str | None:
-    """What a released model computes that no scheme changes and ours does not have; None for nothing."""
+    """A part of a released model that no scheme changes and ours lacks. None if there is none."""
     if released.get("use_gamma_var"):
         return "its correction holds mean(gamma^2), ours does not"
     if released.get("bhyt_layer_range") and released.get("fallback_norm_type", "rms") != "rms":
@@ -267,8 +272,4 @@ def _differs(released: dict) -> str | None:
     return "its attention is within a window; here it is to all that came before" if windows else None
 
 
-_NUMBERS = ("lam_input", "lam_post", "lam_last", "kappa", "gamma0", "post_fraction")
-_SWITCHES = ("learnable_lam", "affine_attention", "zero_centred", "taper_final")
-_COUNTS = ("residual_warmup", "streams")
-_LISTS = ("exact_layers", "bounded_layers", "calibration")
 _FIELDS = {field.name for field in dataclasses.fields(NormlabConfig)}

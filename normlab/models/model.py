@@ -1,8 +1,8 @@
 """NormlabForCausalLM: Hugging Face Llama whose blocks take their norms from a scheme.
 
-Attention, rotary embedding, MLP, KV cache, masks, loss and generation are transformers' own. Ours is the block
-(`normlab.models.block`); a scheme may also change how branches join the stream (`joins`), what is inside them
-(`branches`), and the embeddings and the head (`ends`).
+Attention, rotary embedding, MLP, KV cache, masks, loss and generation are transformers'. Ours is the block
+(`normlab.models.block`). A scheme may also change attention and MLP (`attention_mlp`), or embeddings and head
+(`embeddings_head`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from normlab.errors import NormlabError
-from normlab.models.block import NormlabDecoderLayer
-from normlab.models.branches import NormedAttention, NormedMLP
-from normlab.models.configuration import NormlabConfig
-from normlab.models.ends import EmbeddingEnd, Head, Projection, changes_embeddings, changes_head
-from normlab.models.joins import FinalNorm, decoder_layer
+from normlab.models.block import FinalNorm, NormlabDecoderLayer, decoder_layer
+from normlab.models.config import NormlabConfig
+from normlab.models.embeddings_head import EmbeddingEnd, Head, Projection, changes_embeddings, changes_head
 from normlab.norms import Norm
+from normlab.norms.base import ConstantStart
 from normlab.residuals import Residual
 from normlab.schemes import CORRECTIONS, NormSite, Rate, centred, get_scheme
 
@@ -31,12 +30,12 @@ KERNELS = ("auto", "triton", "torch")
 
 
 def is_folded(model: Any) -> bool:
-    """Whether the norms' gains were multiplied into the matrices (`fold_norms`), here or before the model was saved."""
+    """True if the norms' gains are multiplied into the matrices (`fold_norms`), here or before the model was saved."""
     return bool(getattr(getattr(model, "config", None), "norms_folded", False))
 
 
 def refuse_folded_training(model: nn.Module, *unused) -> None:
-    """Forward pre-hook of a folded model."""
+    """Refuse training mode; a forward pre-hook of a folded model."""
     if model.training:
         raise NormlabError("the norms are folded into the matrices, for inference: unfold() before training, or eval()")
 
@@ -50,7 +49,7 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, Norm | Residual | NormedAttention | NormedMLP | Projection):
+        if isinstance(module, ConstantStart | Projection):
             module.reset_parameters()
         elif isinstance(module, NormlabDecoderLayer):
             if module.carried:  # called after the block's matrices have their weights, whether drawn or loaded
@@ -71,7 +70,7 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
 
 
 class NormlabModel(NormlabPreTrainedModel, LlamaModel):
-    """LlamaModel with the scheme's blocks, final norm and, where the scheme has one, learnable embedding scale."""
+    """LlamaModel with the scheme's blocks, final norm and embeddings."""
 
     def __init__(self, config: NormlabConfig) -> None:
         NormlabPreTrainedModel.__init__(self, config)
@@ -105,14 +104,13 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         if (self.shared_scale is not None or self.embedding_end is not None) and (input_ids is None) != (
             inputs_embeds is None
         ):
-            # given embeddings too: they stand for embed_tokens' output
-            given: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            embeds: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             input_ids = None
-            inputs_embeds = given * self.shared_scale if self.embedding_end is None else self.embedding_end(given)
+            inputs_embeds = embeds * self.shared_scale if self.embedding_end is None else self.embedding_end(embeds)
         if position_ids is None and self.counts_positions and attention_mask is not None:
-            given = input_ids if inputs_embeds is None else inputs_embeds
-            if attention_mask.dim() == 2:  # a padded row's first token is at position 0, wherever it stands
-                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -given.shape[1] :]
+            tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
+            if attention_mask.dim() == 2:  # a padded row's first token is at position 0, wherever it is
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         return LlamaModel.forward(
             self,
             input_ids=input_ids,
@@ -130,13 +128,12 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
     >>> model = NormlabForCausalLM(NormlabConfig(scheme="bhyt", hidden_size=128, num_hidden_layers=16))
 
     Parameter names are Llama's. ``pre_rmsnorm`` gives stock Llama's logits bit for bit with the same weights. Weights
-    that lack BHyT's ``c_attn`` (released checkpoints, plain Llama) load as they are, and c is computed from them.
+    without BHyT's ``c_attn`` (released checkpoints, plain Llama) load as they are, and c is computed from them.
 
     Args:
         config: the model and its scheme.
-        kernels: what computes the norms, also an argument of ``from_pretrained`` and never saved: "auto" (Triton on
-            CUDA, PyTorch elsewhere), "triton" (an error where it cannot run), "torch" (PyTorch, rounding as Llama
-            does).
+        kernels: backend of the norms. "auto": Triton on CUDA, else PyTorch. "triton": an error where it cannot run.
+            "torch": PyTorch, rounding as Llama does. Also an argument of ``from_pretrained``, and never saved.
     """
 
     def __init__(self, config: NormlabConfig, kernels: str = "auto") -> None:
@@ -162,8 +159,9 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
 
     @classmethod
     def from_released(cls, path: str, scheme: str | None = None, **kwargs) -> NormlabForCausalLM:
-        """Load a released BHyT, LNS, Mix-LN, OLMo 2 or Qwen 3 checkpoint, with its configuration mapped to ours
-        (``NormlabConfig.from_released``).
+        """Load a released BHyT, LNS, Mix-LN, OLMo 2 or Qwen 3 checkpoint.
+
+        Its configuration is mapped to ours by ``NormlabConfig.from_released``.
 
         Args:
             path: folder or hub name.
@@ -174,24 +172,28 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         return cls.from_pretrained(path, config=NormlabConfig.from_released(released, scheme), **kwargs)
 
     def refresh_carried(self) -> None:
-        """Recompute BHyT's c from the present weights in every block that carries a statistic; elsewhere do nothing."""
+        """Recompute BHyT's c from the present weights in every block that carries a statistic."""
         refresh_carried(self)
 
     def set_schedules(self, step: int, total: int) -> None:
-        """Tell norms, residual rules and attention that change in training that `step` of `total` optimizer steps are
-        done. To be called before the first step; ``after_step`` does it from there on."""
+        """Set every schedule in norms, residual rules and attention to `step` of `total` optimizer steps.
+
+        Call it before the first step; ``after_step`` does it from there on.
+        """
         set_schedules(self, step, total)
 
     def after_step(self, step: int, total: int) -> None:
-        """What the scheme does after each optimizer step, to the weights and to its schedules; mostly nothing."""
+        """Apply what the scheme does to weights and schedules after each optimizer step; for most schemes nothing."""
         act = get_scheme(self.config.scheme).after_step
         if act is not None:
             act(self)
         self.set_schedules(step, total)
 
     def decay_parameter_names(self) -> list[str]:
-        """Names of the parameters that weight decay acts on: every matrix, and what the scheme adds in ``decayed``; a
-        zero-centred gain too, which it pulls to 1."""
+        """Names of the parameters that weight decay acts on.
+
+        These are all matrices and the scheme's ``decayed``. A zero-centred gain is one too: decay pulls it to 1.
+        """
         scheme = get_scheme(self.config.scheme)
         parts = [(path, module) for path, module in self.named_modules() if isinstance(module, Norm | Residual)]
         inside = {f"{path}.{name}" for path, module in parts for name, _ in module.named_parameters(recurse=False)}
@@ -205,13 +207,17 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         return [name for name, parameter in self.named_parameters() if decays(name, parameter)]
 
     def apply_rates(self, optimizer: torch.optim.Optimizer, gain_lr_ratio: float = 1.0) -> None:
-        """Split the groups of a fresh optimizer of this model by the scheme's factors on learning rate, Adam's eps and
-        weight decay, and by `gain_lr_ratio`, a factor on the learning rate of gains: of every parameter with fewer than
-        two dimensions, which are gains, lambda, alpha, residual scales and biases. Without such factors they stay."""
-        given = get_scheme(self.config.scheme).rates
-        if given is None and gain_lr_ratio == 1:
+        """Split a fresh optimizer's groups by the scheme's factors on learning rate, Adam's eps and weight decay.
+
+        Args:
+            optimizer: its groups are replaced. Without any factor they stay.
+            gain_lr_ratio: factor on the learning rate of every parameter with fewer than two dimensions: gains, lambda,
+                alpha, residual scales and biases.
+        """
+        scheme_rates = get_scheme(self.config.scheme).rates
+        if scheme_rates is None and gain_lr_ratio == 1:
             return
-        rates = given or (lambda *unused: Rate())
+        rates = scheme_rates or (lambda *unused: Rate())
 
         def rate_of(parameter: nn.Parameter) -> Rate:
             rate = rates(names[parameter], parameter.dim(), self.config)
@@ -220,25 +226,25 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         names = {parameter: name for name, parameter in self.named_parameters()}
         groups = []
         for group in optimizer.param_groups:
-            own: dict[Rate, list[nn.Parameter]] = {}
+            by_rate: dict[Rate, list[nn.Parameter]] = {}
             for parameter in group["params"]:
-                own.setdefault(rate_of(parameter), []).append(parameter)
-            for rate, parameters in own.items():
+                by_rate.setdefault(rate_of(parameter), []).append(parameter)
+            for rate, parameters in by_rate.items():
                 changed = {field: group[field] * factor for field, factor in vars(rate).items()}
                 groups.append({**group, **changed, "params": parameters})
         optimizer.param_groups = groups
 
 
 def set_schedules(model: nn.Module, step: int, total: int) -> None:
-    """``NormlabForCausalLM.set_schedules`` for any model that holds our blocks, e.g. one made by ``swap_norms``."""
+    """``NormlabForCausalLM.set_schedules`` for any model with our blocks, e.g. one made by ``swap_norms``."""
     for module in model.modules():
-        if isinstance(module, Norm | Residual | NormedAttention):
+        if isinstance(module, ConstantStart):
             module.at_step(step, total)
 
 
 @torch.no_grad()
 def refresh_carried(model: nn.Module) -> None:
-    """``NormlabForCausalLM.refresh_carried`` for any model that holds our blocks, e.g. one made by ``swap_norms``."""
+    """``NormlabForCausalLM.refresh_carried`` for any model with our blocks, e.g. one made by ``swap_norms``."""
     if is_folded(model):
         raise NormlabError("refresh_carried: the norms are folded into the matrices c is made of: unfold() first")
     for module in model.modules():

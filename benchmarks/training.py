@@ -1,11 +1,9 @@
-"""Whole training steps timed against each other, on this machine.
+"""Whole training steps timed against each other, on this machine: `normlab bench`.
 
-`bench(pairs)`   a table of ratios: each scheme that exists in a cheaper form against Pre-LN, `normlab train` against a
-                 bare loop; at the sweep's smallest depth, bfloat16 against float32, compiled against not, and each of
-                 these steps against the core's peak; the fastest of them with larger batches and on two threads
-
-A ratio is the median over interleaved pairs: one side, then the other, a few steps each, so that a machine that slows
-down slows both. Statistics are off on both sides; what BHyT's schedule refreshes is part of its step.
+Each scheme that exists in a cheaper form against Pre-LN; `normlab train` against a bare loop. At the sweep's smallest
+depth bfloat16 against float32, compiled against not, and each of these steps against the core's peak; the fastest of
+them with larger batches and on two threads. Statistics are off on both sides. A refresh of BHyT's statistics is part
+of its step.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import set_seed
 
+from benchmarks.timing import interleaved, ratio
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
 from normlab.schemes import BASELINE, tagged
@@ -34,7 +33,7 @@ from normlab.training.text.corpus import Corpus, corpus_of
 if TYPE_CHECKING:
     import pandas as pd
 
-STEPS = 6  # a side of a pair: as many as lie between two refreshes of a 300-step run
+STEPS = 6  # of one side of a pair: as many as lie between two refreshes of a 300-step run
 SMALLEST = 4  # depth of the sweep's smallest models
 PEAK_SIZE = 2048  # of the square matrices whose product is the peak: far beyond a core's caches, so blocked and busy
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -72,7 +71,7 @@ class BareLoop:
         self.order = block_order(len(corpus.train), config.seed)
 
     def run(self, steps: int) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         every = refresh_interval(self.config.steps)
         started = time.perf_counter()
         for step in range(1, steps + 1):
@@ -90,8 +89,11 @@ class BareLoop:
 
 
 def step_flops(model: torch.nn.Module, config: TrainConfig) -> float:
-    """Floating-point operations of a training step's matrix products, 6 N + 12 L d T a token (Chowdhery et al. 2022,
-    2204.02311, appendix B): N weights of matrices, tied embeddings once, L layers of width d, T tokens a block."""
+    """Floating-point operations of a training step's matrix products, 6 N + 12 L d T per token.
+
+    N weights of matrices, tied embeddings once, L layers of width d, T tokens per block (Chowdhery et al. 2022,
+    2204.02311, appendix B).
+    """
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     return config.tokens_per_step * (6 * weights + 12 * config.depth * config.width * config.block_length)
 
@@ -105,26 +107,12 @@ def peak_seconds(flops: float, dtype: str) -> float:
 
 
 def trainer_seconds(config: TrainConfig, corpus: Corpus, steps: int) -> float:
-    """Seconds a step of `normlab train` without statistics and checkpoints, reading the text included."""
+    """Seconds per step of `normlab train` without statistics and checkpoints, reading the text included."""
     trained = Training(config, corpus, accelerator_for(config)).steps()
     started = time.perf_counter()
     for _ in range(steps):
         next(trained)
     return (time.perf_counter() - started) / steps
-
-
-def interleaved(sides: Sequence[Callable[[], float]], rounds: int, tick: Callable[[], Any]) -> list[tuple[float, ...]]:
-    """Times of all sides, round by round, every second round in the opposite order, after one of each that does not
-    count."""
-    for side in sides:
-        side()
-    times = []
-    for index in range(rounds):
-        order = range(len(sides))[:: -1 if index % 2 else 1]
-        found = {number: sides[number]() for number in order}
-        times.append(tuple(found[number] for number in range(len(sides))))
-        tick()
-    return times
 
 
 def precisions(config: TrainConfig, corpus: Corpus, rounds: int, tick: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -134,31 +122,30 @@ def precisions(config: TrainConfig, corpus: Corpus, rounds: int, tick: Callable[
     sides: dict[str, Callable[[], float]] = {f"{name} step": partial(loop.run, STEPS) for name, loop in loops.items()}
     for loop in loops.values():
         sides[_peak_name(loop)] = partial(peak_seconds, flops, loop.config.dtype)
-    times = dict(zip(sides, zip(*interleaved(list(sides.values()), rounds, tick), strict=True), strict=True))
-
-    def row(what: str, base: str) -> dict[str, Any]:
-        return _row(what, base, list(zip(times[what], times[base], strict=True))) | {"depth": config.depth}
-
-    rows = [row(f"{what} step", f"{base} step") for what, base in COMPARED]
-    peaks = [row(f"{name} step", _peak_name(loop)) for name, loop in loops.items()]
-    return rows + [found | {"peak_share": 1 / found["ratio"]} for found in peaks]
+    times = interleaved(sides, rounds, tick)
+    rows = [_row(f"{what} step", f"{base} step", times) for what, base in COMPARED]
+    for name, loop in loops.items():
+        row = _row(f"{name} step", _peak_name(loop), times)
+        rows.append(row | {"peak_share": 1 / row["ratio"]})
+    return [row | {"depth": config.depth} for row in rows]
 
 
 def larger(config: TrainConfig, corpus: Corpus, rounds: int, tick: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Rows of the fastest precision's step with each of LARGER against the same without, for as many tokens."""
+    """Rows of the fastest precision's step with each of LARGER over the same without, for as many tokens."""
     base = replace(config, threads=1, **PRECISIONS[FASTEST])
-    configs = [base, *(replace(base, **fields) for fields in LARGER.values())]
-    sides = [partial(_seconds_of_base, BareLoop(own, corpus), base.batch_size) for own in configs]
+    configs = {f"{FASTEST} step": base}
+    configs |= {f"{FASTEST} step, {name}": replace(base, **fields) for name, fields in LARGER.items()}
+    sides = {name: partial(_seconds_of_base, BareLoop(each, corpus), base.batch_size) for name, each in configs.items()}
     times = interleaved(sides, rounds, tick)
     return [
-        _row(f"{FASTEST} step, {name}", f"{FASTEST} step", [(found[number], found[0]) for found in times])
-        | {"depth": config.depth, "threads": configs[number].threads}
-        for number, name in enumerate(LARGER, 1)
+        _row(name, f"{FASTEST} step", times) | {"depth": config.depth, "threads": each.threads}
+        for name, each in configs.items()
+        if each is not base
     ]
 
 
 def _seconds_of_base(loop: BareLoop, batch_size: int) -> float:
-    """Seconds a step's worth of tokens at that batch size, on the loop's own threads."""
+    """Seconds for a step's worth of tokens at that batch size, on the loop's own threads."""
     with _threads(loop.config.threads):
         return loop.run(STEPS) * batch_size / loop.config.batch_size
 
@@ -178,9 +165,16 @@ def bench(
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Columns: what, base, depth, threads, ratio (median of what/base), low, high (the middle half of the pairs),
-    seconds, base_seconds, pairs, tokens_per_s (of `what`, a core); peak_share, where the base is a matrix product: the
-    share of the core's peak that the step's `step_flops` reach, 1/ratio."""
+    """Time all pairs of sides, `pairs` times each.
+
+    Returns:
+        Columns `what base depth threads ratio low high seconds base_seconds pairs tokens_per_s peak_share`. ratio is
+        the median of what/base, low and high are the middle half of the pairs. tokens_per_s is that of `what` on one
+        core. peak_share, where the base is a matrix product, is the share of the core's peak that the step reaches.
+
+    Raises:
+        NormlabError: a bad argument, or no C++ compiler for the compiled steps.
+    """
     import pandas as pd
     from tqdm import tqdm
 
@@ -205,30 +199,32 @@ def bench(
     total = pairs * (len(schemes) + 3)
     with _threads(threads), tqdm(total=total, desc="bench", disable=not progress) as bar:
         for scheme in schemes:
-            left, right = (BareLoop(timed[name], corpus) for name in (scheme, BASELINE))
-            times = interleaved([partial(left.run, STEPS), partial(right.run, STEPS)], pairs, bar.update)
-            rows.append(_row(f"{scheme} step", f"{BASELINE} step", times) | {"depth": depth})
-        whole = partial(trainer_seconds, config, corpus, STEPS)
-        times = interleaved([whole, lambda: BareLoop(config, corpus).run(STEPS)], pairs, bar.update)
-        rows.append(_row("normlab train", "bare PyTorch loop", times) | {"depth": depth})
+            loops = {f"{name} step": BareLoop(timed[name], corpus) for name in (scheme, BASELINE)}
+            times = interleaved({name: partial(loop.run, STEPS) for name, loop in loops.items()}, pairs, bar.update)
+            rows.append(_row(*loops, times) | {"depth": depth})
+        whole = {
+            "normlab train": partial(trainer_seconds, config, corpus, STEPS),
+            "bare PyTorch loop": lambda: BareLoop(config, corpus).run(STEPS),
+        }
+        rows.append(_row(*whole, interleaved(whole, pairs, bar.update)) | {"depth": depth})
         small = replace(config, depth=precision_depth)
         rows += [*precisions(small, corpus, pairs, bar.update), *larger(small, corpus, pairs, bar.update)]
     table = pd.DataFrame([{"threads": threads} | row for row in rows])
     return table.assign(tokens_per_s=config.tokens_per_step / table["seconds"] / table["threads"])
 
 
-def _row(what: str, base: str, times: Sequence[tuple[float, ...]]) -> dict[str, Any]:
-    ratios = sorted(a / b for a, b in times)
-    quarter = len(ratios) // 4
+def _row(what: str, base: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """One row: the times of a side over those of another."""
+    middle, low, high = ratio(times[what], times[base])
     return {
         "what": what,
         "base": base,
-        "ratio": statistics.median(ratios),
-        "low": ratios[quarter],
-        "high": ratios[-1 - quarter],
-        "seconds": statistics.median(a for a, _ in times),
-        "base_seconds": statistics.median(b for _, b in times),
-        "pairs": len(times),
+        "ratio": middle,
+        "low": low,
+        "high": high,
+        "seconds": statistics.median(times[what]),
+        "base_seconds": statistics.median(times[base]),
+        "pairs": len(times[what]),
     }
 
 

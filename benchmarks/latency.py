@@ -1,36 +1,30 @@
 """How long a reader waits: from a key on a slider to the redrawn plot, in JupyterLab and in the page without a kernel.
 
-    python -m normlab.bench.latency data/runs
+    python -m benchmarks.latency data/runs --out data/bench/latency.csv
 
-A move begins with the browser's own time stamp of the key, and ends when the frame that shows the moved lines has been
-painted. The whole table is loaded; keys go to the step slider and, a quarter of them, to the depth slider. Beside the
-explorer stands plotly's own FigureWidget, which is given the same lines. The time from *Run All Cells* to the first
-figure of a notebook is measured too.
+A move begins with the browser's own time stamp of the key. It ends when the frame that shows the moved lines has been
+painted. The whole table is loaded. Keys go to the step slider and, a quarter of them, to the depth slider. plotly's own
+FigureWidget is given the same lines, for comparison. The time from *Run All Cells* to a notebook's first figure is
+measured too.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import numpy as np
 import pandas as pd
 
-from normlab.bench.browser import (
-    find_browser,
-    jupyter_lab,
-    open_notebook,
-    page_of,
-    run_cells,
-    wait_until_idle,
-)
+from benchmarks.browser import find_browser, jupyter_lab, open_notebook, page_of, run_cells, wait_until_idle
+from benchmarks.timing import arguments, report, run
 from normlab.errors import NormlabError
 from normlab.runs import load_runs, read_configs
 from normlab.widgets.page import explorer_page
@@ -63,7 +57,7 @@ WATCH = """plot => {
 
 @dataclass(frozen=True)
 class Surface:
-    """Where the explorer runs: selectors of its plot and of what takes keys, and what is wanted in milliseconds."""
+    """Where the explorer runs: selectors of its plot and its sliders, and the targets in milliseconds."""
 
     name: str
     plot: str
@@ -119,7 +113,7 @@ ipywidgets.VBox([depth, step, figure])
 
 
 def time_moves(page: Any, surface: Surface, moves: int) -> pd.DataFrame:
-    """Press keys on the sliders of an open explorer; columns `control`, `ms`, a row a move.
+    """Press keys on the sliders of an open explorer; columns `control`, `ms`, one row per move.
 
     Raises:
         NormlabError: a move did not change the plot.
@@ -144,8 +138,8 @@ def time_moves(page: Any, surface: Surface, moves: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["control", "ms"])
 
 
-def _walk(page: Any, slider: str) -> Any:
-    """Keys that go from the slider's end to its start and back, for ever."""
+def _walk(page: Any, slider: str) -> Iterator[str]:
+    """Keys from the slider's end to its start and back, without end."""
     read = """handle => handle.max ? +handle.max + 1
         : +handle.getAttribute('aria-valuemax') - +handle.getAttribute('aria-valuemin') + 1"""
     places = int(page.locator(slider).first.evaluate(read))
@@ -155,8 +149,7 @@ def _walk(page: Any, slider: str) -> Any:
 
 
 def summarize(moves: pd.DataFrame, surface: Surface) -> pd.DataFrame:
-    """A row for each control and one for all: number of moves, median and 95th percentile in milliseconds, and what is
-    wanted."""
+    """One row per control and one for all: number of moves, median, 95th percentile and target in milliseconds."""
     groups = [*moves.groupby("control")["ms"], ("all", moves["ms"])]
     rows = [(surface.name, name, len(ms), ms.median(), float(np.percentile(ms, 95))) for name, ms in groups]
     table = pd.DataFrame(rows, columns=["surface", "control", "moves", "median_ms", "p95_ms"])
@@ -181,17 +174,10 @@ def measure(
             found = [summarize(time_moves(page, PAGE, moves), PAGE)]
         text = notebook.read_text(encoding="utf-8").replace("../data/runs", json.dumps(str(runs))[1:-1])
         (folder / notebook.name).write_text(text, encoding="utf-8")
-        cell: dict[str, Any] = {
-            "cell_type": "code",
-            "id": "plain",
-            "metadata": {},
-            "outputs": [],
-            "execution_count": None,
-        }
+        cell = nbformat.v4.new_code_cell(PLAIN_NOTEBOOK.format(runs=str(runs)))
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        plain = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}}
-        plain |= {"cells": [cell | {"source": PLAIN_NOTEBOOK.format(runs=str(runs))}]}
-        (folder / "plain.ipynb").write_text(json.dumps(plain), encoding="utf-8")
+        plain = nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel})
+        nbformat.write(plain, folder / "plain.ipynb")
         with jupyter_lab(folder) as address:
             for surface, name in ((LAB, notebook.name), (PLAIN, "plain.ipynb")):
                 with page_of(chromium) as (page, _):
@@ -204,35 +190,19 @@ def measure(
     return pd.concat(found, ignore_index=True), opened[notebook.name]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write a CSV file when asked; 0 where there is no browser, with one line that says so."""
-    parser = argparse.ArgumentParser(prog="python -m normlab.bench.latency", description=__doc__.splitlines()[0])
+def main() -> None:
+    """Measure, print, and write a CSV file when asked; one line where there is no browser."""
+    parser = arguments(__doc__, {"moves": 200})
     parser.add_argument("runs", nargs="?", default="data/runs", help="directory of runs")
     parser.add_argument("--notebook", default="notebooks/00_start_here.ipynb", help="notebook to open")
-    parser.add_argument("--moves", type=int, default=200, help="moves of a slider on each surface")
-    parser.add_argument("--out", help="CSV file for the times")
-    options = parser.parse_args(arguments)
-    if find_browser() is None or not _has_playwright():
+    options = parser.parse_args()
+    if find_browser() is None or importlib.util.find_spec("playwright") is None:
         print(NO_BROWSER)
-        return 0
-    try:
-        table, opened = measure(options.runs, options.notebook, options.moves)
-    except (NormlabError, OSError) as error:
-        print(f"normlab: error: {error}", file=sys.stderr)
-        return 2
-    print(table.round(1).to_string(index=False))
+        return
+    table, opened = measure(options.runs, options.notebook, options.moves)
+    report(table, options.out)
     print(f"from Run All Cells to the first figure of {Path(options.notebook).name}: {opened:.1f} s (wanted: 10)")
-    if options.out:
-        table.to_csv(options.out, index=False)
-        print(options.out)
-    return 0
-
-
-def _has_playwright() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("playwright") is not None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,11 +1,12 @@
-"""JupyterLab in a browser without a screen: for measuring the widgets, and for testing them.
+"""JupyterLab in a browser without a screen, for measuring the widgets and for testing them.
 
-find_browser   path of a Chromium or Chrome
-page_of        a browser page, and what its console complains of
-serve          a server of web pages, until one is done with it
-jupyter_lab    a server over a folder of notebooks
-open_notebook  one of them, with its kernel up; wait_until_idle: until that has nothing to do
-run_cells      all of its cells, until a widget's plot is there
+find_browser    path of a Chromium or Chrome
+page_of         a browser page, and the errors of its console
+serve           a server of web pages
+jupyter_lab     a server over a folder of notebooks
+open_notebook   open one of them, and wait for its kernel
+wait_until_idle wait for its kernel
+run_cells       run all of its cells, until a widget's plot is there
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ def page_of(chromium: str, width: int = 1280, height: int = 900, **options: Any)
 
 @contextmanager
 def serve(command: Sequence[str], folder: Path, path: str) -> Iterator[str]:
-    """The server that `command` starts in `folder`, on a free port of this machine; yields its address once it answers
-    at `path`, if only by an error of its own. What it says goes to `server.log` there.
+    """Start a server with `command` in `folder`, on a free port; yield its address once it answers at `path`.
+
+    Its output goes to `server.log` in that folder.
 
     Raises:
-        RuntimeError: it ended, or did not answer within a minute; with what it said.
+        RuntimeError: it ended, or did not answer within a minute; with its output.
     """
     port = _free_port()
     address = f"http://127.0.0.1:{port}"

@@ -1,27 +1,22 @@
-"""What a second Ray worker gains: runs a minute of two workers over one, the same short runs.
+"""What a second Ray worker gains: runs per minute of two workers over one, the same short runs.
 
-    python -m normlab.bench.clusters --out data/bench/ray_workers.csv
+    python -m benchmarks.clusters --out data/bench/ray_workers.csv
 
-Runs are of one thread and of the sweep's shape at depth 4, without what is measured on the way. The clock runs from
-Ray's start to its end, so the time in which a worker does not train (Ray and the workers start, import, and wait for
-the last run) is in it, and its share is in the table.
+Runs are of one thread and of the sweep's shape at depth 4, without measurements on the way. The clock runs from Ray's
+start to its end. So it includes the time in which a worker does not train: Ray and the workers start, import, and wait
+for the last run. Its share is in the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from benchmarks.timing import arguments, machine, report, run
 from normlab.errors import NormlabError
 from normlab.training.config import TrainConfig
 from normlab.training.sweep import sweep
@@ -35,8 +30,7 @@ WORKERS = (1, 2)
 
 
 def timed(configs: Sequence[TrainConfig], workers: int, cache_dir: str | None) -> tuple[float, list[float]]:
-    """(wall seconds of all, seconds of each) of the runs of `normlab sweep --workers ray` where Ray has `workers`
-    CPUs."""
+    """Wall seconds of all runs of `normlab sweep --workers ray` where Ray has `workers` CPUs, and of each."""
     import ray
 
     started = time.perf_counter()
@@ -53,8 +47,12 @@ def timed(configs: Sequence[TrainConfig], workers: int, cache_dir: str | None) -
 
 
 def bench(count: int, cache_dir: str | None = None, **fields: Any) -> pandas.DataFrame:
-    """A row for one worker and one for two: workers, runs, wall_s, runs_a_minute, ratio (over one worker),
-    not_training (share of the workers' time), run_s (median of a run), and what was run on."""
+    """Time the runs on one worker and on two.
+
+    Returns:
+        One row each: `workers runs wall_s runs_a_minute ratio not_training run_s` and the machine. ratio is over one
+        worker, not_training a share of the workers' time, run_s the median of a run.
+    """
     import pandas
 
     Ray().check()
@@ -81,31 +79,17 @@ def bench(count: int, cache_dir: str | None = None, **fields: Any) -> pandas.Dat
     config = configs[0]
     about = {name: getattr(config, name) for name in ("depth", "width", "steps", "threads")}
     about |= {"tokens": config.tokens_per_step, "cores": os.cpu_count(), "ray": ray.__version__}
-    about |= {"torch": torch.__version__, "processor": platform.machine()}
-    return table.assign(**about, load_1min=round(os.getloadavg()[0], 1))
+    return table.assign(**about, **machine())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Measure, print the table, and write it to --out."""
-    parser = argparse.ArgumentParser(
-        prog="python -m normlab.bench.clusters", description="runs a minute of two Ray workers over one"
-    )
-    for name, value in {"runs": 6, "depth": 4, "width": 128, "steps": 300}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = arguments(__doc__, {"runs": 6, "depth": 4, "width": 128, "steps": 300})
     parser.add_argument("--cache-dir", help="directory for prepared corpora; default: the user's cache directory")
-    parser.add_argument("--out", type=Path, help="a CSV file")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     shape = {name: getattr(options, name) for name in ("depth", "width", "steps")}
-    table = bench(options.runs, options.cache_dir, **shape)
-    print(table.round(3).to_string(index=False))
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(options.out, index=False)
-    return 0
+    report(bench(options.runs, options.cache_dir, **shape), options.out)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NormlabError as error:
-        sys.exit(f"normlab: error: {error}")
+    run(main)

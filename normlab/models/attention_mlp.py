@@ -1,4 +1,4 @@
-"""Attention and MLP of the schemes that change them from within; all others have transformers' own."""
+"""Attention and MLP of the schemes that change them. All others use transformers'."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from normlab.norms import RMSNorm
-from normlab.residuals.base import unit_length
+from normlab.norms.base import ConstantStart
+from normlab.residuals import unit_length
 from normlab.schemes import centred, get_scheme
 
 
@@ -27,68 +28,60 @@ def _rms_norm(config: Any, width: int) -> RMSNorm:
     return centred(RMSNorm(width, config.rms_norm_eps), config)
 
 
-class NormedAttention(LlamaAttention):
-    """Llama's attention with norms on queries, keys, values or the heads' output, nGPT's scales, and affine weights.
+class NormedAttention(ConstantStart, LlamaAttention):
+    """Llama's attention with norms on queries, keys, values or the heads' output, nGPT's scales, or affine weights.
 
-    - qk_norm "rms_width": RMSNorm over all heads of q and k; "rms_head": of each head; both before the rotary
-      embedding, under the names of OLMo 2 and Qwen 3. "l2" (2010.04245): q.k of unit vectors times a learned g of each
-      head, from log2(T^2 - T) for T = ``train_seq_len``, in place of 1/sqrt(d_head).
-    - value_norm, output_norm: RMSNorm of each head's values (``v_norm``), of all heads before o_proj (``o_norm``).
-    - affine_attention (2602.23057): weights a P + (m - a)/n in place of P, for a query that sees n keys. a = clip(0.1 W
-      x + 0.5, 0, 1) of each head, W = ``affine_gate``; m = ``affine_mean`` is the running mean of a over the steps,
-      from 0, momentum 0.9 (``at_step``; of this rank). n is read as the keys that the mask leaves: the second term is
-      then a mean of the values seen, which attention with zero queries gives under any mask.
-    - shifted (1901.09321): scalars, ``shift`` (2,) from 0, are added to what q, k and v and to what o_proj read.
-    - spherical (2410.01131): unit q and k, each times s = ``qk_scale`` a channel, and the scores times sqrt(d_head).
-      Only s^2 enters, so q takes it and keys that heads share stay what they are.
+    - qk_norm: RMSNorm of q and k before the rotary embedding. "rms_width" is over all heads, "rms_head" over each. The
+      names are those of OLMo 2 and Qwen 3. "l2" (2010.04245) is q.k of unit vectors times a learned g per head. It
+      replaces 1/sqrt(d_head) and starts at log2(T^2 - T) for T = ``train_seq_len``.
+    - value_norm: RMSNorm of each head's values (``v_norm``). output_norm: of all heads before o_proj (``o_norm``).
+    - affine_attention (2602.23057): weights ``a P + (m - a)/n`` instead of P, for a query that sees n keys. Per head
+      ``a = clip(0.1 W x + 0.5, 0, 1)`` with W = ``affine_gate``. The running mean m = ``affine_mean`` is of a over this
+      rank's steps, from 0 with momentum 0.9. Only keys that the mask leaves count in n. So the second term is a mean of
+      the values seen, which attention with zero queries gives under any mask.
+    - shifted (1901.09321): scalars ``shift`` ``(2,)`` from 0, added to the inputs of q, k and v and of o_proj.
+    - spherical (2410.01131): unit q and k, each times s = ``qk_scale`` per channel. The scores are times sqrt(d_head).
+      Only s^2 enters, so q takes it, and keys that heads share stay as they are.
     """
 
     affine_mean: Tensor
     affine_seen: Tensor
+    qk_scale: nn.Parameter
+    shift: nn.Parameter
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config=config, layer_idx=layer_idx)
-        own = get_scheme(config.scheme).branches
+        branches = get_scheme(config.scheme).branches
         heads, kv_heads, norm = config.num_attention_heads, config.num_key_value_heads, partial(_rms_norm, config)
         self.kind = config.qk_norm
-        self.unit = self.kind == "l2" or own.spherical
+        self.spherical, self.shifted = branches.spherical, branches.shifted
+        self.unit = self.kind == "l2" or self.spherical
         if self.kind.startswith("rms"):
             whole = self.kind == "rms_width"
             self.q_norm = norm(self.head_dim * (heads if whole else 1))
             self.k_norm = norm(self.head_dim * (kv_heads if whole else 1))
-        self.v_norm = norm(self.head_dim) if own.value_norm else None
-        self.o_norm = norm(heads * self.head_dim) if own.output_norm else None
-        self.spherical = own.spherical
-        self.shift = nn.Parameter(torch.empty(2)) if own.shifted else None
+        self.v_norm = norm(self.head_dim) if branches.value_norm else None
+        self.o_norm = norm(heads * self.head_dim) if branches.output_norm else None
+        if self.shifted:
+            self.add_parameter("shift", 2, 0.0)
         if self.unit:
-            self.qk_scale = nn.Parameter(torch.empty(heads, self.head_dim if own.spherical else 1).flatten())
-            self.scaling = math.sqrt(self.head_dim) if own.spherical else 1.0
+            length = max(config.train_seq_len, 2)
+            self.initial_scale = config.hidden_size**-0.5 if self.spherical else math.log2(length**2 - length)
+            self.add_parameter("qk_scale", heads * (self.head_dim if self.spherical else 1), self.initial_scale)
+            self.scaling = math.sqrt(self.head_dim) if self.spherical else 1.0
         if config.affine_attention:
             self.affine_gate = nn.Linear(config.hidden_size, heads, bias=False)
-            self.register_buffer("affine_mean", torch.empty(heads))
-            self.register_buffer("affine_seen", torch.empty(heads + 1), persistent=False)  # sums, and how many
-        length = max(config.train_seq_len, 2)
-        self.initial_scale = config.hidden_size**-0.5 if own.spherical else math.log2(length**2 - length)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Starting values of what the norms do not hold."""
-        if self.shift is not None:
-            nn.init.zeros_(self.shift)
-        if self.unit:
-            nn.init.constant_(self.qk_scale, self.initial_scale)
-        if self.config.affine_attention:
-            nn.init.zeros_(self.affine_mean)
-            nn.init.zeros_(self.affine_seen)
+            self.add_buffer("affine_mean", heads, 0.0)
+            self.add_buffer("affine_seen", heads + 1, 0.0, persistent=False)  # sums, and the number of passes
 
     def at_step(self, step: int, total: int) -> None:
-        """As of a norm: takes in what the training passes since the last step saw."""
+        """Update the running mean with the training passes since the last step."""
         if self.config.affine_attention and self.affine_seen[-1] > 0:
             self.affine_mean.lerp_(self.affine_seen[:-1] / self.affine_seen[-1], 0.1)
             self.affine_seen.zero_()
 
     def _affine(self, x: Tensor, mixed: Tensor, uniform: Tensor) -> Tensor:
-        """a P V + (m - a) mean(V) from P V and mean(V), each (batch, tokens, heads, d_head)."""
+        """``a P V + (m - a) mean(V)`` from P V and mean(V), each ``(batch, tokens, heads, d_head)``."""
         a = (0.1 * self.affine_gate(x) + 0.5).clamp(0, 1)
         if self.training:
             with torch.no_grad():
@@ -112,7 +105,7 @@ class NormedAttention(LlamaAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         shape = hidden_states.shape[:-1]
-        if self.shift is not None:
+        if self.shifted:
             hidden_states = hidden_states + self.shift[0]
         query, key, value = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if self.kind == "rms_width":
@@ -137,58 +130,59 @@ class NormedAttention(LlamaAttention):
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         if self.config.affine_attention:
-            nothing = torch.zeros_like(query)
-            uniform, _ = attend(self, nothing, key, value, attention_mask, dropout=0.0, scaling=1.0, **kwargs)
+            zeros = torch.zeros_like(query)
+            uniform, _ = attend(self, zeros, key, value, attention_mask, dropout=0.0, scaling=1.0, **kwargs)
             mixed = self._affine(hidden_states, mixed, uniform)
         mixed = mixed.reshape(*shape, -1).contiguous()
-        if self.shift is not None:
+        if self.shifted:
             mixed = mixed + self.shift[1]
         return self.o_proj(mixed if self.o_norm is None else self.o_norm(mixed)), weights
 
 
-class NormedMLP(LlamaMLP):
-    """Llama's MLP with an RMSNorm before down_proj (``norm``); or with nGPT's scales: gate and up times s sqrt(d),
-    s = ``scale`` a channel of each, from 1; or with Fixup's ``shift`` (3,), from 0: scalars added to what
-    gate_proj and up_proj, the activation and down_proj read."""
+class NormedMLP(ConstantStart, LlamaMLP):
+    """Llama's MLP with one of three changes.
+
+    - output_norm: RMSNorm before down_proj (``norm``).
+    - spherical: nGPT's scales. gate and up are times s sqrt(d), with s = ``scale`` per channel, from 1.
+    - shifted: Fixup's scalars ``shift`` ``(3,)``, from 0. They are added to the inputs of gate_proj and up_proj, of the
+      activation and of down_proj.
+    """
+
+    scale: nn.Parameter
+    shift: nn.Parameter
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        own = get_scheme(config.scheme).branches
-        self.norm = _rms_norm(config, config.intermediate_size) if own.output_norm else None
-        self.scale = nn.Parameter(torch.empty(2 * config.intermediate_size)) if own.spherical else None
-        self.shift = nn.Parameter(torch.empty(3)) if own.shifted else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Starting values of what the norm does not hold."""
-        if self.scale is not None:
-            nn.init.ones_(self.scale)
-        if self.shift is not None:
-            nn.init.zeros_(self.shift)
+        branches = get_scheme(config.scheme).branches
+        self.spherical, self.shifted = branches.spherical, branches.shifted
+        self.norm = _rms_norm(config, config.intermediate_size) if branches.output_norm else None
+        if self.spherical:
+            self.add_parameter("scale", 2 * config.intermediate_size, 1.0)
+        if self.shifted:
+            self.add_parameter("shift", 3, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.shift is not None:
+        if self.shifted:
             x = x + self.shift[0]
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if self.scale is not None:
+        if self.spherical:
             gate_scale, up_scale = (self.scale * self.hidden_size**0.5).chunk(2)
             gate, up = gate_scale * gate, up_scale * up
-        if self.shift is not None:
+        if self.shifted:
             gate = gate + self.shift[1]
         inner = self.act_fn(gate) * up
-        if self.shift is not None:
+        if self.shifted:
             inner = inner + self.shift[2]
         return self.down_proj(inner if self.norm is None else self.norm(inner))
 
 
 def changes_attention(config: Any) -> bool:
-    """Whether attention is more than Llama's."""
-    own = get_scheme(config.scheme).branches
-    inside = own.value_norm or own.output_norm or own.spherical or own.shifted
-    return config.qk_norm != "none" or config.affine_attention or inside
+    """True if attention is not Llama's."""
+    branches = get_scheme(config.scheme).branches
+    return config.qk_norm != "none" or config.affine_attention or branches.value_norm or changes_mlp(config)
 
 
 def changes_mlp(config: Any) -> bool:
-    """Whether the MLP is more than Llama's."""
-    own = get_scheme(config.scheme).branches
-    return own.output_norm or own.spherical or own.shifted
+    """True if the MLP is not Llama's. Attention changes too then."""
+    branches = get_scheme(config.scheme).branches
+    return branches.output_norm or branches.spherical or branches.shifted

@@ -1,13 +1,11 @@
-"""What recording costs: time and memory beside a bare pass, and beside TransformerLens and torchlens on the same model.
+"""What recording costs: time and memory over a bare pass, also of TransformerLens and torchlens on the same model.
 
-    python -m normlab.bench.probes --out data/bench
+    python -m benchmarks.probes --out data/bench/probes_cpu.csv
 
-Times are medians over interleaved rounds, every second one in the opposite order, in CPU seconds of this process (all
-its threads) and in wall seconds; CPU seconds are the ones to read on a machine that does other work. A ratio is the
-median of the rounds' own: a case over the bare pass of the same round. The case "the same again" is a second bare pass:
-how far two equal things are apart here. Extra memory is the growth of peak resident memory over
-a bare pass, one process a case; `kept_mib` is what a case must hold by its own account: for angles between all pairs of
-layers, one batch of every layer's output.
+CPU seconds are the ones to read on a machine that does other work. A ratio is a case over the bare pass of the same
+round. The case "the same again" is a second bare pass: the noise floor. Extra memory is the growth of peak resident
+memory over a bare pass, one process per case. `kept_mib` is what a case must hold by its own account: for angles
+between all pairs of layers, one batch of every layer's output.
 """
 
 from __future__ import annotations
@@ -16,23 +14,23 @@ import argparse
 import contextlib
 import gc
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normlab.errors import NormlabError
+from benchmarks.timing import arguments, clocks, interleaved, machine, ratio, report, run
 from normlab.probes import FORWARD_METRICS, angular_distance, record
 from normlab.probes.metrics import DEFAULT_METRICS
+
+if TYPE_CHECKING:
+    import pandas
 
 TWO_REDUCTIONS = ("token_l2_mean", "feature_var_mean")
 ALL_BUT_RANK = tuple(name for name in FORWARD_METRICS if name != "update_effective_rank")
@@ -133,36 +131,37 @@ def training_cases(options: argparse.Namespace) -> dict[str, Case]:
     return cases | {name: partial(_recorded, bare, model, metrics) for name, metrics in recorded.items()}
 
 
-def interleaved(cases: dict[str, Case], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(CPU seconds, wall seconds) of each case in every round; a first round warms up and drops what fails."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def working(cases: dict[str, Case]) -> dict[str, Callable[[], tuple[float, float]]]:
+    """The clocks of the cases that run here; a line for each that fails."""
+    sides = {}
     for name, case in cases.items():
         try:
             case()
-            found[name] = []
+            sides[name] = partial(_timed, case)
         except Exception as error:
             print(f"{name} left out: {type(error).__name__}", file=sys.stderr)
-    for number in range(rounds):
-        for name in list(found)[:: -1 if number % 2 else 1]:
-            gc.collect()  # what the others leave in cycles is theirs
-            cpu, wall = time.process_time(), time.perf_counter()
-            cases[name]()
-            found[name].append((time.process_time() - cpu, time.perf_counter() - wall))
-    return found
+    return sides
+
+
+def _timed(case: Case) -> tuple[float, float]:
+    gc.collect()  # cycles that other cases leave are not this one's
+    return clocks(case)
 
 
 def extra_memory(options: argparse.Namespace, case: str) -> float | None:
-    """MiB that a case adds to the peak resident memory of a bare pass, measured in a process of its own."""
-    command = [sys.executable, "-m", "normlab.bench.probes", "--memory", case]
+    """MiB that a case adds to the peak resident memory of a bare pass, measured in a separate process."""
+    command = [sys.executable, "-m", "benchmarks.probes", "--memory", case]
     for name in ("width", "depth", "rows", "length", "vocabulary", "threads"):
         command += [f"--{name}", str(getattr(options, name))]
-    run = subprocess.run(command, capture_output=True, text=True)
-    return json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else None
+    done = subprocess.run(command, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
 def _peak() -> float:
-    """Peak resident memory of this process in MiB. On Linux `ru_maxrss` begins at the size of the process that started
-    this one, so its own account is read; elsewhere the system counts in KiB, macOS in bytes."""
+    """Peak resident memory of this process in MiB.
+
+    On Linux `ru_maxrss` begins at the size of the parent, so /proc is read. Elsewhere the unit is KiB, on macOS bytes.
+    """
     status = Path("/proc/self/status")
     if status.is_file():
         peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -196,61 +195,43 @@ def _measure_memory(options: argparse.Namespace) -> float:
     return _peak() - before
 
 
-def _table(options: argparse.Namespace) -> Any:
+def bench(options: argparse.Namespace) -> pandas.DataFrame:
+    """Time all cases.
+
+    Returns:
+        Columns `pass case cpu_s cpu_ratio wall_s wall_ratio extra_peak_mib kept_mib`, the shape and the machine.
+    """
     import pandas
 
     rows = []
     for kind, cases in (("forward", forward_cases(options)), ("forward and backward", training_cases(options))):
-        times = interleaved(cases, options.rounds)
-        for name, own in times.items():
+        times = interleaved(working(cases), options.rounds)
+        for name, rounds in times.items():
             row: dict[str, Any] = {"pass": kind, "case": name}
-            for place, clock in enumerate(("cpu", "wall")):
-                row[f"{clock}_s"] = statistics.median(each[place] for each in own)
-                pairs = zip(own, times["bare"], strict=True)
-                row[f"{clock}_ratio"] = statistics.median(a[place] / b[place] for a, b in pairs)
+            for index, clock in enumerate(("cpu", "wall")):
+                mine, bare = ([each[index] for each in side] for side in (rounds, times["bare"]))
+                row |= {f"{clock}_s": statistics.median(mine), f"{clock}_ratio": ratio(mine, bare)[0]}
             row["extra_peak_mib"] = extra_memory(options, name) if kind == "forward" else float("nan")
             rows.append(row)
     kept = (ANGLE_DEPTH + 1) * options.rows * options.length * ANGLE_WIDTH * 4 / 2**20
     rows.append({"pass": "forward", "case": ANGLES, "extra_peak_mib": extra_memory(options, ANGLES), "kept_mib": kept})
-    table = pandas.DataFrame(rows)
-    about = {
-        "width": options.width,
-        "depth": options.depth,
-        "tokens": options.rows * options.length,
-        "threads": options.threads,
-    }
-    about |= {
-        "rounds": options.rounds,
-        "torch": torch.__version__,
-        "processor": platform.machine(),
-        "load_1min": round(os.getloadavg()[0], 1),
-    }
-    return table.assign(**about)
+    shape = {"width": options.width, "depth": options.depth, "tokens": options.rows * options.length}
+    shape |= {"threads": options.threads, "rounds": options.rounds}
+    return pandas.DataFrame(rows).assign(**shape, **machine())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, and write `probes.csv` into --out."""
-    parser = argparse.ArgumentParser(prog="python -m normlab.bench.probes", description="what recording costs")
-    defaults = {"width": 512, "depth": 16, "rows": 8, "length": 512, "vocabulary": 4096, "threads": 2, "rounds": 5}
-    for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--out", help="directory for probes.csv")
+def main() -> None:
+    """Measure, print the table, and write it to --out."""
+    numbers = {"width": 512, "depth": 16, "rows": 8, "length": 512, "vocabulary": 4096, "threads": 2, "rounds": 5}
+    parser = arguments(__doc__, numbers)
     parser.add_argument("--memory", metavar="CASE", help="only measure the extra memory of this case, in MiB")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.memory:
         print(_measure_memory(options))
-        return 0
-    table = _table(options)
-    print(table.iloc[:, :8].round(3).to_string(index=False))
-    if options.out:
-        Path(options.out).mkdir(parents=True, exist_ok=True)
-        table.to_csv(Path(options.out) / "probes.csv", index=False)
-    return 0
+    else:
+        report(bench(options), options.out, columns=8)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NormlabError as error:
-        sys.exit(f"normlab: error: {error}")
+    run(main)

@@ -1,4 +1,4 @@
-"""Embeddings and head of the schemes that change them; all others have Llama's."""
+"""Embeddings and head of the schemes that change them. All others use Llama's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normlab.residuals.base import rms_normalized, unit_length
+from normlab.residuals import rms_normalized, unit_length
 from normlab.schemes import get_scheme
 
 
 class Projection(nn.Module):
-    """y = W x, W square and orthogonal at the start, drawn aside: other weights start as in any scheme."""
+    """``y = W x``, W square and orthogonal at the start, drawn under a forked RNG: other weights do not change."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class Projection(nn.Module):
 
 
 class EmbeddingEnd(nn.Module):
-    """What follows the token embeddings: sqrt(d) e/||e||, e/rms(e), or a projection (see ``normlab.schemes.Ends``).
+    """Map of the token embeddings: ``sqrt(d) e/||e||``, ``e/rms(e)``, or a projection (see ``normlab.schemes.Ends``).
 
-    FixNorm (1910.05895) fixes the length of word embeddings; sqrt(d) is the constant that its authors' models scale
-    embeddings by, and the one learned scale of the logits is the final ScaleNorm's. Projections: 2506.19697.
+    FixNorm (1910.05895) fixes the length of word embeddings. Its authors' models scale embeddings by sqrt(d). The one
+    learned scale of the logits is the final ScaleNorm's. Projections: 2506.19697.
     """
 
     def __init__(self, config: Any) -> None:
@@ -54,8 +54,11 @@ class EmbeddingEnd(nn.Module):
 
 
 class Head(nn.Linear):
-    """logits = factor scale (W P x), with unit rows of W, a projection P, a constant factor and a learned scale where
-    the scheme has them. ``scale`` is nGPT's s_z: the parameter starts at 1/sqrt(d), its effect at 1."""
+    """``logits = factor * scale * W (P x + shift)``, each part only if the scheme has it.
+
+    W may have unit rows, P is a projection, and factor is constant. ``scale`` is nGPT's s_z: the parameter starts at
+    1/sqrt(d), its effect at 1.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
@@ -68,7 +71,7 @@ class Head(nn.Linear):
         self.reset_scale()
 
     def reset_scale(self) -> None:
-        """Starting values of what is not the matrix."""
+        """Set shift and scale to their starts."""
         if self.shift is not None:
             nn.init.zeros_(self.shift)
         if self.scale is not None:
@@ -83,13 +86,13 @@ class Head(nn.Linear):
 
 
 def changes_embeddings(config: Any) -> bool:
-    """Whether anything but a learned factor follows the embeddings."""
+    """True if a map other than a learned factor follows the embeddings."""
     ends = get_scheme(config.scheme).ends
     return ends.unit_embeddings or ends.normalized_embeddings or ends.projection
 
 
 def changes_head(config: Any) -> bool:
-    """Whether the head is more than a matrix."""
+    """True if the head is more than a matrix."""
     ends = get_scheme(config.scheme).ends
     return (
         ends.unit_embeddings or ends.projection or ends.logit_scale or ends.head_shift or ends.logit_factor is not None
