@@ -408,6 +408,29 @@ def _probe(
     return 0
 
 
+@command("diff", "normlab.report.difference")
+def _diff(
+    a: Annotated[str, flag("directory or hub name of a causal language model")],
+    b: Annotated[str, flag("another, or a file of arrays (.npz, .safetensors) written on the same tokens")],
+    /,
+    *,
+    text: Annotated[str, flag("text file to run both on")],
+    gradients: Annotated[bool, flag("compare the gradients at the blocks' inputs too"), SWITCH] = False,
+    dtype: Annotated[str | None, flag("in which the arrays of a file were computed; default: theirs")] = None,
+    device: Annotated[str | None, flag("cpu, cuda:1 ...; default: a GPU when there is one")] = None,
+    out: Annotated[str | None, flag("directory for the page and the table; default: none")] = None,
+    length: Annotated[Whole, flag("tokens per row")] = 64,
+    rows: Annotated[Whole, flag("rows at most")] = 4,
+    quiet: Quiet = False,
+) -> int:
+    """Name the first block and site at which two models part, and why."""
+    from normlab.report.difference import difference_report
+
+    options: dict[str, Any] = {"length": length, "rows": rows, "gradients": gradients, "dtype": dtype, "device": device}
+    print(difference_report(a, b, text, out=out, **options))
+    return 0
+
+
 @command("export", "normlab.models.pretrained")
 def _export(
     run: Annotated[str, flag("directory of a run that kept its weights, or a model that comes with normlab")],
@@ -433,18 +456,18 @@ def _page(
     return 0
 
 
-@command("remove-norms", "normlab.training.removal")
+@command("remove-norms", "normlab.experimental.norm_removal")
 def _remove_norms(
     model: Annotated[str, flag("a Llama, a run that kept its weights, or a model that comes with normlab")],
     /,
     *,
-    config: Annotated[_fields_of("training.removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    config: Annotated[_fields_of("experimental.norm_removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
     out: Annotated[str, flag("folder for the model and its losses; the same command resumes in it")],
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
     """Make a trained model's norms fixed gains one by one, and fine-tune after each."""
-    from normlab.training.removal import MODEL, RemovalConfig, remove_norms
+    from normlab.experimental.norm_removal import MODEL, RemovalConfig, remove_norms
 
     table = remove_norms(model, out, RemovalConfig(**given(config)), cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))

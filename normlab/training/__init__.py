@@ -12,7 +12,6 @@ workers.py        several runs at once, on this machine, Ray or Slurm
 estimate.py       what a sweep or a run takes before it starts; paper_models.py: SIZES, the papers' models
 live.py           BackgroundRun: one run in a process of its own, watched, paused and stopped
 keep.py           trained models, published
-removal.py        remove_norms: an existing model's norms made fixed gains; fine_tune.py: the training in between
 """
 
 from normlab.errors import require_packages
