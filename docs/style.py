@@ -4,7 +4,8 @@
     python docs/style.py README.md normlab/norms  the same of these, and each finding as FILE:LINE; exit code 1 if any
 
 A finding is a sentence of more than 25 words or a word to avoid.
-So is a docstring whose first line begins with a question word or "Of". Code, tables, lists of names in columns, headings and links' addresses are left out.
+So is a docstring whose first line begins with a question word or "Of".
+Code, tables, lists of names in columns, headings and links' addresses are left out.
 """
 
 from __future__ import annotations
