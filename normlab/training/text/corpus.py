@@ -9,7 +9,7 @@
 
 Every source becomes a stream of documents with two columns, `key` and `text`. A document is held out if a hash of its
 key falls into the last 5%. The key is a file's path for `stdlib` and `packages`, and the text itself for every other
-source, so no duplicate is in both splits and the order of reading does not matter. The halves "validation" and "test"
+source. So no duplicate is in both splits, and the order of reading does not matter. The halves "validation" and "test"
 of held-out blocks are alternate ones. Those of `packages` are blocks of different files, 5% of the files each.
 
 `datasets` reads and maps the files. Packing and the cache's key are ours: its cache depends on the code that made an
@@ -61,7 +61,7 @@ TOKENIZED_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """Which text a run reads, and how it is cut. A `TrainConfig` has the same fields.
+    """The text of a run, and how it is cut. A `TrainConfig` has the same fields.
 
     NormlabError for a value out of range.
     """

@@ -22,8 +22,8 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 def ngram_losses(train: np.ndarray, blocks: np.ndarray, vocab_size: int) -> np.ndarray:
     """Losses of each block under the bigram and the trigram model fitted on a stream of tokens, in nats per token.
 
-    Interpolated Witten-Bell smoothing: with c(h w) the occurrences of token w after context h in `train`, c(h) their
-    sum over w, T(h) the number of different w among them, and h' the context h without its oldest token,
+    Interpolated Witten-Bell smoothing. c(h w) counts token w after context h in `train`, and c(h) is its sum over w.
+    T(h) is the number of different w after h, and h' is h without its oldest token. Then
 
         p(w | h) = (c(h w) + T(h) p(w | h')) / (c(h) + T(h)),    p(w | h) = p(w | h') for a context never seen;
 
