@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from normlab.errors import NormlabError
-from normlab.training.text.corpus import tokenize
 from normlab.training.text.source import open_documents, part_of, texts
+from normlab.training.text.tokens import tokenize
 
 DOCUMENTS = 64  # tokenized at a time
 
