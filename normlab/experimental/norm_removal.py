@@ -79,8 +79,8 @@ def load_removable(name: str | Path) -> NormlabForCausalLM:
     """Load a model in float32 with each RMSNorm, the final one too, as a ``TaperNorm``. The function is the same.
 
     Args:
-        name: folder or hub name of a Llama, the folder of a run that kept its weights, a model that comes with
-            normlab, or what `NormlabForCausalLM.from_released` loads.
+        name: folder or hub name of a Llama or of what `NormlabForCausalLM.from_released` loads. Or the folder of a run
+            that kept its weights, or a model that comes with normlab.
 
     Raises:
         NormlabError: norms other than RMSNorms before the branches and the head, or branches that do not simply add.
