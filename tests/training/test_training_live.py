@@ -22,9 +22,9 @@ from training_helpers import ForkedCommand, tiny
 
 from normlab import runs, store
 from normlab.errors import NormlabError
-from normlab.training import background
-from normlab.training.background import FAILED, PAUSED, STOPPED, TRAINING, BackgroundRun
+from normlab.training import live
 from normlab.training.config import TrainConfig
+from normlab.training.live import FAILED, PAUSED, STOPPED, TRAINING, BackgroundRun
 
 pytest_plugins = ["training_fixtures"]
 
@@ -32,7 +32,7 @@ pytest_plugins = ["training_fixtures"]
 @pytest.fixture
 def begin(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BackgroundRun]]:
     """Start a run; whatever is still at work at the end is closed."""
-    monkeypatch.setattr(background, "Popen", ForkedCommand)
+    monkeypatch.setattr(live, "Popen", ForkedCommand)
     started = []
 
     def begin(config: TrainConfig, **options: Any) -> BackgroundRun:
@@ -88,7 +88,7 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     assert (run.run.path / runs.STATS).read_bytes() == (undisturbed.path / runs.STATS).read_bytes()
     losses = undisturbed.table().query("metric == 'loss' and split == 'eval'")
     assert run.points("eval", "model", "loss") == [(r.step, None, r.value) for r in losses.itertuples()]
-    assert run.step == 200 and run.unigram_entropy == undisturbed.manifest["corpus"]["unigram_entropy"]
+    assert run.step == 200 and run.levels["unigram_entropy"] == undisturbed.manifest["corpus"]["unigram_entropy"]
     assert not (run.out / store.PARTIAL).exists()
 
 
@@ -245,13 +245,13 @@ def test_a_run_that_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyP
 def test_points_can_be_read_while_another_object_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, waits = BackgroundRun(TrainConfig(), tmp_path / "out"), []
 
-    def replace_other() -> None:
+    def stop_other() -> None:
         reader = threading.Thread(target=run.points, args=("train", "model", "loss"), daemon=True)
         reader.start()
         reader.join(2)
         waits.append(reader.is_alive())
 
-    monkeypatch.setattr(run, "_replace_other", replace_other)
+    monkeypatch.setattr(run, "_stop_other", stop_other)
     monkeypatch.setattr(run, "_spawn", lambda: None)
     run.start()
     assert waits == [False]
@@ -272,7 +272,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from training_helpers import ForkedCommand, tiny
-from normlab.training.background import BackgroundRun
+from normlab.training.live import BackgroundRun
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
