@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.timing import arguments, machine, report, run
 from normlab.errors import NormlabError
-from normlab.training.clusters import Ray
 from normlab.training.config import TrainConfig
 from normlab.training.sweep import sweep
 from normlab.training.text.corpus import corpus_of
+from normlab.training.workers import Ray
 
 if TYPE_CHECKING:
     import pandas

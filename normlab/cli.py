@@ -191,9 +191,9 @@ def _train(
     """
     from normlab.runs import COUNT_LOSSES
     from normlab.store import child
-    from normlab.training.background import train_followed
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of
+    from normlab.training.live import train_followed
     from normlab.training.run import train, train_from_manifest
 
     fields = given(config)
@@ -216,7 +216,7 @@ def _train(
     return 0
 
 
-@command("sweep", "normlab.training.plan")
+@command("sweep", "normlab.training.estimate")
 def _sweep(
     *,
     preset: Annotated[str, flag(f"{_names('training.presets:PRESETS')}; --dry-run tells how long it takes")] = "tiny",
@@ -237,7 +237,7 @@ def _sweep(
     quiet: Quiet = False,
 ) -> int:
     """Train many models: scheme x depth x seed x learning rate; finished runs are skipped."""
-    from normlab.training.plan import plan
+    from normlab.training.estimate import plan
     from normlab.training.presets import get_preset
     from normlab.training.sweep import sweep
 
@@ -262,7 +262,7 @@ def _sweep(
 
 def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
     """A number of processes, or a `Cluster`. NormlabError for options that have no effect on it."""
-    from normlab.training.clusters import CLUSTERS, cluster
+    from normlab.training.workers import CLUSTERS, cluster
 
     flags = {"address": "--address", "gpus": "--gpus", "options": "--slurm"}
     taken = {spec.name for spec in dataclasses.fields(CLUSTERS[workers])} if workers in CLUSTERS else set()
@@ -275,23 +275,23 @@ def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
 
 @command("plan")
 def _plan(
-    size: Annotated[str, flag(_names("training.sizes:SIZES"))],
+    size: Annotated[str, flag(_names("training.paper_models:SIZES"))],
     /,
     *,
     gpus: Annotated[Whole, flag("GPUs of one machine")] = 1,
     scheme: Annotated[str | None, flag("default: the paper's own")] = None,
     fsdp: Annotated[bool, flag("split weights, gradients and optimizer over the GPUs"), SWITCH] = False,
-    mfu: Annotated[float | None, flag(f"share of --tflops reached; default: {_known('training.needs:MFU')}")] = None,
+    mfu: Annotated[float | None, flag(f"share of --tflops reached; default: {_known('training.estimate:MFU')}")] = None,
     tflops: Annotated[
-        float | None, flag(f"a GPU's peak; default: {_known('training.needs:PEAK_TFLOPS'):g}, an H100 in bfloat16")
+        float | None, flag(f"a GPU's peak; default: {_known('training.estimate:PEAK_TFLOPS'):g}, an H100 in bfloat16")
     ] = None,
     memory: Annotated[
-        float | None, flag(f"GiB a GPU has for training; default: {_known('training.needs:MEMORY_GIB'):g}")
+        float | None, flag(f"GiB a GPU has for training; default: {_known('training.estimate:MEMORY_GIB'):g}")
     ] = None,
 ) -> int:
     """Say what a model of a paper's size needs, and the commands that train it."""
-    from normlab.training.needs import needs
-    from normlab.training.sizes import get_size
+    from normlab.training.estimate import needs
+    from normlab.training.paper_models import get_size
 
     known = get_size(size)
     config = dataclasses.replace(known.config, scheme=scheme or known.config.scheme, fsdp=fsdp)
@@ -408,6 +408,29 @@ def _probe(
     return 0
 
 
+@command("diff", "normlab.report.difference")
+def _diff(
+    a: Annotated[str, flag("directory or hub name of a causal language model")],
+    b: Annotated[str, flag("another, or a file of arrays (.npz, .safetensors) written on the same tokens")],
+    /,
+    *,
+    text: Annotated[str, flag("text file to run both on")],
+    gradients: Annotated[bool, flag("compare the gradients at the blocks' inputs too"), SWITCH] = False,
+    dtype: Annotated[str | None, flag("in which the arrays of a file were computed; default: theirs")] = None,
+    device: Annotated[str | None, flag("cpu, cuda:1 ...; default: a GPU when there is one")] = None,
+    out: Annotated[str | None, flag("directory for the page and the table; default: none")] = None,
+    length: Annotated[Whole, flag("tokens per row")] = 64,
+    rows: Annotated[Whole, flag("rows at most")] = 4,
+    quiet: Quiet = False,
+) -> int:
+    """Name the first block and site at which two models part, and why."""
+    from normlab.report.difference import difference_report
+
+    options: dict[str, Any] = {"length": length, "rows": rows, "gradients": gradients, "dtype": dtype, "device": device}
+    print(difference_report(a, b, text, out=out, **options))
+    return 0
+
+
 @command("export", "normlab.models.pretrained")
 def _export(
     run: Annotated[str, flag("directory of a run that kept its weights, or a model that comes with normlab")],
@@ -433,18 +456,18 @@ def _page(
     return 0
 
 
-@command("remove-norms", "normlab.training.removal")
+@command("remove-norms", "normlab.experimental.norm_removal")
 def _remove_norms(
     model: Annotated[str, flag("a Llama, a run that kept its weights, or a model that comes with normlab")],
     /,
     *,
-    config: Annotated[_fields_of("training.removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    config: Annotated[_fields_of("experimental.norm_removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
     out: Annotated[str, flag("folder for the model and its losses; the same command resumes in it")],
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
     """Make a trained model's norms fixed gains one by one, and fine-tune after each."""
-    from normlab.training.removal import MODEL, RemovalConfig, remove_norms
+    from normlab.experimental.norm_removal import MODEL, RemovalConfig, remove_norms
 
     table = remove_norms(model, out, RemovalConfig(**given(config)), cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))

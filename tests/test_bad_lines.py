@@ -18,9 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from training_helpers import tiny, write_run, write_text
 
 from normlab import NormlabError, cli, errors, runs, store
-from normlab.training.clusters import Ray
 from normlab.training.text import source
 from normlab.training.text.corpus import corpus_of
+from normlab.training.workers import Ray
 
 HERE = Path(__file__)
 PROBE = ["probe", "no-such-model", "--text", HERE, "--quiet"]

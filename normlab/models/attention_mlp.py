@@ -31,17 +31,22 @@ def _rms_norm(config: Any, width: int) -> RMSNorm:
 class NormedAttention(ConstantStart, LlamaAttention):
     """Llama's attention with norms on queries, keys, values or the heads' output, nGPT's scales, or affine weights.
 
-    - qk_norm: RMSNorm of q and k before the rotary embedding. "rms_width" is over all heads, "rms_head" over each. The
-      names are those of OLMo 2 and Qwen 3. "l2" (2010.04245) is q.k of unit vectors times a learned g per head. It
-      replaces 1/sqrt(d_head) and starts at log2(T^2 - T) for T = ``train_seq_len``.
-    - value_norm: RMSNorm of each head's values (``v_norm``). output_norm: of all heads before o_proj (``o_norm``).
-    - affine_attention (2602.23057): weights ``a P + (m - a)/n`` instead of P, for a query that sees n keys. Per head
-      ``a = clip(0.1 W x + 0.5, 0, 1)`` with W = ``affine_gate``. The running mean m = ``affine_mean`` is of a over this
-      rank's steps, from 0 with momentum 0.9. Only keys that the mask leaves count in n. So the second term is a mean of
-      the values seen, which attention with zero queries gives under any mask.
-    - shifted (1901.09321): scalars ``shift`` ``(2,)`` from 0, added to the inputs of q, k and v and of o_proj.
-    - spherical (2410.01131): unit q and k, each times s = ``qk_scale`` per channel. The scores are times sqrt(d_head).
-      Only s^2 enters, so q takes it, and keys that heads share stay as they are.
+    qk_norm: RMSNorm of q and k before the rotary embedding. "rms_width" is over all heads, "rms_head" over each. The
+    names are those of OLMo 2 and Qwen 3. "l2" (2010.04245) is q.k of unit vectors times a learned g per head. It
+    replaces 1/sqrt(d_head) and starts at log2(T^2 - T) for T = ``train_seq_len``.
+
+    value_norm: RMSNorm of each head's values (``v_norm``). output_norm: RMSNorm of all heads before o_proj
+    (``o_norm``).
+
+    affine_attention (2602.23057): weights ``a P + (m - a)/n`` instead of P, for a query that sees n keys. Per head
+    ``a = clip(0.1 W x + 0.5, 0, 1)`` with W = ``affine_gate``. The running mean m = ``affine_mean`` is of a over this
+    rank's steps, from 0 with momentum 0.9. Only keys that the mask leaves count in n. So the second term is a mean of
+    the values seen, which attention with zero queries gives under any mask.
+
+    shifted (1901.09321): scalars ``shift`` ``(2,)`` from 0, added to the inputs of q, k and v and of o_proj.
+
+    spherical (2410.01131): unit q and k, each times s = ``qk_scale`` per channel. The scores are times sqrt(d_head).
+    Only s^2 enters, so q takes it, and keys that heads share stay as they are.
     """
 
     affine_mean: Tensor
@@ -142,10 +147,12 @@ class NormedAttention(ConstantStart, LlamaAttention):
 class NormedMLP(ConstantStart, LlamaMLP):
     """Llama's MLP with one of three changes.
 
-    - output_norm: RMSNorm before down_proj (``norm``).
-    - spherical: nGPT's scales. gate and up are times s sqrt(d), with s = ``scale`` per channel, from 1.
-    - shifted: Fixup's scalars ``shift`` ``(3,)``, from 0. They are added to the inputs of gate_proj and up_proj, of the
-      activation and of down_proj.
+    output_norm: RMSNorm before down_proj (``norm``).
+
+    spherical: nGPT's scales. gate and up are times s sqrt(d), with s = ``scale`` per channel, from 1.
+
+    shifted: Fixup's scalars ``shift`` ``(3,)``, from 0. They are added to the inputs of gate_proj and up_proj, of the
+    activation and of down_proj.
     """
 
     scale: nn.Parameter

@@ -1,10 +1,9 @@
-"""Norm folding for inference: a norm's gain moved into the matrices that read the norm.
+"""Norm folding for inference: move a norm's gain into the matrices that read the norm.
 
     W (gamma * n(x)) = (W diag(gamma)) n(x)
 
-holds for every norm whose output only linear layers read: RMSNorm, LayerNorm, DyT and BHyT, n being whatever stands
-before the gain, tanh included. `fold_norms` multiplies, sets the gains to one and returns a `FoldedNorms`, which undoes
-it.
+This holds for every norm that only linear layers read: RMSNorm, LayerNorm, DyT and BHyT. n is the norm without its
+gain, with its tanh. `fold_norms` multiplies, sets the gains to one and returns a `FoldedNorms`, which undoes it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.models.model import NormlabDecoderLayer, is_folded, refuse_folded_training
+from normlab.models.block import JoiningDecoderLayer, NormlabDecoderLayer
+from normlab.models.model import is_folded, refuse_folded_training
 from normlab.norms import NoNorm
 from normlab.schemes.scheme import part_of
 
@@ -30,16 +30,12 @@ STOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
 
 @dataclass
 class _Site:
-    """A norm and the linear layers that read it, all by name; or why it cannot be folded."""
+    """A norm and the linear layers that read it, by name; or the reason why it cannot be folded."""
 
     name: str
     norm: Any
     readers: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
-
-
-def _linears(owner: Any, owner_name: str, names: tuple[str, ...]) -> dict[str, Any]:
-    return {f"{owner_name}.{name}": getattr(owner, name, None) for name in names}
 
 
 def _places(block: Any, name: str) -> list[tuple[str, str]]:
@@ -67,7 +63,7 @@ def _sites(model: Any) -> Iterator[_Site]:
             if _keeps_read(block, place):
                 site.refused = "its output is kept in the residual stream"
             elif place in READERS:
-                site.readers = _linears(owner, names[owner], READERS[place])
+                site.readers = {f"{names[owner]}.{name}": getattr(owner, name, None) for name in READERS[place]}
             else:
                 site.refused = "its output goes into the residual stream"
             yield site
@@ -81,13 +77,13 @@ def _sites(model: Any) -> Iterator[_Site]:
 
 
 def _keeps_read(block: Any, place: str) -> bool:
-    """Whether the block's residual rule uses the norm's output beside the branch."""
-    rule_at = getattr(block, "rule_at", None)
-    return place in READERS and rule_at is not None and rule_at(part_of(place)).keeps_read
+    """True if the block's residual rule uses the norm's output too."""
+    joins = isinstance(block, JoiningDecoderLayer)
+    return joins and place in READERS and block.rule_at(part_of(place)).keeps_read
 
 
 def _why_not(site: _Site, uses: Counter[Tensor]) -> str:
-    """Why a site cannot be folded; empty if it can."""
+    """Return the reason why a site cannot be folded, or an empty string."""
     if site.refused:
         return site.refused
     for name, linear in site.readers.items():
@@ -114,20 +110,23 @@ def _gain_name(norm: nn.Module) -> str:
 
 
 def _bias_stays(site: _Site) -> bool:
-    """Whether the norm keeps its bias, divided by the gain, because a reader has none to take it up."""
+    """True if a reader has no bias. The norm then keeps its bias, divided by the gain."""
     return any(linear.bias is None for linear in site.readers.values())
 
 
 @torch.no_grad()
 def _is_plain_gain(norm: nn.Module) -> bool:
-    """Whether the norm's output without its bias is a gain times something: 0 for a gain of 0 (Gemma's is 1 + w), and
-    twice as large for twice the gain (GatedNorm's gate reads what the gain has made)."""
-    own = _gain_name(norm)
-    zeros = {name: torch.zeros_like(p) for name, p in norm.named_parameters() if name in (own, "bias")}
-    x = torch.linspace(-1.0, 1.5, zeros[own].numel()).to(zeros[own])[None, None]
+    """True if the norm's output without its bias is proportional to the gain.
+
+    A gain of 0 must give 0 (Gemma's gain is 1 + w). Twice the gain must give twice the output (GatedNorm's gate reads
+    the gain's product).
+    """
+    gain_name = _gain_name(norm)
+    zeros = {name: torch.zeros_like(p) for name, p in norm.named_parameters() if name in (gain_name, "bias")}
+    x = torch.linspace(-1.0, 1.5, zeros[gain_name].numel()).to(zeros[gain_name])[None, None]
 
     def output(gain: float) -> Tensor:
-        return torch.func.functional_call(norm, zeros | {own: torch.full_like(zeros[own], gain)}, (x,))
+        return torch.func.functional_call(norm, zeros | {gain_name: torch.full_like(zeros[gain_name], gain)}, (x,))
 
     return not output(0.0).any() and torch.allclose(output(2.0), 2 * output(1.0), rtol=1e-2, atol=1e-6)
 
@@ -138,7 +137,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _folded(site: _Site, originals: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """What the parameters of a site become, from their original values; nothing is written."""
+    """Compute a site's folded parameters from the originals. Nothing is written."""
     norm, linears = site.norm, list(site.readers.values())
     weight = getattr(norm, _gain_name(norm))
     gamma = originals[weight]
@@ -161,12 +160,12 @@ def _folded(site: _Site, originals: dict[Tensor, Tensor]) -> dict[Tensor, Tensor
 
 def _parameters(site: _Site) -> list[Tensor]:
     modules = [site.norm, *site.readers.values()]
-    found = [getattr(module, name, None) for module in modules for name in (_gain_name(module), "bias")]
-    return [parameter for parameter in found if parameter is not None]
+    parameters = [getattr(module, name, None) for module in modules for name in (_gain_name(module), "bias")]
+    return [parameter for parameter in parameters if parameter is not None]
 
 
 def _use_config(model: Any, config: Any) -> None:
-    """Let every module that reads the model's configuration read `config`."""
+    """Give `config` to every module that has the model's configuration."""
     present = model.config
     for module in model.modules():
         if getattr(module, "config", None) is present:
@@ -174,11 +173,13 @@ def _use_config(model: Any, config: Any) -> None:
 
 
 class FoldedNorms:
-    """A model whose norms are folded, and the way back. As a context manager it unfolds at the end.
+    """A model with folded norms, and the way back. As a context manager it unfolds at the end.
 
-    Until then the model has a configuration of its own, which says so: the one it was made with may be others' too.
+    Until then the model has a copy of its configuration that says so, since other models may share the original.
 
-    names: the norms that are folded. left: {norm: why it is not}. kept_bytes: the originals' memory.
+    Attributes:
+        names: the folded norms.
+        left: {norm: why it is not folded}.
     """
 
     def __init__(self, model: Any, sites: list[_Site], left: dict[str, str]) -> None:
@@ -186,7 +187,6 @@ class FoldedNorms:
         self.names = [site.name for site in sites]
         self._sites = sites
         self._originals = {p: p.detach().clone() for site in sites for p in _parameters(site)}
-        self.kept_bytes = sum(original.nbytes for original in self._originals.values())
         with torch.no_grad():
             for site in sites:
                 for parameter, value in _folded(site, self._originals).items():
@@ -201,7 +201,7 @@ class FoldedNorms:
         """Put the original weights back, bit for bit. A second call does nothing.
 
         Raises:
-            NormlabError: a folded weight was changed, or cast to another dtype, in the meantime; nothing is undone.
+            NormlabError: a folded weight was changed, or cast to another dtype. Nothing is undone then.
         """
         if self._handle is None:
             return
@@ -232,27 +232,27 @@ def fold_norms(model: nn.Module, *, partial: bool = False) -> FoldedNorms:
         with normlab.models.fold_norms(model):
             model.generate(...)
 
-    gamma of the attention's norm goes into q_proj, k_proj and v_proj, of the MLP's into gate_proj and up_proj, of the
-    final norm into the head; the gains become 1. Logits stay equal to rounding. LNS's 1/sqrt(layer) stays in the norm,
-    where the configuration puts it. A LayerNorm's bias beta becomes W beta in the readers' biases, or beta/gamma in the
-    norm where a reader has none. BHyT's c_attn keeps the value it has.
+    The attention norm's gamma goes into q_proj, k_proj and v_proj. The MLP norm's goes into gate_proj and up_proj, the
+    final norm's into the head. The gains become 1. Logits stay equal to rounding. LNS's 1/sqrt(layer) stays in the
+    norm. A LayerNorm's bias beta becomes W beta in the readers' biases, or beta/gamma in the norm if a reader has none.
+    BHyT's c_attn keeps its value.
 
-    The originals of all changed tensors are kept, as many bytes again (``kept_bytes``), because a product cannot be
-    divided back exactly. ``save_pretrained`` writes the folded weights, a valid model, with ``norms_folded`` in its
-    configuration; loaded, it computes the same and cannot be unfolded. While folded, a forward pass in training mode
-    and ``refresh_carried`` are refused. The last hidden state is the norm's output before its gain.
+    A product cannot be divided back exactly, so the originals of all changed tensors are kept: as many bytes again.
+    ``save_pretrained`` writes the folded weights, a valid model, with ``norms_folded`` in its configuration. Loaded, it
+    computes the same and cannot be unfolded. While folded, a forward pass in training mode and ``refresh_carried`` are
+    refused. The last hidden state is the norm's output before its gain.
 
     Args:
         model: a causal LM of this package (any scheme, `swap_norms` too) or a stock Llama, Mistral, Qwen2, Qwen3.
-        partial: fold what can be folded and list the rest in ``left``, instead of refusing the model.
+        partial: fold the norms that can be folded and list the others in ``left``.
 
     Returns:
         The handle that undoes it.
 
     Raises:
-        NormlabError: another architecture; a model that is folded already; or, unless ``partial``, a norm that cannot
-            be folded: read by anything but plain nn.Linear layers (LoRA, quantized), by a matrix tied to the
-            embeddings, or by the residual stream (Post-LN, Peri-LN's output norms). Nothing is changed then.
+        NormlabError: another architecture, a folded model, or, unless ``partial``, a norm that cannot be folded. Such a
+            norm is read by other than plain nn.Linear layers (LoRA, quantized), by a matrix tied to the embeddings, or
+            by the residual stream (Post-LN, Peri-LN's output norms). Nothing is changed then.
     """
     if is_folded(model):
         raise NormlabError("fold_norms: the norms of this model are folded already")

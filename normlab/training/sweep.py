@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from typing import Any
 
 from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
-from normlab.training.clusters import Cluster, cluster
 from normlab.training.config import AUTO, TrainConfig, require_same
 from normlab.training.distributed import device_of, why_dtype
 from normlab.training.grids import Choice, Pair, Preset, Stage, planned, walk
 from normlab.training.presets import get_preset
 from normlab.training.progress import Progress
 from normlab.training.text.corpus import CorpusSpec, corpus_of
-from normlab.training.workers import exit_if_worker_imports_main, finish_in_any_order
+from normlab.training.workers import Cluster, finish_in_any_order, share_cores
 
 # Where a stage's runs are, below the sweep's directory.
 FOLDERS = {"search": store.SEARCH, "finals": store.FINALS, "runs": None}
@@ -32,24 +30,17 @@ FOLDERS = {"search": store.SEARCH, "finals": store.FINALS, "runs": None}
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep left.
+    """The results of a sweep.
 
-    runs: all finished ones in the sweep's order. Those of the search are left out: they are in `out`/search and
-    `out`/finals. failures: run id -> one line with the reason. choices: learning rate and settings by scheme and
-    searched depth, if the preset searched for them.
+    runs: all finished ones in the sweep's order. Those of the search are in `out`/search and `out`/finals instead.
+    failures: run id -> one line with the reason.
+    choices: learning rate and settings by scheme and searched depth, if the preset searched for them.
     """
 
     out: str | Path
     runs: list[runs.Run]
     failures: dict[str, str]
     choices: dict[Pair, Choice]
-
-
-def default_workers(threads: int | None = None) -> tuple[int, int]:
-    """(workers, threads each): two workers share the cores, or as many as `threads` each allow."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(2, cores) if threads is None else max(1, cores // threads)
-    return workers, threads or max(1, cores // workers)
 
 
 def sweep(
@@ -67,14 +58,13 @@ def sweep(
     that it names. A script calls this under `if __name__ == "__main__":`, because every worker imports the script.
 
     Args:
-        workers: processes at once, by default 2. Or "ray", "slurm", or one of `normlab.training.clusters` with its
+        workers: processes at once, by default 2. Or "ray", "slurm", or one of `normlab.training.workers` with its
             options; all machines then have to see `out`.
         threads: CPU threads per run, by default cores/workers.
 
     Raises:
         NormlabError: bad input, before any run starts.
     """
-    exit_if_worker_imports_main()
     if not isinstance(what, str | Preset):
         what = list(what)
         if wrong := [item for item in what if not isinstance(item, TrainConfig)]:
@@ -168,16 +158,3 @@ class _Job:
         self.failures[config.run_id] = in_one_line(error)
         self.bar.end(config, failed=True)
         self.bar.say(f"{config.run_id}: failed, {self.failures[config.run_id]}")
-
-
-def share_cores(workers: int | str | Cluster | None, threads: int | None) -> tuple[int | Cluster, int]:
-    """(workers, threads each), of what was asked for and the machine's cores."""
-    if isinstance(workers, str):
-        workers = cluster(workers)
-    if isinstance(workers, int) and workers < 1:
-        raise NormlabError(f"workers is {workers}; give a number of processes, at least 1")
-    if threads is not None:
-        TrainConfig(threads=threads)  # its check
-    if workers is None:
-        return default_workers(threads)
-    return workers, threads or (1 if isinstance(workers, Cluster) else max(1, default_workers(1)[0] // workers))

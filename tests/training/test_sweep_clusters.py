@@ -17,7 +17,7 @@ from training_helpers import tiny, write_text
 
 from normlab import NormlabError, cli, runs, store
 from normlab.training import workers as workers_module
-from normlab.training.clusters import LOCAL, Cluster, Ray, Slurm, cluster
+from normlab.training.workers import LOCAL, Cluster, Ray, Slurm, cluster
 
 
 @pytest.fixture(scope="module")

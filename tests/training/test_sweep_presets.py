@@ -14,11 +14,11 @@ from training_helpers import write_run, write_text
 import normlab
 from normlab import NormlabError, runs, store
 from normlab.schemes import BASELINE, GAIN_CONTROL, SCHEMES, tagged
-from normlab.training import plan as plan_module
+from normlab.training import estimate
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
+from normlab.training.estimate import plan
 from normlab.training.grids import Choice, LeagueSearch, Part, Preset, Search, planned
-from normlab.training.plan import plan
 from normlab.training.presets import PRESETS, get_preset
 
 
@@ -208,10 +208,10 @@ def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it() -> 
 def test_no_noise_of_the_clock_makes_a_deep_run_cost_nothing_or_more_than_all_its_blocks(
     monkeypatch: pytest.MonkeyPatch, text: Path, at_four: float, deep: float
 ) -> None:
-    monkeypatch.setattr(plan_module, "_step_seconds", lambda config, *_: {2: 1.0, 4: at_four}[config.depth])
+    monkeypatch.setattr(estimate, "_step_seconds", lambda config, *_: {2: 1.0, 4: at_four}[config.depth])
     one = TrainConfig(corpus=str(text), steps=1, eval_every=0, probe_every=0)
     configs = [replace(one, depth=depth) for depth in (2, 4, 16)]
-    assert plan_module._Seconds(configs, [], None, False).of(configs[-1]) == pytest.approx(deep)
+    assert estimate._Seconds(configs, [], None, False).of(configs[-1]) == pytest.approx(deep)
 
 
 def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Path) -> None:

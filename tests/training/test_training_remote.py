@@ -14,10 +14,10 @@ from training_helpers import tiny
 import normlab
 from normlab import NormlabError, runs, store
 from normlab.training import run as run_module
-from normlab.training.clusters import Cluster, Outcome, Slurm
 from normlab.training.config import TrainConfig
 from normlab.training.run import RunStopped
 from normlab.training.sweep import sweep
+from normlab.training.workers import Cluster, Outcome, Slurm
 
 pytest_plugins = ["training_fixtures"]
 

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainingArguments
 from normlab import LayerStatsCallback, runs, store
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
+from normlab.training.estimate import needs
 from normlab.training.loop import fresh_model
-from normlab.training.needs import needs
 from normlab.training.run import RunStopped
 from normlab.training.text.corpus import corpus_of
 

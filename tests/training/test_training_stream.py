@@ -20,8 +20,8 @@ from training_helpers import tiny, write_text
 
 from normlab import NormlabError, runs, store
 from normlab.training.config import TrainConfig
+from normlab.training.paper_models import get_size
 from normlab.training.run import RunStopped
-from normlab.training.sizes import get_size
 from normlab.training.text.corpus import Corpus, corpus_of
 from normlab.training.text.source import is_held_out
 from normlab.training.text.stream import DOCUMENTS, StreamedBlocks

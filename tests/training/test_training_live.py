@@ -22,9 +22,9 @@ from training_helpers import ForkedCommand, tiny
 
 from normlab import runs, store
 from normlab.errors import NormlabError
-from normlab.training import background
-from normlab.training.background import FAILED, PAUSED, STOPPED, TRAINING, BackgroundRun
+from normlab.training import live
 from normlab.training.config import TrainConfig
+from normlab.training.live import FAILED, PAUSED, STOPPED, TRAINING, BackgroundRun
 
 pytest_plugins = ["training_fixtures"]
 
@@ -32,7 +32,7 @@ pytest_plugins = ["training_fixtures"]
 @pytest.fixture
 def begin(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BackgroundRun]]:
     """Start a run; whatever is still at work at the end is closed."""
-    monkeypatch.setattr(background, "Popen", ForkedCommand)
+    monkeypatch.setattr(live, "Popen", ForkedCommand)
     started = []
 
     def begin(config: TrainConfig, **options: Any) -> BackgroundRun:
@@ -56,14 +56,14 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     text: Path, go: Callable, begin: Callable, tmp_path: Path
 ) -> None:
-    config = tiny(text, steps=200, probe_every=50, eval_every=50, checkpoint_every=0)
+    config = tiny(text, steps=120, probe_every=40, eval_every=40, checkpoint_every=0)
     news: list[int] = []
     run = begin(config, changed=lambda: news.append(1))
     assert run.wait(60, step=3)
     run.pause()
     until(lambda: run.state == PAUSED)
     asleep, heard = run.step, len(news)
-    assert 3 <= asleep < 190
+    assert 3 <= asleep < 110
     time.sleep(0.7)
     assert (run.step, run.state, len(news)) == (asleep, PAUSED, heard) and run.pid is not None
     run.start()
@@ -71,7 +71,7 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     run.stop()
     assert run.wait(60) and run.state == STOPPED
     stopped, shown = run.step, run.points("train", "model", "loss")
-    assert asleep + 5 <= stopped < 200 and [step for step, _, _ in shown] == list(range(1, stopped + 1))
+    assert asleep + 5 <= stopped < 120 and [step for step, _, _ in shown] == list(range(1, stopped + 1))
     until(lambda: run.pid is None)
     work = run.out / store.PARTIAL / config.run_id
     assert not (run.out / config.run_id).exists() and (work / f"checkpoint-{stopped}").is_dir()
@@ -88,7 +88,7 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     assert (run.run.path / runs.STATS).read_bytes() == (undisturbed.path / runs.STATS).read_bytes()
     losses = undisturbed.table().query("metric == 'loss' and split == 'eval'")
     assert run.points("eval", "model", "loss") == [(r.step, None, r.value) for r in losses.itertuples()]
-    assert run.step == 200 and run.unigram_entropy == undisturbed.manifest["corpus"]["unigram_entropy"]
+    assert run.step == 120 and run.levels["unigram_entropy"] == undisturbed.manifest["corpus"]["unigram_entropy"]
     assert not (run.out / store.PARTIAL).exists()
 
 
@@ -245,13 +245,13 @@ def test_a_run_that_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyP
 def test_points_can_be_read_while_another_object_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, waits = BackgroundRun(TrainConfig(), tmp_path / "out"), []
 
-    def replace_other() -> None:
+    def stop_other() -> None:
         reader = threading.Thread(target=run.points, args=("train", "model", "loss"), daemon=True)
         reader.start()
         reader.join(2)
         waits.append(reader.is_alive())
 
-    monkeypatch.setattr(run, "_replace_other", replace_other)
+    monkeypatch.setattr(run, "_stop_other", stop_other)
     monkeypatch.setattr(run, "_spawn", lambda: None)
     run.start()
     assert waits == [False]
@@ -272,7 +272,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from training_helpers import ForkedCommand, tiny
-from normlab.training.background import BackgroundRun
+from normlab.training.live import BackgroundRun
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

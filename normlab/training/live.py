@@ -1,13 +1,12 @@
-"""A run that trains in a process of its own while this process goes on: watched, paused, continued, stopped.
+"""A run in a separate process, which this one watches, pauses, continues and stops.
 
 `BackgroundRun(config, out)`   the run of `normlab.train(config, out)`, as the command `normlab train --follow`
-`train_followed(config, out)`  what that command does
+`train_followed(config, out)`  that command
 
-The process writes what every step measured to its standard output, as lines of JSON, and takes the commands `pause`,
-`train` and `stop` from its standard input between two steps, so it is never interrupted inside one. Pausing keeps it,
-asleep; stopping writes a checkpoint and ends it; ended in any other way, it leaves its last whole checkpoint. It ends
-when its standard input does, thus when this process ends, and has a session of its own, so that what interrupts this
-process (Ctrl-C, a notebook's stop button) does not reach it.
+The process writes each step's measurements to its standard output as lines of JSON. Between two steps it takes the
+commands `pause`, `train` and `stop` from its standard input. A paused process sleeps. A stopped one writes a checkpoint
+and ends; ended in any other way, it leaves its last whole checkpoint. It ends with its standard input, so with this
+process, even while it is paused. It has its own session, so Ctrl-C and a notebook's stop button do not reach it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any, ClassVar
@@ -33,30 +32,29 @@ from normlab.training.config import TrainConfig
 
 READY, STARTING, TRAINING, PAUSED, STOPPED, FAILED = "ready", "starting", "training", "paused", "stopped", "failed"
 LIVE = (STARTING, TRAINING, PAUSED)
-# Where a value belongs in the long table: split, site, metric, mask.
-Place = tuple[str, str, str, str]
+Series = tuple[str, str, str, str]  # split, site, metric, mask
 Point = tuple[int, "int | None", float]  # step, layer, value
 _PATIENCE = 10.0  # seconds that a process gets to end by itself
 
 
 class BackgroundRun:
-    """One training run in a process of its own.
+    """One training run in a separate process.
 
     Args:
-        config, out, cache_dir: as for `normlab.train`; the run is found there afterwards like any other, and one that
-            is there already is taken up where it ended.
-        changed: called, from another thread, when there is something new to see. It must not call `start` or `close`,
-            which wait for that thread; what it raises fails the run.
+        config, out, cache_dir: as for `normlab.train`. The run is found there afterwards like any other, and one that
+            is there already is resumed.
+        changed: called from another thread when there is something new to show. It must not call `start` or `close`,
+            which wait for that thread. If it raises, the run fails.
 
     Attributes:
         state: "ready", "starting", "training", "paused", "stopped", "failed", or the status of the ended run.
         step: optimizer steps done.
         reason: one line that says why it failed.
         run: the ended `normlab.runs.Run`.
-        levels: losses of models that only count, by their metrics' names, once they are known.
+        levels: n-gram baselines by the names of their metrics, once they are known.
     """
 
-    # Weak: a live one is held by its listener's thread, an ended one is its owner's.
+    # Weak: a live one is held by its listener's thread, an ended one by its owner.
     _running: ClassVar[weakref.WeakValueDictionary[Path, BackgroundRun]] = weakref.WeakValueDictionary()
 
     def __init__(
@@ -73,23 +71,22 @@ class BackgroundRun:
         self.levels: dict[str, float] = {}
         self._changed = changed
         self._condition = threading.Condition(threading.RLock())
-        self._points: dict[Place, list[Point]] = defaultdict(list)
+        self._points: dict[Series, list[Point]] = defaultdict(list)
         self._process: Any = None  # until the listener has seen it end
-        self._stopping = False  # it was sent "stop" and obeys nothing else any more
+        self._stopping = False  # stop was requested; later commands are ignored
         self._listener: threading.Thread | None = None
 
     # --- commands ---
 
     def start(self) -> None:
-        """Begin, or go on: after a pause, after a stop (a stop under way is waited for), or from the last checkpoint
-        after a failure.
+        """Begin, continue after a pause, or resume from the last checkpoint after a stop or a failure.
 
         A second `BackgroundRun` of the same run in this process stops the first. NormlabError for a directory that
         holds something other than runs.
         """
         store.check_root(self.out)
         if self.run is None:
-            self._replace_other()  # takes a while: not under the lock, which `points` needs
+            self._stop_other()  # takes a while: not under the lock, which `points` needs
         with self._condition:
             if self.live and not self._stopping:
                 self._send("train")
@@ -106,13 +103,13 @@ class BackgroundRun:
         self._send("pause")
 
     def stop(self) -> None:
-        """Write a checkpoint after the step in progress and end the process; `start` goes on from there."""
+        """Write a checkpoint after the step in progress and end the process; `start` resumes from there."""
         with self._condition:
             self._stopping = True
             self._send("stop")
 
     def close(self, patience: float = _PATIENCE) -> None:
-        """End the process now. What it did since its last checkpoint is lost, nothing is half-written."""
+        """End the process now. The steps since its last checkpoint are lost; nothing is half-written."""
         with self._condition:
             process, listener = self._process, self._listener
             if process is None or listener is None:
@@ -120,7 +117,7 @@ class BackgroundRun:
             if self.live:
                 self.state = STOPPED
         process.terminate()
-        listener.join(patience)  # which waits for the process: of two threads that do, one misses how it ended
+        listener.join(patience)  # which waits for the process: of two threads that do, one misses its exit code
         if listener.is_alive():
             process.kill()
             listener.join(patience)
@@ -129,27 +126,22 @@ class BackgroundRun:
 
     @property
     def live(self) -> bool:
-        """Whether there is a process at work or asleep."""
+        """True while a process trains or sleeps."""
         return self.state in LIVE
 
     @property
     def pid(self) -> int | None:
-        """The process's id while there is one."""
+        """The process's id; None if there is none."""
         process = self._process
         return process.pid if process is not None else None
 
-    @property
-    def unigram_entropy(self) -> float | None:
-        """That of the corpus, once it is known."""
-        return self.levels.get("unigram_entropy")
-
     def points(self, split: str, site: str, metric: str, mask: str = "all") -> list[Point]:
-        """(step, layer, value) of everything measured there so far, in order."""
+        """(step, layer, value) of everything measured so far, in order."""
         with self._condition:
             return list(self._points.get((split, site, metric, mask), ()))
 
     def wait(self, timeout: float | None = None, *, step: int | None = None) -> bool:
-        """Block until the process ended, or until `step` steps are done; False when `timeout` seconds went by first."""
+        """Block until the process ended, or `step` steps are done. False if `timeout` seconds passed first."""
         with self._condition:
             return self._condition.wait_for(
                 lambda: self.state not in (READY, *LIVE) or (step is not None and self.step >= step), timeout
@@ -163,8 +155,8 @@ class BackgroundRun:
                 with contextlib.suppress(OSError):  # it ended just now; the listener says how
                     print(command, file=self._process.stdin, flush=True)
 
-    def _replace_other(self) -> None:
-        """A cell that is run again makes a second object for the same run: the first gives way, at a checkpoint."""
+    def _stop_other(self) -> None:
+        """Stop an earlier object of the same run at a checkpoint. A cell that is run again makes a second one."""
         key = (self.out / self.config.run_id).resolve()
         other = self._running.get(key)
         if other is not None and other is not self:
@@ -177,7 +169,7 @@ class BackgroundRun:
     def _spawn(self) -> None:
         command = [sys.executable, "-m", "normlab", "train", "--follow", *self.config.to_arguments()]
         command += ["--out", str(self.out)] + ([] if self.cache_dir is None else ["--cache-dir", str(self.cache_dir)])
-        # What can be imported here can be imported there.
+        # Modules that can be imported here can be imported there.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (the listener closes it)
         self._process = Popen(
@@ -195,7 +187,7 @@ class BackgroundRun:
             self._end(FAILED, in_one_line(error))
             process.terminate()
         finally:
-            process.stdout.close()  # a process that still wants to write ends, rather than wait for a reader
+            process.stdout.close()  # a process that still writes then ends, rather than wait for a reader
             code = process.wait()
             with self._condition, errors:
                 self._process = None
@@ -205,13 +197,12 @@ class BackgroundRun:
         self._changed()
 
     def _receive(self, message: Mapping[str, Any]) -> None:
-        """Take in a message, unless the end is known already."""
+        """Apply a message, unless the run has ended."""
         with self._condition:
             if self.live:
-                if "levels" in message:
-                    self.levels = message["levels"]
+                self.levels = message.get("levels", self.levels)
                 if message.get("first"):
-                    self._points.clear()  # a run that goes on sends what it had measured at its checkpoint
+                    self._points.clear()  # a resumed run sends the measurements of its checkpoint again
                 if "rows" in message:
                     self.step = message["step"]
                     self._add(map(runs.Row._make, message["rows"]))
@@ -226,12 +217,12 @@ class BackgroundRun:
                 self.state, self.reason = state, reason
             self._condition.notify_all()
 
-    def _add(self, rows: Any) -> None:
+    def _add(self, rows: Iterable[runs.Row]) -> None:
         for row in rows:
             self._points[row.split, row.site, row.metric, row.mask].append((row.step, row.layer, row.value))
 
     def _show_finished(self, run: runs.Run) -> None:
-        """What is shown of an ended run is what is on disk."""
+        """Show an ended run as it is on disk."""
         self.run, self.state = run, run.status
         rows = list(runs.rows_of(run.table()))
         self._points.clear()
@@ -256,14 +247,14 @@ def train_followed(config: TrainConfig, out: str | Path, cache_dir: str | Path |
     from normlab.training.run import RunStopped, train
     from normlab.training.text.corpus import corpus_of
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is being written is tidied up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a file in progress is removed
     if hasattr(os, "nice"):
         os.nice(5)  # cells of the notebook come first
     follower = _Follower(sys.stdout)
-    with contextlib.redirect_stdout(sys.stderr):  # what anything else prints is no message
+    with contextlib.redirect_stdout(sys.stderr):  # other prints are no messages
         corpus = corpus_of(config, cache_dir)
-        counted = corpus.measured_on(config).count_losses
-        follower.send(levels={"unigram_entropy": corpus.unigram_entropy, **counted})
+        baselines = corpus.measured_on(config).count_losses
+        follower.send(levels={"unigram_entropy": corpus.unigram_entropy, **baselines})
         try:
             run = train(config, out, cache_dir=cache_dir, progress=False, watch=follower)
             follower.send(ended=str(run.path))
@@ -272,7 +263,7 @@ def train_followed(config: TrainConfig, out: str | Path, cache_dir: str | Path |
 
 
 class _Follower:
-    """Sends each step's rows and obeys the commands that have come in meanwhile."""
+    """Sends each step's rows, and obeys the commands that arrived meanwhile."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.first = stream, True
@@ -283,7 +274,7 @@ class _Follower:
         while data := os.read(0, 4096):  # not sys.stdin, whose lock would be held while the interpreter ends
             for command in data.decode().split():
                 self.commands.put(command)
-        os._exit(1)  # whoever followed is gone
+        os._exit(1)  # the watching process is gone
 
     def send(self, **message: Any) -> None:
         print(json.dumps(message), file=self.stream, flush=True)

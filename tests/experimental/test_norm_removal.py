@@ -1,8 +1,7 @@
-"""Norms of an existing model removed one by one: what each computes then, the table, resumption, the model left."""
+"""Norms of an existing model removed one by one: each norm then, the table, resumption, the final model."""
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import normlab
 from normlab import NormlabError, NormlabForCausalLM
 from normlab.cli import main
-from normlab.models.removal import as_llama, fold_removed, load_removable, removable_norms, remove_norm
-from normlab.training import fine_tune as fine_tune_module
+from normlab.experimental import norm_removal
+from normlab.experimental.norm_removal import (
+    RemovalConfig,
+    as_llama,
+    fold_removed,
+    load_removable,
+    removable_norms,
+    remove_norm,
+    remove_norms,
+)
 from normlab.training.measure import mean_token_loss
-from normlab.training.removal import RemovalConfig, remove_norms
 from normlab.training.text.corpus import Corpus, load_corpus
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": True}
 SITES = ["model.layers.0.post_attention_layernorm", "model.layers.0.input_layernorm", "model.norm"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collection():
-    """accelerate collects garbage after every training: half a second in a process that has imported everything."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ def test_every_norm_goes_in_turn_and_what_is_left_has_the_last_loss(stock, text,
 def test_a_stopped_removal_goes_on_at_the_norm_it_was_at_and_gives_the_same_bits(text, corpus, tmp_path, monkeypatch):
     folder = saved(corpus, tmp_path / "trained")
     whole = removed(text, folder, tmp_path / "whole")
-    fine_tune, calls = fine_tune_module.fine_tune, []
+    fine_tune, calls = norm_removal.fine_tune, []
 
     def stops_at_the_second(*arguments: Any) -> None:
         calls.append(1)
@@ -100,7 +98,7 @@ def test_a_stopped_removal_goes_on_at_the_norm_it_was_at_and_gives_the_same_bits
             raise KeyboardInterrupt
         fine_tune(*arguments)
 
-    monkeypatch.setattr(fine_tune_module, "fine_tune", stops_at_the_second)
+    monkeypatch.setattr(norm_removal, "fine_tune", stops_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         removed(text, folder, tmp_path / "parts")
     assert [path.name for path in (tmp_path / "parts").glob("norm-*")] == ["norm-001"]
