@@ -148,7 +148,7 @@ class Run:
     def trigram_loss(self) -> float | None:
         """Loss of a trigram model of the training text, in nats per token; None for schema version 1.
 
-        Blocks are those of `eval_loss` (`normlab.training.text.ngrams`).
+        Blocks are those of `eval_loss` (`normlab.training.text.tokens`).
         """
         return self.manifest["trigram_loss"]
 

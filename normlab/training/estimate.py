@@ -1,4 +1,4 @@
-"""What a sweep or a run takes before it starts.
+"""Estimates of a sweep or a run before it starts.
 
 `plan(preset, out)`     a `Plan`: one row per run of a sweep in order, with hours of one core
 `needs(config, gpus)`   a `Needs`: parameters, FLOPs, memory, time and disk of one run on GPUs
@@ -279,8 +279,8 @@ def count_parameters(config: NormlabConfig) -> int:
 def held_when_split(config: NormlabConfig, ranks: int) -> Held:
     """The first rank's share under `distributed.shard`; no other rank's is larger. Each tensor is split by rows.
 
-    Gathered are the parameters outside the blocks, and three times a block's: the weights of one block and of the next,
-    and one block's gradients before they are scattered.
+    Gathered are the parameters outside the blocks, and three times a block's. Those are the weights of one block and of
+    the next, and one block's gradients before they are scattered.
     """
     with torch.device("meta"):
         model = NormlabForCausalLM(config)

@@ -2,9 +2,9 @@
 
     python -m normlab.training.keep RUNS OUT [--cache-dir DIR]
 
-Every run below RUNS that kept its weights becomes OUT/<scheme>-d<depth>, with what its model has of its own between the
-two (bhyt-lam_last10-d8): weights, configuration, tokenizer, held-out blocks (those of the run's own evaluation), and
-the run's manifest with `kept`: its loss on these blocks after rounding.
+Every run below RUNS that kept its weights becomes a folder OUT/<scheme>-d<depth>. Fields of its model come between the
+two, as in bhyt-lam_last10-d8. The folder holds weights, configuration, tokenizer, the held-out blocks of the run's
+evaluation, and its manifest. `kept` in the manifest is the loss on these blocks after rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def keep(root: str | Path, out: str | Path, cache_dir: str | Path | None = None)
 
 
 def name_of(config: TrainConfig) -> str:
-    """bhyt-lam_last10-d8: the scheme, what its model has of its own, the depth."""
+    """A name such as bhyt-lam_last10-d8: scheme, fields of the model, depth."""
     own = [f"{name}{value:g}" if isinstance(value, float) else f"{name}{value}" for name, value in config.model.items()]
     return "-".join([config.scheme, *own, f"d{config.depth}"])
 

@@ -1,4 +1,4 @@
-"""A run that trains in a process of its own, while this one watches, pauses, continues and stops it.
+"""A run in a separate process, which this one watches, pauses, continues and stops.
 
 `BackgroundRun(config, out)`   the run of `normlab.train(config, out)`, as the command `normlab train --follow`
 `train_followed(config, out)`  that command
@@ -38,7 +38,7 @@ _PATIENCE = 10.0  # seconds that a process gets to end by itself
 
 
 class BackgroundRun:
-    """One training run in a process of its own.
+    """One training run in a separate process.
 
     Args:
         config, out, cache_dir: as for `normlab.train`. The run is found there afterwards like any other, and one that

@@ -69,9 +69,9 @@ def train(
             the last call. If it returns False, the run writes a checkpoint and RunStopped is raised.
 
     Raises:
-        NormlabError: a corpus that cannot be read, an output directory that holds something else, a run of the same
-            name made from other text, or a number of ranks that does not divide the batch. A loss that becomes
-            non-finite is no error: the run ends with status "diverged".
+        NormlabError: a corpus that cannot be read, or an output directory that holds something else. Also a run of the
+            same name made from other text, or a number of ranks that does not divide the batch. A non-finite loss is no
+            error: the run ends with status "diverged".
     """
     place = store.Remote(out) if store.is_address(out) else None
     root = Path(out) if place is None else place.copy
@@ -291,7 +291,7 @@ def manifest_of(config: TrainConfig, corpus: Mapping[str, Any]) -> dict[str, Any
 def _results(
     config: TrainConfig, corpus: Corpus, measured_on: MeasuredOn, training: Training, log: RunLog, diverged: bool
 ) -> dict[str, Any]:
-    """How the run ended, after how many tokens, and what model it trained.
+    """The results of a run: its end, its tokens, and its model.
 
     `status` is explained in `Run.status`. `eval_loss` is the last held-out loss: None if it is not finite or was never
     measured. A run whose held-out loss was never measured counts as learned.

@@ -30,11 +30,11 @@ FOLDERS = {"search": store.SEARCH, "finals": store.FINALS, "runs": None}
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep left.
+    """The results of a sweep.
 
-    runs: all finished ones in the sweep's order. Those of the search are left out: they are in `out`/search and
-    `out`/finals. failures: run id -> one line with the reason. choices: learning rate and settings by scheme and
-    searched depth, if the preset searched for them.
+    runs: all finished ones in the sweep's order. Those of the search are in `out`/search and `out`/finals instead.
+    failures: run id -> one line with the reason.
+    choices: learning rate and settings by scheme and searched depth, if the preset searched for them.
     """
 
     out: str | Path

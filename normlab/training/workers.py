@@ -149,7 +149,7 @@ def _start_worker() -> None:
 
 @dataclass(frozen=True)
 class Cluster(ABC):
-    """Where runs go that other machines train.
+    """A cluster, whose machines train runs.
 
     address: of the cluster. gpus: per run; a share of one where the cluster can split them.
     """

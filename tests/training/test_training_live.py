@@ -56,14 +56,14 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     text: Path, go: Callable, begin: Callable, tmp_path: Path
 ) -> None:
-    config = tiny(text, steps=200, probe_every=50, eval_every=50, checkpoint_every=0)
+    config = tiny(text, steps=120, probe_every=40, eval_every=40, checkpoint_every=0)
     news: list[int] = []
     run = begin(config, changed=lambda: news.append(1))
     assert run.wait(60, step=3)
     run.pause()
     until(lambda: run.state == PAUSED)
     asleep, heard = run.step, len(news)
-    assert 3 <= asleep < 190
+    assert 3 <= asleep < 110
     time.sleep(0.7)
     assert (run.step, run.state, len(news)) == (asleep, PAUSED, heard) and run.pid is not None
     run.start()
@@ -71,7 +71,7 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     run.stop()
     assert run.wait(60) and run.state == STOPPED
     stopped, shown = run.step, run.points("train", "model", "loss")
-    assert asleep + 5 <= stopped < 200 and [step for step, _, _ in shown] == list(range(1, stopped + 1))
+    assert asleep + 5 <= stopped < 120 and [step for step, _, _ in shown] == list(range(1, stopped + 1))
     until(lambda: run.pid is None)
     work = run.out / store.PARTIAL / config.run_id
     assert not (run.out / config.run_id).exists() and (work / f"checkpoint-{stopped}").is_dir()
@@ -88,7 +88,7 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     assert (run.run.path / runs.STATS).read_bytes() == (undisturbed.path / runs.STATS).read_bytes()
     losses = undisturbed.table().query("metric == 'loss' and split == 'eval'")
     assert run.points("eval", "model", "loss") == [(r.step, None, r.value) for r in losses.itertuples()]
-    assert run.step == 200 and run.levels["unigram_entropy"] == undisturbed.manifest["corpus"]["unigram_entropy"]
+    assert run.step == 120 and run.levels["unigram_entropy"] == undisturbed.manifest["corpus"]["unigram_entropy"]
     assert not (run.out / store.PARTIAL).exists()
 
 

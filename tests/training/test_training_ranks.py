@@ -90,6 +90,7 @@ def assert_same(run: runs.Run, alone: runs.Run) -> None:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_measure_as_one_process(
     config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ def kill_a_rank(config: TrainConfig, out: Path, cache: Path, step: int, wait: fl
         process.join()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
     config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
 ) -> None:

@@ -144,7 +144,7 @@ def _break_off(monkeypatch: pytest.MonkeyPatch, go: Callable, config: TrainConfi
 def test_checkpoints_of_another_thread_count_are_not_continued(
     text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny(text)
+    config = tiny(text, probe_every=0, eval_every=0)
     _break_off(monkeypatch, go, config, tmp_path, KeyboardInterrupt())  # type: ignore[arg-type]
     assert list((tmp_path / store.PARTIAL / config.run_id).glob("checkpoint-*"))
     assert go(replace(config, threads=2), tmp_path).manifest["measured"]["resumed_from_step"] == 0

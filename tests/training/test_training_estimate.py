@@ -202,7 +202,14 @@ def test_a_step_is_computed_in_as_few_parts_as_fit_the_memory() -> None:
     assert several.memory == 16 * whole.parameters + fixed + 4 * a_block
 
 
-@pytest.mark.parametrize("name, flags", [*((name, []) for name in SIZES), ("curse-130m", ["--fsdp"])])
+@pytest.mark.parametrize(
+    "name, flags",
+    [
+        ("bhyt-1b", []),
+        ("curse-130m", ["--fsdp"]),
+        *(pytest.param(name, [], marks=pytest.mark.slow) for name in SIZES if name != "bhyt-1b"),
+    ],
+)
 def test_the_command_of_a_plan_is_its_configuration(
     name: str, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
