@@ -32,8 +32,9 @@ def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) 
     """Ratios to the first scheme of the registry of perplexity, size and variance after the last layer.
 
     Each scheme's row is as high as its marks, which are drawn one below the other. Filled marks are these runs, one
-    shape per depth, with intervals. Thin marks are the papers' far larger models, one shape per model. Left of 1 is lower than the base. A perplexity of more than three times the base's is a model that did not
-    train: an arrow at the edge, its ratio when hovered.
+    shape per depth, with intervals. Thin marks are the papers' far larger models, one shape per model. Left of 1 is
+    lower than the base. A perplexity of more than three times the base's is a model that did not train: an arrow at
+    the edge, its ratio when hovered.
 
     Args:
         runs: the table of `normlab.load_runs`.
