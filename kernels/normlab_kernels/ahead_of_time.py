@@ -217,9 +217,9 @@ WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 def all_builds(target: str) -> Iterator[Build]:
     """The builds of a target's rows in the table.
 
-    Every launch: of tiles by Derf and DyT, of whole and split rows by LayerNorm with the addition, which holds most, and
-    by SeeDNorm, which has its own launches. Every function at 4,096, and some at other widths. On sm_90 also the fused
-    product and launches that are not chosen.
+    Every launch: of tiles by Derf and DyT; of whole and split rows by LayerNorm with the addition, which holds most,
+    and by SeeDNorm, which has its own launches. Every function at 4,096, and some at other widths. On sm_90 also the
+    fused product and launches that are not chosen.
     """
     where = [(name, width, "bf16") for name in ("derf", "dyt") for width in WIDTHS[:5]]
     where += [(name, width, "bf16") for name in ("add_layer_norm", "add_seed_norm", "row_moments") for width in WIDTHS]

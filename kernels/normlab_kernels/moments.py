@@ -24,7 +24,7 @@ def row_moments(x: Tensor) -> RowMoments:
     """Second and fourth central moment sums, max |x| and L2 norm over the last dimension of x (..., d); no gradients.
 
     On a GPU one kernel reads x once (rows wider than a program holds, twice). On a CPU the passes are over chunks of
-    rows that stay in the cache. A row with a NaN has NaN everywhere. L2 overflows only where it is no fp32 number itself.
+    rows that stay in the cache. A row with a NaN has NaN everywhere. L2 overflows only where it is no fp32 number.
 
     Raises:
         ValueError: x is not floating-point, or has no last dimension or an empty one.

@@ -1,8 +1,8 @@
 """The formulas in plain PyTorch. Every kernel is checked against them, and a compiler is given them.
 
 Rounding is Llama's. The statistic, z and the activation are fp32 (fp64 for fp64 input). They are rounded once to x's
-dtype. The product with the weight has the dtype the two promote to. With a direction the gain is the row's, of fp32, and
-there is one rounding, to that dtype.
+dtype. The product with the weight has the dtype the two promote to. With a direction the gain is the row's, of fp32,
+and there is one rounding, to that dtype.
 """
 
 from __future__ import annotations
