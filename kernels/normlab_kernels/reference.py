@@ -22,8 +22,8 @@ def row_norm_reference(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(y, ms) of x (..., d); ms (..., 1) is the statistic used, None where there is none.
 
-    >>> y, ms = row_norm_reference(torch.ones(2, 4), torch.ones(4), None, None, None, None, RowSpec(Stat.RMS,
-    Act.IDENTITY))
+    >>> spec = RowSpec(Stat.RMS, Act.IDENTITY)
+    >>> y, ms = row_norm_reference(torch.ones(2, 4), torch.ones(4), None, None, None, None, spec)
     >>> ms.flatten().tolist()
     [1.0, 1.0]
     """
