@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from normlab import store
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 from normlab.training.config import TrainConfig
 from normlab.training.loop import STATE, Training
 from normlab.training.measure import RunLog
@@ -58,11 +58,16 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
 
 
 def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
-    """Continue from a checkpoint. Every rank has to call this."""
-    training.load(checkpoint, store.checkpoint_step(checkpoint.name))
-    log.restore(checkpoint / store.STATS)
-    if training.stream is not None:
-        training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
+    """Continue from a checkpoint. Every rank has to call this. NormlabError: it is whole, but holds something else."""
+    try:
+        training.load(checkpoint, store.checkpoint_step(checkpoint.name))
+        log.restore(checkpoint / store.STATS)
+        if training.stream is not None:
+            training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
+    except Exception as error:  # of pickle, PyTorch or pyarrow
+        raise NormlabError(
+            f"{checkpoint} cannot be resumed ({first_line(error)}); delete it and start again"
+        ) from error
 
 
 def begun_alike(checkpoint: Path, manifest: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Norms of an existing model removed one by one: what each computes then, the table, resumption, the model left."""
+"""Norms of an existing model removed one by one: each norm then, the table, resumption, the final model."""
 
 from __future__ import annotations
 
