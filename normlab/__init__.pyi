@@ -35,6 +35,7 @@ from .probes import sites as sites
 from .probes import skip_future_effect as skip_future_effect
 from .probes import skip_sensitivity as skip_sensitivity
 from .probes.callback import LayerStatsCallback as LayerStatsCallback
+from .probes.observe import observe as observe
 from .release import shipped as shipped
 
 # runs on disk -> tables; each run's configuration, as a table and as data

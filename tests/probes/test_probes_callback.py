@@ -13,7 +13,8 @@ from probe_zoo import build, near, tiny_llama
 
 from normlab.errors import NormlabError
 from normlab.probes import record
-from normlab.probes.callback import LayerStatsCallback, LossSpikes, UpdateRatio
+from normlab.probes.callback import LayerStatsCallback, UpdateRatio
+from normlab.probes.observe import LossSpikes
 
 METRICS = ["token_l2_mean", "grad_l2_mean", "grad_l2_total"]
 
