@@ -1,6 +1,6 @@
 """Audit the probes on one architecture: what `record` gives against float64 hooks that share no rule with it.
 
-    python benchmarks/architecture_audit.py data/bench/architectures.csv [class or task ...]
+    python -m benchmarks.architecture_audit data/bench/architectures.csv [class or task ...]
 
 `audit` builds a class tiny and random. It records two batches with every metric, one padded and with a mask, one
 without either, and compares with tensors kept by plain hooks: block outputs, norm inputs, gradients of the summed loss
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import pandas
 import torch
 import transformers
-from architecture_zoo import LENGTH, TASKS, class_names, config_class_of, prepare
 from torch import Tensor, nn
 
+from benchmarks.architecture_zoo import LENGTH, TASKS, class_names, config_class_of, prepare
 from normlab.errors import NormlabError
 from normlab.probes import METRICS, Sites, record, sites, stacks
 

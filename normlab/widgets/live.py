@@ -1,12 +1,16 @@
-"""A trained model for the page: what `static/model.js` needs to know of it.
+"""The page that runs trained models: a reader changes their normalization, and every layer answers.
 
-model_spec   sizes, names of tensors, and each norm as data
+live_page    write it: `normlab page MODEL... --out FOLDER`
+model_spec   what `static/model.js` needs to know of a model: sizes, names of tensors, each norm as data
 weights_of   the weights as a safetensors file: as shipped, or of a model in memory
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gzip
+import json
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,13 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from normlab.errors import NormlabError
-from normlab.models.block import NormlabDecoderLayer
-from normlab.models.joins import FinalNorm
+from normlab.figures.theme import ink, style_of
+from normlab.models.block import FinalNorm, NormlabDecoderLayer
+from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_folder
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
+from normlab.release import shipped_models
+from normlab.widgets.change import SLOPES
+from normlab.widgets.plot import script
 
 STATIC = Path(__file__).parent / "static"
 
@@ -37,6 +45,8 @@ NORMS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
 }
 _TENSORS = ("slope", "shift", "bias")  # fields that name a tensor of the norm
 MULTIPLE = 8  # of the kernel's columns
+_SAMPLE = 'def add(first, second):\n    """Return the sum of two numbers."""\n    return first + second\n'
+_PASSAGES, _LENGTH = [4, 20, 0, 12, 18, 27], 64  # blocks of held-out text, and their tokens that the page reads
 
 
 def model_spec(model: Any) -> dict[str, Any]:
@@ -115,7 +125,7 @@ def weights_of(model: Any) -> bytes:
     """A safetensors file: a folder's as it is, or a model's present weights (bfloat16 and float32 are kept)."""
     from safetensors.torch import save
 
-    if not isinstance(model, nn.Module):
+    if isinstance(model, str | Path):
         return (Path(model) / "model.safetensors").read_bytes()
     kept = (torch.bfloat16, torch.float32)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -123,3 +133,93 @@ def weights_of(model: Any) -> bytes:
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return save({name: tensor if tensor.dtype in kept else tensor.float() for name, tensor in state.items()})
+
+
+def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
+    """Write the page that runs trained models: `index.html`, and the weights of each model beside it.
+
+    The page needs no server and no network. It loads a model's weights when the reader chooses it.
+
+    Args:
+        models: names of models that come with normlab, or folders of runs that kept their weights.
+        folder: made where it is missing.
+
+    Returns:
+        The path of `index.html`.
+
+    Raises:
+        NormlabError: no model, one that cannot be loaded, one with a part that the page does not compute, or models
+            with different tokenizers.
+    """
+    if not models:
+        raise NormlabError(f"no model for the page: name one, such as {', '.join(shipped_models())}")
+    folder, sources = Path(folder), [model_folder(name) for name in models]
+    tokenizers = {(source / "tokenizer.json").read_text(encoding="utf-8") for source in sources}
+    if len(tokenizers) > 1:
+        raise NormlabError("the models have different tokenizers: write a page for each")
+    folder.mkdir(parents=True, exist_ok=True)
+    described = [describe(load_model(source), source.name, source) for source in sources]
+    (tokenizer,) = tokenizers
+    page = {
+        "models": [about for about, _ in described],
+        "passages": _passages(sources[0], tokenizer),
+        "tokenizer": page_tokenizer(tokenizer),
+        "kernel": b64encode((STATIC / "matmul.wasm").read_bytes()).decode(),
+        "tour": {source.name for source in sources} <= set(shipped_models()),
+    }
+    for about, weights in described:
+        packed = b64encode(gzip.compress(weights, 9, mtime=0)).decode()
+        name = about["name"]
+        (folder / f"{name}.js").write_text(f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n", encoding="utf-8")
+    text = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    html = script("live.html").replace("/*style*/", script("live.css")).replace("/*script*/", live_script())
+    path = folder / "index.html"
+    path.write_text(html.replace("/*data*/", text), encoding="utf-8")
+    return path
+
+
+def _passages(source: Path, tokenizer: str) -> list[list[int]]:
+    """Held-out text of the model's corpus; for a run, which keeps none, a line of code."""
+    if (source / BLOCKS).is_file():
+        return load_held_out(source)[_PASSAGES, :_LENGTH].tolist()
+    from tokenizers import Tokenizer
+
+    return [Tokenizer.from_str(tokenizer).encode(_SAMPLE).ids]
+
+
+def live_script() -> str:
+    """The scripts of the page and of the widget, as one."""
+    return "\n".join(script(f"{name}.js") for name in ("model", "tokenizer", "chart", "live"))
+
+
+def describe(model: Any, name: str, source: Any) -> tuple[dict[str, Any], bytes]:
+    """What the page shows of a model, and its weights."""
+    spec = model_spec(model)
+    norms = [norm for block in spec["blocks"] for norm in block["norms"].values()]
+    style = style_of(model.config.scheme)
+    has = {"slope": "slope", "kappa": "kappa"}
+    traits = [trait for trait, field in has.items() if any(field in norm for norm in norms)]
+    traits += ["carried"] if any(block["carried"] for block in spec["blocks"]) else []
+    slopes = {norm["slope"].rpartition(".")[2] for norm in norms if "slope" in norm}
+    return {
+        "name": name,
+        "title": f"{style.title} ({name})",
+        "colors": {theme: ink(style.color, theme) for theme in ("light", "dark")},
+        "depth": len(spec["blocks"]),
+        "length": spec["length"],
+        "traits": traits,
+        "slope": SLOPES[slopes.pop()] if slopes else None,
+        "spec": spec,
+    }, weights_of(source)
+
+
+def page_tokenizer(text: str) -> dict[str, Any] | None:
+    """Vocabulary and merges of a byte-level BPE from the text of a tokenizer.json; None for another kind."""
+    content = json.loads(text)
+    model, splits = content["model"], content.get("pre_tokenizer") or {}
+    plain = splits.get("type") == "ByteLevel" and not splits.get("add_prefix_space") and not content.get("normalizer")
+    if model.get("type") != "BPE" or not plain:
+        return None
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    return {"vocab": model["vocab"], "merges": merges, "added": added}

@@ -1,23 +1,19 @@
 """The probes on every class that transformers maps for five tasks: the committed audit, a fast sample of it, all of it.
 
-`python benchmarks/architecture_audit.py data/bench/architectures.csv` writes the table.
+`python -m benchmarks.architecture_audit data/bench/architectures.csv` writes the table.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pandas
 import pytest
 import transformers
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from architecture_audit import COLUMNS, audit, rows_of  # noqa: E402
-from architecture_zoo import TASKS, class_names  # noqa: E402
-
-from normlab.probes import forward_call, layout  # noqa: E402
+from benchmarks.architecture_audit import COLUMNS, audit, rows_of
+from benchmarks.architecture_zoo import TASKS, class_names
+from normlab.probes import forward_call, layout
 
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "architectures.csv"
 SAMPLE = 12

@@ -1,0 +1,391 @@
+/* The page that runs models: controls, charts and the tour.
+
+   live(root, data, host)
+     data   { models: [{ name, title, colors, spec }], passages, tokenizer, kernel, tour }
+     host   { read() -> state, write(state), weights(name) -> bytes, engine?(model) }: a page's address, or a widget's traits
+   A state is { model, against, text, at, change, step, field }; what it leaves out has its default. */
+const FIELDS = {
+  block: { label: "block", about: "how much of what the block adds is kept: 1 all of it, 0 none" },
+  attention: { label: "attention", about: "how much of what attention adds is kept" },
+  mlp: { label: "MLP", about: "how much of what the MLP adds is kept" },
+  gain: { label: "γ", about: "factor on the gain of the block's norms", factor: true },
+  lam: { label: "λ", about: "factor on λ, the size that a tanh's input may have", factor: true, needs: "slope" },
+  kappa: { label: "κ", about: "factor on κ, which divides a tanh's input", factor: true, needs: "kappa" },
+  exact: { label: "statistic", about: "the MLP's norm measures the stream again, in place of the carried statistic", flag: true, needs: "carried" },
+};
+const OCTAVES = 4; // a factor's slider goes from 1/16 to 16
+
+/* Each step: a finding, the model that shows it, and a change that tries it. tests/widgets/test_widgets_live.py checks them. */
+const TOUR = [
+  { title: "The first blocks build the stream", needs: "any", change: { layers: { 1: { block: 0 } } },
+    say: "Without block 1 this model has lost almost all it learned. Skip block 4 in its place, and you will hardly see it: the bars show what each block is worth.",
+    act: "Skip block 1" },
+  { title: "Half of every block is almost enough", needs: "any", change: { block: 0.5 },
+    say: "Let every block add half of what it learned to add. The stream shrinks, the loss stays close: the next norm divides by the stream's size, so only proportions count.",
+    act: "Halve every block" },
+  { title: "A gain is not divided away", needs: "any", change: { gain: 0.5 },
+    say: "Now halve every gain. It acts after the division, so nothing makes up for it, and the loss rises several times as much as when every block was halved.",
+    act: "Halve every gain" },
+  { title: "A carried statistic is good enough", needs: "carried", change: { exact: true },
+    say: "BHyT measures the stream once a block: the MLP's norm reuses attention's mean square. Let it measure again, and the layers hardly move, although the model was trained without.",
+    act: "Make the statistic exact" },
+  { title: "κ is a bound and a gain", needs: "kappa", change: { kappa: 0.25 },
+    say: "At the κ it was trained with, no input of a tanh goes beyond λ. A quarter of it pushes inputs past λ, never more than the dotted bound 1/κ² allows. The loss says what that is worth.",
+    act: "Quarter κ" },
+];
+
+/* A model in a worker, or in the page where it may not start one: methods of LiveModel as promises. */
+function engineOf(spec, weights, kernel) {
+  const constants = `const AS_IS = ${JSON.stringify(AS_IS)}, MATRICES = ${JSON.stringify(MATRICES)};`;
+  const source = [constants, changeAt, readSafetensors, erf, plainMatmul, LiveModel, serveModel, "serveModel(self);"].join("\n");
+  let worker = { postMessage: data => setTimeout(() => worker.onmessage({ data }), 0) };
+  const waiting = new Map();
+  const settle = ({ data: { id, answer, error } }) => {
+    const { resolve, reject } = waiting.get(id);
+    waiting.delete(id);
+    error ? reject(new Error(error)) : resolve(answer);
+  };
+  try {
+    worker = new Worker(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+    worker.onmessage = settle;
+  } catch {
+    const scope = { postMessage: data => settle({ data }) };
+    serveModel(scope);
+    worker.onmessage = scope.onmessage;
+  }
+  let count = 0;
+  const call = method => (...values) => new Promise((resolve, reject) => {
+    waiting.set(++count, { resolve, reject });
+    worker.postMessage({ id: count, method, values });
+  });
+  call("load")(spec, weights, kernel);
+  return { ask: call("ask"), without: call("without"), close: () => worker.terminate?.() };
+}
+
+const element = (tag, options = {}, ...children) => {
+  const { dataset, ...others } = options, made = Object.assign(document.createElement(tag), others);
+  Object.assign(made.dataset, dataset);
+  made.append(...children);
+  return made;
+};
+const differs = change => JSON.stringify(change) !== "{}";
+
+/* Drop what changes nothing, so that equal changes are written alike. */
+function tidy({ layers = {}, ...all }) {
+  const kept = (own, base) => Object.fromEntries(Object.entries(own).filter(([name, value]) => value !== base[name]));
+  const every = kept(all, AS_IS), base = { ...AS_IS, ...every };
+  const rest = Object.entries(layers).map(([layer, own]) => [layer, kept(own, base)]).filter(([, own]) => differs(own));
+  return { ...every, ...(rest.length ? { layers: Object.fromEntries(rest) } : {}) };
+}
+
+/* One model's answers: its loss, charts, text and next tokens. */
+class Panel {
+  constructor(model, data, choose) {
+    Object.assign(this, { model, data, choose, before: null, now: null, costs: [] });
+    const part = (name, tag = "div") => (this[name] = element(tag, { className: name }));
+    this.root = element("section", { className: "panel", ariaLabel: model.title }, part("head"),
+      element("div", { className: "charts" }, part("profile"), part("share"), part("cost"), element("div", {}, element("h3", { textContent: "next token" }),
+        element("p", { className: "unit", textContent: "probability; grey: as trained" }), part("next"))),
+      element("h3", { textContent: "loss by token" }),
+      element("p", { className: "unit", textContent: "darker: more nats; underlined: at least 1 more than before. Choose a token to see what follows." }),
+      part("text"));
+  }
+
+  async begin(host) {
+    this.head.innerHTML = `<h2>${escapeText(this.model.title)}</h2><p class="loss">loading…</p>`;
+    this.engine = host.engine?.(this.model) ?? engineOf(this.model.spec, await host.weights(this.model.name), this.data.kernel);
+  }
+
+  async read(tokens, at) {
+    this.tokens = tokens;
+    this.before = { ...(await this.engine.ask(tokens, {}, at)), at };
+    this.writeText(at);
+  }
+
+  async answer(change, at) {
+    if (this.before.at !== at) this.before = { ...this.before, logits: (await this.engine.ask(this.tokens, {}, at)).logits, at };
+    const start = performance.now();
+    this.now = await this.engine.ask(this.tokens, change, at);
+    this.took = performance.now() - start;
+    this.stale = true; // until they are measured again
+    this.draw(change);
+  }
+
+  /* What each block's removal adds to the loss: one block a call, while nothing else is asked. */
+  async removal(layer) {
+    const cost = (await this.engine.without(layer)) - this.now.loss;
+    if (layer === 1) this.fresh = [];
+    this.fresh[layer - 1] = cost;
+    if (layer === this.model.depth) [this.costs, this.stale] = [this.fresh, false];
+  }
+
+  writeText(at) {
+    const word = token => (this.data.tokenizer ? this.data.words.decode(token) : `#${token} `);
+    this.text.replaceChildren(...this.tokens.map((token, place) => element("span", {
+      textContent: word(token).replaceAll("\n", "⏎\n"), onclick: () => this.choose(place),
+    })));
+    this.text.tabIndex = 0;
+    this.text.setAttribute("aria-label", "the text; arrow keys choose a token");
+    this.mark(at);
+  }
+
+  /* Show which token was chosen. */
+  mark(at) {
+    [...this.text.children].forEach((word, place) => word.classList.toggle("chosen", place === at));
+    this.text.onkeydown = ({ key }) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[key];
+      if (step) this.choose(Math.max(0, Math.min(at + step, this.tokens.length - 1)));
+    };
+  }
+
+  get color() {
+    return `var(--model, ${this.model.colors.light})`;
+  }
+
+  draw(change) {
+    const { before, now, color } = this, changes = differs(change), gap = now.loss - before.loss;
+    const grey = "var(--soft)", xs = now.sizes.map((_, layer) => layer), blocks = xs.slice(1);
+    const loss = value => (Number.isFinite(value) ? value.toFixed(3) : "not finite");
+    const delta = `<b class="${gap > 0.0005 ? "worse" : ""}">${gap < 0 ? "−" : "+"}${Math.abs(gap).toFixed(3)}</b>`;
+    this.head.querySelector(".loss").innerHTML = `loss <b>${loss(now.loss)}</b>${changes && Number.isFinite(gap) ? ` ${delta}` : ""}
+      <small>${changes ? `nats a token; as trained ${loss(before.loss)}` : "nats a token, as trained"}</small>`;
+    const pair = (name, values, old) => [
+      ...(changes ? [{ name: "as trained", values: old, color: grey, dash: "5 4" }] : []), { name: changes ? name : "", about: name, values, color },
+    ];
+    chart(this.profile, { title: "size of the residual stream", y: "mean L2 norm of a token", xs, lines: pair("now", now.sizes, before.sizes) });
+    const bounded = now.shares.attn.some(Number.isFinite), lines = bounded ? [
+      ...pair("attention", now.shares.attn, before.shares.attn).map(line => ({ ...line, name: line.name || "attention" })), { name: "MLP", values: now.shares.mlp, color, dash: "2 3" },
+      { name: "bound", values: now.bounds.attn, color: "var(--ink)", dash: "1 4" },
+    ] : [];
+    const title = now.bounds.attn.some(Number.isFinite) ? "share of tanh inputs beyond λ" : "share of flat tanh inputs";
+    this.share.hidden = !bounded;
+    if (bounded) chart(this.share, { title, y: "of all inputs at a site", xs: blocks, percent: true, lines: lines.filter(line => line.values.some(Number.isFinite)) });
+    this.drawCosts();
+    const most = 8; // nats at which a token is as dark as it gets
+    [...this.text.children].forEach((word, place) => {
+      const nats = place ? now.losses[place - 1] : 0, old = place ? before.losses[place - 1] : 0;
+      word.style.setProperty("--heat", `${Math.round(62 * Math.min(nats / most, 1))}%`);
+      word.classList.toggle("worse", nats - old >= 1);
+      word.title = place ? `${nats.toFixed(2)} nats${changes ? `, as trained ${old.toFixed(2)}` : ""}` : "the first token is not predicted";
+    });
+    this.drawNext();
+  }
+
+  drawCosts() {
+    this.cost.classList.toggle("stale", this.stale);
+    chart(this.cost, { title: "what each block is worth", y: "nats a token lost without it", xs: this.now.sizes.slice(1).map((_, place) => place + 1),
+                       bars: [{ name: "cost", values: this.now.sizes.slice(1).map((_, place) => this.costs[place] ?? null), color: this.color }] });
+  }
+
+  drawNext() {
+    const chances = ({ logits }) => {
+      const most = logits.reduce((a, b) => Math.max(a, b), -Infinity), weights = Array.from(logits, logit => Math.exp(logit - most));
+      const sum = weights.reduce((a, b) => a + b, 0);
+      return weights.map(weight => weight / sum);
+    };
+    const old = chances(this.before), now = chances(this.now), word = token => (this.data.tokenizer ? this.data.words.decode(token) : `#${token}`);
+    const top = now.map((_, token) => token).filter(token => Math.max(now[token], old[token]) > 0.004)
+      .sort((a, b) => Math.max(now[b], old[b]) - Math.max(now[a], old[a])).slice(0, 8);
+    this.next.innerHTML = `<table><tbody>${top.map(token => `<tr><th scope="row">${escapeText(JSON.stringify(word(token)).slice(1, -1)).replaceAll(" ", "␣")}</th>
+      <td><i style="width:${100 * now[token]}%"></i><i class="old" style="width:${100 * old[token]}%"></i></td>
+      <td class="value">${(100 * now[token]).toFixed(1)}%</td></tr>`).join("")}</tbody></table>`;
+  }
+}
+
+function live(root, data, host) {
+  root.classList.add("live");
+  data.words = data.tokenizer && bytePairs(data.tokenizer);
+  const names = data.models.map(model => model.name), byName = Object.fromEntries(data.models.map(model => [model.name, model]));
+  const has = (model, need) => need === "any" || model.traits.includes(need);
+  const START = { model: names[0], against: "", text: 0, at: null, change: {}, step: data.tour ? 0 : null, field: "block" };
+  let state = { ...START, ...host.read() };
+  if (!byName[state.model]) state.model = names[0];
+  if (!byName[state.against]) state.against = "";
+  state.change = tidy(state.change);
+  if (!host.read().field) state.field = Object.keys(FIELDS).find(touched) ?? state.field;
+  const panels = new Map(), ui = {};
+  const labelled = (text, control) => element("label", {}, element("span", { textContent: text }), control);
+  const chosen = (name, options) => {
+    ui[name] = element("select", { name }, ...options.map(([value, text]) => new Option(text, value)));
+    return ui[name];
+  };
+  const excerpt = tokens => (data.tokenizer ? tokens.slice(0, 14).map(data.words.decode).join("").replace(/\s+/g, " ").trim().slice(0, 34) + "…" : `row of ${tokens.length} tokens`);
+
+  ui.tour = element("section", { className: "tour", ariaLabel: "tour" });
+  ui.fields = element("div", { className: "fields", role: "group", ariaLabel: "what to change" });
+  ui.bank = element("div", { className: "bank" });
+  ui.about = element("p", { className: "unit" });
+  ui.own = element("textarea", { rows: 4, hidden: true, ariaLabel: "text of your own", spellcheck: false });
+  ui.reset = element("button", { type: "button", textContent: "as trained", onclick: () => set({ change: {} }) });
+  ui.guide = element("button", { type: "button", textContent: "tour", onclick: () => set({ step: 0 }) });
+  ui.status = element("p", { className: "status", role: "status" });
+  ui.panels = element("div", { className: "panels" });
+  const texts = data.passages.map((tokens, place) => [place, `${place + 1}: ${excerpt(tokens)}`]);
+  root.replaceChildren(element("div", { className: "layout" }, ui.tour, element("section", { className: "controls", ariaLabel: "controls" },
+    element("div", { className: "row" }, labelled("model", chosen("model", data.models.map(({ name, title }) => [name, title]))),
+      ...(names.length > 1 ? [labelled("beside", chosen("against", [["", "no other"], ...data.models.map(({ name, title }) => [name, title])]))] : []),
+      labelled("reads", chosen("text", [...texts, ...(data.tokenizer ? [["own", "a text of your own"]] : [])]))),
+    ui.own, ui.fields, ui.about, ui.bank, element("div", { className: "row" }, ui.reset, ui.guide, ui.status)), ui.panels));
+
+  /* --- state: one way in --- */
+  function set(changes, { quiet = false } = {}) {
+    const old = state;
+    state = { ...state, ...changes };
+    state.change = tidy(state.change);
+    if (!quiet) host.write(Object.fromEntries(Object.entries(state).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(START[name]))));
+    showControls();
+    if (old.step !== state.step) showTour();
+    work();
+  }
+  const current = () => [state.model, state.against].filter((name, place, all) => name && all.indexOf(name) === place).map(name => byName[name]);
+  const tokensNow = () => {
+    if (typeof state.text === "string" && data.tokenizer) return data.words.encode(state.text).slice(0, Math.min(...current().map(model => model.length)));
+    return data.passages[state.text] ?? data.passages[0];
+  };
+
+  function showControls() {
+    const depth = Math.max(...current().map(model => model.depth)), own = typeof state.text === "string";
+    [ui.model.value, ui.text.value] = [state.model, own ? "own" : state.text];
+    if (ui.against) ui.against.value = state.against;
+    ui.own.hidden = !own;
+    if (own && document.activeElement !== ui.own) ui.own.value = state.text;
+    const possible = Object.entries(FIELDS).filter(([, { needs }]) => !needs || current().some(model => has(model, needs))).map(([name]) => name);
+    if (!possible.includes(state.field)) state.field = possible[0];
+    ui.fields.replaceChildren(...possible.map(name => element("button", {
+      type: "button", ariaPressed: name === state.field, textContent: name === "lam" ? byName[state.model].slope ?? "λ" : FIELDS[name].label,
+      onclick: () => set({ field: name }), className: touched(name) ? "touched" : "",
+    })));
+    ui.about.textContent = FIELDS[state.field].about;
+    const key = `${state.field} ${depth}`;
+    if (ui.bank.dataset.key !== key) { // the sliders stay while one of them is moved
+      ui.bank.dataset.key = key;
+      ui.bank.replaceChildren(...["all", ...Array.from({ length: depth }, (_, place) => place + 1)].map(sliderOf));
+    }
+    for (const slider of ui.bank.querySelectorAll("input")) showValue(slider);
+    ui.reset.disabled = !differs(state.change);
+  }
+  function touched(name) {
+    return name in state.change || Object.values(state.change.layers ?? {}).some(own => name in own);
+  }
+
+  /* A fader for all blocks, and one for each. */
+  function sliderOf(layer) {
+    const { flag, factor, label } = FIELDS[state.field], range = factor ? { min: -OCTAVES, max: OCTAVES, step: 0.25 } : { min: 0, max: 1, step: 0.05 };
+    const input = element("input", flag ? { type: "checkbox" } : { type: "range", ...range });
+    input.dataset.layer = layer;
+    input.setAttribute("aria-label", `${label}, ${layer === "all" ? "all blocks" : `block ${layer}`}`);
+    input.addEventListener("input", () => {
+      const value = flag ? input.checked : factor ? 2 ** +input.value : +input.value, { field, change } = state;
+      const layers = structuredClone(change.layers ?? {});
+      if (layer === "all") for (const own of Object.values(layers)) delete own[field];
+      else layers[layer] = { ...layers[layer], [field]: value };
+      set({ change: layer === "all" ? { ...change, [field]: value, layers } : { ...change, layers } });
+    });
+    return element("label", { className: layer === "all" ? "fader all" : "fader" }, element("output"), input, element("span", { textContent: layer }));
+  }
+  function showValue(input) {
+    const { flag, factor } = FIELDS[state.field], { layer } = input.dataset;
+    const value = layer === "all" ? { ...AS_IS, ...state.change }[state.field] : changeAt(state.change, layer)[state.field];
+    if (flag) input.checked = value;
+    else input.value = factor ? Math.log2(value) : value;
+    const text = flag ? (value ? "exact" : "carried") : factor ? `×${+value.toPrecision(2)}` : String(+value.toPrecision(2));
+    input.parentElement.firstChild.value = text;
+    input.setAttribute("aria-valuetext", text);
+    input.parentElement.classList.toggle("moved", value !== AS_IS[state.field]);
+  }
+
+  function showTour() {
+    const steps = TOUR.filter(({ needs }) => data.models.some(model => has(model, needs)));
+    const shown = state.step !== null && steps.length > 0;
+    ui.guide.hidden = shown || !data.tour;
+    root.classList.toggle("guided", shown);
+    if (!shown) return ui.tour.replaceChildren();
+    const place = Math.min(state.step, steps.length - 1), { title, say, act, needs, change } = steps[place];
+    const button = (text, options) => element("button", { type: "button", textContent: text, ...options });
+    const able = has(byName[state.model], needs) ? state.model : names.find(name => has(byName[name], needs));
+    ui.tour.replaceChildren(
+      element("p", { className: "count", textContent: `${place + 1} of ${steps.length}` }), element("h2", { textContent: title }), element("p", { textContent: say }),
+      element("div", { className: "row" }, button(act, { className: "primary", onclick: () => set({ model: able, change, field: Object.keys(change.layers?.[1] ?? change)[0] }) }),
+        button("back", { disabled: place === 0, onclick: () => set({ step: place - 1, change: {} }) }),
+        button("next", { disabled: place === steps.length - 1, onclick: () => set({ step: place + 1, change: {} }) }),
+        button("close", { onclick: () => set({ step: null }) })));
+  }
+
+  /* --- work: one request at a time, always of the latest state --- */
+  let busy = false, wanted = false, closed = false;
+  async function work() {
+    wanted = true;
+    if (busy) return;
+    busy = true;
+    try {
+      while (wanted && !closed) {
+        wanted = false;
+        await answer();
+        for (let layer = 1; !wanted && !closed && layer <= Math.max(...[...panels.values()].map(panel => panel.model.depth)); layer++)
+          await Promise.all([...panels.values()].filter(panel => layer <= panel.model.depth).map(panel => panel.removal(layer)));
+        if (!wanted) for (const panel of panels.values()) panel.drawCosts();
+      }
+    } catch (error) {
+      ui.status.textContent = error.message;
+    } finally {
+      busy = false;
+    }
+  }
+  async function answer() {
+    const models = current(), tokens = tokensNow(), { change } = state;
+    for (const [name, panel] of panels) if (!models.some(model => model.name === name)) {
+      panel.engine?.close();
+      panel.root.remove();
+      panels.delete(name);
+    }
+    if (tokens.length < 2) {
+      ui.status.textContent = "write at least two tokens";
+      return;
+    }
+    const at = Math.min(state.at ?? tokens.length - 1, tokens.length - 1);
+    await Promise.all(models.map(async model => {
+      let panel = panels.get(model.name);
+      if (!panel) {
+        panel = new Panel(model, data, place => set({ at: place }));
+        panels.set(model.name, panel);
+        panel.root.style.setProperty("--light", model.colors.light);
+        panel.root.style.setProperty("--dark", model.colors.dark);
+        await panel.begin(host);
+      }
+      if (String(panel.tokens) !== String(tokens)) await panel.read(tokens, at);
+      else panel.mark(at);
+      await panel.answer(tidy(limited(change, model.depth)), at);
+    }));
+    const order = models.map(model => panels.get(model.name).root);
+    if (order.some((panel, place) => ui.panels.children[place] !== panel)) {
+      ui.panels.replaceChildren(...order);
+      for (const panel of panels.values()) panel.draw(change); // with its width
+    }
+    const [first] = panels.values();
+    ui.status.textContent = `${tokens.length} tokens; ${first.now.computed ?? "all"} of ${first.model.depth} blocks computed in ${Math.round(first.took)} ms`;
+    root.dispatchEvent(new CustomEvent("answered"));
+  }
+  const limited = ({ layers = {}, ...all }, depth) => ({ ...all, layers: Object.fromEntries(Object.entries(layers).filter(([layer]) => layer <= depth)) });
+
+  ui.model.addEventListener("change", () => set({ model: ui.model.value }));
+  ui.against?.addEventListener("change", () => set({ against: ui.against.value }));
+  ui.text.addEventListener("change", () => set({ text: ui.text.value === "own" ? "def add(first, second):\n    \"\"\"Return the sum of" : +ui.text.value, at: null }));
+  let typing = null;
+  ui.own.addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(() => set({ text: ui.own.value, at: null }), 250);
+  });
+  const sized = new ResizeObserver(() => { for (const panel of panels.values()) if (panel.now) panel.draw(state.change); });
+  sized.observe(ui.panels);
+  showControls();
+  showTour();
+  work();
+  return {
+    set: changes => set(changes, { quiet: true }), state: () => state, panels,
+    close() {
+      closed = true;
+      sized.disconnect();
+      for (const panel of panels.values()) panel.engine?.close();
+    },
+  };
+}
