@@ -74,11 +74,11 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on the CPU; quiet machines only
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
-	$(BIN)/python -m normlab.bench.probes --out $(OUT)/bench
-	$(BIN)/python benchmarks/compiled_statistics.py --out $(OUT)/bench/compiled_statistics.csv
-	$(BIN)/python -m normlab.bench.clusters --out $(OUT)/bench/ray_workers.csv --cache-dir $(OUT)/cache
+	$(BIN)/python -m benchmarks.probes --out $(OUT)/bench/probes_cpu.csv
+	$(BIN)/python -m benchmarks.compiled_statistics --out $(OUT)/bench/compiled_statistics.csv
+	$(BIN)/python -m benchmarks.clusters --out $(OUT)/bench/ray_workers.csv --cache-dir $(OUT)/cache
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows host --out $(OUT)/bench
-	$(BIN)/python -m normlab.bench.latency data/runs --out $(OUT)/bench/latency.csv
+	$(BIN)/python -m benchmarks.latency data/runs --out $(OUT)/bench/latency.csv
 
 # With the packages that are there, PYTHON's if it is given: a GPU machine has its own torch and often no network.
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))

@@ -9,7 +9,7 @@ import pandas as pd
 from findings import ROOT, manifests, outcome, plain
 from tables import table
 
-from normlab.runs import FINALS, SEARCH
+from normlab.store import FINALS, SEARCH
 
 
 def texts() -> dict[str, str]:

@@ -11,6 +11,7 @@ import re
 import reference
 
 _CODE = re.compile(r"``[^`]+``|(?<![:`])`[^`\n]+`(?!`)")
+_BROKEN_CODE = re.compile(r"(?<=[\s(])`[^`\n]+\n[^`\n]+`(?=[\s.,;:)])")  # over the end of a line
 _LISTED = re.compile(r"^[\w`.,()= ]+\S {2,}\S")  # "name   what it is", in columns
 _SECTION = re.compile(r"(Args|Returns|Raises|Yields|Example|Note)s?:$")
 _SPECIAL = re.compile(r"[*|]|(?<=\w)_(?!\w)")
@@ -22,6 +23,7 @@ def to_rst(app, what: str, name: str, obj, options, lines: list[str]) -> None:
         lines[:] = _without_lists(lines)
     found: list[str] = []
     in_code = in_section = False
+    lines[:] = _BROKEN_CODE.sub(_on_one_line, "\n".join(lines)).split("\n")
     lines[:] = _one_parameter_a_line(lines, obj)
     for i, line in enumerate(lines):
         if line.strip() and not line.startswith(" "):
@@ -31,6 +33,10 @@ def to_rst(app, what: str, name: str, obj, options, lines: list[str]) -> None:
             in_code = True
         found.append(line if in_code else _text(line))
     lines[:] = found
+
+
+def _on_one_line(code: re.Match[str]) -> str:
+    return " ".join(code[0].split())
 
 
 def _one_parameter_a_line(lines: list[str], obj) -> list[str]:

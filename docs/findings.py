@@ -87,10 +87,11 @@ def several(depth: int) -> list[str]:
     return in_order(seeds.index[seeds > 1])
 
 
+@cache
 def against_pre_ln(metric: str, depth: int) -> pd.DataFrame:
     """Each scheme with several seeds against Pre-LN, judged as one family; indexed by scheme."""
-    others = [name for name in several(depth) if name != PRE_LN]
-    rows = [compare(runs(), name, PRE_LN, metric, depth=depth) for name in others]
+    values = last_values(choose(runs(), depth=depth, same_rate=metric != "loss"), metric)
+    rows = [differences(values, name, PRE_LN, metric) for name in several(depth) if name != PRE_LN]
     return judged(pd.concat(rows, ignore_index=True)).set_index("a")
 
 

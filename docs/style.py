@@ -3,8 +3,9 @@
     python docs/style.py                          one row per room
     python docs/style.py README.md normlab/norms  the same of these, and each finding as FILE:LINE; exit code 1 if any
 
-A finding is a sentence of more than 25 words, a word to avoid, or a docstring whose first line begins with a question
-word or "Of". Code, tables, lists of names in columns, headings and links' addresses are left out.
+A finding is a sentence of more than 25 words or a word to avoid.
+So is a docstring whose first line begins with a question word or "Of".
+Code, tables, lists of names in columns, headings and links' addresses are left out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,7 +81,8 @@ def texts(file: Path) -> Iterator[Text]:
 
 
 def _markdown(file: Path) -> Iterator[Text]:
-    text = re.sub(r"^(```|~~~|:::).*?^\1", _blank, file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *(```|~~~|:::).*?^ *\1", _blank, file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(?<=\n\n)(?: {4}.*\n+)+", _blank, text)
     text = re.sub(r"<!--.*?-->|^\$\$.*?\$\$|^---\n.*?^---$", _blank, text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^(#|\||!\[|\[!|<|:|\().*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
@@ -114,8 +117,14 @@ def sentences(text: str) -> list[str]:
     return [sentence for sentence in SENTENCE_END.split(text) if len(sentence.split()) > 2]
 
 
+@cache
+def sentences_of(file: Path) -> list[str]:
+    """All sentences of a file."""
+    return [sentence for text in texts(file) for sentence in sentences(text.words)]
+
+
 def findings(text: Text) -> Iterator[str]:
-    """What the style does not allow in a piece of prose."""
+    """Find what the style does not allow in a piece of prose."""
     for sentence in sentences(text.words):
         if len(sentence.split()) > LONGEST:
             yield f"{len(sentence.split())} words: {sentence}"
@@ -123,10 +132,13 @@ def findings(text: Text) -> Iterator[str]:
             yield f"avoid {match[0]!r}: {sentence}"
 
 
-def openers(file: Path) -> Iterator[tuple[int, str]]:
+@cache
+def openers(file: Path) -> list[tuple[int, str]]:
     """Docstrings' first lines that are no imperative and no noun phrase, with their lines."""
-    if file.suffix != ".py":
-        return
+    return list(_openers(file)) if file.suffix == ".py" else []
+
+
+def _openers(file: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = (ast.get_docstring(node) or "").partition("\n")[0]
@@ -134,33 +146,55 @@ def openers(file: Path) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, first
 
 
-def row_of(room: Room) -> tuple[str, ...]:
-    """The numbers of a room."""
-    every = [text for file in room.files for text in texts(file)]
-    found = [sentence for text in every for sentence in sentences(text.words)]
-    words = [len(sentence.split()) for sentence in found]
-    separators = [len(SEPARATORS.findall(sentence)) for sentence in found]
-    count = max(len(found), 1)
-    return (
-        room.name,
-        f"{len(found)}",
-        f"{sum(words) / count:.1f}",
-        f"{sum(n > LONGEST for n in words) / count:.0%}",
-        f"{sum(separators) / count:.1f}",
-        f"{sum(n >= MANY for n in separators) / count:.0%}",
-        f"{sum(len(AVOIDED.findall(sentence)) for sentence in found)}",
-        f"{sum(1 for file in room.files for _ in openers(file))}",
+class Numbers(NamedTuple):
+    """The style of a room: counts, means per sentence and shares of the sentences."""
+
+    sentences: int
+    words: float
+    long: float
+    separators: float
+    many: float
+    avoided: int
+    openers: int
+
+    def __str__(self) -> str:
+        cells = (
+            f"{self.sentences}",
+            f"{self.words:.1f}",
+            f"{self.long:.0%}",
+            f"{self.separators:.1f}",
+            f"{self.many:.0%}",
+            f"{self.avoided}",
+            f"{self.openers}",
+        )
+        return "".join(cell.rjust(11) for cell in cells)
+
+
+def numbers(room: Room) -> Numbers:
+    """Measure the style of a room."""
+    every = [sentence for file in room.files for sentence in sentences_of(file)]
+    words = [len(sentence.split()) for sentence in every]
+    separators = [len(SEPARATORS.findall(sentence)) for sentence in every]
+    count = max(len(every), 1)
+    return Numbers(
+        sentences=len(every),
+        words=sum(words) / count,
+        long=sum(n > LONGEST for n in words) / count,
+        separators=sum(separators) / count,
+        many=sum(n >= MANY for n in separators) / count,
+        avoided=sum(len(AVOIDED.findall(sentence)) for sentence in every),
+        openers=sum(len(openers(file)) for file in room.files),
     )
 
 
-HEADER = ("room", "sentences", "words", "above 25", "separators", "3 or more", "avoided", "openers")
+HEADER = ("sentences", "words", "above 25", "separators", "3 or more", "avoided", "openers")
 
 
 def main(paths: list[str]) -> int:
     chosen = [Room(path, files_of(Path(path).resolve())) for path in paths] or rooms()
-    rows = [HEADER, *map(row_of, chosen)]
-    for row in rows:
-        print(row[0].ljust(22) + "".join(cell.rjust(11) for cell in row[1:]))
+    print("room".ljust(22) + "".join(name.rjust(11) for name in HEADER))
+    for room in chosen:
+        print(room.name.ljust(22) + str(numbers(room)))
     if not paths:
         return 0
     lines = [

@@ -69,7 +69,7 @@ def arxiv_links(text: str) -> str:
 
 
 def schemes() -> str:
-    """What `normlab schemes` prints, with each scheme's name in figures, its norm and where it stands."""
+    """The table of `normlab schemes`, with each scheme's name in figures and its norms by place."""
     head = ("name", "in figures", "formula", "norm", "norms in a block", "parameters", "bytes", "operations", "source")
     costs = costs_of_schemes().set_index("name")[["parameters", "bytes", "operations"]]
     return table(head, (_scheme(scheme, costs.loc[scheme.name]) for scheme in normlab.SCHEMES.values()))
@@ -129,7 +129,7 @@ def _preset(preset: Preset) -> tuple[object, ...]:
 
 
 def shipped() -> str:
-    """What lies in data/, counted from the manifests."""
+    """The runs in data/, counted from their manifests."""
     rows = []
     for folder in ("runs", "other_rates", "depth", "gain_or_bound", "pilot"):
         runs = normlab.load_configs(ROOT / "data" / folder)
@@ -154,7 +154,7 @@ def _audit() -> pd.DataFrame:
 
 
 def audited_tasks() -> str:
-    """How many classes of each task the audit of the probes found to be measured."""
+    """The number of classes of each task by the audit's status."""
     counts = _audit().groupby("task", sort=False)["status"].value_counts().unstack(fill_value=0)[list(STATUSES)]
     counts.loc["all"] = counts.sum()
     return table(("task", *STATUSES), ((task, *row) for task, row in counts.iterrows()))

@@ -21,9 +21,9 @@ from .models import NormlabForCausalLM as NormlabForCausalLM
 from .models import swap_norms as swap_norms
 
 # trained models that come with normlab, and text that they have not seen
-from .models.kept import find_model as find_model
-from .models.kept import load_held_out as load_held_out
-from .models.kept import load_model as load_model
+from .models.pretrained import find_model as find_model
+from .models.pretrained import load_held_out as load_held_out
+from .models.pretrained import load_model as load_model
 
 # measurements on the layers of any model, and experiments on them
 from .probes import LayerStats as LayerStats
@@ -35,6 +35,7 @@ from .probes import sites as sites
 from .probes import skip_future_effect as skip_future_effect
 from .probes import skip_sensitivity as skip_sensitivity
 from .probes.callback import LayerStatsCallback as LayerStatsCallback
+from .probes.observe import observe as observe
 from .release import shipped as shipped
 
 # runs on disk -> tables; each run's configuration, as a table and as data

@@ -135,7 +135,7 @@ def flag(text: str) -> Parameter:
 
 # Called in annotations, which are strings until the command that has them is parsed.
 def _known(path: str) -> Any:
-    """What a module of the library knows by a name: `MODULE:NAME`."""
+    """The object NAME of a module of the library, for `MODULE:NAME`."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"normlab.{module}"), name)
 
@@ -189,10 +189,11 @@ def _train(
 
     For several processes or GPUs: torchrun --nproc-per-node N -m normlab train ...; --batch-size is of all together.
     """
-    from normlab.runs import COUNT_LOSSES, child
-    from normlab.training.background import train_followed
+    from normlab.runs import COUNT_LOSSES
+    from normlab.store import child
     from normlab.training.config import TrainConfig
     from normlab.training.fields import flag_of
+    from normlab.training.live import train_followed
     from normlab.training.run import train, train_from_manifest
 
     fields = given(config)
@@ -215,7 +216,7 @@ def _train(
     return 0
 
 
-@command("sweep", "normlab.training.plan")
+@command("sweep", "normlab.training.estimate")
 def _sweep(
     *,
     preset: Annotated[str, flag(f"{_names('training.presets:PRESETS')}; --dry-run tells how long it takes")] = "tiny",
@@ -236,7 +237,7 @@ def _sweep(
     quiet: Quiet = False,
 ) -> int:
     """Train many models: scheme x depth x seed x learning rate; finished runs are skipped."""
-    from normlab.training.plan import plan
+    from normlab.training.estimate import plan
     from normlab.training.presets import get_preset
     from normlab.training.sweep import sweep
 
@@ -261,7 +262,7 @@ def _sweep(
 
 def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
     """A number of processes, or a `Cluster`. NormlabError for options that have no effect on it."""
-    from normlab.training.clusters import CLUSTERS, cluster
+    from normlab.training.workers import CLUSTERS, cluster
 
     flags = {"address": "--address", "gpus": "--gpus", "options": "--slurm"}
     taken = {spec.name for spec in dataclasses.fields(CLUSTERS[workers])} if workers in CLUSTERS else set()
@@ -274,23 +275,23 @@ def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
 
 @command("plan")
 def _plan(
-    size: Annotated[str, flag(_names("training.sizes:SIZES"))],
+    size: Annotated[str, flag(_names("training.paper_models:SIZES"))],
     /,
     *,
     gpus: Annotated[Whole, flag("GPUs of one machine")] = 1,
     scheme: Annotated[str | None, flag("default: the paper's own")] = None,
     fsdp: Annotated[bool, flag("split weights, gradients and optimizer over the GPUs"), SWITCH] = False,
-    mfu: Annotated[float | None, flag(f"share of --tflops reached; default: {_known('training.needs:MFU')}")] = None,
+    mfu: Annotated[float | None, flag(f"share of --tflops reached; default: {_known('training.estimate:MFU')}")] = None,
     tflops: Annotated[
-        float | None, flag(f"a GPU's peak; default: {_known('training.needs:PEAK_TFLOPS'):g}, an H100 in bfloat16")
+        float | None, flag(f"a GPU's peak; default: {_known('training.estimate:PEAK_TFLOPS'):g}, an H100 in bfloat16")
     ] = None,
     memory: Annotated[
-        float | None, flag(f"GiB a GPU has for training; default: {_known('training.needs:MEMORY_GIB'):g}")
+        float | None, flag(f"GiB a GPU has for training; default: {_known('training.estimate:MEMORY_GIB'):g}")
     ] = None,
 ) -> int:
     """Say what a model of a paper's size needs, and the commands that train it."""
-    from normlab.training.needs import needs
-    from normlab.training.sizes import get_size
+    from normlab.training.estimate import needs
+    from normlab.training.paper_models import get_size
 
     known = get_size(size)
     config = dataclasses.replace(known.config, scheme=scheme or known.config.scheme, fsdp=fsdp)
@@ -407,20 +408,43 @@ def _probe(
     return 0
 
 
-@command("export", "normlab.models.exported")
+@command("diff", "normlab.report.difference")
+def _diff(
+    a: Annotated[str, flag("directory or hub name of a causal language model")],
+    b: Annotated[str, flag("another, or a file of arrays (.npz, .safetensors) written on the same tokens")],
+    /,
+    *,
+    text: Annotated[str, flag("text file to run both on")],
+    gradients: Annotated[bool, flag("compare the gradients at the blocks' inputs too"), SWITCH] = False,
+    dtype: Annotated[str | None, flag("in which the arrays of a file were computed; default: theirs")] = None,
+    device: Annotated[str | None, flag("cpu, cuda:1 ...; default: a GPU when there is one")] = None,
+    out: Annotated[str | None, flag("directory for the page and the table; default: none")] = None,
+    length: Annotated[Whole, flag("tokens per row")] = 64,
+    rows: Annotated[Whole, flag("rows at most")] = 4,
+    quiet: Quiet = False,
+) -> int:
+    """Name the first block and site at which two models part, and why."""
+    from normlab.report.difference import difference_report
+
+    options: dict[str, Any] = {"length": length, "rows": rows, "gradients": gradients, "dtype": dtype, "device": device}
+    print(difference_report(a, b, text, out=out, **options))
+    return 0
+
+
+@command("export", "normlab.models.pretrained")
 def _export(
     run: Annotated[str, flag("directory of a run that kept its weights, or a model that comes with normlab")],
     out: Annotated[str, flag("new folder; loading it needs normlab and trust_remote_code")],
     /,
 ) -> int:
     """Write a trained model as a folder that lm-eval and transformers load."""
-    from normlab.models.exported import export_model
+    from normlab.models.pretrained import export_model
 
     print(export_model(run, out))
     return 0
 
 
-@command("page", "normlab.models.kept")
+@command("page", "normlab.models.pretrained")
 def _page(
     *models: Annotated[str, flag("models that come with normlab, or directories of runs that kept their weights")],
     out: Annotated[str, flag("folder of the page")],
@@ -432,18 +456,18 @@ def _page(
     return 0
 
 
-@command("remove-norms", "normlab.training.removal")
+@command("remove-norms", "normlab.experimental.norm_removal")
 def _remove_norms(
     model: Annotated[str, flag("a Llama, a run that kept its weights, or a model that comes with normlab")],
     /,
     *,
-    config: Annotated[_fields_of("training.removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    config: Annotated[_fields_of("experimental.norm_removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
     out: Annotated[str, flag("folder for the model and its losses; the same command resumes in it")],
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
     """Make a trained model's norms fixed gains one by one, and fine-tune after each."""
-    from normlab.training.removal import MODEL, RemovalConfig, remove_norms
+    from normlab.experimental.norm_removal import MODEL, RemovalConfig, remove_norms
 
     table = remove_norms(model, out, RemovalConfig(**given(config)), cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))
@@ -451,7 +475,7 @@ def _remove_norms(
     return 0
 
 
-@command("bench", "normlab.bench.training")
+@command("bench", "normlab.training.loop")
 def _bench(
     *,
     pairs: Annotated[Whole, flag("interleaved pairs; at least 9 for a result to quote")] = 9,
@@ -461,9 +485,11 @@ def _bench(
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
-    """Time whole training steps against each other."""
-    from normlab.bench.training import bench
-
+    """Time whole training steps against each other. It needs a checkout of normlab."""
+    try:
+        from benchmarks.training import bench
+    except ImportError as error:
+        raise NormlabError("the benchmarks are not installed: run normlab bench in a checkout of normlab") from error
     chosen: dict[str, Any] = {"schemes": schemes.split(",")} if schemes else {}
     table = bench(pairs, **chosen, threads=threads, cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))

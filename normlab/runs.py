@@ -1,110 +1,49 @@
-"""A run on disk, and many runs as one table.
+"""Runs on disk, and many runs as one table.
 
-    <root>/<run id>/manifest.json       everything needed to repeat the run, and what it came to
-                    stats.parquet       the measurements, one value a row
-                    experiments.parquet what skipping, angles and Jacobians say of the trained model, when it was asked
-                    config.json, model.safetensors   the trained model, when it was kept
-    <root>/.partial/<run id>/           a run in progress: checkpoints only, none of them half-written
-    <root>/search/<run id>/             a run of the search for learning rates, left out of what is reported
-    <root>/finals/<run id>/             a longer one, of those that the search does not tell apart; left out too
+    <root>/<run id>/manifest.json       the configuration, the environment and the results
+                    stats.parquet       the measurements, one value per row
+                    experiments.parquet results of experiments on the trained model, if there were any
+                    config.json, model.safetensors   the trained model, if it was kept
+    <root>/.partial/<run id>/           a run in progress: its checkpoints
+    <root>/search/<run id>/             a run of the search for learning rates
+    <root>/finals/<run id>/             a longer run of the best rates
 
-`load_runs(path)`   one long table of every run below `path`
-`load_experiments(path)`   what was measured once, after training, of every run that has it
-`load_configs(path)`   what each of them was told to do, a row a run; `read_configs(path)`: the same as data, by run
-`read_run(path)`    one run
+load_runs                    one long table of every run below a path
+load_experiments             the same of what was measured once, after training
+load_configs, read_configs   each run's configuration: one row per run; as data
+read_run, read_manifest      one run, its manifest
 
-They all take addresses too; how runs are written, and where, is in `normlab.storage`.
+All but the last take addresses too. The table leaves out runs of `.partial`, `search` and `finals`.
+How runs are written: `normlab.store`.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from normlab.errors import NormlabError, first_line
-from normlab.manifests import (
-    COUNT_LOSSES,
-    DIVERGED,
-    FINISHED,
-    NOT_LEARNED,
-    SCHEMA_VERSION,
-    STATUSES,
-    read_manifest,
-    unreadable,
-)
-from normlab.storage import (
-    EXPERIMENTS,
-    FINALS,
-    MANIFEST,
-    NOT_REPORTED,
-    PARTIAL,
-    SEARCH,
-    STATS,
-    Place,
-    check_files,
-    check_root,
-    checkpoint_step,
-    checkpoints,
-    child,
-    exclusive,
-    full_disk_named,
-    inside,
-    is_address,
-    is_run,
-    list_files,
-    publish,
-    set_aside,
-    write_json,
-    write_stats,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from normlab.errors import NormlabError, first_fault, first_line
+from normlab.store import EXPERIMENTS, MANIFEST, NOT_REPORTED, STATS, Remote, is_address
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "COUNT_LOSSES",
-    "DIVERGED",
-    "EXPERIMENTS",
-    "FINALS",
-    "FINISHED",
-    "MANIFEST",
-    "NOT_LEARNED",
-    "PARTIAL",
-    "SCHEMA_VERSION",
-    "SEARCH",
-    "STATS",
-    "STATUSES",
-    "Place",
-    "check_files",
-    "check_root",
-    "checkpoint_step",
-    "checkpoints",
-    "child",
-    "exclusive",
-    "find_runs",
-    "full_disk_named",
-    "inside",
-    "is_address",
-    "is_run",
-    "list_files",
-    "load_configs",
-    "load_experiments",
-    "load_runs",
-    "publish",
-    "read_configs",
-    "read_run",
-    "set_aside",
-    "write_json",
-    "write_stats",
-]
 WEIGHTS = "model.safetensors"
+SCHEMA_VERSION = 2
+COUNT_LOSSES = ("bigram_loss", "trigram_loss")  # since schema version 2
+STATUSES = FINISHED, DIVERGED, NOT_LEARNED = "finished", "diverged", "not_learned"
+Paths = str | Path | Iterable[str | Path]
+Loss = Annotated[float, Field(ge=0)]
 
 
 class Row(NamedTuple):
-    """One value that a run measured, as stats.parquet has it."""
+    """One measured value, a row of stats.parquet."""
 
     step: int
     tokens: int
@@ -122,6 +61,64 @@ COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 EXPERIMENT_COLUMNS = ["metric", "part", "layer", "other", "value", "standard_error"]
 
 
+class _Part(BaseModel):
+    """Part of a manifest. Types are strict and floats finite; fields that are not named here pass."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class _Config(_Part):
+    scheme: str
+    depth: PositiveInt
+    width: PositiveInt
+    seed: NonNegativeInt
+    lr: PositiveFloat
+    dtype: str = "float32"
+    model: dict[str, Any] = {}
+
+
+class _Corpus(_Part):
+    unigram_entropy: Loss
+
+
+class _Measured(_Part):
+    tokens_per_s: Loss | None
+    wall_s: Loss = 0.0
+    resumed_from_step: NonNegativeInt = 0
+
+
+class _Manifest(_Part):
+    """The fields of manifest.json that this library reads, of schema version 2."""
+
+    version: Literal[1, 2] = Field(alias="schema")
+    run: Annotated[str, Field(min_length=1)]
+    status: Literal["finished", "diverged", "not_learned"]
+    eval_loss: Loss | None
+    bigram_loss: Loss | None
+    trigram_loss: Loss | None
+    config: _Config
+    corpus: _Corpus
+    measured: _Measured
+
+
+class _FirstConfig(_Config):
+    block_length: PositiveInt
+
+
+class _FirstCorpus(_Corpus):
+    train_blocks: PositiveInt
+
+
+class _FirstManifest(_Manifest):
+    """Schema version 1: without losses of n-gram models."""
+
+    tokens: NonNegativeInt
+    bigram_loss: Loss | None = None
+    trigram_loss: Loss | None = None
+    config: _FirstConfig
+    corpus: _FirstCorpus
+
+
 @dataclass(frozen=True)
 class Run:
     """One finished run: its directory and its manifest."""
@@ -135,35 +132,36 @@ class Run:
 
     @property
     def status(self) -> str:
-        """ "finished"; "diverged": the loss became non-finite; "not_learned": the eval loss after the last step is not
-        below `trigram_loss` (in runs that do not know it: not below the unigram entropy)."""
+        """ "finished", "diverged" or "not_learned".
+
+        diverged: the loss became non-finite. not_learned: the last eval loss is not below `trigram_loss`. In runs of
+        schema version 1: not below the unigram entropy.
+        """
         return self.manifest["status"]
 
     @property
     def eval_loss(self) -> float:
-        """Held-out loss after the last step, in nats a token; NaN for a diverged run."""
+        """Held-out loss after the last step, in nats per token; NaN for a diverged run."""
         return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
 
     @property
     def trigram_loss(self) -> float | None:
-        """Loss of a trigram model of the training text on the blocks of `eval_loss`, in nats a token
-        (`normlab.training.text.ngrams`); None for a run of schema version 1."""
+        """Loss of a trigram model of the training text, in nats per token; None for schema version 1.
+
+        Blocks are those of `eval_loss` (`normlab.training.text.tokens`).
+        """
         return self.manifest["trigram_loss"]
 
     def table(self) -> pd.DataFrame:
         """This run's rows of the long table (columns COLUMNS).
 
-        Beside what stats.parquet holds, rows at the last step: the held-out unigram entropy and the bigram and trigram
-        losses (split "eval"; the last two where the run knows them), and the training speed (split "train", median over
-        steps of tokens_per_s); speed is kept out of the Parquet file so that it is the same file whenever the run is
-        repeated.
+        Rows at the last step are added from the manifest. Split "eval" has the held-out unigram entropy, and bigram and
+        trigram losses where the run knows them. Split "train" has tokens_per_s, the median over steps. The Parquet file
+        leaves speed out, so that a repeated run writes the same file.
         """
         import pandas as pd
 
-        try:
-            stats = pd.read_parquet(self.path / STATS)
-        except Exception as error:  # pyarrow raises several kinds, OSError among them
-            raise unreadable(self.path, STATS, first_line(error)) from error
+        stats = self._read(STATS)
         if list(stats.columns) != STATS_COLUMNS:
             raise NormlabError(
                 f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
@@ -179,19 +177,19 @@ class Run:
             for metric, (split, value) in extra.items()
             if value is not None
         ]
-        stats = pd.concat([stats, stats_frame(rows)], ignore_index=True)
-        return self._with_keys(stats)
+        return self._with_keys(pd.concat([stats, stats_frame(rows)], ignore_index=True))
 
     def experiments(self) -> pd.DataFrame | None:
-        """This run's rows of `load_experiments`; None when it was not measured so."""
+        """This run's rows of `load_experiments`; None if there were no experiments."""
+        return self._with_keys(self._read(EXPERIMENTS)) if (self.path / EXPERIMENTS).is_file() else None
+
+    def _read(self, file: str) -> pd.DataFrame:
         import pandas as pd
 
-        if not (self.path / EXPERIMENTS).is_file():
-            return None
         try:
-            return self._with_keys(pd.read_parquet(self.path / EXPERIMENTS))
-        except Exception as error:
-            raise unreadable(self.path, EXPERIMENTS, first_line(error)) from error
+            return pd.read_parquet(self.path / file)
+        except Exception as error:  # pyarrow raises several kinds, OSError among them
+            raise _unreadable(self.path, file, first_line(error)) from error
 
     def _with_keys(self, table: pd.DataFrame) -> pd.DataFrame:
         config = {"dtype": "float32"} | self.manifest["config"]  # manifests without the field are of float32 runs
@@ -201,8 +199,8 @@ class Run:
         return table
 
     def load_model(self) -> Any:
-        """The trained model (`NormlabForCausalLM`); NormlabError when the weights were not kept, or do not fit."""
-        from normlab.models.kept import load_whole
+        """The trained model (`NormlabForCausalLM`). NormlabError: the weights were not kept, or do not fit."""
+        from normlab.models.pretrained import load_whole
 
         if not (self.path / WEIGHTS).is_file():
             raise NormlabError(f"run {self.path} kept no weights; train it with keep_weights")
@@ -228,44 +226,83 @@ def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:
     return frame.astype({**dict.fromkeys(("split", "site", "metric", "mask"), "str"), **types})
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest in a run's directory, as data; one of schema version 1 is brought to version 2.
+
+    Raises:
+        NormlabError: no manifest, another schema version, or a damaged one. The line names file and field.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise NormlabError(f"{folder} holds no run: {MANIFEST} is missing")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        version = manifest["schema"]
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        raise _unreadable(folder, MANIFEST, first_line(error)) from error
+    if version not in (1, SCHEMA_VERSION):
+        raise NormlabError(
+            f"run {folder} has schema version {version!r}, this normlab reads 1 and {SCHEMA_VERSION}; "
+            "train it again or use the version that made it"
+        )
+    try:
+        (_FirstManifest if version == 1 else _Manifest).model_validate(manifest)
+    except ValidationError as error:
+        raise _unreadable(folder, MANIFEST, first_fault(error)) from None
+    if version == SCHEMA_VERSION:
+        return manifest
+    tokens = manifest["corpus"]["train_blocks"] * manifest["config"]["block_length"]
+    return {
+        **manifest,
+        **dict.fromkeys(COUNT_LOSSES),
+        "schema": SCHEMA_VERSION,
+        "corpus": {**manifest["corpus"], "train_tokens": tokens},
+        "epochs": manifest["tokens"] / tokens,
+    }
+
+
 def read_run(path: str | Path) -> Run:
-    """The run in directory `path`, or at an address, which is copied from there. NormlabError when it is no run, of
-    another schema version, or damaged."""
-    path = Place(path).fetch_run() if is_address(path) else Path(path)
+    """The run in a directory, or at an address, from where it is copied.
+
+    NormlabError: no run, one of another schema version, or a damaged one.
+    """
+    path = Remote(path).fetch_run() if is_address(path) else Path(path)
     manifest = read_manifest(path)
-    if (path / WEIGHTS).is_file():
-        _check_weights(path)
-    if (path / STATS).is_file():
-        _check_footer(path)
+    for file, check in ((WEIGHTS, _check_length), (STATS, _check_footer)):
+        if (path / file).is_file():
+            try:
+                check(path / file)
+            except Exception as error:  # safetensors and pyarrow raise several kinds
+                raise _unreadable(path, file, first_line(error)) from error
     return Run(path, manifest)
 
 
-def _check_weights(path: Path) -> None:
-    """A safetensors file says its own length: a truncated one is found without reading the weights."""
+def _check_length(path: Path) -> None:
+    """Find a truncated safetensors file, which says its own length, without reading the weights."""
     from safetensors import safe_open
 
-    try:
-        with safe_open(path / WEIGHTS, framework="numpy"):
-            pass
-    except Exception as error:
-        raise unreadable(path, WEIGHTS, first_line(error)) from error
+    with safe_open(path, framework="numpy"):
+        pass
 
 
 def _check_footer(path: Path) -> None:
-    """A Parquet file ends with its footer: a truncated one is found without reading the table."""
+    """Find a truncated Parquet file, which ends with its footer, without reading the table."""
     import pyarrow.parquet
 
-    try:
-        pyarrow.parquet.read_metadata(path / STATS)
-    except Exception as error:  # pyarrow raises several kinds, OSError among them
-        raise unreadable(path, STATS, first_line(error)) from error
+    pyarrow.parquet.read_metadata(path)
+
+
+def _unreadable(folder: Path, file: str, reason: str) -> NormlabError:
+    return NormlabError(f"run {folder}: {file} cannot be read ({reason}); delete the run and train it again")
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Directories of finished runs at or below `root`, sorted; runs in progress are not among them, nor are those of a
-    search for learning rates. Of an address: what was copied from there, without weights."""
+    """Directories of finished runs at or below `root`, sorted, without those of `.partial`, `search` and `finals`.
+
+    Runs at an address are copied from there, without weights.
+    """
     if is_address(root):
-        return Place(root).fetch_tables()
+        return Remote(root).fetch_tables()
     root = Path(root)
     if not root.exists():
         raise NormlabError(f"{root} does not exist")
@@ -274,80 +311,84 @@ def find_runs(root: str | Path) -> list[Path]:
     return sorted(p.parent for p in root.rglob(MANIFEST) if not NOT_REPORTED & set(p.relative_to(root).parts))
 
 
-def _roots(path: str | Path | Iterable[str | Path]) -> list[str | Path]:
-    return [path] if isinstance(path, (str, Path)) else list(path)
+def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
+    """`read` of each run at or below `path` (or several paths), by directory.
+
+    A run that cannot be read is named in a warning and left out. NormlabError: none is left.
+    """
+    roots = [path] if isinstance(path, str | Path) else list(path)
+    directories = [run for root in roots for run in find_runs(root)]
+    places = ", ".join(map(str, roots))
+    if not directories:
+        raise NormlabError(f"no runs in {places}; make some with `normlab sweep --preset tiny --out DIR`")
+    whole, errors = {}, []
+    for directory in directories:
+        try:
+            whole[directory] = read(read_run(directory))
+        except NormlabError as error:
+            errors.append(str(error))
+    if not whole and len(errors) == 1:
+        raise NormlabError(errors[0])
+    if not whole:
+        raise NormlabError(f"none of the {len(errors)} runs in {places} can be read; the first: {errors[0]}")
+    for message in errors:
+        warnings.warn(f"left out: {message}", stacklevel=3)
+    return whole
 
 
 def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """All runs at or below `path` (or several paths) as one table, a value a row.
+    """All runs at or below `path` (or several paths) as one table, one value per row.
 
-    Columns: run scheme depth width seed lr status dtype | step tokens split site layer metric mask value. dtype: of
-    matrix products in training steps. step: optimizer steps done (0: before training). tokens: trained so far. split:
-    "train", "eval" or "probe". site "model": loss, grad_norm (before clipping), learning_rate, tokens_per_s,
-    unigram_entropy, and bigram_loss and trigram_loss where the run knows them, of float16 steps loss_scale and
-    skipped_step; other sites as `normlab.probes` names them. layer: 0 the embeddings, 1..L the blocks, missing where it
-    means nothing. mask: "all", or "no_first": no row's first token.
+    Columns: run scheme depth width seed lr status dtype | step tokens split site layer metric mask value.
 
-    A run that cannot be read is named in a warning and left out; NormlabError when none is left.
+    dtype: of matrix products in training steps.
+    step: optimizer steps done; 0 is before training.
+    tokens: trained so far.
+    split: "train", "eval" or "probe".
+    site: "model", or a site of layers as `normlab.probes` names it. "model" has loss, grad_norm (before clipping),
+        learning_rate, tokens_per_s, unigram_entropy, bigram_loss and trigram_loss. Runs in float16 add loss_scale and
+        skipped_step.
+    layer: 0 the embeddings, 1..L the blocks; missing where it means nothing.
+    mask: "all", or "no_first": without each row's first token.
+
+    A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """
     import pandas as pd
 
     return pd.concat(_each(path, Run.table).values(), ignore_index=True)
 
 
-def _each(path: str | Path | Iterable[str | Path], read: Callable[[Run], Any]) -> dict[Path, Any]:
-    """`read` of each run at or below `path` (or several paths), by directory. A run that cannot be read is named
-    in a warning and left out; NormlabError when none is left."""
-    found = [run for root in _roots(path) for run in find_runs(root)]
-    where = ", ".join(map(str, _roots(path)))
-    if not found:
-        raise NormlabError(f"no runs in {where}; make some with `normlab sweep --preset tiny --out DIR`")
-    whole, errors = {}, []
-    for directory in found:
-        try:
-            whole[directory] = read(read_run(directory))
-        except NormlabError as error:
-            errors.append(str(error))
-    if not whole:
-        raise NormlabError(
-            errors[0]
-            if len(errors) == 1
-            else f"none of the {len(errors)} runs in {where} can be read; the first: {errors[0]}"
-        )
-    for message in errors:
-        warnings.warn(f"left out: {message}", stacklevel=3)
-    return whole
-
-
 def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """What the runs at or below `path` (or several paths) measured once, on the trained model: a value a row.
+    """Experiments on the trained models of all runs at or below `path` (or several paths), one value per row.
 
     Columns: run scheme depth width seed lr status dtype | metric part layer other value standard_error, explained in
-    `normlab.training.experiments`. A run that cannot be read is named in a warning and left out; NormlabError when no
-    run has any.
+    `normlab.training.experiments`. A run that cannot be read is named in a warning and left out. NormlabError: no run
+    has experiments.
     """
     import pandas as pd
 
-    tables = [table for table in _each(path, Run.experiments).values() if table is not None]
+    by_run = _each(path, Run.experiments)
+    tables = [table for table in by_run.values() if table is not None]
     if not tables:
-        raise NormlabError(
-            f"no run in {', '.join(map(str, _roots(path)))} was measured so; train with experiment_blocks"
-        )
+        places = ", ".join(sorted({str(directory.parent) for directory in by_run}))
+        raise NormlabError(f"no run in {places} was measured so; train with experiment_blocks")
     return pd.concat(tables, ignore_index=True)
 
 
 def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str, Any]]:
-    """What each run at or below `path` (or several paths) was configured with: the fields of its `TrainConfig`, by run.
-    A run that cannot be read is named in a warning and left out; NormlabError when none is left."""
+    """The configuration of each run at or below `path` (or several paths): the fields of its `TrainConfig`, by run.
+
+    A run that cannot be read is named in a warning and left out. NormlabError: none is left.
+    """
     return {directory.name: config for directory, config in _each(path, lambda run: run.manifest["config"]).items()}
 
 
 def load_configs(path: str | Path) -> pd.DataFrame:
-    """What `load_runs` leaves out: one row a run at or below `path`, indexed by run.
+    """The configuration of each run at or below `path`: one row per run, indexed by run.
 
-    Columns: status, eval_loss, every field of the run's `TrainConfig`, and every model field that one of the runs sets
-    (lam_input, gamma0, carried, ...), missing where a run leaves it at its default. A run that cannot be read is
-    named in a warning and left out; NormlabError when none is left.
+    Columns: status, eval_loss, every field of `TrainConfig`, and every model field that one of the runs sets
+    (lam_input, gamma0, carried, ...). A field is missing where a run leaves it at its default. A run that cannot be
+    read is named in a warning and left out. NormlabError: none is left.
     """
     import pandas as pd
 

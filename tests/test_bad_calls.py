@@ -12,8 +12,8 @@ import torch
 
 import normlab
 from normlab import NormlabError
+from normlab.experimental.norm_removal import RemovalConfig
 from normlab.training.config import TrainConfig
-from normlab.training.removal import RemovalConfig
 from normlab.training.text.corpus import CorpusSpec
 
 IDS = torch.zeros(1, 8, dtype=torch.long)

@@ -14,7 +14,7 @@ import pytest
 from training_helpers import TINY, tiny, write_run, write_text
 
 import normlab
-from normlab import runs
+from normlab import runs, store
 from normlab.cli import main
 from normlab.schemes import SCHEMES
 from normlab.training import sweep as sweep_module
@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_line(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(runs, "write_stats", full)
+    monkeypatch.setattr(store, "write_stats", full)
     assert "no space left" in _refused(capsys, *_train(text))
     assert not list((text.parent / "out").glob("*/manifest.json"))
 
@@ -215,39 +215,6 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
     assert main(["figures", str(out), "--depth", "7", "--out", str(text.parent / "deep"), "--quiet"]) == 2
     assert "error: No run of depth 7 in the table, which has depth 2." in capsys.readouterr().err
     assert not (text.parent / "deep").exists()
-
-
-def test_the_bench_writes_ratios_of_interleaved_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from normlab.bench import training as bench
-
-    order = []
-
-    def side(name: str, seconds: float) -> Any:
-        return lambda: order.append(name) or seconds
-
-    times = bench.interleaved([side("a", 3.0), side("b", 2.0)], 3, lambda: None)
-    assert order == ["a", "b", "a", "b", "b", "a", "a", "b"] and times == [(3.0, 2.0)] * 3
-    row = bench._row("a", "b", [(1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
-    assert (row["ratio"], row["low"], row["high"], row["pairs"]) == (2.0, 1.0, 9.0, 3)
-
-
-def test_the_bare_loop_trains_exactly_as_the_trainer_does(text: Path, tmp_path: Path) -> None:
-    """Else the bench would compare the speed of two different things."""
-    import torch
-
-    from normlab.bench.training import BareLoop
-    from normlab.training.distributed import accelerator_for
-    from normlab.training.loop import Training
-    from normlab.training.text.corpus import corpus_of
-
-    config = tiny(text, probe_every=0, eval_every=0, checkpoint_every=0, min_lr_ratio=0.999999)
-    corpus = corpus_of(config, tmp_path / "cache")
-    bare = BareLoop(config, corpus)
-    bare.run(config.steps)
-    training = Training(config, corpus, accelerator_for(config))
-    list(training.steps())
-    for (name, left), right in zip(bare.model.named_parameters(), training.model.parameters(), strict=True):
-        assert torch.allclose(left, right, atol=1e-4), name
 
 
 def test_help_names_every_command_and_what_a_run_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import yaml
 import normlab
 from normlab import training
 from normlab.cli import main
-from normlab.models.configuration import TRANSFORMERS
+from normlab.models.config import TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -28,11 +28,12 @@ EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "huggingface_hub": "huggingface-hub",
+    "upath": "universal_pathlib",
     "transformer_lens": "transformer-lens",
 }
 
-# Used where the reader of a run has them; normlab neither needs nor brings them.
-IF_PRESENT = {"torchlens", "wandb"}
+# Used where they are there, as in a checkout; normlab neither needs nor brings them.
+IF_PRESENT = {"torchlens", "wandb", "benchmarks"}
 
 
 def python(code: str) -> str:
@@ -147,23 +148,6 @@ def test_the_published_values_travel_with_the_wheel():
     assert (ROOT / "data" / "paper") in published._PLACES
 
 
-def test_importing_normlab_loads_nothing_that_an_extra_brings():
-    """Only what torch and transformers load by themselves, pandas and pyarrow."""
-    code = (
-        "import json, sys\n"
-        "import torch, transformers\n"
-        "from transformers.models.llama import modeling_llama\n"
-        "def loaded(): return {name.split('.')[0] for name in sys.modules}\n"
-        "before = loaded()\n"
-        "import normlab\n"
-        "normlab.NormlabForCausalLM, normlab.record, normlab.load_runs, normlab.SCHEMES\n"
-        "print(json.dumps(sorted(loaded() - before)))"
-    )
-    loaded = set(json.loads(python(code)))
-    heavy = "IPython accelerate anywidget datasets ipywidgets peft plotly ray transformer_lens triton"
-    assert loaded & set(heavy.split()) == set()
-
-
 @pytest.mark.slow
 def test_importing_our_models_registers_them_with_transformers_and_nothing_else_does():
     code = (
@@ -180,13 +164,22 @@ def test_importing_our_models_registers_them_with_transformers_and_nothing_else_
     assert python(code).split() == ["False", "False", "NormlabConfig"]
 
 
-def test_the_core_works_with_its_core_dependencies_alone():
-    """Models, probes, runs and comparisons need nothing that an extra brings."""
+def test_the_core_works_with_its_core_dependencies_alone_and_asks_for_nothing_else():
+    """Models, probes, runs and comparisons need nothing that an extra brings, nor try to import it."""
     absent = "IPython PIL accelerate anywidget datasets ipywidgets plotly ray transformer_lens triton".split()
     code = (
-        "import sys\n"
-        f"sys.modules.update(dict.fromkeys({absent!r}))\n"
+        "import builtins, sys\n"
+        f"absent = {absent!r}\n"
+        "sys.modules.update(dict.fromkeys(absent))\n"
+        "asked, real = set(), builtins.__import__\n"
+        "def watched(name, globals=None, *rest, **more):\n"
+        "    if name.split('.')[0] in absent and str((globals or {}).get('__name__')).startswith('normlab'):\n"
+        "        asked.add(name)\n"
+        "    return real(name, globals, *rest, **more)\n"
+        "builtins.__import__ = watched\n"
         "import torch, normlab\n"
+        "normlab.NormlabForCausalLM, normlab.record, normlab.load_runs, normlab.SCHEMES\n"
+        "print('importing asks for', *asked)\n"
         "config = normlab.NormlabConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)\n"
         "model = normlab.NormlabForCausalLM(config)\n"
         "with normlab.record(model, metrics=['token_l2_mean']) as rec:\n"
@@ -197,8 +190,9 @@ def test_the_core_works_with_its_core_dependencies_alone():
         "try: normlab.figures\n"
         "except ImportError as error: print(error)"
     )
-    rows, message = python(code).strip().splitlines()
+    asked, rows, message = python(code).strip().splitlines()
     assert all(int(count) > 0 for count in rows.split())
+    assert asked == "importing asks for triton", "which the kernels look for"
     assert message == "figures need plotly: pip install 'normlab[figures]'"
 
 

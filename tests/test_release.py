@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import normlab
-from normlab import NormlabError, runs, shipped
-from normlab.models import kept
+from normlab import NormlabError, runs, shipped, store
+from normlab.models import pretrained
 from normlab.release import _fetched, shipped_models
 from normlab.training.config import TrainConfig
 from normlab.training.keep import keep, name_of
@@ -31,7 +31,7 @@ def folder(done: runs.Run, cache: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_kept_model_is_the_trained_one_rounded(done: runs.Run, folder: Path) -> None:
-    trained, model = kept.load_model(done.path), normlab.load_model(folder)
+    trained, model = pretrained.load_model(done.path), normlab.load_model(folder)
     assert folder.name == "bhyt-d2" and not model.training
     for (name, weight), loaded in zip(trained.named_parameters(), model.parameters(), strict=True):
         assert loaded.dtype == torch.float32 and torch.equal(weight.to(torch.bfloat16).float(), loaded), name
@@ -60,7 +60,7 @@ def test_a_run_of_another_text_is_not_kept(done: runs.Run, cache: Path, tmp_path
     copy.mkdir(parents=True)
     for file in done.path.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    runs.write_json(copy / runs.MANIFEST, {**manifest, "corpus": {**manifest["corpus"], "content_hash": "another"}})
+    store.write_json(copy / runs.MANIFEST, {**manifest, "corpus": {**manifest["corpus"], "content_hash": "another"}})
     with pytest.raises(NormlabError, match="trained on another text"):
         keep(copy, tmp_path / "models", cache)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from normlab import NormlabError, load_runs, runs
+from normlab import NormlabError, load_runs, runs, store
 from normlab.analysis.selection import summarize
-from normlab.manifests import read_manifest
+from normlab.runs import read_manifest
 from normlab.training.config import TrainConfig, require_same
 
 
@@ -31,7 +31,7 @@ def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
         for layer in (0, 1)
         for mask in ("all", "no_first")
     ]
-    runs.write_stats(path / runs.STATS, runs.stats_frame(rows))
+    store.write_stats(path / runs.STATS, runs.stats_frame(rows))
     save_file({"weight": np.zeros((8, 8), dtype=np.float32)}, path / runs.WEIGHTS)
     content = {
         "schema": runs.SCHEMA_VERSION,
@@ -44,7 +44,7 @@ def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
         "trigram_loss": 4.0,
         "measured": {"tokens_per_s": 100.0, "wall_s": 1.0},
     }
-    runs.write_json(path / runs.MANIFEST, {**content, **manifest})
+    store.write_json(path / runs.MANIFEST, {**content, **manifest})
     return path
 
 
@@ -89,7 +89,7 @@ def test_what_counting_achieves_and_speed_are_rows_of_the_last_step(tmp_path: Pa
 def test_many_directories_become_one_table_and_runs_in_progress_are_left_out(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "one")
     make_run(tmp_path / "b" / "deep", "two", status="diverged", eval_loss=None)
-    make_run(tmp_path / "a" / runs.PARTIAL / "three", "final")
+    make_run(tmp_path / "a" / store.PARTIAL / "three", "final")
     assert set(load_runs(tmp_path).run) == {"one", "two"}
     assert set(load_runs([tmp_path / "a" / "one", tmp_path / "b"]).run) == {"one", "two"}
     assert load_runs(tmp_path / "b").status.unique().tolist() == ["diverged"]
@@ -126,7 +126,7 @@ def make_run_of_schema_1(root: Path) -> Path:
     config = {"scheme": "bhyt", "depth": 1, "width": 32, "seed": 0, "lr": 0.1, "block_length": 16}
     path = make_run(root, schema=1, tokens=1600, corpus=identity, config=config)
     manifest = json.loads((path / runs.MANIFEST).read_text())
-    runs.write_json(path / runs.MANIFEST, {k: v for k, v in manifest.items() if k not in runs.COUNT_LOSSES})
+    store.write_json(path / runs.MANIFEST, {k: v for k, v in manifest.items() if k not in runs.COUNT_LOSSES})
     return path
 
 
@@ -158,7 +158,7 @@ def test_a_run_of_schema_2_needs_its_counted_losses(tmp_path: Path) -> None:
     path = make_run(tmp_path)
     manifest = json.loads((path / runs.MANIFEST).read_text())
     del manifest["trigram_loss"]
-    runs.write_json(path / runs.MANIFEST, manifest)
+    store.write_json(path / runs.MANIFEST, manifest)
     with pytest.raises(NormlabError, match="manifest.json cannot be read .trigram_loss is missing"):
         runs.read_run(path)
 
@@ -215,7 +215,7 @@ def test_a_wrong_field_of_a_manifest_is_named_and_the_others_load(case: str, tmp
 
 def test_experiments_of_a_damaged_run_are_left_out(tmp_path: Path) -> None:
     table = pd.DataFrame([("skip", "block", 1, None, 0.5, 0.1)], columns=runs.EXPERIMENT_COLUMNS)
-    runs.write_stats(make_run(tmp_path, "good") / runs.EXPERIMENTS, table)
+    store.write_stats(make_run(tmp_path, "good") / runs.EXPERIMENTS, table)
     (make_run(tmp_path, "bad") / runs.EXPERIMENTS).write_bytes(b"PAR1")
     with pytest.warns(UserWarning, match="left out: .*experiments.parquet cannot be read"):
         assert set(runs.load_experiments(tmp_path).run) == {"good"}
@@ -271,7 +271,7 @@ def test_publishing_syncs_every_file_before_the_rename(tmp_path: Path, monkeypat
         os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle))[1]
     )
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b))[1])
-    runs.publish(staged, final)
+    store.publish(staged, final)
     before = events[: events.index("rename")]
     assert {Path(name).relative_to(staged).as_posix() for name in before} == {"a", "inner/b", "inner", "."}
     assert events[-1] == str(tmp_path)
@@ -282,28 +282,28 @@ def test_publishing_replaces_what_a_killed_process_left(tmp_path: Path) -> None:
     for name, text in (("staged", "new"), ("final", "old")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(text)
-    runs.publish(tmp_path / "staged", tmp_path / "final")
+    store.publish(tmp_path / "staged", tmp_path / "final")
     assert (tmp_path / "final" / "file").read_text() == "new"
 
 
 def test_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
-    runs.write_json(path, {"a": 1})
+    store.write_json(path, {"a": 1})
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
         with pytest.raises(OSError):
-            runs.write_json(path, {"a": 2})
+            store.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
 
 
 def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path: Path) -> None:
-    lock = tmp_path / runs.PARTIAL / "run.lock"
-    with runs.exclusive(lock):
+    lock = tmp_path / store.PARTIAL / "run.lock"
+    with store.exclusive(lock):
         assert lock.exists()
     assert not lock.parent.exists()
-    (tmp_path / runs.PARTIAL).mkdir()
-    (tmp_path / runs.PARTIAL / "other").mkdir()
-    with runs.exclusive(lock):
+    (tmp_path / store.PARTIAL).mkdir()
+    (tmp_path / store.PARTIAL / "other").mkdir()
+    with store.exclusive(lock):
         pass
     assert [path.name for path in lock.parent.iterdir()] == ["other"]
 

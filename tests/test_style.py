@@ -1,4 +1,4 @@
-"""`docs/style.py` finds what the style does not allow, and leaves code and tables out."""
+"""The prose of each room is as plain as it was; `docs/style.py` finds what the style does not allow."""
 
 from __future__ import annotations
 
@@ -44,3 +44,29 @@ def test_docstrings_are_read_by_argument_and_by_their_first_line(
         f'"""Read a file."""\n\n\ndef f():\n    """Whether it is one.\n\n{arguments}    """\n'
     )
     assert found(style, module, capsys) == ["5: first line 'Whether it"]
+
+
+# Words per sentence, and the share of sentences with three separators or more. Lower a bound when a room improves.
+GOAL = (14.0, 0.15)
+BOUNDS = {
+    "normlab/training": (14.5, 0.20),
+    "normlab/widgets": (14.0, 0.18),
+    "normlab/report": (14.0, 0.21),
+    "kernels": (18.5, 0.30),
+    "tests": (15.0, 0.24),
+}
+# Words to avoid, and docstrings that begin with a question word or "Of".
+LEFT = {"normlab": (45, 93), "kernels": (26, 44), "tests": (28, 49), "docs": (1, 4)}
+
+
+def test_the_style_of_every_room_is_held(style: ModuleType) -> None:
+    measured = {room.name: style.numbers(room) for room in style.rooms()}
+    worse = []
+    for name, numbers in measured.items():
+        words, many = BOUNDS.get(name, GOAL)
+        if numbers.words > words or numbers.many > many:
+            worse.append(f"{name}: {numbers.words:.1f} words, {numbers.many:.0%} with {style.MANY} separators or more")
+        avoided, openers = LEFT.get(name.partition("/")[0].split(" ")[0], (0, 0))
+        if numbers.avoided > avoided or numbers.openers > openers:
+            worse.append(f"{name}: {numbers.avoided} words to avoid, {numbers.openers} openers")
+    assert not worse, f"python docs/style.py PATHS lists the findings; {worse}"

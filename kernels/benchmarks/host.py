@@ -1,7 +1,7 @@
-"""What a call costs the host: kernels are compiled for a GPU and looked up as ever, and the launch itself is nothing.
+"""What a call costs the host, measured without a GPU: a stand-in for Triton's driver drops every launch.
 
-A stand-in for Triton's driver says that it is an H200 and drops what it is given, so that Python, PyTorch and Triton's
-own work remain, on CPU tensors, on a machine without a GPU. It needs Triton's compiler: no interpreter.
+The stand-in says that it is an H200. What Python, PyTorch and Triton do before the launch remains, on CPU tensors. It
+needs Triton's compiler, not its interpreter.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from measure import Missing
 from normlab_kernels import dispatch
-from peers import Missing
 
 CALLS = 400
 
@@ -70,12 +70,11 @@ def no_launches() -> Iterator[None]:
 
 
 def microseconds(*calls: Callable[[], object]) -> list[list[float]]:
-    """Of the processor's time, to which other work on the machine adds little, for each of the calls, which take
-    turns."""
+    """Microseconds of the processor's time, to which other work adds little, of calls that take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(CALLS + CALLS // 8):
-        for call, own in zip(calls, times, strict=True):
+        for call, mine in zip(calls, times, strict=True):
             start = time.thread_time()
             call()
-            own.append((time.thread_time() - start) * 1e6)
-    return [own[CALLS // 8 :] for own in times]
+            mine.append((time.thread_time() - start) * 1e6)
+    return [mine[CALLS // 8 :] for mine in times]

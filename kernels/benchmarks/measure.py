@@ -1,12 +1,11 @@
-"""The devices a benchmark runs on, behind one interface: a GPU, a CPU, and a stand-in that makes its times up.
+"""The devices a benchmark runs on, behind one interface: a GPU, a CPU, and a stand-in whose times mean nothing.
 
     time(make, touched)        columns of a row: the time of a call, what its launch costs the host, its memory
-    interleaved(a, b, steps)   seconds of two calls that take turns
+    interleaved(a, b, steps)   microseconds of two calls that take turns
     graphed(call)              the call without its launches, where the device can do that
     copy_microseconds(bytes)   the yardstick: a copy of random data that reads and writes as many bytes
-    now(), settings()          a clock for deadlines; the clocks and the temperature of the device
 
-`make()` sets up one call with buffers of its own.
+`make()` sets up one call with its own buffers.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from normlab_kernels import dispatch
 
 Row = dict[str, Any]
 Call = Callable[[], object]
 MOST_BUFFERS = 64
+
+
+class Missing(Exception):
+    """What cannot be measured here for lack of something, which is no failure."""
 
 
 def buffers(touched: int, cache: int) -> int:
@@ -35,19 +37,19 @@ def buffers(touched: int, cache: int) -> int:
     return min(MOST_BUFFERS, 1 + max(1, math.ceil(2 * cache / max(1, touched))))
 
 
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """The 95% confidence interval of the median, from order statistics: no distribution is assumed.
+def ratios(baseline: list[float], compared: list[float]) -> Row:
+    """Median time, and median ratio of neighbours with its 95% interval from order statistics.
 
-    >>> median_interval([float(i) for i in range(40)])
-    (13.0, 26.0)
+    The interval assumes no distribution: below it lie at most 2.5% of the binomial's ranks.
     """
-    ordered, count = sorted(values), len(values)
-    below, total = 0, 0.0
-    while below < count // 2 and total + math.comb(count, below) / 2**count <= 0.025:
-        total += math.comb(count, below) / 2**count
+    each = sorted(b / a for a, b in zip(baseline, compared, strict=True))
+    count, below, tail = len(each), 0, 0.0
+    while below < count // 2 and tail + math.comb(count, below) / 2**count <= 0.025:
+        tail += math.comb(count, below) / 2**count
         below += 1
     below = max(0, below - 1)
-    return ordered[below], ordered[count - 1 - below]
+    columns = {"microseconds": statistics.median(compared), "ratio": statistics.median(each), "steps": count}
+    return columns | {"ratio_low": each[below], "ratio_high": each[count - 1 - below]}
 
 
 class Device:
@@ -63,14 +65,12 @@ class Device:
         self.name = self.label = "cpu"
         self._copies: dict[int, float] = {}
 
-    def now(self) -> float:
-        return time.monotonic()
-
     def sizes(self, *planned: int) -> tuple[int, ...]:
         """The sizes that are run for those planned."""
         return planned
 
     def settings(self) -> Row:
+        """The state of the device, as columns."""
         return {}
 
     def graphed(self, call: Call) -> Call | None:
@@ -81,7 +81,7 @@ class Device:
         raise NotImplementedError
 
     def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
-        """Microseconds of every call. Who goes first changes from turn to turn."""
+        """Microseconds of every call; which goes first changes from turn to turn."""
         times: tuple[list[float], list[float]] = ([], [])
         for step in range(2 + steps):
             for which in (0, 1) if step % 2 else (1, 0):
@@ -91,7 +91,7 @@ class Device:
         return times[0][2:], times[1][2:]
 
     def copy_microseconds(self, size: int) -> float:
-        """Of a copy of random data that reads and writes `size` bytes together."""
+        """Microseconds of a copy of random data that reads and writes `size` bytes together."""
 
         def make() -> Call:
             source = torch.empty(self.sizes(max(1, size // 2))[0], dtype=torch.uint8, device=self.torch).random_()
@@ -106,11 +106,12 @@ class Device:
 class Cpu(Device):
     """The least of many calls; with one thread, of the processor time used, to which other work adds little."""
 
-    def __init__(self, seconds: float = 0.08) -> None:
+    seconds = 0.3
+
+    def __init__(self) -> None:
         super().__init__()
         threads = torch.get_num_threads()
         self.label = f"cpu_{threads}_threads" if threads > 1 else "cpu_1_thread"
-        self.seconds = seconds
         torch.empty(31 << 18).fill_(0)  # from now on the C library keeps freed blocks instead of returning their pages
 
     def time(self, make: Callable[[], Call], touched: int) -> Row:
@@ -119,7 +120,7 @@ class Cpu(Device):
             call()
         now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         begin, times = time.perf_counter(), []
-        while len(times) < 5 or (time.perf_counter() - begin < 4 * self.seconds and len(times) < 200):
+        while len(times) < 5 or (time.perf_counter() - begin < self.seconds and len(times) < 200):
             start = now()
             call()
             times.append(now() - start)
@@ -127,76 +128,58 @@ class Cpu(Device):
 
 
 class Cuda(Device):
-    """`microseconds` is the device's time of a call in the replay of a CUDA graph, over buffers that take turns;
-    `eager_microseconds` the device's time of a call that is launched, from events, caches overwritten before it;
-    `host_microseconds` what the call keeps the host, launches not waited for."""
+    """Times by `triton.testing.do_bench`, which flushes the second-level cache before each call.
+
+    `microseconds` is the device's time of a call in the replay of a CUDA graph, over buffers that take turns;
+    `eager_microseconds` that of a launched call; `host_microseconds` what the call keeps the host.
+    """
 
     kind = "cuda"
     dtype = torch.bfloat16
 
-    def __init__(self, seconds: float = 0.03) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.torch = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.torch)
-        self.name = properties.name
+        self.name, self.cache_bytes = properties.name, properties.L2_cache_size
         self.label = self.name.lower().replace(" ", "_")
-        self.cache_bytes = properties.L2_cache_size
-        self.seconds = seconds
         self.uuid = str(getattr(properties, "uuid", ""))
-        # Everything runs on one stream of our own: a backward pass runs on its forward pass's stream, and a graph
-        # cannot be captured on the default one.
+        # Everything runs on one stream that is not the default: a backward pass runs on its forward pass's stream, and
+        # a graph cannot be captured on the default one.
         self.stream = torch.cuda.Stream()
         torch.cuda.set_stream(self.stream)
-        self.flush = torch.empty(4 * self.cache_bytes, dtype=torch.uint8, device=self.torch)
-        self._settings: Row = {}
-        self._settings_at = -math.inf
 
     def time(self, make: Callable[[], Call], touched: int) -> Row:
+        from triton.testing import do_bench
+
         calls = [make() for _ in range(buffers(touched, self.cache_bytes))]
         for call in (*calls, *calls[:2]):
             call()
-        eager = self._eager(calls[0])
-        columns: Row = {
-            "eager_microseconds": eager,
-            "host_microseconds": self._host(calls[0]),
-            "peak_megabytes": self._peak(calls[0]),
-        }
+        eager = 1e3 * do_bench(calls[0], rep=30, return_mode="median")
+        columns: Row = {"eager_microseconds": eager, "host_microseconds": self._host(calls[0])}
+        columns["peak_megabytes"] = self._peak(calls[0])
         rounds = max(1, min(50, round(1000 / (len(calls) * eager))))
         try:
             replay = self._capture(calls, rounds)
-            times = [t / (rounds * len(calls)) for t in self._events(replay, least=20)]
         except RuntimeError as error:  # it may wait for the host, or not be capturable for another reason
-            torch.cuda.synchronize()  # raises once more if it is the device that is lost
+            torch.cuda.synchronize()  # raises once more if the device is lost
             return columns | {"note": f"no CUDA graph: {first_line(error)}"}
-        low, _, high = statistics.quantiles(times, n=4)
-        median = statistics.median(times)
-        return columns | {"microseconds": median, "spread": (high - low) / median}
+        low, middle, high = do_bench(replay, rep=30, quantiles=[0.25, 0.5, 0.75])
+        return columns | {"microseconds": 1e3 * middle / (rounds * len(calls)), "spread": (high - low) / middle}
 
     def _capture(self, calls: list[Call], rounds: int) -> Call:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             for _ in range(rounds):
-                kept = [call() for call in calls]  # so that every call of a round writes to memory of its own
+                kept = [call() for call in calls]  # so that every call of a round writes to its own memory
             del kept
         return graph.replay
 
-    def _events(self, call: Call, least: int, flush: bool = False) -> list[float]:
-        """Microseconds of calls, at least so many and for about `seconds`."""
-        torch.cuda.synchronize()
-        begin, pairs = time.perf_counter(), []
-        while len(pairs) < least or (time.perf_counter() - begin < self.seconds and len(pairs) < 200):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if flush:
-                self.flush.zero_()  # also gives the host the time to launch the call
-            start.record()
+    def graphed(self, call: Call) -> Call:
+        for _ in range(3):
             call()
-            end.record()
-            pairs.append((start, end))
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
-
-    def _eager(self, call: Call) -> float:
-        return statistics.median(self._events(call, least=10, flush=True))
+        return self._capture([call], 1)
 
     def _host(self, call: Call) -> float:
         times = []
@@ -218,65 +201,49 @@ class Cuda(Device):
         del kept
         return peak / 1e6
 
-    def graphed(self, call: Call) -> Call:
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        return self._capture([call], 1)
-
     def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
-        times: tuple[list[Any], list[Any]] = ([], [])
+        events: tuple[list[Any], list[Any]] = ([], [])
         for step in range(3 + steps):
             for which in (0, 1) if step % 2 else (1, 0):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
                 (a, b)[which]()
                 end.record()
-                times[which].append((start, end))
+                events[which].append((start, end))
         torch.cuda.synchronize()
-        first, second = ([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]] for pairs in times)
+        first, second = ([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]] for pairs in events)
         return first, second
 
     def settings(self) -> Row:
-        """What nvidia-smi says of the device, asked at most every five seconds; nothing where it cannot be asked."""
-        if time.monotonic() - self._settings_at > 5:
-            self._settings_at = time.monotonic()
-            self._settings = nvidia_smi(self.uuid)
-        return self._settings
-
-
-class Compiling(Cuda):
-    """Makes every call once, so that what is compiled for it is in the caches on disk; the times are none."""
-
-    def time(self, make: Callable[[], Call], touched: int) -> Row:
-        make()()
-        torch.cuda.synchronize()
-        return {"microseconds": math.nan}
+        """Clocks, temperature and driver of this GPU by nvidia-smi; nothing where it cannot be asked."""
+        names = ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "driver")
+        query = "--query-gpu=uuid,clocks.sm,clocks.mem,temperature.gpu,driver_version"
+        try:
+            command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+            output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return {}
+        devices = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
+        mine = [values for values in devices if self.uuid and self.uuid in values[0]] or devices
+        return dict(zip(names, mine[0][1:], strict=True)) if len(mine) == 1 else {}
 
 
 class Fake(Device):
-    """A stand-in for a GPU in dry runs: the same plan, every call made once on the CPU at tiny shapes, and times that
-    mean nothing. Its clock goes `pace` seconds ahead with every time it is asked for, and stands still otherwise."""
+    """A stand-in for a GPU in dry runs: the same plan, every call made once on the CPU at tiny shapes."""
 
     kind = "cuda"
     backend = "eager"
     steps = 2
 
-    def __init__(self, pace: float = 1.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.name = self.label = "fake"
-        self.pace = pace
-        self.clock = 0.0
-
-    def now(self) -> float:
-        return self.clock
 
     def sizes(self, *planned: int) -> tuple[int, ...]:
         return (min(4, planned[0]), *(min(32, size) for size in planned[1:]))
 
     def time(self, make: Callable[[], Call], touched: int) -> Row:
         make()()
-        self.clock += self.pace
         made_up = 10.0 + touched / 4.3e6
         return {"microseconds": made_up, "eager_microseconds": 2 * made_up, "host_microseconds": 50.0, "spread": 0.0}
 
@@ -284,34 +251,10 @@ class Fake(Device):
         return call
 
     def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
-        self.clock += self.pace
         a(), b()
         return [100.0] * steps, [101.0] * steps
-
-
-def nvidia_smi(uuid: str) -> Row:
-    """Clocks, temperature and driver of the GPU with that number, or of the only one."""
-    fields = {
-        "clocks.sm": "sm_clock_mhz",
-        "clocks.mem": "memory_clock_mhz",
-        "temperature.gpu": "temperature_c",
-        "driver_version": "driver",
-    }
-    query = ["nvidia-smi", f"--query-gpu=uuid,{','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    devices = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
-    mine = [values for values in devices if uuid and uuid in values[0]] or devices
-    return dict(zip(fields.values(), mine[0][1:], strict=True)) if len(mine) == 1 else {}
 
 
 def first_line(error: BaseException) -> str:
     """An error as a note in a table."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-
-
-def takes_kernels(device: Device) -> bool:
-    """Whether calls reach the Triton kernels there: on a GPU, or in Triton's interpreter."""
-    return dispatch.takes_kernels(torch.empty(0, dtype=device.dtype, device=device.torch))

@@ -1,8 +1,8 @@
-"""Who is measured: this package, the plain formula, the compiler's version of it, PyTorch's fused norms, Liger, QuACK,
-and BHyT's released decode kernel restated.
+"""What is timed: this package, the plain formula, torch.compile's version of it, PyTorch's norms, Liger, QuACK, and
+BHyT's released decode kernel restated.
 
-A peer that is not installed, or does not take a shape, leaves a note instead of a number. Nothing here is installed by
-the benchmark: `pip install -e 'kernels[peers]'` does.
+A peer that is not installed, or does not take a shape, leaves a note instead of a number. `pip install -e
+'kernels[peers]'` installs them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import normlab_kernels as nk
 import torch
+from measure import Missing
 from normlab_kernels import dispatch, functions, spec
 from normlab_kernels.moments import row_moments_reference
 from normlab_kernels.reference import row_norm_reference
@@ -19,10 +20,6 @@ from normlab_kernels.spec import RowSpec
 
 Tensor = torch.Tensor
 Call = Callable[[dict[str, Tensor]], Tensor | tuple[Tensor, ...]]
-
-
-class Missing(Exception):
-    """What cannot be measured here for lack of something, which is no failure."""
 
 
 @dataclass(frozen=True)

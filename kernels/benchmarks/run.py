@@ -2,154 +2,208 @@
 
     PYTHONPATH=kernels:. python3 kernels/benchmarks/run.py --out data/bench              # a GPU, `make gpu` does it
     python kernels/benchmarks/run.py --device cpu --sections rows --out data/bench
-    python kernels/benchmarks/run.py --device fake --out build/dry-run                   # no device, times made up
+    python kernels/benchmarks/run.py --device fake --out build/dry-run                   # no device: times mean nothing
 
 Sections: rows (each norm, forward, backward and both), launch (its kernels with other launches than those chosen),
-linear (projection + add + norm, fused or not), decode (each norm for 1 to 64 rows), host (what a call keeps the host,
-launches left out; needs no GPU, and on one the other sections say it), compiled (two norms on a CPU, as they are and
-under torch.compile, turn by turn with the compiled formula), step (a whole training step by scheme) and
-generate (a token of generation by scheme); the last two need normlab. plan.py says which rows, and in
-which order. Each section has a table, <section>_<device>.csv, which keeps what earlier runs measured: the same command
-goes on where it was stopped. plot.py draws them.
+linear (projection + add + norm, fused or not), decode (each norm for 1 to 64 rows), host (what a call keeps the host;
+needs no GPU), compiled (two norms on a CPU against the compiled formula), step (a whole training step by scheme) and
+generate (a token of generation by scheme). The last two need normlab. plan.py has the rows in their order.
 
-The measuring is done by a process of its own (work.py). If it dies or hangs, its row is noted and another goes on
-behind it. Exit status: 0; 1 if a row or a test failed; 2 if there is no device. Peers that are not installed are noted,
-which is no failure.
+Each section has a table, <section>_<device>.csv, which keeps what earlier runs measured: run the command again to
+resume. A result is checked before it is timed. What fails is a row with a note, and the rest is measured. A row at
+which the process died is left out by later runs. Exit status: 0; 1 if a row or a test failed; 2 if there is no device.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
 import importlib.util
-import json
 import os
+import platform
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from plan import SECTIONS
-from tables import Table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ROW_SECONDS = 180.0  # after which a row is thought to hang
-GRACE_SECONDS = 20.0  # what a row that was begun in time may take beyond it
-MOST_DEATHS = 25
-FAILED, NO_DEVICE, LOST = 1, 2, 75  # of work.py, which this file does not import: it needs torch
-OPTIONAL = ("liger_kernel", "quack", "transformers", "pandas", "plotly", "pytest", "xdist")
+CACHE = ROOT / "build" / "compiled"
+os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
+sys.path[1:1] = [str(ROOT / "kernels"), str(ROOT)]
+BEGAN = time.monotonic()  # before the imports, which take seconds of the time there is
+
+try:
+    import torch
+except ImportError:
+    sys.exit(f"torch is missing in {sys.executable}: point to a Python that has it, PYTHON=...")
+
+import measure  # noqa: E402
+import normlab_kernels  # noqa: E402
+from measure import Device, Missing, Row, first_line  # noqa: E402
+from normlab_kernels import choices  # noqa: E402
+from plan import FUSED, SECTIONS, UNFUSED, Planned, plan  # noqa: E402
+from sections import MEASURE, linear_fields  # noqa: E402
+from tables import BEGUN, Table, is_good, latest, read  # noqa: E402
+
+DONE, FAILED, NO_DEVICE = 0, 1, 2
+OPTIONAL = ("triton", "liger_kernel", "quack", "transformers", "pytest", "xdist")
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
+def provenance(device: Device, commit: str = "") -> Row:
+    """The columns that say how a table was made."""
+    version = "none"
+    if importlib.util.find_spec("triton") is not None:
+        import triton
+
+        version = triton.__version__
+    sources = [*sorted(Path(normlab_kernels.__file__).parent.glob("*.py")), HERE / "measure.py"]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    versions = {"torch": torch.__version__, "triton": version, "python": platform.python_version()}
+    dtype = str(device.dtype).removeprefix("torch.")
+    return {"device": device.label, "dtype": dtype, **versions, "commit": commit or git_commit(), "code": code}
 
 
-def environment() -> dict[str, str]:
-    """One cache for all that is compiled, in the checkout, and its own packages where they are not installed."""
-    cache = ROOT / "build" / "compiled"
-    paths = [str(ROOT / "kernels"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    places = {"TRITON_CACHE_DIR": str(cache / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-    return {**places, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+def git_commit() -> str:
+    """The commit of the checkout, with "-dirty" where files differ; "unknown" outside of one."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
-def start(order: dict[str, Any], command: list[str]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment())
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(order).encode())
-    process.stdin.close()
-    return process
+def measure_row(planned: Planned, device: Device) -> Row:
+    """The row's columns, or the reason why there are none, as a note."""
+    torch.manual_seed(0)
+    try:
+        columns = MEASURE[planned.section](planned, device)
+    except Missing as missing:
+        return {"note": f"missing: {missing}"}
+    except Exception as error:  # noqa: BLE001 - a failure is a row too, and the rest is measured
+        return {"note": first_line(error)}
+    finally:
+        gc.collect()  # what a row leaves in cycles is not the next one's
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in columns.items()}
 
 
-def compile_ahead(order: dict[str, Any], command: list[str], processes: int, seconds: float) -> None:
-    """What the rows will run is compiled by several processes at once, for at most so long; what is left then is
-    compiled when its row comes. Nothing to do where nothing is compiled."""
-    begin = time.monotonic()
-    workers = [start(order | {"part": part, "parts": processes}, command) for part in range(processes)]
-    for worker in workers:
-        try:
-            worker.wait(max(0.1, begin + seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-    say(f"compiled ahead: {processes} processes, {time.monotonic() - begin:.0f} s")
+def measure_all(
+    device: Device, rows: list[Planned], out: Path, seconds: float, again: bool = False, commit: str = ""
+) -> int:
+    """Measure the rows of a plan for at most so many seconds; return an exit status.
+
+    Rows measured well before, on this device and with this code, are left as they are unless `again`.
+    """
+    deadline, common = time.monotonic() + seconds, provenance(device, commit)
+    tables = {
+        section: Table(out / f"{section}_{device.label}.csv", common)
+        for section in dict.fromkeys(row.section for row in rows)
+    }
+    status = DONE
+    for number, planned in enumerate(rows):
+        table = tables[planned.section]
+        if table.is_done(planned.columns()) and not again:
+            continue
+        if time.monotonic() + planned.seconds > deadline:
+            print(f"out of time: {len(rows) - number} of {len(rows)} rows are left, from {planned}", flush=True)
+            break
+        table.add(planned.columns() | {"note": BEGUN})
+        columns = measure_row(planned, device)
+        gc.freeze()  # the next collection looks at the next row's objects only
+        stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        table.add(planned.columns() | columns | device.settings() | stamp)
+        print(*(f"{k}={v}" for k, v in (planned.columns() | columns).items() if v != ""), flush=True)
+        if not is_good(columns) and not columns.get("note", "").startswith("missing"):
+            status = FAILED
+            if is_lost(device):
+                table.add(planned.columns() | {"note": BEGUN})
+                print("the device is lost to this process: run the command again to resume", flush=True)
+                return FAILED
+    gc.unfreeze()
+    for table in tables.values():
+        table.tidy()
+    if "linear" in tables:
+        print(fusion_line(device, read(tables["linear"].path)), flush=True)
+    return status
 
 
-def supervise(order: dict[str, Any], command: list[str], row_seconds: float = ROW_SECONDS) -> int:
-    """Start the measuring process until it has been through its rows: behind the row at which it died, or hung."""
-    end = time.monotonic() + 60 * order["minutes"]
-    marker = Path(order["out"]) / ".measuring.json"
-    failed = 0
-    for _ in range(MOST_DEATHS):
-        marker.unlink(missing_ok=True)
-        process = start(order | {"minutes": (end - time.monotonic()) / 60}, command)
-        note = wait(process, marker, end + GRACE_SECONDS, row_seconds)
-        if note is None:
-            return max(failed, process.returncode) if process.returncode != LOST else FAILED
-        failed = FAILED
-        if not marker.exists():
-            say(f"the measuring process ended before its first row: {note}")
-            return FAILED
-        reached = json.loads(marker.read_text())
-        if process.returncode != LOST:  # that one has noted its row itself
-            columns = reached["columns"]
-            path = Path(order["out"]) / f"{columns['section']}_{columns['device']}.csv"
-            Table(path, columns).add({"note": note})
-        say(f"{note}; on behind row {reached['position'] + 1}")
-        if time.monotonic() > end:
-            return FAILED
-        order = order | {"first": reached["position"] + 1}
-    say(f"the measuring process died {MOST_DEATHS} times")
-    return FAILED
+def is_lost(device: Device) -> bool:
+    """Whether every call fails, as after a bad access."""
+    if device.torch.type != "cuda":
+        return False
+    try:
+        torch.zeros(1, device=device.torch).item()
+    except RuntimeError:
+        return True
+    return False
 
 
-def wait(process: subprocess.Popen[bytes], marker: Path, end: float, row_seconds: float) -> str | None:
-    """Until the process ends: None if as it should, or else how it ended."""
-    while process.poll() is None:
-        time.sleep(0.2)
-        late = time.monotonic() > end
-        age = time.time() - marker.stat().st_mtime if marker.exists() else 0.0
-        if late or age > row_seconds:
-            process.kill()
-            process.wait()
-            return f"stopped: its row did not end in {age:.0f} s"
-    code = process.returncode
-    if code in (0, FAILED, NO_DEVICE):
-        return None
-    return "the device was lost" if code == LOST else f"the measuring process ended with status {code}"
+def fusion_line(device: Device, rows: list[Row]) -> str:
+    """The entries of `choices.FUSION_WINS` that the table of the fused product asks for.
+
+    For each width, whose K is the same: the launch that gains most on average, from the fewest rows on from which it
+    always gained enough.
+    """
+    times: dict[tuple[str, str, int, int], float] = {}
+    for row in filter(is_good, latest(rows).values()):
+        times[row["function"], row["launch"], int(row["width"]), int(row["rows"])] = float(row["microseconds"])
+    best: dict[int, tuple[float, choices.FusionWin]] = {}
+    for width, launch in sorted({(key[2], key[1]) for key in times if key[0] == FUSED}):
+        gains: dict[int, float] = {}
+        for tokens in sorted((key[3] for key in times if key[:3] == (FUSED, launch, width)), reverse=True):
+            gain = times.get((UNFUSED, "", width, tokens), 0.0) / times[FUSED, launch, width, tokens]
+            if gain <= choices.LEAST_GAIN:
+                break
+            gains[tokens] = gain
+        mean = sum(gains.values()) / max(1, len(gains))
+        if gains and mean > best.get(width, (0.0,))[0]:
+            chosen = replace(choices.linear(width), **linear_fields(launch))
+            best[width] = mean, choices.FusionWin(device.name, width, width, min(gains), chosen)
+    return f"for choices.FUSION_WINS: {tuple(win for _, win in best.values())}"
 
 
 def run_tests(out: Path, seconds: float) -> int:
-    """The tests of the compiled kernels, in parallel where pytest-xdist is there; what they say is kept in a file."""
-    if importlib.util.find_spec("pytest") is None:
-        say("the tests need pytest, which is missing")
-        return FAILED
+    """Run the tests of the compiled kernels, in parallel where pytest-xdist is installed; keep their output."""
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
     command += ["-q", "-ra", "-m", "gpu and not slow", "--continue-on-collection-errors"]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(8, os.cpu_count() or 1))]
     path = out / "tests_gpu.txt"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[1:3])}
     with path.open("w") as file:
         try:
             done = subprocess.run(
-                [*command, str(ROOT / "kernels" / "tests")], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-                env=environment(), timeout=max(1.0, seconds),
-            )  # fmt: skip
+                [*command, str(ROOT / "kernels" / "tests")],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment,
+                timeout=seconds,
+            )
         except subprocess.TimeoutExpired:
-            say(f"the tests did not end in {seconds:.0f} s; what they said: {path}")
+            print(f"the tests did not end in {seconds:.0f} s; their output: {path}")
             return FAILED
-    say(path.read_text()[-3000:])
-    return FAILED if done.returncode else 0
+    print(path.read_text()[-3000:])
+    return FAILED if done.returncode else DONE
 
 
-def draw(out: Path) -> None:
-    if missing := [name for name in ("pandas", "plotly") if importlib.util.find_spec(name) is None]:
-        say(f"no plots: {' and '.join(missing)} missing")
-        return
-    subprocess.run([sys.executable, str(HERE / "plot.py"), str(out)], env=environment())
+def open_device(name: str) -> Device:
+    """The device of that name; one line and exit status 2 where there is none."""
+    if name == "fake":
+        return measure.Fake()
+    if name == "cpu":
+        return measure.Cpu()
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        print(f"no CUDA device: PyTorch {torch.__version__} in {sys.executable} ({built}) sees none", file=sys.stderr)
+        raise SystemExit(NO_DEVICE)
+    return measure.Cuda()
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu", "fake"], default="cuda", help="fake: a dry run")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
@@ -159,38 +213,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", action="store_true", help="then the tests of the compiled kernels")
     parser.add_argument("--commit", default="", help="where this is not a git checkout")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tables")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    begin = time.monotonic()
-    chosen = parse(arguments)
-    required = ("torch", "triton") if chosen.device == "cuda" else ("torch",)
-    if needed := [name for name in required if importlib.util.find_spec(name) is None]:
-        say(f"{' and '.join(needed)} missing in {sys.executable}: point to a Python that has it, PYTHON=...")
-        return NO_DEVICE
+    options = parser.parse_args(arguments)
+    if options.device == "cpu":
+        torch.set_num_threads(options.threads)
+    device = open_device(options.device)
     if missing := [name for name in OPTIONAL if importlib.util.find_spec(name) is None]:
-        say(f"missing, and left out with a note where it is needed: {', '.join(missing)}")
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    order = {
-        "device": chosen.device, "threads": chosen.threads, "sections": chosen.sections, "minutes": chosen.minutes,
-        "again": chosen.again, "commit": chosen.commit, "out": str(chosen.out), "first": 0,
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / "work.py")]
-    if chosen.device == "cuda" and (status := start(order | {"check": True}, command).wait()):  # is there a device?
-        return status
-    processes = min(8, os.cpu_count() or 1) if chosen.device == "cuda" else 0
-    compile_ahead(order, command, processes, min(90.0, 12 * chosen.minutes))
-
-    def left() -> float:
-        return 60 * chosen.minutes - (time.monotonic() - begin)
-
-    status = supervise(order | {"minutes": left() / 60}, command)
-    if chosen.tests and left() < 30:
-        say("no time is left for the tests; they alone: --sections --tests")
-    elif chosen.tests:
-        status = max(status, run_tests(chosen.out, left()))
-    draw(chosen.out)
+        print(f"missing, and left out with a note where it is needed: {', '.join(missing)}", flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = BEGAN + 60 * options.minutes
+    rows = plan(device.kind, tuple(options.sections))
+    status = measure_all(device, rows, options.out, end - time.monotonic(), options.again, options.commit)
+    if options.tests:
+        left = end - time.monotonic()
+        if left < 30:
+            print("no time is left for the tests; they alone: --sections --tests")
+        else:
+            status = max(status, run_tests(options.out, left))
     return status
 
 

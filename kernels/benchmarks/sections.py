@@ -1,4 +1,4 @@
-"""One function a section: a planned row and a device in, the row's columns out. Whole models are in `models.py`."""
+"""One function per section: a planned row and a device in, the row's columns out."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import host
 import normlab_kernels as nk
 import peers
-import plan
 import torch
-from measure import Device, Row, takes_kernels
-from models import generate_row, ratios, step_row
-from normlab_kernels import choices, linear
-from normlab_kernels.spec import Act, RowSpec, Stat
+from measure import Device, Missing, Row, first_line, ratios
+from normlab_kernels import choices, dispatch, linear, spec
+from plan import FUSED, UNFUSED, Planned, launch_fields
 
 Tensor = torch.Tensor
 WRONG = 0.03  # of the largest element: bf16 rounds to 0.4%, and the decode kernel restated here errs as much again
+VOCABULARY = 4096
+# Whole models: depth, width, tokens of a step, tokens of a prompt.
+ON_GPU = {"depth": 16, "width": 2048, "length": 2048, "batch": 4, "prompt": 128}
+ON_CPU = {"depth": 1, "width": 64, "length": 8, "batch": 2, "prompt": 4}
 
 
 class Wrong(Exception):
@@ -25,6 +27,7 @@ class Wrong(Exception):
 
 
 def outputs(out: Any) -> list[Tensor]:
+    """The tensors that a call returns."""
     return list(out) if isinstance(out, tuple) else [out]
 
 
@@ -36,41 +39,31 @@ def largest_error(got: Any, expected: Any) -> float:
     """
     pairs = zip(outputs(got), outputs(expected), strict=True)
     errors = [((a.float() - b.float()).abs().max() / b.float().abs().max().clamp(min=1e-9)).item() for a, b in pairs]
-    if not all(error <= WRONG for error in errors):  # so put, NaN is too large
+    if not all(error <= WRONG for error in errors):  # written this way so that NaN is rejected
         raise Wrong(f"the results differ by {', '.join(f'{e:.2g}' for e in errors)} of their largest elements")
     return max(errors)
 
 
-def _forward(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
-    def run() -> object:
+def one_pass(direction: str, call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
+    """A call of one pass. The backward pass alone keeps its graph; upstream gradients are random."""
+    leaves = list(arguments.values())
+
+    def forward() -> object:
         with torch.no_grad():
             return call(arguments)
 
-    return run
-
-
-def _backward(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
-    """The backward pass alone: the graph is kept, the upstream gradients are random."""
+    if direction == "forward":
+        return forward
+    if direction == "forward with gradient":
+        return lambda: call(arguments)
     outs = outputs(call(arguments))
     upstream = [torch.randn_like(tensor) for tensor in outs]
-    leaves = list(arguments.values())
-    return lambda: torch.autograd.grad(outs, leaves, upstream, retain_graph=True, allow_unused=True)
-
-
-def _both(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
-    upstream = [torch.randn_like(tensor) for tensor in outputs(call(arguments))]
-    leaves = list(arguments.values())
+    if direction == "backward":
+        return lambda: torch.autograd.grad(outs, leaves, upstream, retain_graph=True, allow_unused=True)
     return lambda: torch.autograd.grad(outputs(call(arguments)), leaves, upstream, allow_unused=True)
 
 
-def _with_gradient(call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
-    return lambda: call(arguments)
-
-
-PASSES = {"forward": _forward, "forward with gradient": _with_gradient, "backward": _backward, "both": _both}
-
-
-def _floor(planned: plan.Planned, device: Device) -> int:
+def floor_bytes(planned: Planned, device: Device) -> int:
     """Bytes that the pass must read and write."""
     function = peers.FUNCTIONS[planned.function]
     units = {"forward": function.forward_rows, "backward": function.backward_rows}
@@ -78,8 +71,8 @@ def _floor(planned: plan.Planned, device: Device) -> int:
     return moved * planned.rows * planned.width * device.dtype.itemsize
 
 
-def _rates(columns: Row, floor: int, device: Device) -> Row:
-    """A measured row with its floor and its share of the yardstick's rate."""
+def beside_copy(columns: Row, floor: int, device: Device) -> Row:
+    """A measured row with its floor and its share of the copy's rate."""
     copy = device.copy_microseconds(floor)
     rates: Row = {"floor_bytes": floor, "copy_microseconds": copy, "copy_gigabytes_per_second": floor / copy / 1e3}
     if "microseconds" in columns:
@@ -88,13 +81,13 @@ def _rates(columns: Row, floor: int, device: Device) -> Row:
     return columns | rates
 
 
-def norm_row(planned: plan.Planned, device: Device) -> Row:
-    """A norm, one pass, by one peer, beside a copy of as many bytes."""
-    return _rates(decode_row(planned, device), _floor(planned, device), device)
+def norm_row(planned: Planned, device: Device) -> Row:
+    """A norm, one pass, by one peer, and a copy of as many bytes."""
+    return beside_copy(decode_row(planned, device), floor_bytes(planned, device), device)
 
 
-def decode_row(planned: plan.Planned, device: Device) -> Row:
-    """A norm, one pass, by one peer. In decoding launches count, not bytes, so it is not compared with a copy."""
+def decode_row(planned: Planned, device: Device) -> Row:
+    """A norm, one pass, by one peer. In decoding launches count, not bytes, so there is no copy."""
     call = peers.build(planned.peer, planned.function, device.backend)
     rows, width = device.sizes(planned.rows, planned.width)
 
@@ -103,89 +96,85 @@ def decode_row(planned: plan.Planned, device: Device) -> Row:
 
     columns: Row = {}
     if planned.direction == "forward":
-        a = arguments()
+        given = arguments()
         with torch.no_grad():
-            columns["error"] = largest_error(call(a), peers.formula(planned.function)(a))
-    return columns | device.time(lambda: PASSES[planned.direction](call, arguments()), _floor(planned, device))
+            columns["error"] = largest_error(call(given), peers.formula(planned.function)(given))
+    touched = floor_bytes(planned, device)
+    return columns | device.time(lambda: one_pass(planned.direction, call, arguments()), touched)
 
 
-def host_row(planned: plan.Planned, device: Device) -> Row:
-    """What a call keeps the host, the kernels' launches left out (see `host.py`); a peer's, turn by turn with ours."""
+def host_row(planned: Planned, device: Device) -> Row:
+    """What a call keeps the host, launches left out (`host.py`); a peer's in turns with ours."""
     with host.no_launches():
         calls = [peers.build(peer, planned.function) for peer in (planned.against or planned.peer, planned.peer)]
         rows, width = device.sizes(planned.rows, planned.width)
         arguments = peers.arguments(planned.function, rows, width, torch.bfloat16, torch.device("cpu"))
-        columns = ratios(*host.microseconds(*(PASSES[planned.direction](call, arguments) for call in calls)))
+        columns = ratios(*host.microseconds(*(one_pass(planned.direction, call, arguments) for call in calls)))
         return columns if planned.against else {"microseconds": columns["microseconds"]}
 
 
-def compiled_row(planned: plan.Planned, device: Device) -> Row:
-    """Our function, turn by turn with the formula under torch.compile: the median of the ratios of neighbours."""
+def compiled_row(planned: Planned, device: Device) -> Row:
+    """Our function in turns with the formula under torch.compile."""
     baseline = peers.compiled_formula(planned.function, device.backend)
     ours = peers.OURS[planned.function]
     call = peers.compiled(ours, device.backend) if planned.peer.endswith("compiled") else ours
     rows, width = device.sizes(planned.rows, planned.width)
     arguments = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
-    turns = [PASSES[planned.direction](either, arguments) for either in (baseline, call)]
+    turns = [one_pass(planned.direction, either, arguments) for either in (baseline, call)]
     return ratios(*device.interleaved(*turns, 25 * device.steps))
 
 
-def launch_row(planned: plan.Planned, device: Device) -> Row:
-    """The kernel of a norm, launched as it is chosen or with fields of it changed; no autograd around it."""
-    if not takes_kernels(device):
-        raise peers.Missing("the Triton kernels do not run on this device")
+def launch_row(planned: Planned, device: Device) -> Row:
+    """The kernel of a norm, launched as chosen or with fields of the launch changed; without autograd."""
+    if not dispatch.takes_kernels(torch.empty(0, dtype=device.dtype, device=device.torch)):
+        raise Missing("the Triton kernels do not run on this device")
     from normlab_kernels import ops
 
-    spec = peers.FUNCTIONS[planned.function].spec
-    assert spec is not None
+    function = peers.FUNCTIONS[planned.function]
+    assert function.spec is not None
     rows, width = device.sizes(planned.rows, planned.width)
-    changed: dict[str, Any] = plan.launch_fields(planned.launch)
-    changed |= {"whole": bool(changed["whole"])} if "whole" in changed else {}
-    chosen_forward = choices.forward(width, spec.reduces)
-    chosen_backward = choices.backward(
-        width, spec.has_row_statistic, "direction" in peers.FUNCTIONS[planned.function].inputs
-    )
+    forward = choices.forward(width, function.spec.reduces)
+    backward = choices.backward(width, function.spec.has_row_statistic, "direction" in function.inputs)
 
-    def make(changed: dict[str, Any]) -> Callable[[], object]:
+    def make(fields: dict[str, Any]) -> Callable[[], object]:
         made = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
         a = {name: tensor.detach() for name, tensor in made.items()}
-        x, residual, weight = a["x"], a.get("residual"), a["weight"]
+        x, residual, weight, given = a["x"], a.get("residual"), a["weight"], a.get("given")
         parameters = [weight, *(a.get(name) for name in ("bias", "scale", "shift", "direction"))]
-        given = a.get("given")
-        forward_arguments = (x, residual, *parameters, given, spec)
+        operands = (x, residual, *parameters, given, function.spec)
         if planned.direction == "forward":
-            launch = replace(chosen_forward, **changed)
-            return lambda: ops.launch_forward(*forward_arguments, chosen=launch)
-        _, total, mean, ms = ops.launch_forward(*forward_arguments)
-        kept = x if total is None else total
+            return lambda: ops.launch_forward(*operands, chosen=replace(forward, **fields))
+        _, total, mean, ms = ops.launch_forward(*operands)
         grad = torch.randn_like(x)
         grad_sum = None if residual is None else torch.randn_like(x)
         wants = [tensor is not None for tensor in (*parameters, given)]
-        saved = (kept, *parameters, mean, given if ms is None else ms)
-        launch = replace(chosen_backward, **changed)
-        return lambda: ops.launch_backward(grad, grad_sum, None, *saved, spec, wants, chosen=launch)
+        saved = (x if total is None else total, *parameters, mean, given if ms is None else ms)
+        chosen = replace(backward, **fields)
+        return lambda: ops.launch_backward(grad, grad_sum, None, *saved, function.spec, wants, chosen=chosen)
 
+    fields: dict[str, Any] = launch_fields(planned.launch)
+    fields |= {"whole": bool(fields["whole"])} if "whole" in fields else {}
     columns: Row = {}
-    if planned.launch:  # the chosen launch is what tests check, and what another is checked against
+    if planned.launch:  # tests check the chosen launch; another is checked against it
         results = []
-        for fields in (changed, {}):
+        for changed in (fields, {}):
             torch.manual_seed(0)
-            results.append(tuple(tensor for tensor in make(fields)() if tensor is not None))  # type: ignore[attr-defined]
+            results.append(tuple(tensor for tensor in make(changed)() if tensor is not None))  # type: ignore[attr-defined]
         columns["error"] = largest_error(*results)
-    floor = _floor(planned, device)
-    return _rates(columns | device.time(lambda: make(changed), floor), floor, device)
+    floor = floor_bytes(planned, device)
+    return beside_copy(columns | device.time(lambda: make(fields), floor), floor, device)
 
 
 def linear_fields(launch: str) -> dict[str, Any]:
     """The fields of `choices.LinearLaunch` that a launch changes."""
-    fields = plan.launch_fields(launch)
+    fields = launch_fields(launch)
     return {name: bool(value) if name in ("flatten", "from_residual") else value for name, value in fields.items()}
 
 
-def linear_row(planned: plan.Planned, device: Device) -> Row:
+def linear_row(planned: Planned, device: Device) -> Row:
     """h = residual + a W^T and a norm of h, in one kernel, or in two, or without the norm."""
     rows, width = device.sizes(planned.rows, planned.width)
-    changed = linear_fields(planned.launch)
+    changed, name = linear_fields(planned.launch), planned.function
 
     def operands() -> tuple[Tensor, ...]:
         def normal(*shape: int) -> Tensor:
@@ -196,15 +185,14 @@ def linear_row(planned: plan.Planned, device: Device) -> Row:
         return normal(rows, width), normal(width, width) / width**0.5, normal(rows, width), weight, lam, ms
 
     def call(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, lam: Tensor, ms: Tensor) -> object:
-        name = planned.function
-        if name == plan.FUSED and changed:
+        if name == FUSED and changed:
             from normlab_kernels import linear_ops
 
+            bhyt = spec.RowSpec(spec.Stat.GIVEN, spec.Act.TANH, 1e-6, 10.0)
             launch = replace(choices.linear(width), **changed)
-            spec = RowSpec(Stat.GIVEN, Act.TANH, 1e-6, 10.0)
-            return linear_ops.launch_linear(a, proj, residual, weight, None, lam, ms, spec, launch)
-        if name in (plan.FUSED, plan.UNFUSED):
-            return nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=name == plan.FUSED)
+            return linear_ops.launch_linear(a, proj, residual, weight, None, lam, ms, bhyt, launch)
+        if name in (FUSED, UNFUSED):
+            return nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=name == FUSED)
         if name == "linear_add_dyt":
             return nk.linear_add_dyt(a, proj, residual, weight, None, lam, fused=True)
         h = torch.addmm(residual, a, proj.t())
@@ -216,22 +204,16 @@ def linear_row(planned: plan.Planned, device: Device) -> Row:
 
     def make() -> Callable[[], object]:
         mine = operands()
+        return torch.no_grad()(lambda: call(*mine))
 
-        def run() -> object:
-            with torch.no_grad():
-                return call(*mine)
-
-        return run
-
-    mine = operands()
     columns: Row = {}
-    if planned.function.startswith("linear_add"):
+    if name.startswith("linear_add"):
+        mine = operands()
         if reason := linear.cannot_fuse(*mine[:4]):
-            raise peers.Missing(reason)
-        if planned.function == plan.FUSED:
+            raise Missing(reason)
+        if name == FUSED:
             with torch.no_grad():
-                unfused = nk.linear_add_bhyt(*mine, fused=False)
-                columns["error"] = largest_error(call(*mine), unfused)
+                columns["error"] = largest_error(call(*mine), nk.linear_add_bhyt(*mine, fused=False))
     # The output side: the product's operands are read more than once, from the cache.
     columns |= device.time(make, 4 * planned.rows * planned.width * device.dtype.itemsize)
     if "microseconds" in columns:
@@ -239,7 +221,96 @@ def linear_row(planned: plan.Planned, device: Device) -> Row:
     return columns
 
 
-MEASURE: dict[str, Callable[[plan.Planned, Device], Row]] = {
+def build_model(scheme: str, peer: str, device: Device) -> Any:
+    """A model of the benchmark's shape, with a peer's RMSNorm in every norm where one is named. Needs normlab.
+
+    Raises:
+        Missing: the peer is not installed.
+    """
+    call = None if peer in ("normlab", "eager") else peers.build(peer, "rms_norm")
+    import normlab
+
+    size = ON_GPU if device.torch.type == "cuda" else ON_CPU
+    torch.manual_seed(0)
+    config = normlab.NormlabConfig(
+        scheme=scheme,
+        hidden_size=size["width"],
+        intermediate_size=size["width"] * 8 // 3 // 64 * 64,
+        num_hidden_layers=size["depth"],
+        num_attention_heads=size["width"] // 64,
+        num_key_value_heads=size["width"] // 64,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=size["length"],
+    )
+    with device.torch:
+        model = normlab.NormlabForCausalLM(config, kernels="auto" if peer == "normlab" else "torch")
+    for norm in model.modules() if call is not None else ():
+        if isinstance(norm, normlab.norms.RMSNorm):
+            norm.kernels = "torch"
+            norm.forward = lambda x, norm=norm: call({"x": x, "weight": norm.weight})
+    return model.to(device.torch, device.dtype)
+
+
+def training_step(model: Any, device: Device) -> Callable[[], object]:
+    """Forward, backward, AdamW."""
+    size = ON_GPU if device.torch.type == "cuda" else ON_CPU
+    tokens = torch.randint(VOCABULARY, (size["batch"], size["length"]), device=device.torch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.torch.type == "cuda")
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def token_step(model: Any, batch: int, device: Device) -> Callable[[], object]:
+    """One more token for each of some sequences, through the cache, always from the same prompt."""
+    model.eval()
+    prompt = (ON_GPU if device.torch.type == "cuda" else ON_CPU)["prompt"]
+    tokens = torch.randint(VOCABULARY, (batch, prompt), device=device.torch)
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            logits = model(tokens[:, :1], past_key_values=cache, use_cache=True).logits
+        cache.crop(-1)
+        return logits
+
+    return step
+
+
+def two_models(planned: Planned, device: Device) -> list[Any]:
+    """The baseline's model and the row's."""
+    return [build_model(*who, device) for who in (planned.against.split(), (planned.function, planned.peer))]
+
+
+def step_row(planned: Planned, device: Device) -> Row:
+    """A whole training step, in turns with the baseline's, so that a machine that slows down slows both."""
+    steps = [training_step(model, device) for model in two_models(planned, device)]
+    return ratios(*device.interleaved(*steps, device.steps))
+
+
+def generate_row(planned: Planned, device: Device) -> Row:
+    """A token of generation, in turns with the baseline's: as launched, and replayed from a graph where there are any.
+
+    Time and ratio are then the replay's, which pays nothing for launches.
+    """
+    steps = [token_step(model, planned.rows, device) for model in two_models(planned, device)]
+    columns = ratios(*device.interleaved(*steps, device.steps))
+    try:
+        graphs = [device.graphed(step) for step in steps]
+    except RuntimeError as error:  # a model may wait for the host
+        return columns | {"note": f"no CUDA graph, as launched: {first_line(error)}"}
+    if graphs[0] is None or graphs[1] is None:
+        return columns
+    replayed = ratios(*device.interleaved(graphs[0], graphs[1], 5 * device.steps))
+    return {"eager_microseconds": columns["microseconds"], **replayed}
+
+
+MEASURE: dict[str, Callable[[Planned, Device], Row]] = {
     "rows": norm_row,
     "launch": launch_row,
     "linear": linear_row,

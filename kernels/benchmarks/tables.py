@@ -1,9 +1,4 @@
-"""Tables that lose nothing: a row is on disk when it was measured, and a good one is replaced by a newer good one only.
-
-A table is a CSV file with one row for each thing measured, `KEY`. Rows are appended one by one and synced, so a run
-that is killed leaves all it measured; opening a table afterwards drops the torn end of a line and, of two rows for one
-thing, the older or the failed one. Imports nothing that is not Python's own.
-"""
+"""Tables that lose nothing: CSV files of one row per thing measured, `KEY`, appended and synced one by one."""
 
 from __future__ import annotations
 
@@ -25,14 +20,16 @@ COLUMNS = (
     *("device", *KEY, *MEASURED, "torch", "triton", "python", "driver", "commit", "code", "time"),
     *("sm_clock_mhz", "memory_clock_mhz", "temperature_c"),
 )
+BEGUN = "it was begun and did not end"
 
 
 def key_of(row: Row) -> tuple[str, ...]:
+    """The cells that tell one row from another."""
     return tuple(str(row.get(name) or "") for name in KEY)
 
 
 def is_good(row: Row) -> bool:
-    """Whether it holds a time, and nothing is noted against it."""
+    """Whether a row holds a time and no note."""
     return bool(row.get("microseconds")) and not row.get("note")
 
 
@@ -46,16 +43,12 @@ def read(path: Path) -> list[Row]:
 
 def latest(rows: list[Row]) -> dict[tuple[str, ...], Row]:
     """One row for each thing measured: the newest good one, or else the newest."""
-    found: dict[tuple[str, ...], Row] = {}
+    kept: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        _keep(found, row)
-    return found
-
-
-def _keep(found: dict[tuple[str, ...], Row], row: Row) -> None:
-    key = key_of(row)
-    if key not in found or is_good(row) or not is_good(found[key]):
-        found[key] = row
+        key = key_of(row)
+        if is_good(row) or not is_good(kept.get(key, {})):
+            kept[key] = row
+    return kept
 
 
 class Table:
@@ -63,36 +56,29 @@ class Table:
 
     def __init__(self, path: Path, common: Row) -> None:
         self.path, self.common = path, common
-        self.rows = latest(read(path))
         self.tidy()
 
     def tidy(self) -> None:
-        """One row for each thing measured; the old file is there until the new one is, whole."""
-        new = self.path.with_suffix(".new")
-        with new.open("w", newline="", encoding="utf-8") as file:
-            self._writer(file).writeheader()
-            self._writer(file).writerows(self.rows.values())
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.path)
+        """Keep one row for each thing measured. The old file is replaced when the new one is whole."""
+        self.earlier = latest(read(self.path))
+        self._write(self.path.with_suffix(".new"), "w", list(self.earlier.values()))
+        self.path.with_suffix(".new").replace(self.path)
 
-    def has(self, row: Row) -> bool:
-        """Whether it was measured well, on this device and with the software and the sources of this run."""
-        earlier = self.rows.get(key_of(self.common | row))
-        same = earlier is not None and all(earlier.get(name) == str(self.common[name]) for name in MADE_WITH)
-        return earlier is not None and same and is_good(earlier)
+    def is_done(self, row: Row) -> bool:
+        """Whether it was measured well, or never ended, with this run's device, software and sources."""
+        earlier = self.earlier.get(key_of(self.common | row), {})
+        same = all(earlier.get(name) == str(self.common[name]) for name in MADE_WITH)
+        return same and (is_good(earlier) or earlier["note"] == BEGUN)
 
     def add(self, row: Row) -> None:
-        """On disk when this returns."""
-        full = self.common | row
-        line = io.StringIO()
-        self._writer(line).writerow(full)
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            file.write(line.getvalue())
+        """Append a row; it is on disk when this returns."""
+        self._write(self.path, "a", [self.common | row])
+
+    def _write(self, path: Path, mode: str, rows: list[Row]) -> None:
+        with path.open(mode, newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+            if mode == "w":
+                writer.writeheader()
+            writer.writerows(rows)
             file.flush()
             os.fsync(file.fileno())
-        _keep(self.rows, full)
-
-    @staticmethod
-    def _writer(file: Any) -> csv.DictWriter:
-        return csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")

@@ -14,7 +14,7 @@ from normlab_kernels import choices
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import measure  # noqa: E402
 import plan  # noqa: E402
-import work  # noqa: E402
+import run  # noqa: E402
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the benchmark itself is run")
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the benchmark
 @pytest.mark.parametrize("launch", plan.LINEAR_LAUNCHES)
 def test_every_launch_of_the_fused_product_gives_its_result(launch: str) -> None:
     planned = plan.Planned("linear", plan.FUSED, "", "forward", 16_384, 2048, 0, launch)
-    row = work.measure_row(planned, measure.Fake())
+    row = run.measure_row(planned, measure.Fake())
     assert "note" not in row and row["error"] < 1e-5, row
 
 
@@ -37,7 +37,7 @@ def test_other_launches_of_a_norms_kernel_give_its_result(function: str) -> None
         fields = plan.launch_fields(planned.launch)
         assert dataclasses.replace(choices.backward(4096, True), **fields)
         if "whole" not in fields and fields.keys() - {"stages", "warps"}:
-            row = work.measure_row(planned, measure.Fake())
+            row = run.measure_row(planned, measure.Fake())
             assert "note" not in row and row["error"] < 1e-5, row
 
 

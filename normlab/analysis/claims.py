@@ -3,7 +3,7 @@
 learned       which runs are below the n-gram baselines
 losses        held-out losses, a row per scheme and a column per depth, to look at
 extremes      the schemes with the largest and the smallest value after the last block
-beside        one scheme against several others, before and after training
+against       one scheme against several others, before and after training
 growth        how many times larger the stream is after the last block than after the first
 depth_gain    how much more blocks lower the loss
 depth_use     how much skipping a deep block costs
@@ -102,7 +102,7 @@ def extremes(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
     return table.sort_values(["depth", "when"], ascending=[True, False], ignore_index=True)
 
 
-def beside(
+def against(
     runs: pd.DataFrame,
     scheme: str,
     others: Sequence[str],

@@ -40,8 +40,8 @@ def compare(
 ) -> pd.DataFrame:
     """Scheme a minus scheme b (a over b for positive sizes) after training, one row per depth with its verdict.
 
-    The interval is that of the pair's differences over the n seeds that both have: mean +- t(level, n - 1) sd /
-    sqrt(n), of logarithms for a ratio. Its sd has a floor, taken over all schemes that were run at the depth
+    The interval is mean +- t(level, n - 1) sd / sqrt(n) of the pair's differences over the n seeds that both have. For
+    a ratio they are differences of logarithms. The sd has a floor, taken over all schemes that were run at the depth
     (`normlab.analysis.verdicts.differences`).
 
     Args:

@@ -11,8 +11,8 @@ predictions    D   what others found, checked here
 
 Runs are those of the presets `depth_and_rate` (A), `gains` (B), `tanh` (C) and `league` (D). Each function reads
 only what these runs store. It returns one row per comparison: `quantity`, where it was compared (`lr`, `g` or
-`change`), `seeds estimate low high p_holm verdict`, and `says`, the decision in words. Rows without a decision of
-their own have an empty `says`. Intervals and verdicts are those of `normlab.analysis.verdicts`.
+`change`), `seeds estimate low high p_holm verdict`, and `says`, the decision in words. `says` is empty in rows
+that decide nothing. Intervals and verdicts are those of `normlab.analysis.verdicts`.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def over_files(runs: pd.DataFrame, a: str, b: str, depth: int) -> tuple[float, f
 def deep_blocks(runs: pd.DataFrame, experiments: pd.DataFrame) -> pd.DataFrame:
     """A2: LNS minus Pre-LN at 16 blocks and each rate, Holm over three quantities at three rates.
 
-    The quantities are the mean cost of skipping one of blocks 9-15, the sum of these costs over blocks 2-8, and the
-    mean Jacobian distance from the identity of blocks 9-15. The first block and the last one are left out. LNS wakes
-    deep layers only if the first quantity is above 0.
+    Two quantities are costs of skipping a block: the mean over blocks 9-15 and the sum over blocks 2-8. The third is
+    the mean distance of the Jacobians of blocks 9-15 from the identity. The first and the last block are left out.
+    LNS wakes deep layers only if the first quantity is above 0.
     """
     about = summarize(runs)[["lr"]]
     deep, early = range(DEPTH // 2 + 1, DEPTH), range(2, DEPTH // 2 + 1)
@@ -155,8 +155,8 @@ def depth_gain(runs: pd.DataFrame) -> pd.DataFrame:
 def dead_gains(runs: pd.DataFrame, configs: pd.DataFrame) -> pd.DataFrame:
     """B: models with a uniform attention in blocks 2-4 at step 3,000, by scheme and change.
 
-    A change is a cure if 6 of 6 models with such an attention become at most 1 of 6 in each scheme (Fisher's exact
-    test: p = 0.015). A cure of the loss is a claim apart. Second: the copying probe.
+    A change is a cure if in each scheme 6 of 6 models with such an attention become at most 1 of 6. Fisher's exact test
+    gives p = 0.015 then. A cure of the loss is a claim apart. Second: the copying probe.
 
     Args:
         runs: of `normlab.load_runs`.
@@ -268,9 +268,9 @@ def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.D
 def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     """D: which schemes are not told from the best, as a set and not as ranks.
 
-    A scheme is out of the set if some other scheme is better with p < 0.05, one-sided and paired by seed, after
-    Bonferroni's correction over all others. These are multiple comparisons with the best (Hsu 1984) with each pair's
-    own variance: the set holds the best scheme with probability 0.95. Schemes without final runs are below at 2M
+    A scheme is out of the set if some other scheme is better with p < 0.05. The test is one-sided, paired by seed, and
+    corrected over all others (Bonferroni). These are multiple comparisons with the best (Hsu 1984) with each pair's own
+    variance. The set holds the best scheme with probability 0.95. Schemes without final runs are below at 2M
     tokens.
 
     Args:

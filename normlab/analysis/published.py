@@ -91,10 +91,10 @@ def _their_ratios(rows: pd.DataFrame, base: str) -> pd.DataFrame:
     own = rows[rows["scheme"] == base]
     if len(own) != 1:
         return pd.DataFrame()
-    first, beside = own.iloc[0], rows[rows["scheme"] != base]
-    ratio, error = beside["value"] / first["value"], beside["relative_error"]
-    table = beside[["model", "scheme"]].assign(quantity=first["metric"], ratio=ratio, seeds=pd.NA)
-    table["source"] = beside["paper"] + ", " + beside["where"]
+    first, others = own.iloc[0], rows[rows["scheme"] != base]
+    ratio, error = others["value"] / first["value"], others["relative_error"]
+    table = others[["model", "scheme"]].assign(quantity=first["metric"], ratio=ratio, seeds=pd.NA)
+    table["source"] = others["paper"] + ", " + others["where"]
     return table.assign(low=ratio * (1 - error) / (1 + error), high=ratio * (1 + error) / (1 - error))
 
 

@@ -1,10 +1,16 @@
-"""From the long table of many runs to the rows that one figure shows.
+"""Choose the rows of the long table that one figure shows.
 
-A table may hold several depths, widths, seeds and learning rates. A figure shows one width and usually one depth. A
-figure of losses shows each scheme at its own learning rate: the one that most seeds were run with and, among equals,
-the one with the lowest final loss. A figure of magnitudes shows all schemes of a depth at one rate wherever they share
-one, because the rate moves magnitudes far more than the scheme does. Choices are made by rule, never by hand, and
-`Selection.describe` says in words what was chosen.
+choose      pick runs by depth, width, scheme and learning rate: a `Selection`
+summarize   one row per run
+
+A table may hold several depths, widths, seeds and learning rates. A figure shows one width and usually one depth.
+
+- Losses are shown at each scheme's own learning rate. That is the rate with most seeds, or of several the one with the
+  lowest final loss.
+- Magnitudes are shown at one rate for all schemes of a depth, if they share one. The rate moves magnitudes far more
+  than the scheme does.
+
+Choices follow rules, and `Selection.describe` states them in words.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import pandas as pd
 
 from normlab.errors import NormlabError
 from normlab.probes.metrics import NGRAM_LOSSES, metric_row
-from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED  # noqa: F401  (figures know no files)
+from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED  # noqa: F401  (figures read no files)
 from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype"))
@@ -25,7 +31,7 @@ NEEDED_OF_EXPERIMENTS = ("scheme", "depth", "seed", "metric", "part", "layer", "
 
 
 class NothingToShow(NormlabError):
-    """No runs for a figure: it shows the sentence in their place."""
+    """No runs for a figure, which then shows this sentence."""
 
 
 def in_order(schemes: Iterable[str]) -> list[str]:
@@ -35,12 +41,12 @@ def in_order(schemes: Iterable[str]) -> list[str]:
 
 
 def title_of(scheme: str) -> str:
-    """A scheme as figures call it; one that is not registered is called by its name."""
+    """A scheme's name in figures; that of an unregistered one is its own."""
     return SCHEMES[scheme].title if scheme in SCHEMES else scheme
 
 
 def checked(table: pd.DataFrame, needed: Sequence[str] = NEEDED, source: str = "load_runs") -> pd.DataFrame:
-    """The table, once its columns are seen to be those of `normlab.load_runs` or `normlab.load_experiments`."""
+    """The table, if it has the columns of `normlab.load_runs` or `normlab.load_experiments`."""
     missing = [name for name in needed if name not in table.columns]
     if missing:
         raise NormlabError(f"the table lacks the columns {', '.join(missing)}: pass what normlab.{source} returns")
@@ -60,7 +66,7 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
 
 
 def deepest(table: pd.DataFrame, schemes: int = 3) -> int:
-    """The deepest depth at which so many schemes were run; where none has so many, the deepest of those with most."""
+    """The deepest depth at which at least so many schemes were run, or the deepest of those with most."""
     counts = table.groupby("depth")["scheme"].nunique()
     return int(counts.index[counts >= min(schemes, counts.max())].max())
 
@@ -79,7 +85,7 @@ def of_depth(table: pd.DataFrame, depth: int | None) -> pd.DataFrame:
 
 
 def seeds_in_words(counts: pd.Series) -> str:
-    """How many seeds: "3 seeds", "1 to 3 seeds"."""
+    """Counts of seeds in words: "3 seeds", "1 to 3 seeds"."""
     low, high = int(counts.min()), int(counts.max())
     if low < high:
         return f"{low} to {high} seeds"
@@ -87,7 +93,7 @@ def seeds_in_words(counts: pd.Series) -> str:
 
 
 def mean_of(values: pd.Series, metric: str) -> float:
-    """The mean as the metric is compared: geometric for positive sizes; NaN for none."""
+    """The mean of a metric's values: geometric for positive sizes, NaN for none."""
     numbers = values.to_numpy(float)
     if not len(numbers):
         return float("nan")
@@ -98,11 +104,11 @@ def mean_of(values: pd.Series, metric: str) -> float:
 
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row a run, indexed by its id: `scheme depth width seed lr status dtype steps train_loss eval_loss
-    unigram_entropy bigram_loss trigram_loss`.
+    """One row per run, indexed by its id.
 
-    dtype is empty for a table that does not have it. Losses are those of the last step at which they were logged; a
-    diverged run has an infinite eval loss. Bigram and trigram losses are missing for runs that do not know them.
+    Columns `scheme depth width seed lr status dtype steps train_loss eval_loss unigram_entropy bigram_loss
+    trigram_loss`. dtype is empty for a table without it. Losses are those of the last step at which they were logged. A
+    diverged run has an infinite eval loss. Bigram and trigram losses are missing for runs that do not store them.
     """
     checked(runs)
     about = runs.groupby("run", observed=True)[["scheme", "depth", "width", "seed", "lr", "status"]].first()
@@ -163,8 +169,10 @@ class Selection:
         return self.table[keep]
 
     def remark(self, scheme: str, depth: int | None = None) -> str:
-        """What a reader must know of a scheme's runs: "diverged", "2 of 3 seeds not learned", its learning rate where
-        it is not that of all, or nothing; nothing of a scheme that was not run there."""
+        """Remarks on a scheme's runs: "diverged", "2 of 3 seeds not learned", its learning rate if rates differ.
+
+        Empty for a scheme that was not run there.
+        """
         own = self.runs[self.runs["scheme"] == scheme]
         own = own if depth is None else own[own["depth"] == depth]
         words = []
@@ -172,8 +180,8 @@ class Selection:
             count = int((own["status"] == status).sum())
             if count:
                 words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
-        beside = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
-        if len(own) and beside["lr"].nunique() > 1:
+        here = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
+        if len(own) and here["lr"].nunique() > 1:
             words.append("learning rate " + " and ".join(f"{rate:g}" for rate in sorted(own["lr"].unique())))
         return ", ".join(words)
 
@@ -189,7 +197,7 @@ class Selection:
         return " · ".join([*parts, self.rate(), *filter(None, [self.precision()])])
 
     def precision(self) -> str:
-        """Which runs were trained in which precision, in words; nothing where the table has only one."""
+        """Counts of runs by precision, in words; empty if there is only one."""
         counts = self.runs["dtype"].value_counts()
         words = [f"{count} run{'s' if count > 1 else ''} in {dtype}" for dtype, count in counts.items()]
         said = " and ".join(words) if len(words) > 1 else ""
@@ -198,7 +206,7 @@ class Selection:
         return said
 
     def rate(self, depth: int | None = None) -> str:
-        """The learning rate in words: that of all, that of each depth, or that each scheme has its own."""
+        """The learning rate in words: one for all, one per depth, or each scheme's own."""
         runs = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
         rates = runs.groupby("depth")["lr"].unique()
         if any(len(own) > 1 for own in rates):
@@ -215,20 +223,20 @@ def choose(
     schemes: Sequence[str] | None = None,
     same_rate: bool = False,
 ) -> Selection:
-    """Pick what a figure shows.
-
-    Args:
-        depth: a number of blocks, "deepest" (the deepest of those that most schemes were trained at; with `same_rate`,
-            of those at which they share a rate, if there are any), or None for all.
-        width: default: the one with most runs.
-        schemes: default all; control schemes in the table are always added, so no claim stands without them.
-        same_rate: at each depth show all schemes at one learning rate, if there is one that all were run with.
+    """Pick the runs that a figure shows.
 
     Runs that differ in more than scheme, depth, seed and learning rate are not averaged. Of runs that differ in
-    precision alone, the one in the precision of most runs is taken: precision moves a loss by less than a seed.
+    precision alone, the one in the precision of most runs is taken: a seed moves the loss further.
+
+    Args:
+        depth: a number of blocks, None for all, or "deepest": the deepest at which most schemes were trained. With
+            `same_rate` a depth at which they share a rate is preferred.
+        width: default: the one with most runs.
+        schemes: default all. Control schemes in the table are always added.
+        same_rate: at each depth show all schemes at one learning rate, if all were run with it.
 
     Raises:
-        NothingToShow: one sentence that says why, and what there is instead or which runs are not averaged.
+        NothingToShow: one sentence with the reason, and what there is instead.
         NormlabError: a table without the columns of `normlab.load_runs`.
     """
     about = summarize(runs)
@@ -259,8 +267,11 @@ def choose(
 
 
 def _one_precision(about: pd.DataFrame) -> pd.DataFrame:
-    """Without a run's twins in other precisions. Twins have the scheme, depth, seed, rate and steps in common; where
-    one precision has several of them, they differ in something else and all stay."""
+    """Drop a run's twins in other precisions.
+
+    Twins have the same scheme, depth, seed, rate and steps. If one precision has several of them, they differ in
+    something else, and all stay.
+    """
     place = ["scheme", "depth", "seed", "lr", "steps"]
     if about["dtype"].nunique() < 2 or about.duplicated([*place, "dtype"]).any():
         return about
@@ -271,7 +282,7 @@ def _one_precision(about: pd.DataFrame) -> pd.DataFrame:
 
 
 def _variants(about: pd.DataFrame) -> str:
-    """A sentence where a scheme, depth and seed were run more than once at one rate: a mean over them says nothing."""
+    """A sentence if a scheme, depth and seed were run more than once at one rate; such runs are not averaged."""
     place = ["scheme", "depth", "seed", "lr"]
     counts = about.groupby(place, dropna=False).size()
     if counts.max() == 1:
@@ -284,7 +295,7 @@ def _variants(about: pd.DataFrame) -> str:
 
 
 def _chosen_rate(about: pd.DataFrame) -> pd.Series:
-    """Which runs have the learning rate chosen for their scheme and depth: most seeds, then lowest mean final loss."""
+    """True for runs at the rate chosen for their scheme and depth: most seeds, then lowest mean final loss."""
     keys = ["scheme", "depth", "lr"]
     loss = about["eval_loss"].fillna(np.inf)
     rates = (
@@ -301,8 +312,7 @@ def _chosen_rate(about: pd.DataFrame) -> pd.Series:
 
 
 def _at_one_rate(about: pd.DataFrame, own: pd.DataFrame, depth: int) -> pd.DataFrame:
-    """Runs of a depth at the rate that most schemes do best with, of those that all were run with; else at their
-    own."""
+    """Runs of a depth at the common rate that is best for most schemes, or at each scheme's own if none is common."""
     here, own = about[about["depth"] == depth], own[own["depth"] == depth]
     common = _common_rates(here)
     if common.empty:

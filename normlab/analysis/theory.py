@@ -5,9 +5,9 @@ predict_runs         the same for the models of given runs
 chebyshev_bound      the largest share of a bounded norm's tanh inputs that can exceed lambda
 carried_correction   the term that BHyT adds to the carried mean square
 
-Weights are independent Gaussians at initialisation. So at large width the residual stream is, feature by feature, a
-Gaussian process over positions, described by its kernel K[t, s], the covariance of one feature between positions t and
-s. Each part of a block maps K to K:
+Weights are independent Gaussians at initialisation. So at large width each feature of the residual stream is a Gaussian
+process over positions. Its kernel K[t, s] is the covariance of a feature between positions t and s. Each part of a
+block maps K to K:
 
     norm        K[t, s] / sqrt((K[t, t] + eps)(K[s, s] + eps)) times the squared gain; a tanh norm: E[tanh u tanh v]
     attention   V and O multiply by d var_w each; attention is uniform over the past: K -> P K P^T, P averaging
@@ -314,8 +314,8 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         length: tokens per row; default: that of the carried statistic (`train_seq_len` or `max_position_embeddings`).
             For schemes with several streams a kernel (length x length) is kept for every branch: use fewer tokens if
             memory is short.
-        collision: probability that two positions of a row hold the same token, the sum of p^2 over the vocabulary:
-            about 0.01 for text, 1/V for random tokens.
+        collision: probability that two positions of a row hold the same token (the sum of p^2 over the vocabulary).
+            About 0.01 for text, 1/V for random tokens.
 
     Returns:
         Rows of the long table (run = "theory", split = "theory", step 0): `token_l2_mean`, `feature_var_mean`, `rms` at
@@ -359,9 +359,9 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
 def predict_runs(about: pd.DataFrame, depth: int, configs: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame | None:
     """Predictions for a depth's schemes, each for the model of its runs; None where there are none.
 
-    A scheme is left out if one of its runs has no configuration, if its runs have different models or planted outliers,
-    if another version of normlab made them, or if its recursion is not known. All are left out where transformers is
-    too old for our models.
+    A scheme is left out if its recursion is not known, or if one of its runs has no configuration, planted outliers or
+    another model than the others. So is a scheme whose runs another version of normlab made. All are left out where
+    transformers is too old for our models.
 
     Args:
         about: one row per run, of `normlab.analysis.selection.summarize`.

@@ -36,8 +36,8 @@ def differences(
 ) -> pd.DataFrame:
     """Scheme a minus scheme b, or a over b for sizes: the mean over the seeds that both have, one row per depth.
 
-    The interval is estimate +- t(level, seeds - 1) sd / sqrt(seeds), of logarithms for a ratio. sd is that of the
-    pair's differences over seeds. Its square is at least the lower quartile of the same over all pairs of the pool.
+    The interval is estimate +- t(level, seeds - 1) sd / sqrt(seeds), of logarithms for a ratio. sd is the standard
+    deviation of the pair's differences. Its square is at least the lower quartile of that of all pairs of the pool.
 
     Args:
         values: columns `depth scheme seed value`, one row per run (`normlab.analysis.compare.last_values`).

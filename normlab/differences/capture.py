@@ -159,6 +159,17 @@ def _summed_loss(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The tokens of `x` that are not padding, (tokens, features); None where its shape does not tell them."""
+    if mask is None or bool(mask.all()):
+        return x.reshape(-1, x.shape[-1])
+    mask = mask.bool().to(x.device)
+    for shaped in (x, x.movedim(0, -2) if x.ndim == 4 else x):  # several streams come first
+        if shaped.shape[:2] == mask.shape:
+            return shaped[mask].reshape(-1, x.shape[-1])
+    return x[mask.flatten()] if x.ndim == 2 and len(x) == mask.numel() else None
+
+
 def _head_name(model: nn.Module) -> str:
     head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return next((name for name, module in model.named_modules() if module is head), "")

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from normlab.differences.capture import EMBEDDINGS, FINAL, LOGITS, Site, capture
+from normlab.differences.capture import EMBEDDINGS, FINAL, LOGITS, Site, capture, counted
 from normlab.differences.compare import Evidence
 
 CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
@@ -218,22 +218,17 @@ def _reads(e: Evidence) -> list[str]:
 
 def _function(e: Evidence) -> list[str]:
     """Compare the outputs as functions of what both sites read."""
-    x, y = e.captured_a.tensors[e.site], e.tensors_b[e.site]
-    if e.mask is not None and x.shape[:2] == e.mask.shape:
-        counted = e.mask.bool()
-        if x.shape == y.shape and e.distance(x, y) and _relative(x[counted], y[counted]) == 0:
-            return []
-        x, y = x[counted], y[counted]
-    x, y = x.reshape(-1, x.shape[-1]).double(), y.reshape(-1, y.shape[-1]).double()
-    if x.shape != y.shape or not bool(y.isfinite().all()):
-        return ["B is not finite here"] if x.shape == y.shape else []
+    x, y = (counted(tensors[e.site].double(), e.mask) for tensors in (e.captured_a.tensors, e.tensors_b))
+    if x is None or y is None or x.shape != y.shape or torch.equal(x, y):
+        return []
+    if not bool(y.isfinite().all()):
+        return ["B is not finite here"]
     causes = _rounding(x, y)
     if e.site.name.endswith("norm_out"):
         reads = e.captured_a.tensors.get(Site(e.site.name.replace("_out", "_in"), e.site.layer))
-        if reads is not None:
-            if e.mask is not None and reads.shape[:2] == e.mask.shape:
-                reads = reads[e.mask.bool()]
-            return causes + _norm(reads.reshape(-1, reads.shape[-1]).double(), x, y)
+        rows = None if reads is None else counted(reads.double(), e.mask)
+        if rows is not None:
+            return causes + _norm(rows, x, y)
     scale = float((x * y).sum() / x.square().sum())
     if _same(scale * x, y) and abs(scale - 1) > 1e-3:
         root = math.sqrt(x.shape[-1])
@@ -322,12 +317,9 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
         parts[words] = e.captured_a.tensors.get(Site(f"{kind}_out", layer)) if normed is None else normed
     rows = {}
     for words, part in parts.items():
-        if part is None:
-            continue
-        if e.mask is not None:
-            part = part.reshape(*e.mask.shape, -1)[e.mask.bool()] if part.numel() % e.mask.numel() == 0 else part
-        if part.numel() == x.numel():
-            rows[words] = part.reshape(x.shape).double().flatten()
+        tokens = None if part is None else counted(part.double(), e.mask)
+        if tokens is not None and tokens.shape == x.shape:
+            rows[words] = tokens.flatten()
     if len(rows) < 2:
         return []
     basis = torch.stack(list(rows.values()), 1)
@@ -550,12 +542,12 @@ def _sees_later(e: Evidence) -> list[str]:
     ids = e.batch.get("input_ids")
     if e.b is None or e.roles_b is None or ids is None:
         return []
-    counted = torch.ones_like(ids) if e.mask is None else e.mask
-    last = counted.shape[1] - 1 - counted.flip(1).argmax(1)
+    mask = torch.ones_like(ids) if e.mask is None else e.mask
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
     rows = torch.arange(len(ids))
     changed = ids.clone()
     changed[rows, last] = torch.where(ids[rows, last] == ids.max(), ids.min(), ids.max())
-    earlier = (torch.arange(ids.shape[1])[None] < last[:, None]) & counted.bool()
+    earlier = (torch.arange(ids.shape[1])[None] < last[:, None]) & mask.bool()
     moves = []
     for model, roles, before in ((e.a, e.roles_a, e.captured_a.tensors), (e.b, e.roles_b, e.tensors_b)):
         after = capture(model, e.batch | {"input_ids": changed}, roles).tensors[e.site]

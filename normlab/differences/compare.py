@@ -19,7 +19,18 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from normlab.differences.capture import EMBEDDINGS, FINAL, LOGITS, Capture, Roles, Site, capture, read_arrays, roles_of
+from normlab.differences.capture import (
+    EMBEDDINGS,
+    FINAL,
+    LOGITS,
+    Capture,
+    Roles,
+    Site,
+    capture,
+    counted,
+    read_arrays,
+    roles_of,
+)
 from normlab.errors import NormlabError
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
@@ -265,8 +276,8 @@ def _rounding_rows(
 
 
 def _all_finite(tensors: dict[Site, Tensor], mask: Tensor | None) -> bool:
-    counted = (x[mask.bool()] if mask is not None and x.shape[:2] == mask.shape else x for x in tensors.values())
-    return all(bool(x.isfinite().all()) for x in counted)
+    rows = (counted(x, mask) for x in tensors.values())
+    return all(bool(x.isfinite().all()) for x in rows if x is not None)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -296,13 +307,17 @@ def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, 
 
 
 def relative_difference(x: Tensor, y: Tensor, mask: Tensor | None) -> float:
-    """Root mean square over tokens of |x - y| / |x|; infinite where shapes differ or y is not finite where x is."""
+    """Root mean square over tokens of |x - y| / |x|.
+
+    Infinite where shapes differ, or only one is finite. Zero where the shape does not tell padding from tokens.
+    """
     if x.shape != y.shape:
         return float("inf")
-    x, y = x.double(), y.double().to(x.device)
-    if mask is not None and x.shape[:2] == mask.shape:
-        x, y = x[mask.bool()], y[mask.bool()]
-    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    a, b = counted(x.double(), mask), counted(y.double().to(x.device), mask)
+    return 0.0 if a is None or b is None else _relative(a, b)
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
     finite = x.isfinite()
     if not torch.equal(finite, y.isfinite()):
         return float("inf")

@@ -394,7 +394,9 @@ class CompiledStatsCallback(LayerStatsCallback):
     def _read(self, args: Any, state: Any) -> None:
         self._has_steps = False
         if self._accumulated is not None:
-            self._tabulate(args, state, self._accumulated.stats(step=state.global_step - 1))
+            step = state.global_step - 1
+            self._readings.add(self._accumulated.stats(step=step).across_ranks().to_pandas())
+            self._after_reading(args, state, step)
 
     def _stop_accumulating(self) -> None:
         if self._accumulated is not None:

@@ -299,7 +299,7 @@ def _add_ratios(
     """Columns of text right of the rows: ratio or difference to `base` at step 0, after training, published.
 
     Args:
-        ends: by column, the values, and those of the runs that their variance is pooled over.
+        ends: by column, the values, and those of the runs whose pairs give the floor of the sd.
     """
     heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(printed) else {})
     word = "ratio to" if row.is_ratio else "difference from"

@@ -7,6 +7,7 @@ recorded_map     the same as a heat map
 skip_costs       loss added by leaving out parts
 lens             KL from each layer's prediction to the last
 angles           angle between the stream after two layers
+difference_figure  where two models part, site by site
 """
 
 from __future__ import annotations
@@ -192,3 +193,39 @@ def angles(table: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(dtick=1 if len(table) <= WHOLE_TICKS else None)
     words = "angular_distance: arccos(cos(h_l, h_m))/pi, mean over tokens; 0 = embeddings"
     return _titled(figure, BY_PAIR["angular_distance"][0], words, "layer", 480)
+
+
+def difference_figure(table: pd.DataFrame) -> go.Figure:
+    """The difference of two models at each site in order of computation, and how far rounding moves it.
+
+    Args:
+        table: columns `site layer difference noise parts`, of `normlab.diff`.
+    """
+    names = [f"{site.replace('_', ' ')}, {layer}" for site, layer in zip(table["site"], table["layer"], strict=True)]
+    least = max(float(table["noise"][table["noise"] > 0].min()) / 10 if (table["noise"] > 0).any() else 0, 1e-12)
+    finite = table[["difference", "noise"]].replace(math.inf, np.nan)
+    largest = float(finite.max().max())
+    figure = go.Figure()
+    for column, label, color in (("noise", "rounding", COLORS[6]), ("difference", "difference", COLORS[0])):
+        values = table[column].clip(lower=least, upper=max(largest, least) * 3)
+        figure.add_scatter(
+            x=list(range(len(names))),
+            y=values.tolist(),
+            name=label,
+            mode="lines+markers",
+            marker={"size": 5, "color": color},
+            line={"color": color, "dash": "dot" if column == "noise" else "solid"},
+            customdata=[[name, value] for name, value in zip(names, table[column], strict=True)],
+            hovertemplate="%{customdata[0]}: %{customdata[1]:.3g}<extra>" + label + "</extra>",
+        )
+    parts = table["parts"].to_numpy()
+    if parts.any():
+        first = int(parts.argmax())
+        figure.add_vline(x=first, line={"color": COLORS[1]}, annotation_text=f"parts at {names[first]}")
+    layers = table["layer"].tolist()
+    starts = [i for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1]]
+    figure.update_xaxes(tickvals=starts, ticktext=[str(layers[i]) for i in starts], title_text="layer")
+    figure.update_yaxes(type="log", title_text="relative difference", exponentformat="power")
+    title = "The models agree within rounding" if not parts.any() else "Where the models part"
+    figure.update_layout(showlegend=True)
+    return theme.titled(figure, title, "sites in order of computation; below the axis: no difference", 430)

@@ -1,15 +1,25 @@
-"""Models: configuration, modeling, conversion of existing models, folding of norms, TransformerLens bridge.
+"""Models under a scheme.
+
+config           NormlabConfig
+block            one block
+attention_mlp    attention and MLP that schemes change; embeddings_head: embeddings and head
+model            NormlabForCausalLM
+swap             give an existing model another scheme
+fold             multiply gains into matrices
+pruning          delete blocks
+pretrained       trained models: load, find, export
+costs            parameters and operations of each scheme
+lens             TransformerLens bridge
 
 Importing this package registers ``model_type="normlab"`` with transformers, so that ``AutoModelForCausalLM`` loads our
-models. It raises NormlabError where transformers is too old for them (`normlab.models.configuration.TRANSFORMERS`).
+models. It raises NormlabError if transformers is older than `normlab.models.config.TRANSFORMERS`.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from normlab.models.configuration import NormlabConfig
-from normlab.models.conversion import swap_norms
-from normlab.models.folding import FoldedNorms, fold_norms
-from normlab.models.modeling import (
+from normlab.models.config import NormlabConfig
+from normlab.models.fold import FoldedNorms, fold_norms
+from normlab.models.model import (
     NormlabDecoderLayer,
     NormlabForCausalLM,
     NormlabModel,
@@ -17,6 +27,7 @@ from normlab.models.modeling import (
     set_schedules,
 )
 from normlab.models.pruning import moves_blocks, without_blocks
+from normlab.models.swap import swap_norms
 
 AutoConfig.register(NormlabConfig.model_type, NormlabConfig, exist_ok=True)
 AutoModel.register(NormlabConfig, NormlabModel, exist_ok=True)

@@ -1,7 +1,13 @@
-"""One block: where the norms sit, and the mean square that BHyT carries from the attention site to the MLP site."""
+"""One block: its norms, the mean square that BHyT carries from attention to MLP, and how branches join the stream.
+
+NormlabDecoderLayer   branches add to the stream
+JoiningDecoderLayer   branches join it by a residual rule
+FinalNorm             one stream of several, then the final norm
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import normlab_kernels as nk
@@ -13,25 +19,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from normlab.errors import NormlabError
-from normlab.models.branches import NormedAttention, NormedMLP, changes_attention, changes_mlp
-from normlab.models.configuration import NormlabConfig
+from normlab.models.attention_mlp import NormedAttention, NormedMLP, changes_attention, changes_mlp
+from normlab.models.config import NormlabConfig
+from normlab.models.embeddings_head import changes_embeddings, changes_head
 from normlab.norms import Norm
-from normlab.schemes import CORRECTIONS, NormSite, correction_factors, get_scheme
+from normlab.residuals import Residual
+from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, centred, correction_factors, get_scheme
 
 
-def _watched(module: nn.Module) -> bool:
-    """Whether a hook would miss what a fused kernel does inside this module."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
-
-
-def _adds(norm: Any, x: Tensor) -> bool:
-    """Whether the norm's kernel takes the addition before it along: kernels compute the norm, and nobody watches it."""
-    return isinstance(norm, Norm) and nk.chooses_kernels(x, norm.kernels) and not _watched(norm)
+def _fuses_add(norm: Any, x: Tensor) -> bool:
+    """True if the addition can be fused into the norm: kernels are active, and no hooks are attached."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    active = isinstance(norm, Norm) and nk.chooses_kernels(x, norm.kernels)
+    return active and not any(getattr(norm, kind) for kind in hooks)
 
 
 def whole(weight: Tensor) -> Tensor:
-    """The weight, gathered from all ranks where it is split over them."""
+    """The weight, gathered from all ranks if it is sharded."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
@@ -41,7 +45,7 @@ def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor]
 
 @torch.no_grad()
 def _complete_constant(block: NormlabDecoderLayer, incompatible_keys) -> None:
-    """After ``load_state_dict`` of any module around the block: weights without c are complete, c follows from them."""
+    """After ``load_state_dict`` of weights without c, compute it from them."""
     key = f"{block.state_prefix}c_attn"
     if key in incompatible_keys.missing_keys:
         block.c_attn = block.attention_variance_constant()
@@ -49,15 +53,14 @@ def _complete_constant(block: NormlabDecoderLayer, incompatible_keys) -> None:
 
 
 class NormlabDecoderLayer(GradientCheckpointingLayer):
-    """One block: h = sum(x + out(attn(in(x)))), then the same with the MLP; absent norms are the identity.
+    """One block: ``h = sum(x + out(attn(in(x))))``, then the same with the MLP. Absent norms are the identity.
 
-    With a carried statistic the MLP norm divides by sqrt(ms + c lambda_in^2/kappa^2 + eps), ms being the attention
-    norm's mean square: no second reduction. c = ||W_V W_O||_F^2 / (T d) is the persistent float32 buffer ``c_attn``;
-    it and lambda are constants there, ms is not: its gradient reaches the block's input. ``NormlabConfig.correction``
-    adds scalars that are learned, ``calibration`` a fixed factor.
+    With a carried statistic the MLP norm divides by ``sqrt(ms + c lambda_in^2/kappa^2 + eps)``. Here ms is the
+    attention norm's mean square, so there is no second reduction. The persistent float32 buffer ``c_attn`` holds
+    ``c = ||W_V W_O||_F^2 / (T d)``. It and lambda are constants there. The gradient of ms reaches the block's input.
+    ``NormlabConfig.correction`` adds learned scalars, ``calibration`` a fixed factor.
 
-    Where kernels compute the norms, a sum and the norm that reads it are one kernel, with the bits of two. A norm with
-    hooks is run by itself.
+    Kernels compute a sum and the norm that reads it in one pass, with the bits of two. A norm with hooks runs alone.
     """
 
     c_attn: Tensor
@@ -94,7 +97,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         self.kept_growth: tuple[Tensor, Tensor, tuple[Any, ...], Tensor] | None = None
 
     def _apply(self, fn, recurse: bool = True):
-        """Moves as any module, but keeps c in float32 when a model is cast to half precision."""
+        """Move as any module does, but keep c in float32 when a model is cast to half precision."""
         before = self._buffers.get("c_attn")
         super()._apply(fn, recurse)
         self.kept_growth = None
@@ -105,10 +108,10 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
 
     @torch.no_grad()
     def attention_variance_constant(self) -> Tensor:
-        """c = ||W_V W_O||_F^2 / (T d), in float32, W_V's heads repeated to match the query heads; a scalar tensor.
+        """``c = ||W_V W_O||_F^2 / (T d)``, a float32 scalar, with W_V's heads repeated to match the query heads.
 
-        Times the variance of the attention's input it is the variance that attention adds to the residual stream when
-        every position averages T independent tokens (2601.09719). Of sharded weights all ranks have to ask for it.
+        Attention over T independent tokens adds c times its input's variance to the residual stream (2601.09719). If
+        the weights are sharded, every rank has to call this.
         """
         attention = self.self_attn
         value = whole(attention.v_proj.weight).float()
@@ -135,9 +138,9 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         mean_square: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """s = residual + branch, and the norm at ``place`` of s (s itself where there is none)."""
+        """Return ``s = residual + branch`` and the norm at ``place`` of s, or s twice if there is none."""
         norm = self.norm_at(place)
-        if _adds(norm, residual):
+        if _fuses_add(norm, residual):
             if mean_square is None:
                 return norm.add(branch, residual)
             if self.correction != "none" or self.calibration != 1.0:
@@ -152,9 +155,11 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         return s, s if norm is None else norm(s)
 
     def carried_mean_square(self, mean_square: Tensor, position_ids: Tensor | None) -> Tensor:
-        """ms' = f (s ms + a r), r = c (lambda_in/kappa)^2, times T/(t+1) at position t when carried="causal"; (batch,
-        tokens, 1), float32. The learned s and a (see ``NormlabConfig.correction``) and the fixed f are 1 unless asked
-        for."""
+        """``ms' = f (s ms + a r)``, ``(batch, tokens, 1)``, float32.
+
+        r is `carried_correction`. The learned s and a (see ``NormlabConfig.correction``) and the fixed f are 1 by
+        default.
+        """
         correction = self.carried_correction(position_ids)
         if self.correction == "none" and self.calibration == 1.0:
             return mean_square + correction
@@ -163,7 +168,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         return (mean_square * stays + correction * adds) * self.calibration
 
     def carried_correction(self, position_ids: Tensor | None) -> Tensor:
-        """What `carried_mean_square` adds, a constant: one number, or (batch, tokens, 1) when carried="causal"."""
+        """``r = c (lambda_in/kappa)^2``, a constant. For "causal" ``(batch, tokens, 1)``, times T/(t+1) at token t."""
         growth = self._growth()
         if self.carried == "causal":
             if position_ids is None:
@@ -172,8 +177,11 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         return growth
 
     def _growth(self) -> Tensor:
-        """c (lambda_in/kappa)^2, times T when carried="causal". In evaluation it is kept until c or lambda is another
-        tensor or was written to, so that a decoded token pays for no kernel of it; a captured CUDA graph keeps it."""
+        """``c (lambda_in/kappa)^2``, for "causal" times T.
+
+        In evaluation it is cached until c or lambda is replaced or written to, so that a decoded token runs no kernel
+        for it. A captured CUDA graph keeps it.
+        """
         norm = self.norm_at("attn_in")
         c, lam = self.c_attn, norm.lam
         keeps = not (self.training or torch.compiler.is_compiling() or c.is_inference() or lam.is_inference())
@@ -222,3 +230,79 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             residual, hidden_states = self._add("mlp_in", hidden_states, residual, mean_square, position_ids)
         hidden_states = self.mlp(hidden_states)
         return self._add("mlp_sum", self._normalize("mlp_out", hidden_states), residual)[1]
+
+
+class JoiningDecoderLayer(NormlabDecoderLayer):
+    """One block: ``state = join(state, out(f(in(enter(state)))), sum)`` for attention, then for the MLP.
+
+    The scheme's rules (`normlab.residuals`) are ``attn_residual`` and ``mlp_residual``, or ``residual`` for both.
+    Input and output are the whole state, one tensor. With several streams, ``enter`` gives what the block reads. Probes
+    measure a branch's output before the rule weighs it.
+    """
+
+    def __init__(
+        self, config: Any, layer_idx: int, attention: nn.Module | None = None, mlp: nn.Module | None = None
+    ) -> None:
+        super().__init__(config, layer_idx, attention, mlp)
+        scheme = get_scheme(config.scheme)
+        rule = scheme.residual
+        if rule is None or self.carried:
+            raise NormlabError(f"scheme {config.scheme} joins its branches by plain addition: use NormlabDecoderLayer")
+        self.rule_names = {part: "residual" if scheme.shares_residual else f"{part}_residual" for part in PARTS}
+        for part, name in self.rule_names.items():
+            if name not in self._modules:
+                self.add_module(name, centred(rule(Sublayer(part, layer_idx + 1, config)), config))
+        for part in PARTS:  # if a branch has two norms of the stream, probes' usual site is the inner one
+            inner, outer = self.norm_at(f"{part}_in"), self.norm_at(f"{part}_sum")
+            if inner is not None and outer is not None:
+                outer.probe_site = f"{part}_sum_norm_in"
+
+    def enter(self, state: Tensor) -> Tensor:
+        """The first branch's input, from the previous block's state or the embeddings."""
+        rule = self.rule_at("attn")
+        return rule.enter(rule.open(state))
+
+    def rule_at(self, part: str) -> Residual:
+        """The residual rule of "attn" or "mlp"."""
+        rule: Residual = getattr(self, self.rule_names[part])
+        return rule
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:  # type: ignore[override]
+        state = self.rule_at("attn").open(hidden_states)
+        state = self._sublayer("attn", state, lambda x: self.self_attn(hidden_states=x, **arguments)[0])
+        return self._sublayer("mlp", state, self.mlp)
+
+    def _sublayer(self, part: str, state: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        rule = self.rule_at(part)
+        read = self._normalize(f"{part}_in", rule.enter(state))
+        update = self._normalize(f"{part}_out", branch(read))
+        return rule.join(state, update, lambda total: self._normalize(f"{part}_sum", total), read)
+
+
+class FinalNorm(nn.Module):
+    """``norm(leave(state))``: one stream of several, then the final norm."""
+
+    probe_role = "residual"  # the norm is the one inside
+
+    def __init__(self, leave: Residual, norm: nn.Module) -> None:
+        super().__init__()
+        self.leave = leave
+        self.norm = norm
+
+    def forward(self, state: Tensor) -> Tensor:
+        return self.norm(self.leave(state))
+
+
+def decoder_layer(
+    config: Any, layer_idx: int, attention: nn.Module | None = None, mlp: nn.Module | None = None
+) -> NormlabDecoderLayer:
+    """The scheme's block."""
+    joins = get_scheme(config.scheme).residual is not None
+    return (JoiningDecoderLayer if joins else NormlabDecoderLayer)(config, layer_idx, attention, mlp)
+
+
+def is_llama_but_for_norms(config: Any) -> bool:
+    """True if the model is Llama's parts joined by plain addition, and differs in norms and embedding scale only."""
+    scheme = get_scheme(config.scheme)
+    inside = changes_attention(config) or changes_mlp(config)
+    return scheme.residual is None and not (inside or changes_embeddings(config) or changes_head(config))

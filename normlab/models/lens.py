@@ -1,25 +1,24 @@
-"""TransformerLens: a bridge for every scheme, and direct logit attribution that treats the final norm correctly.
+"""TransformerLens: a bridge for every scheme, and direct logit attribution through the final norm.
 
 to_bridge(model)                 the model as a TransformerLens `TransformerBridge`, for caching, patching and steering
-direct_logit_attribution(...)    what the embeddings, each attention and each MLP add to a logit
-component_effects(...)           what a small change of each of them does to it, measured
+direct_logit_attribution(...)    contribution of the embeddings, each attention and each MLP to a logit
+component_effects(...)           measured effect of a small change of each of them
 
-TransformerLens knows Llama's norms and would measure ours as if they were RMSNorm. Here each norm is wrapped by a
-component that runs the norm itself
-and shows only what it computes: `hook_in`, `hook_out`, and `hook_scale` = sqrt(ms + eps) where there is such a divisor
-(the carried one at a site that carries it; none in DyT). There is no `hook_normalized`. An edited `hook_scale` is used
-by the norm.
+TransformerLens knows Llama's norms and would measure ours as RMSNorms. Here each norm is wrapped by a component that
+runs the norm and shows what it computes. The hooks are `hook_in`, `hook_out` and, where there is such a divisor,
+`hook_scale` = sqrt(ms + eps). At a site with a carried statistic that is the carried one; DyT has none. There is no
+`hook_normalized`. The norm uses an edited `hook_scale`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from normlab.errors import NormlabError
-from normlab.models.joins import is_llama_but_for_norms
+from normlab.models.block import is_llama_but_for_norms
 from normlab.norms import Norm
 from normlab.norms.base import mean_square as exact_mean_square
 from normlab.schemes import get_scheme
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "NormlabForCausalLM"
 METHODS = ("frozen", "jacobian", "linear")
-# Place of a norm in the block -> its name in TransformerLens. A norm of the residual sum (Post-LN) takes ln2's and its
-# own name.
+# Place of a norm in the block -> its name in TransformerLens.
 NAMES = {
     "attn_in": "ln1",
     "attn_out": "ln1_post",
@@ -52,7 +50,7 @@ NAMES = {
 
 
 class NormBridge(GeneralizedComponent):
-    """Runs one of our norms as it is, between hooks that show what it reads, divides by and returns."""
+    """One of our norms between hooks that show what it reads, divides by and returns."""
 
     def set_original_component(self, original_component: torch.nn.Module) -> None:
         super().set_original_component(original_component)
@@ -60,7 +58,7 @@ class NormBridge(GeneralizedComponent):
             self.hook_scale = HookPoint()
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False) -> Any:
-        """As the norm's own call; an edit of `hook_scale` takes effect as the statistic that the norm uses."""
+        """Call the norm. An edit of `hook_scale` changes the statistic that it uses."""
         norm: Any = self.original_component
         x = self.hook_in(x)
         options: dict[str, Any] = {} if mean_square is None else {"mean_square": mean_square}
@@ -78,7 +76,7 @@ class NormBridge(GeneralizedComponent):
 
 
 class _Block(BlockBridge):
-    """TransformerLens's block; a type of its own because a Post-LN block has no norm before its MLP."""
+    """TransformerLens's block, as another type because a Post-LN block has no norm before its MLP."""
 
 
 class NormlabArchitectureAdapter(LlamaArchitectureAdapter):
@@ -86,12 +84,14 @@ class NormlabArchitectureAdapter(LlamaArchitectureAdapter):
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
-        self.supports_fold_ln = False  # a tanh stands between gamma and the divisor's fold
+        self.supports_fold_ln = False  # there is a tanh between gamma and the divisor
         self.supports_center_writing_weights = False  # neither RMS nor tanh ignores a shift
 
     def use_norms(self, attributes: dict[str, str]) -> None:
-        """Wrap the norms of a block: TransformerLens's name -> attribute in our block. They may be absent in some
-        blocks (Mix-LN)."""
+        """Wrap the norms of a block, given TransformerLens's name -> attribute in our block.
+
+        Some blocks may lack them (Mix-LN).
+        """
         mapping: Any = self.component_mapping
         parts = {name: component for name, component in mapping["blocks"].submodules.items() if name in ("attn", "mlp")}
         norms = {
@@ -104,13 +104,13 @@ class NormlabArchitectureAdapter(LlamaArchitectureAdapter):
 def to_bridge(model: Any, tokenizer: Any = None) -> Any:
     """A TransformerLens bridge around a NormlabForCausalLM, for any scheme.
 
-    The bridge computes attention step by step, so its logits are bit-identical to the model's own under
-    `attn_implementation="eager"` (which the model is switched to). It wraps the model in place: use the bridge from
-    here on. Probes work on it. Folding norms into weights is switched off.
+    The model is wrapped in place and switched to `attn_implementation="eager"`. The bridge computes attention step by
+    step, with logits bit-identical to the model's under eager attention. Use the bridge from here on. Probes work on
+    it. Folding norms into weights is switched off.
 
     Args:
         model: NormlabForCausalLM; not another architecture.
-        tokenizer: lets the bridge take text.
+        tokenizer: needed for text input.
 
     Raises:
         NormlabError: TransformerLens is not installed, or `model` is another architecture.
@@ -123,14 +123,11 @@ def to_bridge(model: Any, tokenizer: Any = None) -> Any:
     scheme = get_scheme(config.scheme)
     if not is_llama_but_for_norms(config):
         raise NormlabError(
-            f"scheme {scheme.name} changes more than a block's norms: TransformerLens's parts of Llama are not its own"
+            f"scheme {scheme.name} changes more than a block's norms: TransformerLens's parts of Llama do not fit it"
         )
     depth = config.num_hidden_layers
     layouts = [scheme.layout_at(layer, config) for layer in range(1, depth + 1)]
     attributes = {NAMES[place]: attribute for layout in layouts for place, attribute in layout.places()}
-
-    def use_norms(adapter: Any) -> None:
-        adapter.use_norms(attributes)
 
     ArchitectureAdapterFactory.register_adapter(ARCHITECTURE, NormlabArchitectureAdapter)
     model.set_attn_implementation("eager")
@@ -139,7 +136,7 @@ def to_bridge(model: Any, tokenizer: Any = None) -> Any:
         ARCHITECTURE,
         hf_config=config,
         tokenizer=tokenizer,
-        post_adapter_hook=use_norms,
+        post_adapter_hook=lambda adapter: cast(Any, adapter).use_norms(attributes),
     )
     for block, layout in zip(bridge.blocks, layouts, strict=True):
         _name_hooks(block, layout)
@@ -147,7 +144,7 @@ def to_bridge(model: Any, tokenizer: Any = None) -> Any:
 
 
 def _name_hooks(block: Any, layout: Any) -> None:
-    """Point TransformerLens's usual hook names at what they mean in this layout."""
+    """Map TransformerLens's usual hook names to this layout's hooks."""
     mid = "ln2.hook_out" if layout.attn_sum else "ln2.hook_in"  # Post-LN: the MLP adds to the normalised sum
     attention = "ln1_post.hook_out" if layout.attn_out else "attn.hook_out"
     mlp = "ln2_post.hook_out" if layout.mlp_out else "mlp.hook_out"
@@ -163,51 +160,47 @@ def _name_hooks(block: Any, layout: Any) -> None:
 def direct_logit_attribution(
     bridge: Any, tokens: Tensor, answers: Tensor, *, against: Tensor | None = None, method: str = "frozen"
 ) -> pandas.DataFrame:
-    """What each component writes towards the logits of `answers` at the last position, through the final norm.
+    """Contribution of each component to the logits of `answers` at the last position, through the final norm.
 
-    The last block's output is a sum, x = embeddings + every attention + every MLP (after their output norms, where
-    there are any). The logit is w . norm(x), and norm is not linear, so a component's share depends on what is held
-    fixed:
+    The last block's output is a sum: x = embeddings + every attention + every MLP (after their output norms). The logit
+    is ``w . norm(x)``, and norm is not linear. So a component's share depends on what is held fixed.
 
-    - "frozen": everything that depends on the whole of x: the divisor of an RMS norm or LayerNorm and, in a tanh norm,
-      each feature's secant y_j/x_j = gamma_j tanh(z_j)/x_j. The shares add up to the logit exactly. It answers: who is
-      the logit made of?
-    - "jacobian": shares are dlogit/dx . component, exact to first order for a small change of the component, divisor
-      and tanh slope included. They do not add up to the logit (a scale-invariant norm's add up to zero); what is
-      missing is the row `remainder`. It answers: whose small change would move the logit?
-    - "linear": a tanh norm's divisor is held fixed and tanh(z) taken for z, as if it were an RMSNorm. The shares are
-      those of a logit that the model does not have: for comparison only.
+    "frozen" holds fixed what depends on all of x: the divisor of an RMS norm or LayerNorm. In a tanh norm it is each
+    feature's secant ``y_j/x_j = gamma_j tanh(z_j)/x_j``. The shares sum to the logit exactly. It answers which
+    components make up the logit.
 
-    Where a tanh is saturated the first two differ: a feature can make up a logit (secant > 0) that no component can
-    still move (slope ~ 0).
+    "jacobian" takes ``dlogit/dx . component``. This is exact to first order for a small change of the component, with
+    divisor and tanh slope. The shares do not sum to the logit; a scale-invariant norm's sum to zero. The rest is the
+    row `remainder`. It answers which component's small change would move the logit.
+
+    "linear" holds a tanh norm's divisor fixed and takes z for tanh(z), as in an RMSNorm. These are shares of a logit
+    that the model does not have, for comparison only.
+
+    The first two differ where a tanh is saturated. A feature can then make up a logit (secant > 0) that no component
+    can move (slope ~ 0).
 
     Args:
         bridge: from `to_bridge`.
-        tokens: (batch, length), without padding.
-        answers: (batch,) token ids.
-        against: (batch,) token ids whose logits are subtracted: softmax ignores a constant, so only differences mean
-            something.
+        tokens: ``(batch, length)``, without padding.
+        answers: ``(batch,)`` token ids.
+        against: ``(batch,)`` token ids whose logits are subtracted. Softmax ignores a constant, so only differences
+            matter.
         method: "frozen", "jacobian" or "linear".
 
     Returns:
-        One row a component: `component layer contribution` (mean over the batch): `embed`, `attn` and `mlp` by layer,
-        `bias` (a LayerNorm's), and `remainder`; `.attrs["logit"]` is the mean logit or difference, `.attrs["name"]`
-        which of the two.
+        One row per component: `component layer contribution`, the mean over the batch. The components are `embed`,
+        `attn` and `mlp` by layer, `bias` (a LayerNorm's) and `remainder`. `.attrs["logit"]` is the mean logit or
+        difference, and `.attrs["name"]` says which.
 
     Raises:
-        NormlabError: unknown method, "linear" of a norm without tanh, shapes that do not fit, or a Post-LN scheme,
-            where the stream is no sum.
+        NormlabError: unknown method, "linear" for a norm without tanh, shapes that do not fit, or a Post-LN scheme,
+            where the stream is not a sum.
     """
     import pandas
 
     if method not in METHODS:
         raise NormlabError(f"unknown method {method!r}: choose {', '.join(METHODS[:-1])} or {METHODS[-1]}")
-    if against is not None:
-        table, other = (direct_logit_attribution(bridge, tokens, ids, method=method) for ids in (answers, against))
-        table["contribution"] -= other["contribution"]
-        table.attrs |= {"logit": table.attrs["logit"] - other.attrs["logit"], "name": "logit difference"}
-        return table
-    end = _last_position(bridge, tokens, answers)
+    end = _last_position(bridge, tokens, answers, against)
     norm, x = end.norm, end.x
     if method == "frozen":
         shares = (norm.shares(x, end.parts) * end.direction).sum(-1)
@@ -229,7 +222,7 @@ def direct_logit_attribution(
         ("remainder", len(bridge.blocks), float((end.logit - shares.sum(0)).mean()) - bias),
     ]
     table = pandas.DataFrame(rows, columns=["component", "layer", "contribution"])
-    table.attrs |= {"logit": float(end.logit.mean()), "name": "logit"}
+    table.attrs |= {"logit": float(end.logit.mean()), "name": "logit" if against is None else "logit difference"}
     return table
 
 
@@ -237,22 +230,20 @@ def direct_logit_attribution(
 def component_effects(
     bridge: Any, tokens: Tensor, answers: Tensor, *, against: Tensor | None = None, change: float = 0.01
 ) -> pandas.DataFrame:
-    """What a small change of each component does to the logits of `answers`, measured: the component is made larger and
-    smaller by the share `change` at the final norm's input.
+    """Measure what a small change of each component does to the logits of `answers`.
+
+    The component is made larger and smaller by the share `change` at the final norm's input.
 
     Args:
         bridge, tokens, answers, against: as for `direct_logit_attribution`.
 
     Returns:
-        One row a component: `component layer effect`, the change of the logit (mean over the batch) per relative change
-        of the component.
+        One row per component: `component layer effect`. The effect is the change of the logit per relative change of
+        the component, the mean over the batch.
     """
     import pandas
 
-    if against is not None:
-        table, other = (component_effects(bridge, tokens, ids, change=change) for ids in (answers, against))
-        return table.assign(effect=table["effect"] - other["effect"])
-    end = _last_position(bridge, tokens, answers)
+    end = _last_position(bridge, tokens, answers, against)
 
     def logit(x: Tensor) -> float:
         return float((end.norm(x) * end.direction).sum(-1).mean())
@@ -263,18 +254,17 @@ def component_effects(
 
 
 class _End(NamedTuple):
-    """The last position: names of the components, what each wrote (components, batch, d), their sum x (batch, d), the
-    final norm, the direction that is read (batch, d), and the logit (batch,)."""
+    """The last position."""
 
-    places: list[tuple[str, int]]
-    parts: Tensor
-    x: Tensor
-    norm: Any
-    direction: Tensor
-    logit: Tensor
+    places: list[tuple[str, int]]  # of the components
+    parts: Tensor  # what each wrote, (components, batch, d)
+    x: Tensor  # their sum, (batch, d)
+    norm: Any  # the final norm
+    direction: Tensor  # that the logit reads, (batch, d)
+    logit: Tensor  # or the difference, (batch,)
 
 
-def _last_position(bridge: Any, tokens: Tensor, answers: Tensor) -> _End:
+def _last_position(bridge: Any, tokens: Tensor, answers: Tensor, against: Tensor | None) -> _End:
     if tokens.ndim != 2 or answers.shape != tokens.shape[:1]:
         raise NormlabError(
             f"tokens are {tuple(tokens.shape)} and answers {tuple(answers.shape)}: give (batch, length) and (batch,)"
@@ -288,7 +278,9 @@ def _last_position(bridge: Any, tokens: Tensor, answers: Tensor) -> _End:
     wanted = {hook.name for hook in (*hooks.values(), stream)}
     logits, cache = bridge.run_with_cache(tokens, names_filter=lambda name: name in wanted)
     parts = torch.stack([cache[hook.name][:, -1] for hook in hooks.values()]).float()
-    direction = bridge.unembed.original_component.weight[answers].float()
-    logit = logits[:, -1].gather(1, answers[:, None])[:, 0].float()
+    matrix, last = bridge.unembed.original_component.weight, logits[:, -1].float()
+    direction, logit = matrix[answers].float(), last.gather(1, answers[:, None])[:, 0]
+    if against is not None:
+        direction, logit = direction - matrix[against].float(), logit - last.gather(1, against[:, None])[:, 0]
     x, norm = cache[stream.name][:, -1].float(), bridge.ln_final.original_component
     return _End(list(hooks), parts, x, norm, direction, logit)

@@ -1,4 +1,4 @@
-"""Deleting blocks the way the papers prune: the others move up and take the constants of their new places."""
+"""Delete blocks as papers prune: the others move up and take the constants of their new layers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from contextlib import contextmanager
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.models.modeling import NormlabForCausalLM
+from normlab.models.model import NormlabForCausalLM
 from normlab.schemes import NormSite, get_scheme
 
 
 def moves_blocks(model: NormlabForCausalLM) -> bool:
-    """Whether a block can stand at another place than the one that it was built for: its norms alone know the place."""
+    """True if blocks can be moved to another layer: only their norms depend on it."""
     return get_scheme(model.config.scheme).residual is None and model.config.bounded_layers is None
 
 
 @contextmanager
 def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterator[NormlabForCausalLM]:
-    """While active, the model lacks the blocks `layers` (counted from 1) and the rest are renumbered 1, 2, ...
+    """Context manager: the model without blocks `layers`, counted from 1, and the rest renumbered 1, 2, ...
 
-    Every norm is built again for its new layer by the scheme, with the weights that it has: LNS's factor 1/sqrt(l)
-    (2502.05795) follows the new number. A block keeps its layout (Mix-LN's Post-LN blocks stay so). Schemes whose norms
-    do not depend on the layer lose exactly what `skip_sensitivity` says. For evaluation without a cache.
+    The scheme builds every norm again for its new layer, with its present weights. So LNS's factor 1/sqrt(l)
+    (2502.05795) follows the new number. A block keeps its layout: Mix-LN's Post-LN blocks stay Post-LN. Schemes whose
+    norms do not depend on the layer lose exactly what `skip_sensitivity` says. For evaluation without a cache.
 
     Raises:
-        NormlabError: a layer that the model does not have, or all of them; a scheme with residual rules of its own.
+        NormlabError: a layer that the model does not have, or all of them; a scheme with residual rules.
     """
     decoder = model.model
     blocks = decoder.layers
@@ -41,7 +41,7 @@ def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterat
         raise NormlabError(f"scheme {scheme.name} here builds each block for its place: a block cannot be moved")
     config = copy.copy(model.config)
     config.num_hidden_layers = len(kept)
-    own: list[tuple[nn.Module, str, nn.Module]] = []
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for layer, block in enumerate(kept, start=1):
             for place, name in block.layout.places():
@@ -49,11 +49,11 @@ def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterat
                 moved = scheme.norm_at(NormSite(place, layer, config)).to(block.mlp.down_proj.weight)
                 moved.load_state_dict(norm.state_dict())
                 moved.kernels = norm.kernels
-                own.append((block, name, norm))
+                replaced.append((block, name, norm))
                 setattr(block, name, moved.train(norm.training))
         decoder.layers = nn.ModuleList(kept)
         yield model
     finally:
         decoder.layers = blocks
-        for block, name, norm in own:
+        for block, name, norm in replaced:
             setattr(block, name, norm)

@@ -95,7 +95,7 @@ class ScaleNorm(RMSNorm):
 
 
 class SeeDNorm(Norm):
-    """``y = (tanh(x . b) * a + gamma) * x / sqrt(mean(x^2) + eps)``, one dot product per token.
+    """``y = (tanh(dot(x, b)) * a + gamma) * x / sqrt(mean(x^2) + eps)``, one dot product per token.
 
     gamma and a start at 1 and b at 0, where this is RMSNorm. a and b are weight-decayed. Statistics are in float32.
     gamma = ``weight``, a = ``alpha`` and b = ``beta`` have shape ``(d,)``.

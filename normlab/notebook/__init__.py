@@ -1,9 +1,9 @@
-"""Notebooks: what each does first, in one call (how tables are shown, which runs it reads), and what becomes of them.
+"""The first call of every notebook, and the pages made of executed notebooks.
 
-    RUNS = prepare(RUNS, fast=FAST, images=IMAGES)
-
-`folder` finds what comes with normlab away from a checkout, too; `train_small` makes the model of a notebook that asks
-for a trained one, where none comes with normlab.
+prepare        set how tables and figures are shown; return the folder of runs to read
+folder         a folder of shipped data, in a checkout or downloaded
+time_kernels   time the kernels on this machine
+train_small    train a small model, where none comes with normlab
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 from normlab.errors import NormlabError
 from normlab.release import shipped
 
-SHIPPED = Path("../data")  # beside notebooks/, as in a checkout
-RECOMPUTED = Path("../build/recomputed")  # beside notebooks/, as `make` keeps it
-BENCHMARKS = Path("../kernels/benchmarks/run.py")  # likewise
+# Seen from notebooks/ in a checkout.
+SHIPPED = Path("../data")
+RECOMPUTED = Path("../build/recomputed")
+BENCHMARKS = Path("../kernels/benchmarks/run.py")
 
 
 def prepare(
@@ -32,26 +33,22 @@ def prepare(
     preset: str = "tiny",
     recompute: Callable[[], Path] | None = None,
 ) -> Path:
-    """Show the text of tables in full, and figures as images where asked; make what the notebook reads where asked.
+    """Show tables in full, and return the folder that the notebook reads.
 
-    Otherwise plotly chooses how figures are shown, as it knows Jupyter, Colab, VS Code and others.
+    Plotly chooses how figures are shown, as it knows Jupyter, Colab, VS Code and others.
 
     Args:
-        runs: folder that the notebook reads, of runs or of tables; see `folder`.
-        fast: False trains `preset` from scratch into `RECOMPUTED`/<preset> instead, with its progress shown; a second
-            call goes on where the first one was.
-        images: figures as PNG images too, for pages that show notebooks without a kernel.
+        runs: folder of runs or of tables; see `folder`.
+        fast: False trains `preset` from scratch into `RECOMPUTED`/<preset> first. A second call resumes.
+        images: show figures as PNG images too, for pages that show notebooks without a kernel.
         recompute: called in place of that training; returns the folder to read.
 
-    Returns:
-        The folder to read.
-
     Raises:
-        NormlabError: a run failed, so that no later cell shows half a sweep; or `folder` found nothing.
+        NormlabError: a run failed, so no later cell shows half a sweep; or `folder` found nothing.
     """
     import pandas as pd
 
-    # No bar for every file of weights: transformers reads the variable when it is imported, which takes long.
+    # No bar for every file of weights. transformers reads the variable when it is imported, which is slow.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if "transformers" in sys.modules:
         from transformers.utils import logging
@@ -77,18 +74,22 @@ def prepare(
 
 
 def folder(path: str | Path) -> Path:
-    """`path`; where it is below the `SHIPPED` of a checkout and there is none, the same from normlab's release
-    (`normlab.release.shipped`, which raises NormlabError where that cannot be reached)."""
+    """`path`, or its copy from normlab's release if it is below `SHIPPED` and not there.
+
+    Raises:
+        NormlabError: the release cannot be reached.
+    """
     path = Path(path)
     return shipped(path.name) if path.parent == SHIPPED and not path.exists() else path
 
 
 def time_kernels() -> Path:
-    """Time the row norms on this machine, on its GPU where there is one, and compile the kernels for one target, into
-    `RECOMPUTED`/bench: what the kernels' notebook reads. It needs a checkout.
+    """Time the row norms on this machine (on its GPU if it has one) and compile the kernels for one target.
+
+    Needs a checkout. Returns the folder of the tables, `RECOMPUTED`/bench.
 
     Raises:
-        NormlabError: no benchmarks beside the notebooks, or one that failed.
+        NormlabError: there are no benchmarks, or one failed.
     """
     import torch
 
@@ -106,8 +107,13 @@ def time_kernels() -> Path:
 
 
 def train_small(scheme: str, **fields: Any) -> Path:
-    """Train a small model on the default corpus, in seconds where the fields of `TrainConfig` say so, and return its
-    folder, which `normlab.load_model` and `normlab.load_held_out` read as they do a model that comes with normlab."""
+    """Train a small model on the default corpus and return its folder.
+
+    `normlab.load_model` and `normlab.load_held_out` read it like a model that comes with normlab.
+
+    Args:
+        fields: of `TrainConfig`.
+    """
     from normlab.training.config import TrainConfig
     from normlab.training.keep import keep
     from normlab.training.run import train

@@ -1,12 +1,12 @@
-"""Executed notebooks for readers without a kernel, through nbconvert.
+"""nbconvert exporters of executed notebooks, for readers without a kernel.
 
 NotebookPage    the notebook as a web page: `python -m nbconvert --to normlab.notebook.exporters.NotebookPage FILE`
 ImageNotebook   the notebook with its figures as plain images, as it is committed
-share_plotly    takes plotly.js out of a page that has it inside
+share_plotly    moves plotly.js out of a page into a file next to it
 claim_of        a notebook's title and its claim
 
-Pages fetch nothing from elsewhere. They and what they show share two files in their folder: `plotly.min.js`, and
-`explorer.html` (`normlab.widgets.explorer_page`), which stands in for an explorer.
+Pages fetch nothing from the network. They share two files in their folder: `plotly.min.js`, and `explorer.html`
+(`normlab.widgets.explorer_page`), which replaces an explorer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from traitlets import default
 from traitlets.config import Config
 
 from normlab.errors import NormlabError
+from normlab.report.page import PLOTLY_FILE, write_plotly
 
-PLOTLY_FILE = "plotly.min.js"
 EXPLORER_FILE = "explorer.html"
-# A cell's tag that says how the explorer opens in its place: "explorer:way=relative".
-EXPLORER_TAG = "explorer:"
-# The tag of the cell that installs normlab where a notebook is opened without it.
-INSTALL_TAG = "install"
+EXPLORER_TAG = "explorer:"  # prefix of a cell's tag with the explorer's first view: "explorer:way=relative"
+INSTALL_TAG = "install"  # of the cell that installs normlab on Colab
 PLOTLY = "application/vnd.plotly.v1+json"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _NEEDS_KERNEL = (
@@ -42,8 +40,7 @@ _NEEDS_KERNEL = (
 
 
 def _cleared(*tags: str) -> Config:
-    """Remove what the run added (parameters, timings), the state of widgets, which holds a copy of plotly.js, and the
-    cells with these tags."""
+    """Remove cells with these tags, injected parameters, timings and the state of widgets (a copy of plotly.js)."""
     return Config(
         TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"injected-parameters", *tags}},
         ClearMetadataPreprocessor={
@@ -55,7 +52,7 @@ def _cleared(*tags: str) -> Config:
 
 
 class StandIns(Preprocessor):
-    """Puts the explorer's page where an explorer stands, and a line where other controls do; names the page."""
+    """Replaces an explorer by its page, and other controls by a line; sets the page's title."""
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]) -> tuple[NotebookNode, dict[str, Any]]:
         title, _ = claim_of(nb)
@@ -82,12 +79,12 @@ def _explorer_frame(cell: NotebookNode) -> str:
 
 
 class PlainImages(Preprocessor):
-    """Keeps text, tables and figures' images; widgets and interactive figures are blank where no kernel runs."""
+    """Keeps text, tables and figures' images; drops widgets and interactive figures, blank without a kernel."""
 
     def preprocess_cell(
         self, cell: NotebookNode, resources: dict[str, Any], index: int
     ) -> tuple[NotebookNode, dict[str, Any]]:
-        cell.metadata.pop("papermill", None)  # nbconvert clears what code cells carry, and only theirs
+        cell.metadata.pop("papermill", None)  # nbconvert clears that of code cells only
         if cell.cell_type == "code":
             cell.execution_count = None
             cell.outputs = [kept for kept in map(_plain_output, cell.outputs) if kept is not None]
@@ -102,7 +99,7 @@ def _plain_output(output: NotebookNode) -> NotebookNode | None:
         return nbformat.v4.new_output("display_data", {"image/png": _of_few_colours(data["image/png"])})
     if PLOTLY in data or _WIDGET in data:
         return None
-    if "text/html" in data:  # a table; what stands beside it as text may be an address in memory
+    if "text/html" in data:  # a table; its text form may hold an address in memory
         output["data"] = {"text/html": data["text/html"]}
     if "execution_count" in output:
         output["execution_count"] = None
@@ -110,9 +107,9 @@ def _plain_output(output: NotebookNode) -> NotebookNode | None:
 
 
 def _of_few_colours(png: str) -> str:
-    """A base64 PNG with a palette of 256 colours: a third of the size of a figure in full colour, and looks alike.
+    """Reduce a base64 PNG to 256 colours: a third of the size, and it looks alike.
 
-    Colours are chosen to be near all that occur, not the most frequent: beside a heat map a dot keeps its own.
+    The palette covers all colours that occur, not the most frequent: a dot next to a heat map keeps its own.
     """
     small, palette = BytesIO(), Image.Quantize.MAXCOVERAGE
     with Image.open(BytesIO(b64decode(png))) as image:
@@ -131,7 +128,7 @@ class ImageNotebook(NotebookExporter):
 
 
 class NotebookPage(HTMLExporter):
-    """A notebook as a web page whose figures can be hovered over and zoomed, and whose explorers work."""
+    """A notebook as a web page with interactive figures and explorers."""
 
     export_from_notebook = None  # type: ignore[assignment]
 
@@ -151,7 +148,7 @@ class NotebookPage(HTMLExporter):
 
 
 def claim_of(notebook: NotebookNode) -> tuple[str, str]:
-    """A notebook's title and the paragraph of its claim, as Markdown; empty where it has none."""
+    """A notebook's title and the paragraph of its claim, as Markdown; each is empty if there is none."""
     text = "\n".join(cell.source for cell in notebook.cells[:1] if cell.cell_type == "markdown")
     title = next((line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "")
     claim = next((part for part in text.split("\n\n") if part.startswith("**Claim")), "")
@@ -159,14 +156,14 @@ def claim_of(notebook: NotebookNode) -> tuple[str, str]:
 
 
 def share_plotly(page: str | Path) -> None:
-    """Take plotly.js out of a page that has it inside; the page then reads `plotly.min.js`, written beside it.
+    """Move plotly.js out of a page: the page then reads `plotly.min.js` in its folder.
 
     Raises:
-        NormlabError: it is not inside.
+        NormlabError: plotly.js is not in the page.
     """
     page = Path(page)
     before, inside, after = page.read_text(encoding="utf-8").partition(f"<script>{get_plotlyjs()}</script>")
     if not inside:
-        raise NormlabError(f"{page} does not have plotly.js in a <script> of its own")
+        raise NormlabError(f"{page} does not have plotly.js in its own <script>")
     page.write_text(f'{before}<script src="{PLOTLY_FILE}"></script>{after}', encoding="utf-8")
-    page.with_name(PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
+    write_plotly(page.parent)

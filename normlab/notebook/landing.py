@@ -1,9 +1,9 @@
-"""The first page of a folder of notebooks' pages: what the runs say, and a picture and a sentence per notebook.
+"""The landing page of a folder of notebooks' pages: findings of the runs, and a card per notebook.
 
-found         what the runs say, in sentences computed from them
-picture_of    the figure that stands for an executed notebook
+findings      sentences computed from the runs
+picture_of    the figure on a notebook's card
 sentence_of   the first sentence of a notebook's claim
-write_index   the page
+write_index   writes the page
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from normlab.notebook.exporters import EXPLORER_FILE, PLOTLY, NotebookPage, clai
 from normlab.runs import find_runs, read_run
 from normlab.training.grids import CLEARLY
 
-PICTURE_TAG = "picture"  # of the cell whose figure stands for the notebook; default: the first figure
+PICTURE_TAG = "picture"  # of the cell whose figure is on the card; default: the first figure
 
 
-def found(path: str | Path) -> dict[str, str]:
-    """What the runs at `path` say, as heading -> sentences: what was trained, who learned, losses and growth of the
-    deepest models that three schemes share, and how far to trust it.
+def findings(path: str | Path) -> dict[str, str]:
+    """Findings of the runs at `path`, as heading -> sentences.
+
+    What was trained, which schemes learned, losses and growth of the deepest models that three schemes share, and
+    limits of the evidence.
 
     Raises:
         NormlabError: no runs there, or runs that differ in more than a table can show.
@@ -63,7 +65,7 @@ def found(path: str | Path) -> dict[str, str]:
 
 
 def _where(path: str | Path, runs: pd.DataFrame) -> str:
-    """The precision and the device of the runs, from their manifests."""
+    """The runs' precision and device, from their manifests."""
     names = set(runs["run"])
     manifests = [read_run(folder).manifest for folder in find_runs(path) if folder.name in names]
     precisions = sorted({manifest["config"].get("dtype", "an unknown precision") for manifest in manifests})
@@ -77,7 +79,7 @@ def _device(environment: Mapping[str, str]) -> str:
 
 
 def _learned(counts: pd.DataFrame) -> str:
-    """How many runs came below the trigram, and of which schemes not all did."""
+    """The number of runs below the trigram, and the schemes with runs above it."""
     if counts["trigram_loss"].isna().all():
         return "These runs do not know the loss of a trigram model, so nothing says which of them have learned."
     total, below = counts["seeds"].sum(), counts["below_trigram"].sum()
@@ -89,7 +91,7 @@ def _learned(counts: pd.DataFrame) -> str:
 
 
 def _in_order(schemes: pd.Series, values: pd.Series) -> str:
-    """ "LNS 2.25; Pre-LN 2.28": smallest first, infinite losses in words."""
+    """Titles and values, smallest first, infinite losses in words: "LNS 2.25; Pre-LN 2.28"."""
     pairs = sorted(zip(values.fillna(np.inf), map(title_of, schemes), strict=True))
     return "; ".join(f"{title} {value:.2f}" if np.isfinite(value) else f"{title} diverged" for value, title in pairs)
 
@@ -110,8 +112,9 @@ def sentence_of(claim: str) -> str:
 
 
 def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | Path) -> Path:
-    """Write `index.html` in `folder`: what `runs` say, then a picture and a sentence per executed notebook, each
-    leading to its page there, and the explorer.
+    """Write `index.html` in `folder`: findings of `runs`, then a card per executed notebook, and the explorer's.
+
+    A card has a picture and a sentence, and links to the notebook's page.
 
     Raises:
         NormlabError: no notebook has a page.
@@ -123,15 +126,15 @@ def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | 
         card = {"page": f"{path.stem}.html", "title": title or path.stem, "sentence": sentence_of(claim)}
         cards.append(card | ({"picture": _picture(picture)} if picture is not None else {}))
     if not cards:
-        raise NormlabError(f"no notebook has a page in {folder}: there is nothing to lead to")
-    about = {"metadata": {"name": "index"}, "cards": cards, "found": found(runs), "explorer": EXPLORER_FILE}
+        raise NormlabError(f"no notebook has a page in {folder}: there is nothing to link to")
+    about = {"metadata": {"name": "index"}, "cards": cards, "found": findings(runs), "explorer": EXPLORER_FILE}
     page, _ = NotebookPage(template_name="landing").from_notebook_node(nbformat.v4.new_notebook(), about)
     (folder / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"
 
 
 def _picture(figure: go.Figure) -> dict[str, Any]:
-    """A figure for a card: its title apart, and what is drawn for a light and for a dark page."""
+    """A figure for a card: its title, and its drawing for a light and for a dark page."""
     title = re.sub(r"<br>.*|<[^>]*>", "", figure.layout.title.text or "", flags=re.DOTALL)
     figure.update_layout(title=None, margin_t=48)
     return {"title": title} | {theme: json.loads(themed(figure, theme).to_json()) for theme in ("light", "dark")}

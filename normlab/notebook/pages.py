@@ -1,8 +1,8 @@
-"""All notebooks, executed and made into pages that lead to each other: what `make reproduce` and `make site` call.
+"""Execute all notebooks and write their pages: called by `make reproduce` and `make site`.
 
     python -m normlab.notebook.pages notebooks --runs build/runs --out build
 
-One process does everything but the notebooks' own cells: what it imports takes longer than a page does.
+One process writes all pages, because its imports take longer than a page. Only the notebooks' cells run elsewhere.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from normlab.widgets.explorer import explorer_page
 def write_pages(
     notebooks: str | Path, runs: str | Path, out: str | Path, *, executed: str | Path, jobs: int = 2, keep: bool = False
 ) -> dict[Path, str]:
-    """Execute every notebook of a folder on `runs` and write its page; then the explorer's page and the index.
+    """Execute every notebook of a folder on `runs` and write its page, the explorer's page and the index.
 
     Args:
         notebooks: folder of the notebooks; their cells run in it.
         runs: folder of runs that they read.
         out: folder of the pages.
         executed: folder of the executed notebooks.
-        jobs: notebooks at a time, with one CPU thread each where they are several.
-        keep: what was executed after its notebook was last changed is not executed again.
+        jobs: notebooks at a time, with one CPU thread each if there are several.
+        keep: execute only notebooks that changed since they were last executed.
 
     Returns:
-        What failed: notebook -> error. The others have their pages, and the index leads to these.
+        The errors of notebooks that failed, by notebook. The others have their pages, and the index links to them.
 
     Raises:
         NormlabError: there is no notebook, or none has a page.
@@ -72,7 +72,7 @@ def write_pages(
         for task in tqdm(as_completed(tasks), total=len(tasks), desc="notebooks", unit="notebook"):
             notebook = tasks[task]
             written = out / f"{notebook.stem}.html"
-            written.unlink(missing_ok=True)  # that of another time would pass for this one's
+            written.unlink(missing_ok=True)  # an older page must not pass for this one
             try:
                 page, _ = NotebookPage().from_filename(str(task.result()))
                 written.write_text(page, encoding="utf-8")

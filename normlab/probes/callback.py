@@ -2,27 +2,14 @@
 
 `LayerStatsCallback`  for any `transformers.Trainer`
 `UpdateRatio`         ||optimizer step|| / ||weights|| by matrix, for any loop
-`LossSpikes`          scores how far a loss is above its recent values
 `heatmap_image`       all layers, metrics and steps as one image, for trackers
 
-A bare loop needs two lines:
-
-    with record(model, METRICS) if step % 100 == 0 else nullcontext() as rec:
-        model(**batch).loss.backward()
-    if rec: tables.append(rec.stats(step=step).to_pandas())
-
-and so does a LightningModule, in its hooks around a batch's backward:
-
-    def on_train_batch_start(self, batch, i): self.rec = record(self.model, METRICS).__enter__()
-    def on_after_backward(self):
-        self.rec.__exit__(None, None, None)
-        self.tables.append(self.rec.stats(self.global_step).to_pandas())
+For another loop see `normlab.probes.observe`.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,15 +23,14 @@ from torch.distributed.tensor import DTensor
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import CallInputs
 from normlab.probes.metrics import resolve_metrics
-from normlab.probes.record import Recorder, record
-from normlab.probes.sites import Sites, sites
+from normlab.probes.observe import DEFAULT, RECENT, Explanation, LossSpikes, Observer, Readings, require_every
+from normlab.probes.sites import sites
 
 if TYPE_CHECKING:
     import pandas
 
-    from normlab.probes.stats import LayerStats
 
-DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
+_log = logging.getLogger(__name__)
 
 
 class UpdateRatio:
@@ -69,26 +55,6 @@ class UpdateRatio:
         ]
         ratios = [r.full_tensor() if isinstance(r, DTensor) else r for r in ratios]  # of matrices split over ranks
         return dict(zip(self._before, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
-
-
-class LossSpikes:
-    """Scores a loss in standard deviations above the mean of the last `window` ones; `threshold` is a spike."""
-
-    def __init__(self, window: int = 100, threshold: float = 4.0, least: int = 20):
-        self.threshold, self._least = threshold, least
-        self._recent: deque[float] = deque(maxlen=window)
-
-    def score(self, loss: float) -> float:
-        """Score a loss, then remember it: inf if not finite, 0 while fewer than `least` losses are known."""
-        if not math.isfinite(loss):
-            return math.inf
-        known, score = list(self._recent), 0.0
-        if len(known) >= self._least:
-            mean = sum(known) / len(known)
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / len(known))
-            score = (loss - mean) / max(deviation, 1e-8 * abs(mean) + 1e-12)
-        self._recent.append(loss)
-        return score
 
 
 def _callback_base() -> type:
@@ -134,6 +100,7 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         loss_tokens: as for `record`. By default counted, and what the Trainer divides or scales the loss by is undone.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
         path: write the table here (Parquet) when training ends.
+        last: a CSV file of the last readings, written anew after each. It is there when the process dies.
 
     Raises:
         NormlabError: `every` not a whole number from 1, an unknown metric.
@@ -148,43 +115,37 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         loss_tokens: Any = None,
         update_ratio: bool = True,
         path: str | Path | None = None,
+        last: str | Path | None = None,
     ):
-        if not isinstance(every, int) or every < 1:
-            raise NormlabError(f"every is {every!r}: measure every 1 step or more")
+        require_every(every)
         self._metrics = [metric.name for metric in resolve_metrics(metrics)]
         self._every, self._blocks, self._loss_tokens = every, blocks, loss_tokens
         self._wants_ratio, self._path = update_ratio, path
-        self._sites: Sites | None = None
-        self._recorder: Recorder | None = None
+        self._observer: Observer | None = None
+        self._readings = Readings(path=None if last is None else Path(last))
         self._ratio: UpdateRatio | None = None
         self._trackers = Trackers()
         self._spikes = LossSpikes()
-        self._tables: list[pandas.DataFrame] = []
 
     def to_pandas(self) -> pandas.DataFrame:
         """Everything measured so far: columns `step site layer metric mask value`."""
-        import pandas
+        return self._readings.to_pandas()
 
-        columns = ["step", "site", "layer", "metric", "mask", "value"]
-        return pandas.concat(self._tables, ignore_index=True) if self._tables else pandas.DataFrame(columns=columns)
-
-    def _add_rows(self, step: int, site: list[str], metric: str, value: list[float]) -> None:
-        import pandas
-
-        row = {"step": step, "site": site, "layer": pandas.NA, "metric": metric, "mask": "all", "value": value}
-        self._tables.append(pandas.DataFrame(row).astype({"layer": "Int64"}))
+    def explain(self, since: int = 0) -> Explanation:
+        """Rank the sites by when they left their own past, over the last readings (`Readings.explain`)."""
+        return self._readings.explain(since)
 
     # -- the Trainer's events; it calls them with keywords -----------------------------------------------------------
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Start recording if this step is to be measured."""
-        self._stop()
-        if model is not None and state.global_step % self._every == 0:
-            if self._sites is None or self._sites.model is not model:
-                self._sites = sites(model, self._blocks)
+        if model is None:
+            return
+        if self._observer is None or self._observer.sites.model is not model:
             tokens = partial(self._summed_loss_factor, args, kwargs.get("optimizer"))
-            self._recorder = record(self._sites, self._metrics, loss_tokens=self._loss_tokens or tokens)
-            self._recorder.__enter__()
+            where = sites(model, self._blocks)
+            self._observer = Observer(where, self._every, self._metrics, self._loss_tokens or tokens, self._readings)
+        self._observer.begin(state.global_step)
 
     def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
         """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by."""
@@ -195,49 +156,40 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Stop recording once all micro-batches are in, and remember the weights."""
-        if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
-            if self._wants_ratio and model is not None:
-                self._ratio = UpdateRatio(model)
+        if self._observer is not None and self._observer.pause() and self._wants_ratio and model is not None:
+            self._ratio = UpdateRatio(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        """Tabulate the step."""
-        if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
-            step = state.global_step - 1  # the step that has just ended began with this number done
-            self._tabulate(args, state, self._recorder.stats(step=step))
+        """Tabulate the step, with the update ratios if the weights were kept."""
+        step = state.global_step - 1  # the step that has just ended began with this number done
+        if self._observer is not None and self._observer.end(step):
+            self._after_reading(args, state, step)
 
-    def _tabulate(self, args: Any, state: Any, stats: LayerStats) -> None:
-        """Merge all ranks' statistics into the table, with the update ratios if the weights were kept."""
-        ratio = self._ratio
-        self._recorder = self._ratio = None
-        self._tables.append(stats.across_ranks().to_pandas())
-        assert stats.step is not None
-        if ratio is not None:
-            measured = ratio.measure()
-            self._add_rows(stats.step, list(measured), "update_ratio", list(measured.values()))
+    def _after_reading(self, args: Any, state: Any, step: int) -> None:
+        if self._ratio is not None:
+            measured = self._ratio.measure()
+            self._readings.add_rows(step, list(measured), "update_ratio", list(measured.values()))
+            self._ratio = None
         if state.is_world_process_zero:
             report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-            self._trackers.send(report_to, Path(args.output_dir) / "layers", self.to_pandas(), stats.step)
+            self._trackers.send(report_to, Path(args.output_dir) / "layers", self.to_pandas(), step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Detect loss spikes."""
+        """Detect loss spikes, and say which layer left its past first."""
         if logs and "loss" in logs:
             score = self._spikes.score(float(logs["loss"]))
             if score > self._spikes.threshold:
-                self._add_rows(state.global_step, ["model"], "loss_spike", [score])
+                self._readings.add_rows(state.global_step, ["model"], "loss_spike", [score])
+                recent = self.explain(state.global_step - RECENT * self._every)
+                _log.warning("the loss spiked at step %d: %s", state.global_step, recent)
 
     def on_train_end(self, args, state, control, **kwargs):
         """Write the table."""
-        self._stop()
+        if self._observer is not None:
+            self._observer.close()
         self._trackers.close()
         if self._path is not None and state.is_world_process_zero:
             self.to_pandas().to_parquet(self._path, index=False)
-
-    def _stop(self) -> None:
-        if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
-        self._recorder = self._ratio = None
 
 
 # -- trackers --------------------------------------------------------------------------------------------------------

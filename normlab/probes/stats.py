@@ -205,8 +205,10 @@ class LayerStats:
             details["absent"] = details["absent"] | other.manifest.get("absent", {})
         return LayerStats(_merged(self.moments, other.moments), self.metrics, details, self.step, arrays)
 
-    def across_ranks(self) -> LayerStats:
-        """The merge over all ranks of the default torch.distributed group, on every rank; itself when there is none.
+    def across_ranks(self, group: Any = None) -> LayerStats:
+        """The merge over all ranks of a torch.distributed group, on every rank; itself when there is none.
+
+        group: of the ranks that see different tokens; default: all.
 
         A gloo group that outlives `destroy_process_group` may hang the rank's exit. Delete what holds it first, a
         DistributedDataParallel model and its recorder. Import `torch.distributed.nn.functional` before the group is
@@ -214,10 +216,10 @@ class LayerStats:
         """
         import torch.distributed as dist
 
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return self
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, self)
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, self, group)
         merged = parts[0]
         for part in parts[1:]:
             merged = merged.merge(part)

@@ -52,9 +52,9 @@ def probe_report(
         mergekit-drop-N.yaml        the same for mergekit, for N blocks
         report.html                 the page; it reads plotly.min.js next to it
 
-    A model of several stacks (an encoder and a decoder) has a column `stack` in the table, and a stack's name before
-    the names of the other files. Several texts, another model `against` which to compare, or `revisions` give one page
-    and one table instead, whose first column is `text`, `model` or `revision`.
+    A model of several stacks (an encoder and a decoder) has a column `stack` in the table. Names of the other files
+    then begin with a stack's name. Several texts, another model `against`, or `revisions` give one page and one table
+    instead. Its first column is `text`, `model` or `revision`.
 
     Args:
         model: directory or hub name, or a model (then give `tokenizer`).
@@ -72,8 +72,8 @@ def probe_report(
         A short summary that names the files.
 
     Raises:
-        NormlabError: the text is missing, empty, binary or too short; a model or its tokenizer cannot be loaded; more
-            than one thing is compared; plotly is missing.
+        NormlabError: the text is missing, empty, binary or too short; a model or its tokenizer cannot be loaded. Also
+            if more than one thing is compared, or plotly is missing.
     """
     _require_plotly()
     if length < 2 or rows < 1:

@@ -50,7 +50,7 @@ def part_of(place: str) -> str:
 
 @dataclass(frozen=True)
 class NormSite:
-    """Where a norm is built.
+    """The place of a norm in a model.
 
     ``place`` is a field of Layout, or "final". ``layer`` counts from 1 and is L + 1 for the final norm.
     """
@@ -73,7 +73,7 @@ class NormSite:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """Where a residual rule is built. ``part`` is "attn" or "mlp"; ``layer`` counts from 1."""
+    """The place of a residual rule in a model. ``part`` is "attn" or "mlp"; ``layer`` counts from 1."""
 
     part: str
     layer: int
@@ -201,7 +201,7 @@ class Scheme:
         shares_residual: a block's attention and MLP share one rule.
         leave: makes one stream of several, before the final norm. None: there is one.
         branches, ends: changes inside the branches, and before and after the blocks.
-        carried: statistics that the MLP site may use instead of its own, the default first.
+        carried: statistics that the MLP site may use instead of the exact one, the default first.
         init: standard deviation of a block's matrix, by its name ("v_proj" ...). None: ``initializer_range``.
         decayed: names of norm, residual and scale parameters that weight decay acts on.
         decays_matrices: whether it acts on matrices.

@@ -1,20 +1,17 @@
-"""Training: a corpus, one run, many runs.
+"""Training: a text, one run, many runs.
 
-fields.py       a field of a configuration, said once: default, range, meaning
-corpus.py       load_corpus: text as packed blocks of token ids
-documents.py    where the text comes from; stdlib.py, english.py and packages.py: texts at hand; stream.py: read while
-                training
-config.py       TrainConfig, what decides a run's numbers
-batches.py      which blocks a run trains on, in which order
-trainer.py      train: one run; build.py: what it trains with; manifest.py: what is kept of it beside its tables;
-                callbacks.py: what is measured on the way; stored.py: what more where all is to be stored;
-                experiments.py: what is measured at its end
-removal.py      remove_norms: an existing model's norms made fixed gains; fine_tune.py: the training in between
-background.py   BackgroundRun: one run in a process of its own, watched, paused, stopped and continued
-presets.py      PRESETS: sweeps as data; grids.py: what they are made of
-sizes.py        SIZES: the papers' models with their recipes; needs.py: what a run needs before it starts
-sweep.py        sweep: many runs; plan.py: what it will do and how long that takes
-workers.py      several runs at once; clusters.py: on many machines
+config.py         TrainConfig, which decides a run's numbers; fields.py: a field's default, meaning and range
+text/             text as packed blocks of token ids
+loop.py           the training loop, from a fresh model to the last step
+run.py            train: from a configuration to a run on disk; checkpoint.py: how it resumes
+measure.py        what is measured while training; experiments.py: what is measured after it
+distributed.py    devices, precision, ranks
+progress.py       how far runs are, and when they end
+sweep.py          sweep: many runs; grids.py: what they consist of; presets.py: PRESETS, sweeps as data
+workers.py        several runs at once, on this machine, Ray or Slurm
+estimate.py       what a sweep or a run takes before it starts; paper_models.py: SIZES, the papers' models
+live.py           BackgroundRun: one run in a process of its own, watched, paused and stopped
+keep.py           trained models, published
 """
 
 from normlab.errors import require_packages
@@ -24,5 +21,5 @@ PACKAGES = ("transformers>=5.4", "accelerate>=1.12", "datasets>=4.0", "tokenizer
 
 
 def require_training() -> None:
-    """NormlabError where a package that training needs beside normlab's own is missing or too old."""
+    """NormlabError if a package that training needs besides normlab's dependencies is missing or too old."""
     require_packages("training", PACKAGES, "normlab[train]")

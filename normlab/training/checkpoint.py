@@ -20,8 +20,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from normlab import runs
-from normlab.errors import NormlabError
+from normlab import runs, store
+from normlab.errors import NormlabError, first_line
 from normlab.training.config import TrainConfig
 from normlab.training.loop import STATE, Training
 from normlab.training.measure import RunLog
@@ -41,14 +41,14 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
         training.save(staging)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            runs.write_json(staging / BEGUN, manifest)
-            runs.write_stats(staging / runs.STATS, log.frame())
+            store.write_json(staging / BEGUN, manifest)
+            store.write_stats(staging / runs.STATS, log.frame())
             if training.stream is not None:
-                runs.write_json(staging / STREAM, training.stream.position._asdict())
-            runs.list_files(staging)
-            runs.publish(staging, final)
-            runs.check_files(final)
-            for old in runs.checkpoints(work):
+                store.write_json(staging / STREAM, training.stream.position._asdict())
+            store.list_files(staging)
+            store.publish(staging, final)
+            store.check_files(final)
+            for old in store.checkpoints(work):
                 if old != final:
                     shutil.rmtree(old)
     finally:
@@ -58,11 +58,16 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
 
 
 def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
-    """Continue from a checkpoint. Every rank has to call this."""
-    training.load(checkpoint, runs.checkpoint_step(checkpoint.name))
-    log.restore(checkpoint / runs.STATS)
-    if training.stream is not None:
-        training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
+    """Continue from a checkpoint. Every rank has to call this. NormlabError: it is whole, but holds something else."""
+    try:
+        training.load(checkpoint, store.checkpoint_step(checkpoint.name))
+        log.restore(checkpoint / runs.STATS)
+        if training.stream is not None:
+            training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
+    except Exception as error:  # of pickle, PyTorch or pyarrow
+        raise NormlabError(
+            f"{checkpoint} cannot be resumed ({first_line(error)}); delete it and start again"
+        ) from error
 
 
 def begun_alike(checkpoint: Path, manifest: dict[str, Any]) -> bool:
@@ -79,11 +84,11 @@ def resumable(work: Path, manifest: dict[str, Any]) -> Path | None:
     """The newest whole checkpoint that was begun alike. Damaged ones before it are set aside, and those of earlier
     versions passed over, each with a warning."""
     unusable, newest = [], None
-    for checkpoint in reversed(runs.checkpoints(work)):
+    for checkpoint in reversed(store.checkpoints(work)):
         try:
-            runs.check_files(checkpoint)
+            store.check_files(checkpoint)
         except NormlabError as error:
-            unusable.append(f"{runs.set_aside(checkpoint)} is a damaged checkpoint ({error}), set aside")
+            unusable.append(f"{store.set_aside(checkpoint)} is a damaged checkpoint ({error}), set aside")
             continue
         if begun_alike(checkpoint, manifest):
             if (checkpoint / STATE).is_file():

@@ -1,4 +1,7 @@
-"""TrainConfig: everything that decides a run's numbers, and a little that does not."""
+"""TrainConfig: everything that decides a run's numbers, and a few settings that do not.
+
+Each field is described once, in its `setting`. Flags, their help and the class's docstring are made from that.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normlab.probes import METRICS
-from normlab.runs import child, is_run
 from normlab.schemes import DEFAULT, get_scheme
+from normlab.store import child, is_run
 from normlab.training.fields import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -36,9 +39,9 @@ if TYPE_CHECKING:
 HEAD_SIZE = 32
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
-# What a manifest without the field means. Run ids leave out fields that have these values.
+# Values of fields that a manifest may lack. Run ids leave out fields that have these values.
 FORMER_DEFAULTS = {"dtype": "float32"}
-# Model fields that a run sets by itself, and by what. A table shows these: no option contradicts them.
+# Model fields that a run sets, and the fields that decide them. No option contradicts what a table shows.
 SET_BY = {
     "scheme": "scheme",
     "hidden_size": "width",
@@ -58,7 +61,7 @@ PROBE_METRICS = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosi
 class TrainConfig:
     """One training run. NormlabError for values out of range.
 
-    Equal runs are equal configurations: what is left open is filled in, what has no effect is set to its default.
+    Equal runs are equal configurations: open values are filled in, and values without effect are set to their defaults.
     """
 
     scheme: str = setting(DEFAULT, "normalization scheme, a key of normlab.SCHEMES")
@@ -98,7 +101,7 @@ class TrainConfig:
     probe_also: str = setting("", "further metrics of normlab.probes to record, comma-separated")
     eval_every: int = setting(100, "steps between held-out losses; 0: none", NOT_NEGATIVE)
     eval_blocks: int = setting(128, "held-out blocks for the held-out loss", at_least(1))
-    # What is chosen by one half is reported on the other.
+    # One half is for choosing, the other for reporting.
     held_out: str = setting("all", "held-out blocks to measure on: all, validation or test", one_of(*HELD_OUT))
     experiment_blocks: int = setting(
         0, "held-out blocks for normlab.training.experiments, after the last step; 0: none", NOT_NEGATIVE
@@ -133,7 +136,8 @@ class TrainConfig:
             self.heads is not None or self.width % HEAD_SIZE == 0,
             f"width {self.width} is no multiple of {HEAD_SIZE}, the default head size; give the heads",
         )
-        vars(self).update(self._filled_in())
+        for name, value in self._filled_in().items():
+            object.__setattr__(self, name, value)  # a frozen dataclass has no other way
         heads, kv_heads = self.heads or 0, self.kv_heads or 0
         # NormlabConfig would say so too, but only when training begins, and of Llama's fields.
         require(self.width % heads == 0, f"{heads} heads do not divide width {self.width}")
@@ -189,17 +193,19 @@ class TrainConfig:
 
     @property
     def run_id(self) -> str:
-        """A name that tells runs apart at a glance, and a hash of every field that numbers depend on and that differs
-        from its default: a field that a later version adds leaves the names of today's runs as they are."""
+        """A readable name, and a hash of every field that numbers depend on and that differs from its default.
+
+        A field that a later version adds leaves the names of today's runs unchanged.
+        """
         defaults = {spec.name: spec.default for spec in dataclasses.fields(self)} | FORMER_DEFAULTS
         chosen = {name: value for name, value in self.identity().items() if value != defaults[name]}
         digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.scheme}-d{self.depth}-w{self.width}-lr{self.lr:g}-s{self.seed}-{digest}"
 
     def candidates(self) -> list[TrainConfig]:
-        """The configurations that dtype "auto" may become; for any other dtype the configuration itself."""
-        found = ("bfloat16", "float32") if self.dtype == AUTO else (self.dtype,)
-        return [dataclasses.replace(self, dtype=dtype) for dtype in found]
+        """The configurations that dtype "auto" may become. For any other dtype, only this configuration."""
+        dtypes = ("bfloat16", "float32") if self.dtype == AUTO else (self.dtype,)
+        return [dataclasses.replace(self, dtype=dtype) for dtype in dtypes]
 
     def finished_in(self, root: str | Path) -> str | Path | None:
         """The finished run of this configuration below `root`, in any precision that dtype "auto" may become."""
@@ -224,12 +230,11 @@ class TrainConfig:
 
     def identity(self) -> dict[str, Any]:
         """The fields that numbers depend on."""
-        own = {spec.name for spec in dataclasses.fields(self) if spec.metadata["identity"]}
-        return {name: value for name, value in self.to_dict().items() if name in own}
+        names = {spec.name for spec in dataclasses.fields(self) if spec.metadata["identity"]}
+        return {name: value for name, value in self.to_dict().items() if name in names}
 
     def to_arguments(self) -> list[str]:
-        """Command-line arguments of `normlab train` that give this configuration: every field that differs from its
-        default."""
+        """Arguments of `normlab train` for this configuration: every field that differs from its default."""
         # The last three have a default that depends on the width.
         always = ("depth", "width", "seed", "lr", "steps", "heads", "kv_heads", "intermediate")
         arguments = ["--scheme", self.scheme]
@@ -253,8 +258,10 @@ class TrainConfig:
         return cls(**FORMER_DEFAULTS | dict(values))
 
     def model_config(self, vocab_size: int, eos_token_id: int) -> NormlabConfig:
-        """Tied embeddings, eps 1e-6, context and T equal to the block length; fields of `model` come last. NormlabError
-        for a vocabulary smaller than `vocab_size`, the tokenizer's."""
+        """The model's configuration: tied embeddings, eps 1e-6, context and T equal to the block length.
+
+        Fields of `model` replace these. NormlabError for a vocabulary smaller than `vocab_size`, the tokenizer's.
+        """
         from normlab.models import NormlabConfig
 
         rows = self.model.get("vocab_size", vocab_size)
@@ -286,12 +293,11 @@ TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n{described(TrainConfig)}\n"
 
 
 def require_same(manifest: Mapping[str, Any], config: TrainConfig, corpus: Mapping[str, Any]) -> None:
-    """NormlabError naming the first difference between a finished run and what is asked for: `config` on a corpus of
-    that identity."""
-    there = TrainConfig.from_dict(manifest["config"]).identity() | manifest["corpus"]
+    """NormlabError naming the first difference between a finished run and `config` on a corpus of that identity."""
+    trained = TrainConfig.from_dict(manifest["config"]).identity() | manifest["corpus"]
     for name, value in (config.identity() | dict(corpus)).items():
         require(
-            there[name] == value or value == AUTO,
-            f"run {manifest['run']} has {name} {there[name]!r}, here it is {value!r}: numbers could not be compared; "
+            trained[name] == value or value == AUTO,
+            f"run {manifest['run']} has {name} {trained[name]!r}, here it is {value!r}: numbers could not be compared; "
             "use another output directory or delete the run",
         )

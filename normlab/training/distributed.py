@@ -18,8 +18,8 @@ Weights, gradients, optimizer and residual stream stay in float32, and so does e
 held-out losses run the model itself, outside autocast and compilation. That is why autocast is not left to accelerate:
 it would wrap the model's own forward.
 
-Models are split by `torch.distributed.fsdp.fully_shard` itself, on CPUs and GPUs alike. accelerate applies it on GPUs
-only, to blocks that its own configuration names, and writes checkpoints in another form.
+Models are split by `torch.distributed.fsdp.fully_shard` itself, on CPUs and GPUs alike. With accelerate this works on
+GPUs only, for blocks that its own configuration names.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def computes_bfloat16(device: torch.device) -> bool:
 
 
 def fastest_dtype(device: torch.device) -> str:
-    """What dtype "auto" becomes on the device: "bfloat16" if it computes it in hardware, else "float32"."""
+    """The dtype that "auto" becomes on the device: "bfloat16" if it computes it in hardware, else "float32"."""
     return "bfloat16" if computes_bfloat16(device) else "float32"
 
 
@@ -150,8 +150,10 @@ def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextMana
 
 
 def scaler_of(dtype: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """For float16, whose gradients would vanish: the loss is multiplied by a scale, and a step whose gradients overflow
-    is left out and halves it; else None. accelerate makes one on GPUs only, along with an autocast of its own."""
+    """The loss scaler of float16, whose gradients would vanish; None for other dtypes.
+
+    The loss is multiplied by a scale. A step whose gradients overflow is skipped and halves the scale.
+    """
     return torch.amp.GradScaler(device.type) if dtype == "float16" else None
 
 
@@ -164,8 +166,11 @@ def _attention_in_float32(module: nn.Module, query: Tensor, key: Tensor, value: 
 
 
 def use_fast_attention(model: Any, dtype: str, device: torch.device) -> None:
-    """On a CPU, attention in half precision runs its core in float32: PyTorch's backward of it takes six times as long
-    in bfloat16 (14.6 against 2.2 ms for 8 x 4 heads x 128 x 32 on one core). The output is rounded all the same."""
+    """Run attention's core in float32 for half precision on a CPU. Its output is rounded all the same.
+
+    PyTorch's backward of it takes six times as long in bfloat16: 14.6 against 2.2 ms for 8 x 4 heads x 128 x 32 on one
+    core.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -193,8 +198,10 @@ def compile_again() -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_kept() -> Iterator[None]:
-    """On Linux with glibc, what a training step frees is not given back to the system, which would fill the next step's
-    pages with zeros again. At the end all of it goes back."""
+    """Keep memory that a training step frees in the process, on Linux with glibc. At the end all of it is returned.
+
+    The system would otherwise fill the next step's pages with zeros again.
+    """
     libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     keeps = hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")
     if keeps:

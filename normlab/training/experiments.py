@@ -1,4 +1,4 @@
-"""How a trained model uses its depth: what is measured once, after the last step, before the weights are dropped.
+"""Measurements of how a trained model uses its depth, taken once, after the last step.
 
 `experiments(model, blocks)`   one long table, `COLUMNS`; a run keeps it as experiments.parquet
 
@@ -12,10 +12,10 @@
 | `jacobian_identity`, `logit_lens_kl` | block | the block; the layer, from 0 | - |
 | `carried_var_ratio` | mlp | the block | position in a row, from 0 |
 
-A scheme whose blocks cannot be moved has no `deleted`, one with several residual streams neither `skip_future_effect`
-nor `angular_distance` nor `jacobian_identity`, which compare states of one. Definitions are those of the functions of
-`normlab.probes`. `standard_error` is over sequences (over random vectors for
-the Jacobian): how well this model is measured, not how models of other seeds differ.
+A scheme whose blocks cannot be moved has no `deleted`. One with several residual streams has no `skip_future_effect`,
+`angular_distance` or `jacobian_identity`, which compare states of one stream. Definitions are those of the functions of
+`normlab.probes`. `standard_error` is over sequences, for the Jacobian over random vectors. It says how well this model
+is measured, not how models of other seeds differ.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = tuple[str, str, "int | None", "int | None", float, float]
 
 
 def experiments(model: NormlabForCausalLM, blocks: np.ndarray) -> pandas.DataFrame:
-    """All of the above on `blocks`, (sequences, tokens) ids; every token but a sequence's first is a label."""
+    """All of the above on `blocks`, (sequences, tokens) ids. Every token but a sequence's first is a label."""
     import pandas
 
     device = next(model.parameters()).device

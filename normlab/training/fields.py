@@ -1,4 +1,4 @@
-"""Fields of a configuration, each said once: its default, what it means, which values it takes.
+"""Fields of a configuration, each described once: default, meaning, and values that it takes.
 
 `setting(default, help, rule)`   a dataclass field
 `shared(cls, name)`              the same field in another dataclass
@@ -32,12 +32,12 @@ def at_least(least: int) -> Any:
 
 
 def one_of(*values: str) -> Any:
-    """A type, which stands for the field's own."""
+    """A type, used instead of the field's own."""
     return Literal[values]
 
 
 def setting(default: Any, help: str, rule: Any = None, *, identity: bool = True) -> Any:
-    """A dataclass field. default: a value, or the type of an empty one. identity: whether numbers depend on it."""
+    """A dataclass field. default: a value, or the type of an empty one. identity: True if numbers depend on it."""
     metadata = {"help": help, "rule": rule, "identity": identity}
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -56,8 +56,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def check(configuration: Any) -> None:
-    """NormlabError naming the first field whose value has another type than its annotation, or that its rule refuses.
-    Types are strict: 2.5, "2" and True are no whole numbers; floats are finite."""
+    """NormlabError naming the first field whose value has another type than its annotation, or breaks its rule.
+
+    Types are strict: 2.5, "2" and True are no whole numbers. Floats are finite.
+    """
     kind: Any = type(configuration)
     try:
         _schema(kind).model_validate(vars(configuration))

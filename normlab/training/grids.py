@@ -1,4 +1,4 @@
-"""What a sweep consists of, and in which order it is trained.
+"""The parts of a sweep, and the order in which they are trained.
 
 `Preset`    a sweep: its parts, its learning rates, and fields that all its runs share
 `Part`      schemes x depths x seeds x variants
@@ -38,8 +38,11 @@ class Variant:
 class Part:
     """Some of a preset's runs: schemes x depths x seeds x variants.
 
-    depths: depth -> number of seeds (0, 1, ...). variants: of every run; by default each is run once, unchanged. kept:
-    depths whose seed 0 keeps its weights. best: train only that many schemes, the best of the search, and `always`.
+    Args:
+        depths: depth -> number of seeds (0, 1, ...).
+        variants: of every run. By default each is trained once, unchanged.
+        kept: depths whose seed 0 keeps its weights.
+        best: train only that many schemes, the best of the search, and `always`.
     """
 
     depths: Mapping[int, int]
@@ -56,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search settled on: learning rate, and fields of TrainConfig if the scheme has settings to try.
+    """The result of a search: learning rate, and fields of TrainConfig if the scheme has settings to try.
 
     loss: the search's held-out loss there.
     """
@@ -104,17 +107,18 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """How a scheme's learning rate is found.
+    """A rule that finds each scheme's learning rate.
 
     Every rate is tried at every one of `depths`, under each of the scheme's `settings`. The grid grows where the lowest
     held-out loss is at an edge, or less than `CLEARLY` below an edge's. It grows by the same ratio until the best lies
     inside, by `MOST_GROWTH` rates at most.
 
-    fields: of TrainConfig: shorter runs, on a seed and held-out blocks that nothing else uses. finals: what differs in
-    the finals, which are as long as reported runs. They are held if several trials lie within `CLEARLY` of the best
-    (`MOST_FINALISTS` at most), and the best of them is taken.
+    Several trials may lie within `CLEARLY` of the best. Then finals are held, of `MOST_FINALISTS` trials at most, and
+    their best is taken. A depth takes the rate of the deepest searched depth not above it.
 
-    A depth takes the rate of the deepest searched depth not above it.
+    Args:
+        fields: of TrainConfig. Trials are shorter, on a seed and held-out blocks that nothing else uses.
+        finals: in which finals differ from trials. They are as long as reported runs.
     """
 
     rates: tuple[float, ...]
@@ -158,8 +162,10 @@ class Search:
 
 @dataclass(frozen=True)
 class LeagueSearch(Search):
-    """Two rates for every scheme, under no settings, and a third: between them if their losses are less than `CLEARLY`
-    apart, else as far beyond the better one."""
+    """Two rates for every scheme, under no settings, and a third.
+
+    The third is between them if their losses are less than `CLEARLY` apart, else as far beyond the better one.
+    """
 
     @property
     def foreseen(self) -> tuple[float, ...]:

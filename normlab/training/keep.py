@@ -2,9 +2,9 @@
 
     python -m normlab.training.keep RUNS OUT [--cache-dir DIR]
 
-Every run below RUNS that kept its weights becomes OUT/<scheme>-d<depth>, with what its model has of its own between the
-two (bhyt-lam_last10-d8): weights, configuration, tokenizer, held-out blocks (those of the run's own evaluation), and
-the run's manifest with `kept`: its loss on these blocks after rounding.
+Every run below RUNS that kept its weights becomes a folder OUT/<scheme>-d<depth>. Fields of its model come between the
+two, as in bhyt-lam_last10-d8. The folder holds weights, configuration, tokenizer, the held-out blocks of the run's
+evaluation, and its manifest. `kept` in the manifest is the loss on these blocks after rounding.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
-from normlab.models.kept import BLOCKS
+from normlab.models.pretrained import BLOCKS
 from normlab.training.config import TrainConfig
 from normlab.training.measure import mean_token_loss
 from normlab.training.text.corpus import corpus_of
@@ -38,14 +38,14 @@ def keep(root: str | Path, out: str | Path, cache_dir: str | Path | None = None)
 
 
 def name_of(config: TrainConfig) -> str:
-    """bhyt-lam_last10-d8: the scheme, what its model has of its own, the depth."""
+    """A name such as bhyt-lam_last10-d8: scheme, fields of the model, depth."""
     own = [f"{name}{value:g}" if isinstance(value, float) else f"{name}{value}" for name, value in config.model.items()]
     return "-".join([config.scheme, *own, f"d{config.depth}"])
 
 
 def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
     config = TrainConfig.from_dict(run.manifest["config"])
-    folder = runs.inside(out, name_of(config))
+    folder = store.inside(out, name_of(config))
     corpus = corpus_of(config, cache_dir, progress=True)
     if corpus.content_hash != run.manifest["corpus"]["content_hash"]:
         raise NormlabError(f"{run.name} was trained on another text than this machine's {config.corpus}")
@@ -56,7 +56,7 @@ def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
     save_file({"blocks": torch.from_numpy(blocks).to(torch.int32)}, folder / BLOCKS)
     rounded = NormlabForCausalLM.from_pretrained(folder, dtype=torch.float32)
     kept = {"dtype": "bfloat16", "eval_loss": mean_token_loss(rounded, blocks, config.batch_size)}
-    runs.write_json(folder / runs.MANIFEST, {**run.manifest, "kept": kept})
+    store.write_json(folder / runs.MANIFEST, {**run.manifest, "kept": kept})
     return folder
 
 

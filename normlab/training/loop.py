@@ -154,7 +154,7 @@ class Training:
         return self.config.tokens_per_step / float(np.median(self.seconds[-200:])) if self.seconds else None
 
     def _blocks(self) -> Iterator[Tensor]:
-        """This rank's blocks of each step, (parts, blocks, tokens) ids."""
+        """Blocks of each step for this rank, (parts, blocks, tokens) ids."""
         ranks, device = self.accelerator.num_processes, self.accelerator.device
         shape = (self.config.accumulate, ranks, -1, self.config.block_length)
         for ids in self._streamed() if self.stream is not None else self._read():

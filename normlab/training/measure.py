@@ -1,4 +1,4 @@
-"""What a run measures while it trains, and its log.
+"""Measurements of a run while it trains, and its log.
 
 `RunLog`                the run's measurements, one row per value
 `Measurements.at(step)` layer statistics and held-out loss, and all that `store_all` stores

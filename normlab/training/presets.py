@@ -1,4 +1,4 @@
-"""Sweeps as data: which runs a preset name stands for."""
+"""Sweeps as data: the runs of each preset."""
 
 from __future__ import annotations
 

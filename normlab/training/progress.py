@@ -1,12 +1,12 @@
-"""How far runs are and when they end: one bar for a sweep, and for a single run.
+"""Progress of runs and a forecast of their end: one bar for a sweep, and for a single run.
 
-`write_report(work, ...)`     what a run in progress says about itself: a small file in its working directory
-`steps_in_all(config)`        work of a run in optimizer steps: what is measured on the way and in the end counts too
-`Progress`                    reads the reports, forecasts the end; a bar in a terminal, a line a minute in a log file
-`one_run(config, ...)`        the same for one run
-`can_redraw()`                whether a bar may move: stderr is a terminal or a notebook
+`Reporter`               writes a run's progress to a small file in its working directory
+`steps_in_all(config)`   a run's work in optimizer steps, measurements included
+`Progress`               reads the reports and forecasts the end: a bar in a terminal, a line per minute in a log file
+`one_run(config, ...)`   the same for one run
+`can_redraw()`           True if a bar may move: stderr is a terminal or a notebook
 
-Reports are files, so that runs of this process, of its workers and of a cluster are followed in the same way.
+Reports are files, so runs of this process, of its workers and of a cluster are all followed in this way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from normlab import runs
+from normlab import store
 
 if TYPE_CHECKING:
     from normlab.training.config import TrainConfig
@@ -43,7 +43,7 @@ FORWARD = 1 / 3  # a forward pass, in optimizer steps
 
 
 class Report(NamedTuple):
-    """began: steps done when this process took the run up. step: steps done. loss: the last training loss logged."""
+    """One report. began: steps done when this process began. step: steps done. loss: the last training loss logged."""
 
     began: int
     step: int
@@ -52,7 +52,7 @@ class Report(NamedTuple):
 
 
 def write_report(work: Path, report: Report) -> None:
-    """Replace the run's report in its working directory. Training does not depend on it: a failure is ignored."""
+    """Replace the run's report in its working directory. A failure is ignored, as training does not depend on it."""
     temporary = work / f".{REPORT}.writing"
     with contextlib.suppress(OSError):
         temporary.write_text(json.dumps(report._asdict()))
@@ -60,7 +60,7 @@ def write_report(work: Path, report: Report) -> None:
 
 
 def read_report(work: Path) -> Report | None:
-    """None where the run has not begun."""
+    """The run's report; None if it has not begun."""
     try:
         return Report(**json.loads((work / REPORT).read_text()))
     except (OSError, ValueError, TypeError):  # TypeError: written by another version
@@ -92,9 +92,9 @@ class Reporter:
 
 
 def steps_until(config: TrainConfig, step: int) -> float:
-    """Work of the first `step` steps and of what is measured until then, in steps.
+    """Work of the first `step` steps and of the measurements until then, in steps.
 
-    Measured on a CPU: a forward pass takes a third of a step; layer statistics of a batch take a step.
+    On a CPU a forward pass takes a third of a step, and layer statistics of a batch take a step.
     """
 
     def batches(every: int, blocks: int) -> float:
@@ -110,7 +110,7 @@ def steps_until(config: TrainConfig, step: int) -> float:
 
 
 def steps_in_all(config: TrainConfig) -> float:
-    """Work of a whole run, in steps; `normlab.training.experiments` take 7 depth + 20 forward passes."""
+    """Work of a whole run, in steps. `normlab.training.experiments` takes 7 depth + 20 forward passes."""
     experiments = FORWARD * (7 * config.depth + 20) * config.experiment_blocks / config.batch_size
     return steps_until(config, config.last_step) + experiments
 
@@ -153,11 +153,12 @@ class _Running:
 
 
 class Progress:
-    """Shows how far runs are, about once per second: a context around them.
+    """A context that shows the progress of runs, about once per second.
+
+    The forecast divides the work left by the speed of the recent past. A run before its first step also takes the time
+    that others needed for it: compilation, and measurements before training.
 
     title: of the bar. show: False keeps silent. slots: runs at once; None: as many as are seen in progress.
-    The forecast divides the work left by the speed of the recent past. Each run that has not made its first step also
-    takes the time that others needed for it: compilation, and measurements before training.
     """
 
     def __init__(self, title: str, show: bool, slots: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -204,7 +205,7 @@ class Progress:
 
     def watch(self, configs: Sequence[TrainConfig], root: str | Path) -> None:
         """These runs may begin below `root` at any time from now on."""
-        folder = (runs.Place(root).copy if runs.is_address(root) else Path(root)) / runs.PARTIAL
+        folder = (store.Remote(root).copy if store.is_address(root) else Path(root)) / store.PARTIAL
         for config in configs:
             works = [folder / candidate.run_id for candidate in config.candidates()]
             for work in works:
@@ -237,7 +238,7 @@ class Progress:
             tqdm.write(line)
 
     def _take(self, config: TrainConfig) -> None:
-        """Planned runs and those that begin may differ in learning rate: equal work is what tells them apart."""
+        """Take a run of that work out of what is ahead. Planned runs may differ from it in learning rate."""
         if self._ahead:
             work = _work(config)
             self._ahead.remove(min(self._ahead, key=lambda one: abs(one - work)))
@@ -273,7 +274,7 @@ class Progress:
             run.report, run.done, run.at, run.stepped = report, done, now, True
 
     def _measure(self, work: float, since: float) -> None:
-        """A run's work since a time. One that is taken up again after its process died goes back: not measured."""
+        """Note a run's work since a time. Work is negative if its process died and it resumed: not measured."""
         now = self._clock()
         if work > 0:
             kept = 0.5 ** ((now - self._measured_at) / HALF_LIFE)
@@ -282,13 +283,13 @@ class Progress:
             self._measured_at = now
 
     def share(self) -> float:
-        """Of all work, how much is done. A resumed run's includes what was done before."""
+        """The share of all work that is done. A resumed run's includes what was done before."""
         done = self._done + sum(run.done for run in self._running.values())
         work = done + sum(run.left for run in self._running.values()) + sum(self._ahead)
         return done / work if work else 0.0
 
     def seconds_left(self) -> float | None:
-        """Until the last run ends, each slot taking the next run as it becomes free; None before any speed is known."""
+        """Seconds until the last run ends; None before any speed is known. Free slots take the next run."""
         now = self._clock()
         slots = self._slots or len(self._running) or 1
         if self._seconds > 0:
@@ -334,7 +335,7 @@ class Progress:
 
 @contextlib.contextmanager
 def one_run(config: TrainConfig, root: str | Path, show: bool) -> Iterator[None]:
-    """Around one run's training: `Progress` of it alone."""
+    """A context around one run's training: `Progress` of it alone."""
     with Progress("train", show, slots=1) as progress:
         progress.expect([config])
         progress.watch([config], root)

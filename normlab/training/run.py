@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from normlab import __version__, runs
+from normlab import __version__, runs, store
 from normlab.errors import NormlabError
 from normlab.models.block import whole
 from normlab.training import distributed
@@ -63,32 +63,32 @@ def train(
     """Train `config` under directory `out` and return the run. A killed run resumes; a finished one returns at once.
 
     Args:
-        out: may be an address (`normlab.storage`). Checkpoints and the finished run are published there, and the
+        out: may be an address (`normlab.store`). Checkpoints and the finished run are published there, and the
             returned run is the copy on this machine.
         watch: watch(step, rows) is called before the first step and after every logged one, with the rows logged since
             the last call. If it returns False, the run writes a checkpoint and RunStopped is raised.
 
     Raises:
-        NormlabError: a corpus that cannot be read, an output directory that holds something else, a run of the same
-            name made from other text, or a number of ranks that does not divide the batch. A loss that becomes
-            non-finite is no error: the run ends with status "diverged".
+        NormlabError: a corpus that cannot be read, or an output directory that holds something else. Also a run of the
+            same name made from other text, or a number of ranks that does not divide the batch. A non-finite loss is no
+            error: the run ends with status "diverged".
     """
-    place = runs.Place(out) if runs.is_address(out) else None
+    place = store.Remote(out) if store.is_address(out) else None
     root = Path(out) if place is None else place.copy
     accelerator = distributed.accelerator_for(config)
     _check_ranks(config, accelerator.num_processes, place)
     is_first = accelerator.is_main_process
     with accelerator.main_process_first():  # it prepares the text; the others find it in the cache
-        runs.check_root(root)
+        store.check_root(root)
         corpus = corpus_of(config, cache_dir, progress and is_first)
     asked = config.dtype
     config = _settled(config, root, place, corpus, accelerator)
     manifest = manifest_of(config, corpus.identity())
-    final, work = root / config.run_id, root / runs.PARTIAL / config.run_id
+    final, work = root / config.run_id, root / store.PARTIAL / config.run_id
     if place is None and final.exists():  # without the lock: the directory may be read-only
         return _finished(final, work, config, manifest)
-    lock = runs.exclusive(root / runs.PARTIAL / f"{config.run_id}.lock")
-    with runs.full_disk_named(root), lock if is_first else contextlib.nullcontext():
+    lock = store.exclusive(root / store.PARTIAL / f"{config.run_id}.lock")
+    with store.full_disk_named(root), lock if is_first else contextlib.nullcontext():
         with accelerator.main_process_first():
             if place is not None and is_first:
                 place.fetch(config.run_id)
@@ -135,7 +135,7 @@ def _run(
     final: Path,
     manifest: dict[str, Any],
     watch: Watch | None,
-    place: runs.Place | None,
+    place: store.Remote | None,
 ) -> None:
     started = time.perf_counter()
     measured_on = corpus.measured_on(config)
@@ -199,15 +199,15 @@ def _run(
     if config.keep_weights:
         model.save_pretrained(staged)
         corpus.tokenizer().save_pretrained(staged)
-    runs.write_stats(staged / runs.STATS, log.frame())
+    store.write_stats(staged / runs.STATS, log.frame())
     if after is not None:
-        runs.write_stats(staged / runs.EXPERIMENTS, after)
-    runs.write_json(staged / runs.MANIFEST, manifest)
+        store.write_stats(staged / runs.EXPERIMENTS, after)
+    store.write_json(staged / runs.MANIFEST, manifest)
     runs.read_run(staged).table()  # read back, before the checkpoints go
-    runs.publish(staged, final)
+    store.publish(staged, final)
 
 
-def _check_ranks(config: TrainConfig, ranks: int, place: runs.Place | None) -> None:
+def _check_ranks(config: TrainConfig, ranks: int, place: store.Remote | None) -> None:
     if config.batch_size % (ranks * config.accumulate):
         parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
         raise NormlabError(
@@ -235,18 +235,18 @@ def _settings(threads: int) -> Iterator[None]:
 
 
 def _settled(
-    config: TrainConfig, root: Path, place: runs.Place | None, corpus: Corpus, accelerator: Accelerator
+    config: TrainConfig, root: Path, place: store.Remote | None, corpus: Corpus, accelerator: Accelerator
 ) -> TrainConfig:
     """`config` with dtype "auto" replaced: by the precision of a run that is finished or can be resumed, else by the
     fastest of the device. All ranks take rank 0's."""
 
     def exists(candidate: TrainConfig) -> bool:
         name = candidate.run_id
-        if place is not None and (place.has(f"{name}/{runs.MANIFEST}") or place.has(f"{runs.PARTIAL}/{name}")):
+        if place is not None and (place.has(f"{name}/{runs.MANIFEST}") or place.has(f"{store.PARTIAL}/{name}")):
             return True
         begun = manifest_of(candidate, corpus.identity())
-        checkpoints = runs.checkpoints(root / runs.PARTIAL / name)
-        return runs.is_run(root / name) or any(begun_alike(path, begun) for path in checkpoints)
+        checkpoints = store.checkpoints(root / store.PARTIAL / name)
+        return store.is_run(root / name) or any(begun_alike(path, begun) for path in checkpoints)
 
     if config.dtype != AUTO:
         return config
@@ -291,7 +291,7 @@ def manifest_of(config: TrainConfig, corpus: Mapping[str, Any]) -> dict[str, Any
 def _results(
     config: TrainConfig, corpus: Corpus, measured_on: MeasuredOn, training: Training, log: RunLog, diverged: bool
 ) -> dict[str, Any]:
-    """How the run ended, after how many tokens, and what model it trained.
+    """The results of a run: its end, its tokens, and its model.
 
     `status` is explained in `Run.status`. `eval_loss` is the last held-out loss: None if it is not finite or was never
     measured. A run whose held-out loss was never measured counts as learned.

@@ -8,48 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
-from normlab.training.clusters import Cluster, cluster
 from normlab.training.config import AUTO, TrainConfig, require_same
 from normlab.training.distributed import device_of, why_dtype
 from normlab.training.grids import Choice, Pair, Preset, Stage, planned, walk
 from normlab.training.presets import get_preset
 from normlab.training.progress import Progress
 from normlab.training.text.corpus import CorpusSpec, corpus_of
-from normlab.training.workers import exit_if_worker_imports_main, finish_in_any_order
+from normlab.training.workers import Cluster, finish_in_any_order, share_cores
 
 # Where a stage's runs are, below the sweep's directory.
-FOLDERS = {"search": runs.SEARCH, "finals": runs.FINALS, "runs": None}
+FOLDERS = {"search": store.SEARCH, "finals": store.FINALS, "runs": None}
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep left.
+    """The results of a sweep.
 
-    runs: all finished ones in the sweep's order. Those of the search are left out: they are in `out`/search and
-    `out`/finals. failures: run id -> one line with the reason. choices: learning rate and settings by scheme and
-    searched depth, if the preset searched for them.
+    runs: all finished ones in the sweep's order. Those of the search are in `out`/search and `out`/finals instead.
+    failures: run id -> one line with the reason.
+    choices: learning rate and settings by scheme and searched depth, if the preset searched for them.
     """
 
     out: str | Path
     runs: list[runs.Run]
     failures: dict[str, str]
     choices: dict[Pair, Choice]
-
-
-def default_workers(threads: int | None = None) -> tuple[int, int]:
-    """(workers, threads each): two workers share the cores, or as many as `threads` each allow."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(2, cores) if threads is None else max(1, cores // threads)
-    return workers, threads or max(1, cores // workers)
 
 
 def sweep(
@@ -67,21 +58,20 @@ def sweep(
     that it names. A script calls this under `if __name__ == "__main__":`, because every worker imports the script.
 
     Args:
-        workers: processes at once, by default 2. Or "ray", "slurm", or one of `normlab.training.clusters` with its
+        workers: processes at once, by default 2. Or "ray", "slurm", or one of `normlab.training.workers` with its
             options; all machines then have to see `out`.
         threads: CPU threads per run, by default cores/workers.
 
     Raises:
         NormlabError: bad input, before any run starts.
     """
-    exit_if_worker_imports_main()
     if not isinstance(what, str | Preset):
         what = list(what)
         if wrong := [item for item in what if not isinstance(item, TrainConfig)]:
             raise NormlabError(f"{wrong[0]!r:.80} cannot be trained: give a preset, its name, or TrainConfigs")
-    runs.check_root(out)
+    store.check_root(out)
     workers, threads = share_cores(workers, threads)
-    root = out if runs.is_address(out) else Path(out)
+    root = out if store.is_address(out) else Path(out)
     with Progress("sweep", progress, None if isinstance(workers, Cluster) else workers) as bar:
         job = _Job(root, workers, cache_dir, bar)
         if isinstance(what, list):
@@ -119,7 +109,7 @@ class _Job:
         if stage.what == "runs":
             self.reported += stage.configs
         folder = FOLDERS[stage.what]
-        self._train(stage.configs, self.root if folder is None else runs.child(self.root, folder))
+        self._train(stage.configs, self.root if folder is None else store.child(self.root, folder))
         names = [config.run_id for config in stage.configs if config.run_id in self.done]
         losses = {name: self.done[name].eval_loss for name in names}
         return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
@@ -168,16 +158,3 @@ class _Job:
         self.failures[config.run_id] = in_one_line(error)
         self.bar.end(config, failed=True)
         self.bar.say(f"{config.run_id}: failed, {self.failures[config.run_id]}")
-
-
-def share_cores(workers: int | str | Cluster | None, threads: int | None) -> tuple[int | Cluster, int]:
-    """(workers, threads each), of what was asked for and the machine's cores."""
-    if isinstance(workers, str):
-        workers = cluster(workers)
-    if isinstance(workers, int) and workers < 1:
-        raise NormlabError(f"workers is {workers}; give a number of processes, at least 1")
-    if threads is not None:
-        TrainConfig(threads=threads)  # its check
-    if workers is None:
-        return default_workers(threads)
-    return workers, threads or (1 if isinstance(workers, Cluster) else max(1, default_workers(1)[0] // workers))

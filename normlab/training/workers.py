@@ -1,40 +1,52 @@
-"""Several runs at once: processes of this machine, or those of a cluster (clusters.py).
+"""Several runs at once: processes of this machine, or a cluster's, through Ray or Slurm.
 
-`finish_in_any_order(configs, ...)` yields (config, Run or exception) as runs end; one that fails does not stop the
-others.
+`finish_in_any_order(configs, ...)`   yields (config, Run or exception) as runs end; a failing one stops no other
+`share_cores(workers, threads)`       how many processes, with how many threads each
+`cluster(kind, ...)`                  `Ray` or `Slurm`, ready to take runs
+
+A cluster's machines all have to see the output directory. A run whose worker is lost (killed, a node gone, its time
+over) is started again, up to `RETRIES` times. It resumes from its last checkpoint, on whichever machine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import math
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import threading
+import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from normlab.errors import NormlabError, show_warning
-from normlab.runs import child, read_run
-from normlab.training.clusters import Cluster, Outcome
+from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, in_one_line, show_warning
+from normlab.runs import Run, read_run
+from normlab.store import PARTIAL, child, is_address
 from normlab.training.config import TrainConfig
 
-_UNGUARDED = 78  # exit code of a worker that would have started the sweep again
-
-
-def exit_if_worker_imports_main() -> None:
-    """A worker imports the script that started it. Where the script starts a sweep on import, it ends there, and the
-    sweep says so in one line; multiprocessing would end it with a traceback a worker."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself finds out
-        raise SystemExit(_UNGUARDED)
+Outcome = tuple[TrainConfig, "Run | Exception"]
+RETRIES = 3
+LOCAL = "local"
+POLL_SECONDS = 0.5
+LOST = (
+    "its process was killed, perhaps for lack of memory, or the script that starts the sweep does so outside "
+    '`if __name__ == "__main__":`'
+)
 
 
 def train_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
-    """What a worker does; returns where the run is. The transformers stack is imported here, in the worker."""
+    """Train a run in a worker and return where it is. The transformers stack is imported here, in the worker."""
     from normlab.training.run import train
 
     return str(child(out, train(config, out, cache_dir=cache_dir, progress=False).name))
@@ -43,7 +55,7 @@ def train_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
 def finish_in_any_order(
     configs: Sequence[TrainConfig], out: str | Path, workers: int | Cluster, cache_dir: str | Path | None
 ) -> Iterator[Outcome]:
-    """Run `configs` in about their order, `workers` at a time, or as many as a cluster has room for."""
+    """Train `configs` roughly in order, at most `workers` at a time, or as many as a cluster has room for."""
     arguments = (str(out), str(cache_dir) if cache_dir is not None else None)
     if isinstance(workers, Cluster):
         yield from workers.finish(train_one, configs, arguments)
@@ -51,11 +63,34 @@ def finish_in_any_order(
         yield from _with_processes(configs, workers, arguments)
 
 
+def share_cores(workers: int | str | Cluster | None, threads: int | None) -> tuple[int | Cluster, int]:
+    """Workers and threads of each, from what was asked for and the machine's cores.
+
+    By default two workers share the cores, or as many as `threads` each allow. A cluster's runs have one thread each.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if isinstance(workers, str):
+        workers = cluster(workers)
+    if isinstance(workers, int) and workers < 1:
+        raise NormlabError(f"workers is {workers}; give a number of processes, at least 1")
+    if threads is not None:
+        TrainConfig(threads=threads)  # its check
+    if workers is None:
+        workers = min(2, cores) if threads is None else max(1, cores // threads)
+    return workers, threads or (1 if isinstance(workers, Cluster) else max(1, cores // workers))
+
+
+# --- processes of this machine ---
+
+
 def _with_processes(
     configs: Sequence[TrainConfig], workers: int, arguments: tuple, again: bool = True
 ) -> Iterator[Outcome]:
-    """A pool dies with any of its processes (out of memory, kill -9). Each run that was in progress then gets one more
-    try, alone, so that one that always dies takes no other with it; the rest go on in a new pool."""
+    """Train in pools. A pool dies with any of its processes (out of memory, kill -9).
+
+    Each run that was in progress then gets one more try, alone, so that one that always dies takes no other with it.
+    The rest continue in a new pool.
+    """
     left = deque(configs)
     while left:
         lost = yield from _one_pool(left, workers, arguments)
@@ -63,14 +98,15 @@ def _with_processes(
             if again:
                 yield from _with_processes([config], 1, arguments, again=False)
             else:
-                yield config, NormlabError("its process was killed, perhaps for lack of memory")
+                yield config, NormlabError(LOST)
 
 
 def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Generator[Outcome, None, list[TrainConfig]]:
-    """Take runs from `left`, as many at a time as there are workers, until none is left or the pool dies; return the
-    runs that were in progress then."""
+    """Take runs from `left`, as many at a time as there are workers, until none is left or the pool dies.
+
+    Returns the runs that were in progress when it died.
+    """
     others = set(multiprocessing.active_children())
-    children: set[Any] = set()
     pool = ProcessPoolExecutor(
         min(workers, len(left)), mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
     )
@@ -80,30 +116,23 @@ def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Gener
             while left and len(running) < workers:
                 running[pool.submit(train_one, left[0], *arguments)] = left[0]
                 left.popleft()
-                children |= set(multiprocessing.active_children()) - others
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
                     raise error
                 yield running.pop(future), error if isinstance(error, Exception) else read_run(future.result())
         pool.shutdown()
-    except BrokenProcessPool:  # also raised by `submit`, when it died between two runs
+    except BrokenProcessPool:  # also raised by `submit`, if it died between two runs
         pool.shutdown()
-        if any(child.exitcode == _UNGUARDED for child in children):
-            raise NormlabError(
-                "every worker of a sweep imports the script that starts it, which would start another sweep: "
-                'call normlab.sweep under `if __name__ == "__main__":`'
-            ) from None
-    finally:  # reached early on Ctrl-C: runs in progress stop now and go on from their checkpoints next time
+    finally:  # reached early on Ctrl-C: runs in progress stop now and resume from their checkpoints next time
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in set(multiprocessing.active_children()) - others:
-            child.terminate()
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
     return list(running.values())
 
 
 def _start_worker() -> None:
-    """Ctrl-C ends a worker without a traceback, and a worker whose parent was killed ends too rather than wait for work
-    for ever. Warnings take one line."""
+    """Let Ctrl-C end a worker without a traceback, and end it with its parent. Warnings take one line."""
     warnings.showwarning = show_warning  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent: Any = multiprocessing.parent_process()
@@ -113,3 +142,175 @@ def _start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+
+
+# --- clusters ---
+
+
+@dataclass(frozen=True)
+class Cluster(ABC):
+    """A cluster, whose machines train runs.
+
+    address: of the cluster. gpus: per run; a share of one where the cluster can split them.
+    """
+
+    address: str | None = None
+    gpus: float = 0.0
+
+    @abstractmethod
+    def check(self) -> None:
+        """NormlabError for a missing package or program, or options that the cluster does not take."""
+        if not (math.isfinite(self.gpus) and self.gpus >= 0):
+            raise NormlabError(f"gpus is {self.gpus}; give a finite number, at least 0")
+
+    @abstractmethod
+    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
+        """Call `train_one(config, *arguments)` for every configuration. It returns a run's directory."""
+
+
+class Ray(Cluster):
+    """Ray's tasks. address: a running cluster's ("auto", "HOST:PORT"); by default Ray on this machine alone."""
+
+    def check(self) -> None:
+        super().check()
+        _import("ray")
+
+    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
+        ray = _import("ray")
+        started = not ray.is_initialized()
+        if started:
+            self._start(ray)
+        try:
+            task = ray.remote(train_one)
+            waiting = {}
+            for config in configs:
+                options = {"num_cpus": config.threads, "num_gpus": self.gpus, "max_retries": RETRIES}
+                waiting[task.options(**options).remote(config, *arguments)] = config
+            while waiting:
+                done, _ = ray.wait(list(waiting), num_returns=1)
+                config = waiting.pop(done[0])
+                try:
+                    yield config, read_run(ray.get(done[0]))
+                except Exception as error:  # Ray wraps whatever the task raised
+                    cause = getattr(error, "cause", None)
+                    yield config, cause if isinstance(cause, Exception) else error
+        finally:
+            if started:
+                ray.shutdown()
+
+    def _start(self, ray: Any) -> None:
+        where = self.address or "a cluster on this machine"
+        try:
+            host, colon, port = (self.address or "").rpartition(":")
+            if colon and port.isdigit() and "/" not in host:  # Ray itself tries for minutes
+                socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
+            ray.init(address=self.address, log_to_driver=False)
+        except Exception as error:  # of sockets, of Ray's processes
+            raise NormlabError(f"Ray does not start ({where}): {in_one_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Slurm(Cluster):
+    """One array of Slurm jobs, through submitit.
+
+    address: "local" runs the jobs as processes of this machine, to try a sweep out. options: of
+    `submitit.AutoExecutor.update_parameters`, such as timeout_min, slurm_partition, slurm_array_parallelism.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        super().check()
+        _import("submitit")
+        if self.address not in (None, LOCAL):
+            raise NormlabError(f"address {self.address!r}: Slurm needs none; {LOCAL!r} tries it on this machine")
+        if self.address is None and shutil.which("sbatch") is None:
+            raise NormlabError("--workers slurm: there is no sbatch here; start the sweep on a machine of the cluster")
+        if self.gpus != int(self.gpus):
+            raise NormlabError(f"gpus is {self.gpus}; Slurm gives whole ones")
+        self._executor(Path(), 1)
+
+    def _executor(self, folder: Path, threads: int) -> Any:
+        executor = _import("submitit").AutoExecutor(folder=folder, cluster=self.address or "slurm")
+        try:
+            executor.update_parameters(cpus_per_task=threads, gpus_per_node=int(self.gpus), **self.options)
+        except (AssertionError, NameError, TypeError, ValueError) as error:
+            raise NormlabError(f"--slurm: {first_line(error)}") from error
+        return executor
+
+    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
+        submitit = _import("submitit")
+        if is_address(arguments[0]):
+            raise NormlabError("--workers slurm: jobs start from --out: name a directory that all machines see")
+        folder = Path(arguments[0]).resolve() / PARTIAL / "slurm"
+        executor = self._executor(folder, max((config.threads for config in configs), default=1))
+        tasks = [_Task(train_one, config, arguments) for config in configs]
+        jobs = executor.submit_array(tasks) if tasks else []
+        running = dict(zip(jobs, tasks, strict=True))
+        tries = dict.fromkeys((config.run_id for config in configs), 0)
+        failed = False
+        try:
+            while running:
+                for job in [job for job in running if job.done()]:
+                    task = running.pop(job)
+                    error = job.exception()
+                    # A killed job ends without an answer. What a job raises comes as a subclass of this error.
+                    lost = type(error) is submitit.core.utils.UncompletedJobError
+                    if lost and tries[task.config.run_id] < RETRIES:
+                        tries[task.config.run_id] += 1
+                        running[executor.submit(task)] = task
+                        continue
+                    result = error if error is not None else job.result()
+                    failed |= isinstance(result, Exception)
+                    yield task.config, result if isinstance(result, Exception) else read_run(result)
+                time.sleep(POLL_SECONDS)
+            if not failed:
+                shutil.rmtree(folder, ignore_errors=True)  # the jobs' files and logs, which say why one failed
+                with contextlib.suppress(OSError):  # runs of other sweeps are in progress
+                    folder.parent.rmdir()
+        finally:
+            for job in running:
+                job.cancel()
+
+
+@dataclass
+class _Task:
+    """One job.
+
+    submitit calls `checkpoint` if Slurm takes the machine away or the time is over. The job is queued again, and
+    training resumes from its last checkpoint.
+    """
+
+    train_one: Callable
+    config: TrainConfig
+    arguments: tuple
+
+    def __call__(self) -> str | Exception:
+        try:
+            return self.train_one(self.config, *self.arguments)
+        except Exception as error:
+            return error
+
+    def checkpoint(self) -> Any:
+        return _import("submitit").helpers.DelayedSubmission(self)
+
+
+CLUSTERS: dict[str, type[Cluster]] = {"ray": Ray, "slurm": Slurm}
+_EXTRAS = {"ray": ("ray", "Ray"), "submitit": ("slurm", "submitit")}
+
+
+def cluster(kind: str, **options: Any) -> Cluster:
+    """The cluster of a name ("ray", "slurm"). NormlabError if something that it needs is missing."""
+    if kind not in CLUSTERS:
+        raise NormlabError(f"workers is {kind!r}; give a number of processes, at least 1, or {' or '.join(CLUSTERS)}")
+    chosen = CLUSTERS[kind](**options)
+    chosen.check()
+    return chosen
+
+
+def _import(name: str) -> Any:
+    extra, title = _EXTRAS[name]
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise NormlabError(f"--workers {extra} needs {title}: pip install 'normlab[{extra}]'") from None

@@ -20,9 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
-from normlab.models.block import NormlabDecoderLayer
-from normlab.models.joins import FinalNorm
-from normlab.models.kept import BLOCKS, load_held_out, load_model, model_folder
+from normlab.models.block import FinalNorm, NormlabDecoderLayer
+from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_folder
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
 from normlab.probes import sites
 from normlab.release import shipped_models

@@ -16,8 +16,8 @@ from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.figures.training import Progress, training_progress
 from normlab.probes.metrics import metric_row
-from normlab.training.background import LIVE, PAUSED, READY, STARTING, TRAINING, BackgroundRun, Point
 from normlab.training.config import PROBE_METRICS, TrainConfig
+from normlab.training.live import LIVE, PAUSED, READY, STARTING, TRAINING, BackgroundRun, Point
 from normlab.widgets.plot import PlotWidget
 
 _REST = 0.3  # seconds between two drawings: a page keeps up, and training is not slowed

@@ -213,7 +213,7 @@ def test_the_extremes_are_the_geometric_means_of_the_last_layer():
 
 def test_a_scheme_beside_others_is_compared_before_and_after_and_judged_as_one_family():
     runs = table(SCHEMES, depths=(4,))
-    found = claims.beside(runs, "bhyt", ["pre_rmsnorm", "dyt", "lns"])
+    found = claims.against(runs, "bhyt", ["pre_rmsnorm", "dyt", "lns"])
     assert found[["b", "when"]].to_numpy().tolist() == [
         ["pre_rmsnorm", "before training"], ["pre_rmsnorm", "after training"],
         ["lns", "before training"], ["lns", "after training"],
@@ -221,8 +221,8 @@ def test_a_scheme_beside_others_is_compared_before_and_after_and_judged_as_one_f
     single = compare(runs, "bhyt", "lns", "token_l2_mean", depth=4)
     assert found["estimate"].iloc[3] == pytest.approx(single["estimate"].iloc[0])
     assert found["p_holm"].iloc[3] >= single["p_holm"].iloc[0] and (found["p_holm"] >= found["p"]).all()
-    assert list(claims.beside(runs, "bhyt", ["lns"], "loss")["when"]) == ["after training"]
-    assert claims.beside(runs, "dyt", ["lns"]).empty
+    assert list(claims.against(runs, "bhyt", ["lns"], "loss")["when"]) == ["after training"]
+    assert claims.against(runs, "dyt", ["lns"]).empty
 
 
 def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():

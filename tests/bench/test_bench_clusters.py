@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from training_helpers import write_text
 
-from normlab.bench import clusters
+from benchmarks import clusters
 
 
 @pytest.mark.slow

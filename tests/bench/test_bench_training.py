@@ -9,11 +9,15 @@ import pandas as pd
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from training_helpers import tiny
+from training_helpers import tiny, write_text
 
-from normlab.bench import training as bench
+from benchmarks import timing
+from benchmarks import training as bench
 from normlab.models import NormlabForCausalLM
 from normlab.training.config import TrainConfig
+from normlab.training.distributed import accelerator_for
+from normlab.training.loop import Training
+from normlab.training.text.corpus import corpus_of
 
 
 def test_operations_of_a_step_are_those_that_pytorch_counts() -> None:
@@ -24,6 +28,31 @@ def test_operations_of_a_step_are_those_that_pytorch_counts() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
     attention = 12 * config.depth * config.width * config.block_length * config.tokens_per_step  # not counted on a CPU
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == bench.step_flops(model, config) - attention
+
+
+def test_ratios_are_of_interleaved_rounds() -> None:
+    order: list[str] = []
+
+    def side(name: str, seconds: float) -> Any:
+        return lambda: order.append(name) or seconds
+
+    times = timing.interleaved({"a": side("a", 3.0), "b": side("b", 2.0)}, 3)
+    assert order == ["a", "b", "a", "b", "b", "a", "a", "b"] and times == {"a": [3.0] * 3, "b": [2.0] * 3}
+    assert timing.ratio([1.0, 2.0, 9.0], [1.0, 1.0, 1.0]) == (2.0, 1.0, 9.0)
+
+
+def test_the_bare_loop_trains_exactly_as_the_trainer_does(tmp_path: Path) -> None:
+    """Else the bench would compare the speed of two different things."""
+    config = tiny(
+        write_text(tmp_path / "text.txt"), probe_every=0, eval_every=0, checkpoint_every=0, min_lr_ratio=0.999999
+    )
+    corpus = corpus_of(config, tmp_path / "cache")
+    bare = bench.BareLoop(config, corpus)
+    bare.run(config.steps)
+    training = Training(config, corpus, accelerator_for(config))
+    list(training.steps())
+    for (name, left), right in zip(bare.model.named_parameters(), training.model.parameters(), strict=True):
+        assert torch.allclose(left, right, atol=1e-4), name
 
 
 def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_rounds(

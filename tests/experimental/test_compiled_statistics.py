@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from probe_ranks import whole_batch
+from probe_runs import run_on_two_ranks, train
 from probe_zoo import build, near, ours, tiny_llama, token_batch, values
-from test_probes_callback import train
-from test_probes_ranks import run_on_two_ranks
 from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 

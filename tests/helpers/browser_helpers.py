@@ -1,11 +1,11 @@
-"""What a reader does with the explorer in a browser; the browser itself is `normlab.bench.browser`."""
+"""What a reader does with the explorer in a browser; the browser itself is `benchmarks.browser`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from normlab.bench.browser import jupyter_lab, open_notebook, page_of, run_cells, serve, wait_until_idle
+from benchmarks.browser import jupyter_lab, open_notebook, page_of, run_cells, serve, wait_until_idle
 
 __all__ = ["PLOT", "SCREENSHOTS", "jupyter_lab", "line", "page_of", "run_all", "serve", "set_theme", "shoot", "slider"]
 

@@ -1,4 +1,4 @@
-"""What the model tests share.
+"""Helpers of the model tests.
 
 CASES               every scheme of the shipped runs, and BHyT's options, as (scheme, extra config fields); all schemes
                     are in test_schemes_suite.py

@@ -1,7 +1,7 @@
 """A Llama with any of the schemes, written out in float64 from the papers' formulas.
 
-It shares no code with normlab: attention, rotary embedding and every block are spelled out, so that an error in the
-library cannot hide behind the same error here. Parameters come as a state dict; autograd runs through it.
+It shares no code with normlab. Attention, rotary embedding and every block are spelled out, so an error in the library
+cannot hide behind the same error here. Parameters come as a state dict; autograd runs through it.
 """
 
 from __future__ import annotations

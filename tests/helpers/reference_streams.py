@@ -1,5 +1,7 @@
-"""Schemes of several streams, and of blocks that look back, in float64 from their formulas: the whole way from the
-embeddings to what the final norm reads. ``m`` is a `reference_schemes.Model`."""
+"""Schemes of several streams, and of blocks that look back, in float64 from their formulas.
+
+Each goes from the embeddings to what the final norm reads. ``m`` is a `reference_schemes.Model`.
+"""
 
 from __future__ import annotations
 

@@ -53,14 +53,14 @@ def write_run(
     **manifest: Any,
 ) -> Path:
     """A finished run written by hand, in no time. `corpus`: its identity, where a true one would take too long."""
-    from normlab import runs
+    from normlab import runs, store
     from normlab.training.text.corpus import corpus_of
 
-    staged = Path(out) / runs.PARTIAL / config.run_id
+    staged = Path(out) / store.PARTIAL / config.run_id
     shutil.rmtree(staged, ignore_errors=True)  # of a worker that was killed
     staged.mkdir(parents=True)
     rows = [(step, step * config.tokens_per_step, "train", "model", None, "loss", "all", 3.0) for step in (1, 2)]
-    runs.write_stats(staged / runs.STATS, runs.stats_frame(rows))
+    store.write_stats(staged / runs.STATS, runs.stats_frame(rows))
     content = {
         "schema": runs.SCHEMA_VERSION,
         "run": config.run_id,
@@ -72,8 +72,8 @@ def write_run(
         "trigram_loss": 4.0,
         "measured": {"wall_s": 0.0, "tokens_per_s": 1.0},
     }
-    runs.write_json(staged / runs.MANIFEST, {**content, **manifest})
-    runs.publish(staged, Path(out) / config.run_id)
+    store.write_json(staged / runs.MANIFEST, {**content, **manifest})
+    store.publish(staged, Path(out) / config.run_id)
     return Path(out) / config.run_id
 
 

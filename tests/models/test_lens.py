@@ -161,8 +161,7 @@ def test_frozen_shares_add_up_to_the_logit(scheme, options, ids):
 
 @pytest.mark.parametrize("scheme", ["dyt", "bhyt"])
 def test_jacobian_shares_are_the_effect_of_a_small_change_where_frozen_ones_are_not(scheme, ids):
-    """A steep tanh after large activations: the secant says a component matters, the slope says it no longer moves the
-    logit."""
+    """A steep tanh after large activations: by the secant a component matters, by the slope it moves no logit."""
     bridge = to_bridge(build(scheme, **({"lam_last": 30.0} if scheme == "bhyt" else {})))
     answers = torch.tensor([3, 7])
     frozen, slope = (
@@ -200,7 +199,7 @@ def test_measured_effects_are_the_jacobian_s_and_those_of_a_tanh_ignored_are_not
 
 
 def test_a_linear_share_is_that_of_the_tanh_s_argument(ids):
-    """Where the tanh is all but linear, its shares are the frozen ones."""
+    """An almost linear tanh has the frozen shares."""
     bridge = to_bridge(build("bhyt", lam_last=1e-3))
     answers = torch.tensor([3, 7])
     frozen, linear = (

@@ -1,5 +1,4 @@
-"""BHyT's own options: which blocks reduce again, which are bounded at all, kappa by depth, and what is learned or fixed
-of the carried statistic."""
+"""BHyT's options: blocks that reduce again, bounded blocks, kappa by depth, corrections of the carried statistic."""
 
 from __future__ import annotations
 

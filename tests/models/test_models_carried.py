@@ -232,7 +232,7 @@ def test_position_T_is_where_causal_and_uniform_meet(scheme, extra):
 @pytest.mark.parametrize("layer_of_interest", [0, 2])
 @carrying_case
 def test_finite_differences_confirm_what_is_detached(scheme, extra, layer_of_interest):
-    """The model's gradient is the derivative of the loss with the correction's lambda held still, and no other.
+    """The model's gradient is the loss's derivative with the correction's lambda held fixed.
 
     Differences are taken in float64 on the independent model, which the logits tests tie to ours.
     """
@@ -323,7 +323,7 @@ def test_causal_blocks_used_alone_ask_for_positions():
 
 
 def test_at_init_c_predicts_the_growth_of_the_mean_square_over_T_uniform_tokens():
-    """What c stands for: attention that averages T independent unit-variance tokens adds c per channel."""
+    """Attention that averages T independent unit-variance tokens adds c per channel."""
     width, heads, length = 64, 4, 16
     model = fresh_model(
         "bhyt", hidden_size=width, num_attention_heads=heads, num_key_value_heads=2, train_seq_len=length

@@ -125,7 +125,7 @@ def test_what_would_change_the_attention_is_refused_and_the_model_left_as_it_was
 
 
 def test_a_release_of_lns_or_mix_ln_has_the_logits_of_the_papers_formulas(tmp_path):
-    """Their weights are Llama's by name; Mix-LN's Post-LN blocks hold their second norm under a name of its own."""
+    """Their weights have Llama's names. Only the second norm of Mix-LN's Post-LN blocks has another."""
     for scheme in ("lns", "mix_ln"):
         weights = tiny_model(scheme)
         weights.save_pretrained(tmp_path / scheme)

@@ -85,8 +85,8 @@ def test_bf16_decoding_is_no_further_from_the_full_forward_than_stock_llama_is(s
     """bf16 matrix products round differently for one token than for many, in stock Llama too; a norm adds nothing.
 
     Both gaps are near one rounding of bf16 (0.008) and vary by a tenth between weight draws. Averaged, every scheme is
-    at or below stock Llama but Peri-LN, 1.05 times it with twice the norms to round at; the allowance is for its sake
-    and for other processors' bf16 products.
+    at or below stock Llama but Peri-LN. Peri-LN has twice the norms to round at, and 1.05 times the gap. The allowance
+    is for it and for other processors' bf16 products.
     """
     stock, ours = stock_gap(), decoding_gap(lambda seed: tiny_model(scheme, seed=seed))
     assert 0 < ours <= 1.15 * stock, (ours, stock)

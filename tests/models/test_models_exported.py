@@ -19,7 +19,7 @@ import normlab
 from normlab import NormlabError, runs
 from normlab.cli import main
 from normlab.models import NormlabForCausalLM
-from normlab.models.exported import export_model
+from normlab.models.pretrained import export_model
 from normlab.training.measure import mean_token_loss
 
 pytest_plugins = ["training_fixtures"]
@@ -31,7 +31,7 @@ def exported(done: runs.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_program_that_never_imports_normlab_loads_an_exported_run(done: runs.Run, exported: Path) -> None:
-    """And is told what to install where normlab is missing."""
+    """The error names what to install if normlab is missing."""
     code = f"""
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

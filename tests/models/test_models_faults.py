@@ -1,7 +1,7 @@
 """The faults of the authors' code, each patched into ours: the check passes on ours and fails on the fault.
 
-The faults are patched in at the level of the formula (a norm's forward, the block's correction), so that these tests
-hold whatever computes the norms. Faults 4, 5 and 7 inside a norm are in test_norms_faults.py.
+The faults are patched into the formula (a norm's forward, the block's correction). So these tests hold for every
+backend. Faults 4, 5 and 7 inside a norm are in test_norms_faults.py.
 """
 
 from __future__ import annotations

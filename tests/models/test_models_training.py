@@ -1,4 +1,4 @@
-"""What training and measuring ask of a model: compilation, checkpointing, half precision, autocast, any depth."""
+"""Models in training: compilation, checkpointing, half precision, autocast, any depth."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Gradients of every norm.
 
-The norms take their statistics in float32 whatever the input, so ``gradcheck`` in float64 would measure that rounding.
-Instead: the formula, written in float64, passes gradcheck; the norm's gradients agree with autograd through it to
-float32 precision; and steps wide enough for float32 confirm them by finite differences through the norm itself.
+The norms compute statistics in float32 for every input, so ``gradcheck`` in float64 would measure that rounding.
+Instead the formula passes gradcheck in float64. The norm's gradients agree with autograd through the formula to float32
+precision. Finite differences through the norm, with steps wide enough for float32, confirm them.
 """
 
 from __future__ import annotations

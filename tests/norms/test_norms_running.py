@@ -62,8 +62,10 @@ def unified(gamma: Tensor, beta: Tensor):
 @pytest.mark.parametrize(("kind", "reference"), [("power", power), ("unified", unified)])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_forward_backward_and_statistics_follow_the_formulas_step_by_step(kind, reference, parts):
-    """In two parts, as an accumulated batch: past the warm-up a part's statistics are not the batch's in Unified
-    Normalization, so that only PowerNorm's passes are the same; the statistics are."""
+    """Two parts are an accumulated batch. Past the warm-up only PowerNorm's passes are the same then.
+
+    In Unified Normalization a part's statistics are not the batch's.
+    """
     norm = KINDS[kind](WIDTH, EPS).train()
     with torch.no_grad():
         norm.weight.uniform_(0.5, 1.5)

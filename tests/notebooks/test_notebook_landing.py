@@ -15,20 +15,8 @@ from notebook_helpers import NOTEBOOKS, PLOTLY, write_runs
 from normlab.errors import NormlabError
 from normlab.figures import gradient_growth, loss_curves
 from normlab.notebook.exporters import claim_of
-from normlab.notebook.landing import found, picture_of, sentence_of, write_index
+from normlab.notebook.landing import findings, picture_of, sentence_of, write_index
 from normlab.runs import MANIFEST
-
-CLAIMS = {
-    "00_start_here": ("Transformers that differ in nothing but", "it happens."),
-    "01_curse_of_depth": ("In a Pre-LN transformer", "with every block."),
-    "02_bhyt_stability": ("Replacing RMSNorm by", "every block reads."),
-    "03_norm_explorer": ("Whatever you believe", "side by side."),
-    "04_layer_skip": ("In a Pre-LN model", "carries weight."),
-    "05_kernels": ("On a GPU a norm", "memory traffic."),
-    "06_your_own_model": ("The probes find", "what it computes."),
-    "07_transformer_lens": ("A [TransformerLens]", "the norms compute."),
-    "08_gain_or_bound": ("With BHyT's own", "without its tanh."),
-}
 
 
 def known(runs: Path, trigram: float | None = 4.6, **fields: Any) -> Path:
@@ -55,7 +43,7 @@ def test_what_was_found_is_computed_from_the_runs(tmp_path: Path):
     runs = known(
         write_runs(tmp_path, schemes=["pre_rmsnorm", "lns", "bhyt"], seeds=[0], statuses={("lns", 4): "diverged"})
     )
-    said = found(runs)
+    said = findings(runs)
     assert said["Trained"].startswith("6 runs of 3 schemes, in float32 on a CPU with AVX2. Depth 2, 4, width")
     losses = {title: final_loss(name, 0) for name, title in (("bhyt", "BHyT"), ("pre_rmsnorm", "Pre-LN"))}
     ordered = [f"{title} {loss:.2f}" for title, loss in sorted(losses.items(), key=lambda item: item[1])]
@@ -72,17 +60,30 @@ def test_who_has_not_learned_is_named(tmp_path: Path):
     below = sum(
         final_loss(name, seed) < final_loss("bhyt", 0) - 0.01 for name in ("pre_rmsnorm", "bhyt") for seed in range(3)
     )
-    said = found(runs)
+    said = findings(runs)
     assert said["Learned"].startswith(f"{below} of 6 runs have learned")
     assert "BHyT at 2 layers" in said["Learned"] and "3 seeds per scheme" in said["Trust"]
-    assert "nothing says which" in found(known(runs, trigram=None))["Learned"]
+    assert "nothing says which" in findings(known(runs, trigram=None))["Learned"]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
 def test_a_claim_has_a_first_sentence(name: str):
-    sentence = sentence_of(claim_of(nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4))[1])
-    start, end = CLAIMS[name]
-    assert sentence.startswith(start) and sentence.endswith(end) and "**" not in sentence
+    claim = claim_of(nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4))[1]
+    sentence = sentence_of(claim)
+    assert sentence in claim and sentence.endswith(".") and "**" not in sentence
+    assert len(sentence.split()) > 5 and ". " not in sentence.removesuffix(".")
+
+
+@pytest.mark.parametrize(
+    ("claim", "sentence"),
+    [
+        ("**Claim.** One is so. Two is not.", "One is so."),
+        ("**Claim** ([A](b), Fig. 2). Is it `1. x`? It is.", "Is it `1. x`?"),
+        ("**Claim** ([A](b), [C](d)). A [Tool](e.f) of 1.5 is so", "A [Tool](e.f) of 1.5 is so"),
+    ],
+)
+def test_the_first_sentence_of_a_claim(claim: str, sentence: str):
+    assert sentence_of(claim) == sentence
 
 
 def test_the_tagged_cell_gives_the_picture_else_the_first_figure_does():

@@ -8,45 +8,15 @@ import math
 import pandas
 import pytest
 import torch
+from probe_runs import data, train
 from probe_zoo import build, near, tiny_llama
-from transformers import Trainer, TrainingArguments
 
 from normlab.errors import NormlabError
 from normlab.probes import record
-from normlab.probes.callback import LayerStatsCallback, LossSpikes, UpdateRatio
+from normlab.probes.callback import LayerStatsCallback, UpdateRatio
+from normlab.probes.observe import LossSpikes
 
 METRICS = ["token_l2_mean", "grad_l2_mean", "grad_l2_total"]
-
-
-def data(rows: int = 16) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 64, (rows, 8), generator=generator)
-    labels = ids.clone()
-    labels[::3, 4:] = -100  # rows with unequal numbers of labels
-    return [{"input_ids": i, "labels": l} for i, l in zip(ids, labels, strict=True)]
-
-
-def train(model, tmp_path, callbacks, **options):
-    settings = {
-        "max_steps": 3,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-    } | options
-    resume = settings.pop("resume", None)
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        report_to=settings.pop("report_to", []),
-        use_cpu=True,
-        save_strategy=settings.pop("save_strategy", "no"),
-        logging_steps=1,
-        disable_tqdm=True,
-        seed=0,
-        **settings,
-    )
-    trainer = Trainer(model=model, args=args, train_dataset=data(), callbacks=callbacks)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
 
 
 def test_the_table_of_a_measured_step_is_that_of_its_whole_batch_before_the_step(tmp_path):

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pandas
 import pytest
+from probe_runs import train
 from probe_zoo import tiny_llama
-from test_probes_callback import train
 
 from normlab.errors import NormlabError
 from normlab.probes.callback import CELL, LABEL, WIDE, LayerStatsCallback, Trackers, curves, heatmap_image

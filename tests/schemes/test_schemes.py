@@ -233,7 +233,7 @@ def test_lns_leaves_embeddings_and_final_norm_unscaled():
 
 BAD = {
     "scheme": ({"scheme": "bhty"}, "unknown scheme 'bhty'"),
-    "no_scheme": ({"scheme": None}, "unknown scheme None"),
+    "no_scheme": ({"scheme": None}, "scheme is None: give a value of type str"),
     "depth_0": ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     "depth_negative": ({"num_hidden_layers": -4}, "num_hidden_layers is -4"),
     "heads": ({"num_attention_heads": 5}, "5 attention heads do not divide hidden_size 32"),
@@ -253,12 +253,14 @@ BAD = {
     "length": ({"train_seq_len": 0}, "train_seq_len is 0"),
     "fraction": ({"scheme": "mix_ln", "post_fraction": 1.5}, "post_fraction is 1.5"),
     "misspelt": ({"lambda_input": 3.0}, "unknown field lambda_input: do you mean lam_input?"),
-    "text": ({"lam_post": "2"}, "lam_post is '2': give a number"),
-    "streams": ({"scheme": "mhc", "streams": 2.5}, "streams is 2.5: give a whole number, at least 1"),
-    "streams_text": ({"scheme": "mhc", "streams": "two"}, "streams is 'two': give a whole number"),
-    "no_warmup": ({"scheme": "prores", "residual_warmup": 0}, "residual_warmup is 0: give a whole number, at least 1"),
-    "switch": ({"zero_centred": "no"}, "zero_centred is 'no': give true or false"),
-    "affine": ({"affine_attention": 1}, "affine_attention is 1: give true or false"),
+    "text": ({"lam_post": "2"}, "lam_post is '2': give a value of type float | int"),
+    "streams": ({"scheme": "mhc", "streams": 2.5}, "streams is 2.5: give a value of type int"),
+    "streams_text": ({"scheme": "mhc", "streams": "two"}, "streams is 'two': give a value of type int"),
+    "no_warmup": ({"scheme": "prores", "residual_warmup": 0}, "residual_warmup is 0: give at least 1"),
+    "switch": ({"zero_centred": "no"}, "zero_centred is 'no': give a value of type bool"),
+    "affine": ({"affine_attention": 1}, "affine_attention is 1: give a value of type bool"),
+    "width_text": ({"hidden_size": "64"}, "hidden_size is '64': give a value of type int"),
+    "layers": ({"exact_layers": 3}, "exact_layers is 3: give a value of type list[int]"),
     "fraction_negative": ({"scheme": "mix_ln", "post_fraction": -0.1}, "post_fraction is -0.1"),
 }
 

@@ -1,4 +1,4 @@
-"""What the papers' code says of starts, decay and layers, where the formula of the forward pass does not show it."""
+"""Starts, decay and layers as in the papers' code, where the forward pass's formula does not show them."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ def test_completeps_scores_are_divided_by_the_heads_width():
 
 
 def test_fixups_head_starts_at_zero_and_its_branches_inputs_by_depth():
-    """1901.09321: the classification layer and the last layer of each branch 0, the m - 1 others times n^(-1/(2m-2)):
-    n^(-1/6) for q, k and v; a scalar bias of 0 before each matrix and each activation, and no norm."""
+    """Starts of 1901.09321. The head and the last layer of each branch are 0.
+
+    The m - 1 others are times n^(-1/(2m-2)): n^(-1/6) for q, k and v. A scalar bias of 0 comes before each matrix and
+    each activation. There is no norm.
+    """
     model = fresh_model("fixup", num_hidden_layers=5, **WIDE)
     assert not model.lm_head.weight.any() and model.model.embed_tokens.weight.any()
     assert not model(tokens()).logits.any()

@@ -1,8 +1,7 @@
 """Every scheme of the registry under the same tests, with no special cases.
 
-Every formula, and the rest for one scheme a family (compilation for one), run always; all schemes
-under the slow marker. A scheme of the
-shipped runs has its formula in `reference_model`, any other in `reference_schemes`.
+Every formula is always tested. The rest runs for one scheme per family (compilation for one), and for all under the
+slow marker. Schemes of the shipped runs have their formula in `reference_model`, all others in `reference_schemes`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What schemes do while they are trained: schedules, weights after a step, rates by width and depth."""
+"""Schemes in training: schedules, weights after a step, rates by width and depth."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from training_helpers import WORDS
 
 from normlab import NormlabError
 from normlab.training.text import corpus as corpora
-from normlab.training.text.corpus import Corpus, load_corpus, unigram_entropy
+from normlab.training.text.corpus import Corpus, load_corpus
 from normlab.training.text.source import BUILDERS, is_held_out, open_documents, stdlib_documents
+from normlab.training.text.tokens import END_OF_TEXT, unigram_entropy
 
 SETTINGS = {"vocab_size": 300, "block_length": 16}
 
@@ -88,7 +89,7 @@ def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(documents: 
     corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
     for split in ("train", "held_out"):
         chosen = [text for text in documents if is_held_out(text) == (split == "held_out")]
-        whole = "".join(text + corpora.END_OF_TEXT for text in chosen)
+        whole = "".join(text + END_OF_TEXT for text in chosen)
         packed = _text(corpus, split)
         assert whole.startswith(packed)
         assert len(whole) - len(packed) < 16 * max(map(len, WORDS)) * 2  # less than a block is cut off
@@ -104,7 +105,7 @@ def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_toget
     second = _load(_write(tmp_path / "b.jsonl", shuffled), tmp_path / "cache")
 
     def ids(corpus: Corpus, split: str) -> set[str]:  # every document ends in its own number
-        return {text.split()[-1] for text in _text(corpus, split).split(corpora.END_OF_TEXT)[1:-1]}
+        return {text.split()[-1] for text in _text(corpus, split).split(END_OF_TEXT)[1:-1]}
 
     assert not ids(second, "train") & ids(second, "held_out")
     assert not ids(first, "train") & ids(second, "held_out")

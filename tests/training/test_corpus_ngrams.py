@@ -12,7 +12,7 @@ from training_helpers import write_text
 
 from normlab.training.text import corpus as corpora
 from normlab.training.text.corpus import load_corpus
-from normlab.training.text.ngrams import ngram_losses
+from normlab.training.text.tokens import ngram_losses
 
 
 def probability(train: list[int], context: tuple[int, ...], token: int, vocab_size: int) -> float:

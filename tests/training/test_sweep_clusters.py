@@ -15,9 +15,9 @@ import training_helpers
 from sweep_helpers import quiet_sweep
 from training_helpers import tiny, write_text
 
-from normlab import NormlabError, cli, runs
+from normlab import NormlabError, cli, runs, store
 from normlab.training import workers as workers_module
-from normlab.training.clusters import LOCAL, Cluster, Ray, Slurm, cluster
+from normlab.training.workers import LOCAL, Cluster, Ray, Slurm, cluster
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_a_lost_worker_is_replaced_and_one_that_always_dies_is_reported(
     result = quiet_sweep(configs, tmp_path / "once", workers=place)
     assert (tmp_path / "once" / "died-1").exists()
     assert [run.name for run in result.runs] == [config.run_id for config in configs] and not result.failures
-    assert not (tmp_path / "once" / "out" / runs.PARTIAL / "slurm").exists(), "what jobs need to start is left behind"
+    assert not (tmp_path / "once" / "out" / store.PARTIAL / "slurm").exists(), "what jobs need to start is left behind"
     monkeypatch.setattr(workers_module, "train_one", training_helpers.always_die)
     result = quiet_sweep(configs, tmp_path / "always", workers=place)
     assert [run.name for run in result.runs] == [configs[0].run_id, configs[2].run_id]

@@ -12,13 +12,13 @@ from sweep_helpers import InProcess, quiet_sweep, small_preset
 from training_helpers import write_run, write_text
 
 import normlab
-from normlab import NormlabError, runs
+from normlab import NormlabError, runs, store
 from normlab.schemes import BASELINE, GAIN_CONTROL, SCHEMES, tagged
-from normlab.training import plan as plan_module
+from normlab.training import estimate
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
+from normlab.training.estimate import plan
 from normlab.training.grids import Choice, LeagueSearch, Part, Preset, Search, planned
-from normlab.training.plan import plan
 from normlab.training.presets import PRESETS, get_preset
 
 
@@ -107,7 +107,7 @@ def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
     assert not any(c.keep_weights for c in fake.started)
     there = set(normlab.load_runs(tmp_path / "out")["run"])
     assert there == {c.run_id for c in rest}, "runs of the search are not reported"
-    assert set(normlab.load_runs(tmp_path / "out" / runs.SEARCH)["run"]) == {c.run_id for c in searched}
+    assert set(normlab.load_runs(tmp_path / "out" / store.SEARCH)["run"]) == {c.run_id for c in searched}
 
 
 def test_the_grid_of_rates_grows_until_the_best_lies_inside(
@@ -174,7 +174,7 @@ def test_rates_that_the_search_does_not_tell_apart_are_run_at_full_length_and_th
         ("bhyt", 2): Choice(0.2),
         ("dyt", 2): Choice(0.2),
     }
-    written = {path.name for path in runs.find_runs(tmp_path / "out" / runs.FINALS)}
+    written = {path.name for path in runs.find_runs(tmp_path / "out" / store.FINALS)}
     assert written == {c.run_id for c in finals} - set(result.failures) and len(result.failures) == 1
     reported = set(normlab.load_runs(tmp_path / "out")["run"])
     assert reported == {c.run_id for c in fake.started if c.held_out != "validation"}
@@ -208,10 +208,10 @@ def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it() -> 
 def test_no_noise_of_the_clock_makes_a_deep_run_cost_nothing_or_more_than_all_its_blocks(
     monkeypatch: pytest.MonkeyPatch, text: Path, at_four: float, deep: float
 ) -> None:
-    monkeypatch.setattr(plan_module, "_step_seconds", lambda config, *_: {2: 1.0, 4: at_four}[config.depth])
+    monkeypatch.setattr(estimate, "_step_seconds", lambda config, *_: {2: 1.0, 4: at_four}[config.depth])
     one = TrainConfig(corpus=str(text), steps=1, eval_every=0, probe_every=0)
     configs = [replace(one, depth=depth) for depth in (2, 4, 16)]
-    assert plan_module._Seconds(configs, [], None, False).of(configs[-1]) == pytest.approx(deep)
+    assert estimate._Seconds(configs, [], None, False).of(configs[-1]) == pytest.approx(deep)
 
 
 def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Pa
     order = [(what, config.run_id) for what, config in planned(preset, threads=1, keep_weights=False)]
     assert list(first.table[["what", "run"]].itertuples(index=False, name=None)) == order
     searched = [config for what, config in planned(preset, threads=1) if what == "search"]
-    write_run(searched[0], out / runs.SEARCH, measured={"wall_s": 7200.0, "resumed_from_step": 0, "tokens_per_s": 1.0})
+    write_run(searched[0], out / store.SEARCH, measured={"wall_s": 7200.0, "resumed_from_step": 0, "tokens_per_s": 1.0})
     second = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
     at_two = second.table[second.table["depth"] == 2]
     assert set(at_two["hours"]) == {2.0}, "finished runs of that shape say how long one takes"

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from training_helpers import tiny
 
-from normlab import NormlabError, runs
+from normlab import NormlabError, runs, store
 from normlab.training import keep
 from normlab.training.config import TrainConfig
 from normlab.training.run import RunStopped
@@ -39,7 +39,7 @@ def damage(path: Path, kind: str, other: Path) -> None:
 
 def stop_at(steps: Iterable[int], go: Callable, config: TrainConfig, out: Path) -> Path:
     """Train to each of these steps in turn; the directory of checkpoints, all of them kept."""
-    work = out / runs.PARTIAL / config.run_id
+    work = out / store.PARTIAL / config.run_id
     for last in steps:
         with pytest.raises(RunStopped):
             go(config, out, watch=lambda step, rows, last=last: step != last)
@@ -67,7 +67,7 @@ def resume(go: Callable, text: Path, begun: Path, out: Path, broken: list[Path])
     aside: list[str] = []
 
     def watch(step: int, rows: list) -> bool:
-        aside[:] = sorted(path.name for path in (out / runs.PARTIAL / begun.name).glob("damaged-*"))
+        aside[:] = sorted(path.name for path in (out / store.PARTIAL / begun.name).glob("damaged-*"))
         return True
 
     with warnings.catch_warnings(record=True) as caught:
@@ -84,16 +84,16 @@ def test_no_file_of_a_checkpoint_is_missing_or_changed_in_silence(
     checkpoint = tmp_path / "checkpoint-5"
     shutil.copytree(begun / "checkpoint-5", checkpoint)
     assert {path.name for path in checkpoint.iterdir()} == set(FILES)
-    runs.check_files(checkpoint)
+    store.check_files(checkpoint)
     same = kind == "swapped" and (other / file).read_bytes() == (checkpoint / file).read_bytes()
     damage(checkpoint / file, kind, other)
     if same:  # both runs wrote the same file
-        runs.check_files(checkpoint)
+        store.check_files(checkpoint)
     else:
         with pytest.raises(
             NormlabError, match=file if file != "files.json" or kind != "swapped" else "is not the file"
         ):
-            runs.check_files(checkpoint)
+            store.check_files(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_numbers_stay(
     file: str, kind: str, both: bool, begun: Path, other: Path, text: Path, go: Callable, done: runs.Run, tmp_path: Path
 ) -> None:
     """both: the older one likewise."""
-    work = tmp_path / runs.PARTIAL / begun.name
+    work = tmp_path / store.PARTIAL / begun.name
     shutil.copytree(begun, work)
     newest, older = work / "checkpoint-5", work / "checkpoint-2"
     same = kind == "swapped" and (other / file).read_bytes() == (newest / file).read_bytes()
@@ -122,29 +122,29 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_numbers_stay(
 def test_a_checkpoint_stays_until_the_next_one_was_read_back(
     text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = runs.publish
+    publish = store.publish
 
     def flips_a_byte(staged: Path, final: Path) -> None:
         publish(staged, final)
         if final.name == "checkpoint-6":
             damage(final / "state.pt", "garbage", final)
 
-    monkeypatch.setattr(runs, "publish", flips_a_byte)
+    monkeypatch.setattr(store, "publish", flips_a_byte)
     with pytest.raises(NormlabError, match="state.pt is not the file that was written"):
         go(tiny(text), tmp_path)
-    work = tmp_path / runs.PARTIAL / tiny(text).run_id
-    assert {path.name for path in runs.checkpoints(work)} == {"checkpoint-3", "checkpoint-6"}
-    runs.check_files(work / "checkpoint-3")
+    work = tmp_path / store.PARTIAL / tiny(text).run_id
+    assert {path.name for path in store.checkpoints(work)} == {"checkpoint-3", "checkpoint-6"}
+    store.check_files(work / "checkpoint-3")
 
 
 def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(
     begun: Path, text: Path, go: Callable, done: runs.Run, tmp_path: Path
 ) -> None:
-    checkpoint = tmp_path / runs.PARTIAL / begun.name / "checkpoint-5"
+    checkpoint = tmp_path / store.PARTIAL / begun.name / "checkpoint-5"
     shutil.copytree(begun / "checkpoint-5", checkpoint)
     (checkpoint / "state.pt").rename(checkpoint / "optimizer.pt")
     (checkpoint / "files.json").unlink()
-    runs.list_files(checkpoint)
+    store.list_files(checkpoint)
     with pytest.warns(UserWarning, match="was written by an earlier version .*: the run starts again from step 0"):
         run = go(tiny(text), tmp_path)
     assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
@@ -156,9 +156,9 @@ def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(
 def test_a_published_checkpoint_stays_until_the_next_one_was_read_back(
     begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = runs.Place(f"file://{tmp_path}/bucket")
+    place = store.Remote(f"file://{tmp_path}/bucket")
     place.publish_checkpoint(begun / "checkpoint-2")
-    there = tmp_path / "bucket" / runs.PARTIAL / begun.name
+    there = tmp_path / "bucket" / store.PARTIAL / begun.name
     put = type(place.files).put_file
 
     def cut(self: Any, here: str, name: str, **options: Any) -> None:
@@ -170,30 +170,30 @@ def test_a_published_checkpoint_stays_until_the_next_one_was_read_back(
         patch.setattr(type(place.files), "put_file", cut)
         with pytest.raises(NormlabError, match="state.pt does not read back as it was written; nothing was deleted"):
             place.publish_checkpoint(begun / "checkpoint-5")
-    runs.check_files(there / "checkpoint-2")
+    store.check_files(there / "checkpoint-2")
     place.publish_checkpoint(begun / "checkpoint-5")
     assert [path.name for path in there.iterdir()] == ["checkpoint-5"]
-    runs.check_files(there / "checkpoint-5")
+    store.check_files(there / "checkpoint-5")
 
 
 def test_another_machine_takes_the_newest_whole_checkpoint_at_an_address(
     begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    there = tmp_path / "bucket" / runs.PARTIAL / begun.name
+    there = tmp_path / "bucket" / store.PARTIAL / begun.name
     shutil.copytree(begun, there)
     (there / "checkpoint-oops").mkdir()
     (there / "checkpoint-oops" / "files.json").write_text("{}")
     (there / "checkpoint-5" / "state.pt").unlink()
-    place = runs.Place(f"file://{tmp_path}/bucket")
+    place = store.Remote(f"file://{tmp_path}/bucket")
     with pytest.warns(UserWarning, match="checkpoint-5 is not whole .state.pt is missing.: it is not used"):
         place.fetch(begun.name)
-    assert [path.name for path in (place.copy / runs.PARTIAL / begun.name).iterdir()] == ["checkpoint-2"]
+    assert [path.name for path in (place.copy / store.PARTIAL / begun.name).iterdir()] == ["checkpoint-2"]
     assert (there / "checkpoint-5").is_dir()
 
 
 @pytest.mark.parametrize("name", ["../../victim.txt", "run/../../../victim.txt", "run/..\\..\\victim.txt"])
-@pytest.mark.parametrize("read", [runs.find_runs, runs.read_run, lambda address: runs.Place(address).fetch("run")])
+@pytest.mark.parametrize("read", [runs.find_runs, runs.read_run, lambda address: store.Remote(address).fetch("run")])
 def test_names_at_an_address_never_lead_out_of_their_folder(
     name: str, read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,8 +211,8 @@ def test_names_at_an_address_never_lead_out_of_their_folder(
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/x", "a/../../x", "..\\x", "C:x", "C:\\x", "\\\\host\\x", "a\0b"])
 def test_a_name_that_would_lie_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(NormlabError, match="is no name of a file below"):
-        runs.inside(tmp_path, name)
-    assert runs.inside(tmp_path, "a/b..c/.d") == tmp_path / "a" / "b..c" / ".d"
+        store.inside(tmp_path, name)
+    assert store.inside(tmp_path, "a/b..c/.d") == tmp_path / "a" / "b..c" / ".d"
 
 
 def test_a_kept_models_folder_lies_where_it_was_asked_for(
@@ -247,7 +247,7 @@ def test_a_finished_run_on_a_read_only_place_is_returned(
     def read_only(path: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(runs, "exclusive", read_only)
+    monkeypatch.setattr(store, "exclusive", read_only)
     assert go(tiny(text), done.path.parent).path == done.path
 
 
@@ -262,6 +262,6 @@ def test_a_finished_run_on_a_read_only_place_is_returned(
 def test_a_limit_on_file_sizes_is_one_line(error: Exception, tmp_path: Path) -> None:
     with (
         pytest.raises(NormlabError, match="^cannot write to .*ulimit -f.* start again"),
-        runs.full_disk_named(tmp_path),
+        store.full_disk_named(tmp_path),
     ):
         raise error

@@ -13,7 +13,7 @@ import pytest
 import torch
 from training_helpers import tiny
 
-from normlab import NormlabError, runs
+from normlab import NormlabError, runs, store
 from normlab.models import NormlabForCausalLM
 from normlab.training.config import TrainConfig
 from normlab.training.run import RunStopped
@@ -70,11 +70,11 @@ def test_activations_computed_twice_give_the_same_bits(
 def test_a_run_begun_before_a_field_was_added_goes_on(config: TrainConfig, go: Callable, tmp_path: Path) -> None:
     with pytest.raises(RunStopped):
         go(config, tmp_path, watch=lambda step, rows: step != 5)
-    begun = tmp_path / runs.PARTIAL / config.run_id / "checkpoint-5" / "begun.json"
+    begun = tmp_path / store.PARTIAL / config.run_id / "checkpoint-5" / "begun.json"
     manifest = json.loads(begun.read_text())
-    runs.write_json(begun, {**manifest, "config": {k: v for k, v in manifest["config"].items() if k != "accumulate"}})
+    store.write_json(begun, {**manifest, "config": {k: v for k, v in manifest["config"].items() if k != "accumulate"}})
     (begun.parent / "files.json").unlink()
-    runs.list_files(begun.parent)
+    store.list_files(begun.parent)
     assert go(config, tmp_path).manifest["measured"]["resumed_from_step"] == 5
 
 

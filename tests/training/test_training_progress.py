@@ -15,7 +15,7 @@ import pytest
 from sweep_helpers import InProcess
 from training_helpers import tiny, write_text
 
-from normlab import cli, runs
+from normlab import cli, runs, store
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.progress import Progress, Report, read_report, steps_in_all, steps_until, write_report
@@ -47,7 +47,7 @@ def configs() -> list[TrainConfig]:
 
 
 def report(root: Path, config: TrainConfig, step: int, began: int = 0, loss: float | None = None) -> None:
-    work = root / runs.PARTIAL / config.run_id
+    work = root / store.PARTIAL / config.run_id
     work.mkdir(parents=True, exist_ok=True)
     write_report(work, Report(began, step, loss))
 
@@ -257,7 +257,7 @@ def test_a_run_reports_its_steps_and_its_loss(tmp_path: Path, monkeypatch: pytes
     seen: list[Report | None] = []
 
     def watch(step: int, rows: list[runs.Row]) -> bool:
-        seen.append(read_report(tmp_path / "out" / runs.PARTIAL / config.run_id))
+        seen.append(read_report(tmp_path / "out" / store.PARTIAL / config.run_id))
         return True
 
     run = train(config, tmp_path / "out", cache_dir=tmp_path / "cache", progress=False, watch=watch)

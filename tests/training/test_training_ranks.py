@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 from training_helpers import FORKS, tiny
 
-from normlab import runs
+from normlab import runs, store
 from normlab.errors import NormlabError
 from normlab.training.config import TrainConfig
 from normlab.training.run import RunStopped
@@ -90,6 +90,7 @@ def assert_same(run: runs.Run, alone: runs.Run) -> None:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_measure_as_one_process(
     config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 def kill_a_rank(config: TrainConfig, out: Path, cache: Path, step: int, wait: float = 0.0) -> None:
     """Kill the second rank `wait` seconds after checkpoint `step`, and the first as a launcher does."""
     processes = start(config, out, cache)
-    work = out / runs.PARTIAL / config.run_id
+    work = out / store.PARTIAL / config.run_id
     while not list(work.glob(f"checkpoint-{step}")):
         assert all(process.exitcode is None for process in processes)
         time.sleep(0.002)
@@ -124,6 +125,7 @@ def kill_a_rank(config: TrainConfig, out: Path, cache: Path, step: int, wait: fl
         process.join()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
     config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
 ) -> None:

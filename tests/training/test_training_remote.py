@@ -12,12 +12,12 @@ import pytest
 from training_helpers import tiny
 
 import normlab
-from normlab import NormlabError, runs
+from normlab import NormlabError, runs, store
 from normlab.training import run as run_module
-from normlab.training.clusters import Cluster, Outcome, Slurm
 from normlab.training.config import TrainConfig
 from normlab.training.run import RunStopped
 from normlab.training.sweep import sweep
+from normlab.training.workers import Cluster, Outcome, Slurm
 
 pytest_plugins = ["training_fixtures"]
 
@@ -56,7 +56,7 @@ def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_t
     assert run.manifest["measured"]["resumed_from_step"] == 5
     assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
     assert names(address) == {f"{config.run_id}/{path.name}" for path in run.path.iterdir()}
-    assert not any(path.name == runs.PARTIAL for path in run.path.parent.iterdir())
+    assert not any(path.name == store.PARTIAL for path in run.path.parent.iterdir())
     machine(2)
     columns = runs.STATS_COLUMNS
     measured = normlab.load_runs(address).query("metric != 'tokens_per_s'")

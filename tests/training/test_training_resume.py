@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from training_helpers import FORKS, tiny
 
-from normlab import runs
+from normlab import runs, store
 from normlab.training.config import TrainConfig
 
 pytest_plugins = ["training_fixtures"]
@@ -66,14 +66,14 @@ def _pause(where: str, marker: Path) -> None:
     if where == "state not written":
         torch.save = stop_before(torch.save)
     elif where == "log half-written":
-        original = normlab.runs.write_stats
+        original = normlab.store.write_stats
 
         def half(path: Path, frame: pd.DataFrame) -> None:
             original(path, frame)
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
             stop_before(lambda: original(path, frame))()
 
-        normlab.runs.write_stats = half
+        normlab.store.write_stats = half
     elif where == "written, not renamed":
         os.rename = stop_before(os.rename)
     elif where == "renamed, older one not deleted":
@@ -129,7 +129,7 @@ def _assert_whole(out: Path, config: TrainConfig) -> None:
         assert (final / runs.WEIGHTS).is_file()
         return
     checkpoints = sorted(
-        (out / runs.PARTIAL / config.run_id).glob("checkpoint-*"), key=lambda path: int(path.name[11:])
+        (out / store.PARTIAL / config.run_id).glob("checkpoint-*"), key=lambda path: int(path.name[11:])
     )
     for checkpoint in checkpoints[-1:]:
         assert len(pd.read_parquet(checkpoint / runs.STATS)) > 0
@@ -154,7 +154,7 @@ def _kill_at_random(
     choose = random.Random(seed)
     killed = 0
     while killed < kills and not (out / config.run_id).exists():
-        is_whole, started = not (out / runs.PARTIAL / config.run_id).exists(), time.perf_counter()
+        is_whole, started = not (out / store.PARTIAL / config.run_id).exists(), time.perf_counter()
         process = _start(config, out, cache)
         process.join(choose.uniform(0.2, 1.0) * seconds)
         if is_whole and process.exitcode is not None:
@@ -162,7 +162,7 @@ def _kill_at_random(
         killed += _kill(process)
         _assert_whole(out, config)
     _finish(config, out, cache)
-    assert not (out / runs.PARTIAL / config.run_id).exists()
+    assert not (out / store.PARTIAL / config.run_id).exists()
     return killed, seconds
 
 

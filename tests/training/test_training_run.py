@@ -212,6 +212,7 @@ def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text: Path, go: Call
     assert set(run.table().status) == {"not_learned"}
 
 
+@pytest.mark.slow
 def test_a_loss_below_the_unigram_entropy_alone_is_not_learned(text: Path, go: Callable, tmp_path: Path) -> None:
     run = go(tiny(text, scheme="pre_rmsnorm", lr=1e-2, steps=80, batch_size=8, probe_every=0, eval_every=80), tmp_path)
     assert run.trigram_loss < run.eval_loss < run.manifest["corpus"]["unigram_entropy"]

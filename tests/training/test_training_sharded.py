@@ -17,11 +17,11 @@ from test_training_ranks import _train_rank, assert_same, finish, kill_a_rank
 from training_helpers import tiny
 from transformers import Trainer, TrainingArguments
 
-from normlab import LayerStatsCallback, runs
+from normlab import LayerStatsCallback, runs, store
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
+from normlab.training.estimate import needs
 from normlab.training.loop import fresh_model
-from normlab.training.needs import needs
 from normlab.training.run import RunStopped
 from normlab.training.text.corpus import corpus_of
 
@@ -46,7 +46,7 @@ def test_a_split_model_goes_on_with_another_number_of_ranks(
     finish(config, tmp_path, cache, stop_at=12)
     with pytest.raises(RunStopped):
         go(config, tmp_path, watch=lambda step, rows: step != 31)
-    (checkpoint,) = (tmp_path / runs.PARTIAL / config.run_id).glob("checkpoint-*")
+    (checkpoint,) = (tmp_path / store.PARTIAL / config.run_id).glob("checkpoint-*")
     assert checkpoint.name == "checkpoint-31" and not list(checkpoint.rglob("*.safetensors"))
     finish(config, tmp_path, cache)
     run = runs.read_run(tmp_path / config.run_id)

@@ -18,10 +18,10 @@ import pytest
 from test_training_ranks import assert_same, finish
 from training_helpers import tiny, write_text
 
-from normlab import NormlabError, runs
+from normlab import NormlabError, runs, store
 from normlab.training.config import TrainConfig
+from normlab.training.paper_models import get_size
 from normlab.training.run import RunStopped
-from normlab.training.sizes import get_size
 from normlab.training.text.corpus import Corpus, corpus_of
 from normlab.training.text.source import is_held_out
 from normlab.training.text.stream import DOCUMENTS, StreamedBlocks
@@ -114,7 +114,7 @@ def test_a_streamed_run_that_is_stopped_goes_on_to_the_same_numbers(
 ) -> None:
     with pytest.raises(RunStopped):
         go(config, tmp_path, watch=lambda step, rows: step != 7)
-    (stream,) = (tmp_path / runs.PARTIAL / config.run_id / "checkpoint-7").glob("stream.json")
+    (stream,) = (tmp_path / store.PARTIAL / config.run_id / "checkpoint-7").glob("stream.json")
     assert 0 <= json.loads(stream.read_text())["taken"] <= 7 * 4
     run = go(config, tmp_path)
     assert run.manifest["measured"]["resumed_from_step"] == 7 and run.manifest["epochs"] is None

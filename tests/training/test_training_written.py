@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from training_helpers import tiny, write_text
 
 import normlab
-from normlab import NormlabError, runs
+from normlab import NormlabError, runs, store
 from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
 from normlab.training.run import commit, train_from_manifest
@@ -127,7 +127,7 @@ def test_a_name_stands_for_every_field_that_changes_numbers(text: Path) -> None:
 
 def _break_off(monkeypatch: pytest.MonkeyPatch, go: Callable, config: TrainConfig, out: Path, error: Exception) -> None:
     """Raise at the second checkpoint; the first one stays."""
-    original, calls = runs.write_stats, []
+    original, calls = store.write_stats, []
 
     def breaking(path: Path, frame: Any) -> None:
         original(path, frame)
@@ -136,7 +136,7 @@ def _break_off(monkeypatch: pytest.MonkeyPatch, go: Callable, config: TrainConfi
             raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "write_stats", breaking)
+        patch.setattr(store, "write_stats", breaking)
         with pytest.raises(type(error) if not isinstance(error, OSError | RuntimeError) else NormlabError):
             go(config, out)
 
@@ -144,9 +144,9 @@ def _break_off(monkeypatch: pytest.MonkeyPatch, go: Callable, config: TrainConfi
 def test_checkpoints_of_another_thread_count_are_not_continued(
     text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny(text)
+    config = tiny(text, probe_every=0, eval_every=0)
     _break_off(monkeypatch, go, config, tmp_path, KeyboardInterrupt())  # type: ignore[arg-type]
-    assert list((tmp_path / runs.PARTIAL / config.run_id).glob("checkpoint-*"))
+    assert list((tmp_path / store.PARTIAL / config.run_id).glob("checkpoint-*"))
     assert go(replace(config, threads=2), tmp_path).manifest["measured"]["resumed_from_step"] == 0
 
 
@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_line_leaves_nothing_half_written_and_the_run_goes_on
 ) -> None:
     config = tiny(text)
     _break_off(monkeypatch, go, config, tmp_path, error)
-    work = tmp_path / runs.PARTIAL / config.run_id
+    work = tmp_path / store.PARTIAL / config.run_id
     assert not (tmp_path / config.run_id).exists()
     assert {path.name for path in work.iterdir()} == {"checkpoint-3", "progress"}
     run = go(config, tmp_path)
@@ -204,7 +204,7 @@ def test_a_directory_of_runs_may_hold_other_files(done: runs.Run, text: Path, go
 def test_a_run_that_another_process_trains_is_refused(text: Path, go: Callable, tmp_path: Path) -> None:
     config = tiny(text)
     with (
-        runs.exclusive(tmp_path / runs.PARTIAL / f"{config.run_id}.lock"),
+        store.exclusive(tmp_path / store.PARTIAL / f"{config.run_id}.lock"),
         pytest.raises(NormlabError, match=f"another process is training {config.scheme}"),
     ):
         go(config, tmp_path)

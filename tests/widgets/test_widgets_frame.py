@@ -90,8 +90,7 @@ def test_it_is_one_plot_with_controls_and_has_a_plain_twin(name: str, tmp_path: 
 
 def test_there_is_one_technology():
     for file in Path(look.__file__).parents[1].rglob("*.py"):
-        if file.parts[-2] != "bench":  # which measures ours against it
-            assert "FigureWidget(" not in file.read_text(encoding="utf-8")
+        assert "FigureWidget(" not in file.read_text(encoding="utf-8")
 
 
 def test_the_plot_brings_what_runs_in_the_page():

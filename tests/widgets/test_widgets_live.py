@@ -14,10 +14,10 @@ from browser_helpers import page_of
 from tokenizers import Tokenizer
 
 import normlab
-from normlab.bench.browser import find_browser
+from benchmarks.browser import find_browser
 from normlab.cli import main
 from normlab.errors import NormlabError
-from normlab.models.kept import model_folder
+from normlab.models.pretrained import model_folder
 from normlab.widgets.change import Change, changed
 from normlab.widgets.live import live_page, page_tokenizer
 from normlab.widgets.plot import script

@@ -13,10 +13,10 @@ import torch
 from browser_helpers import page_of
 
 import normlab
+from benchmarks.browser import find_browser
 from normlab import NormlabConfig, NormlabForCausalLM
-from normlab.bench.browser import find_browser
 from normlab.errors import NormlabError
-from normlab.models.kept import model_folder
+from normlab.models.pretrained import model_folder
 from normlab.probes import record
 from normlab.release import shipped_models
 from normlab.widgets.change import Change, changed

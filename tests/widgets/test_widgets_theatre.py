@@ -16,7 +16,7 @@ from training_helpers import FORKS, TINY, ForkedCommand
 import normlab
 from normlab.errors import NormlabError
 from normlab.figures.training import MOST_POINTS, Progress, thinned, training_progress
-from normlab.training import background
+from normlab.training import live
 from normlab.widgets import TrainTheatre
 
 pytest_plugins = ["training_fixtures"]
@@ -35,7 +35,7 @@ def forks() -> None:
 def theatre(
     forks: None, text: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TrainTheatre]]:
-    monkeypatch.setattr(background, "Popen", ForkedCommand)
+    monkeypatch.setattr(live, "Popen", ForkedCommand)
     opened = []
 
     def theatre(**recipe: Any) -> TrainTheatre:

@@ -21,7 +21,7 @@ def components(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def judged_methods(shares: Mapping[str, pd.DataFrame], effects: pd.DataFrame) -> pd.DataFrame:
-    """Which methods' shares add up to the logit, and which predict the effect of a small change.
+    """Judge whether methods' shares add up to the logit, and whether they predict the effect of a small change.
 
     Args:
         shares: by method, the result of `direct_logit_attribution`.

@@ -95,10 +95,10 @@ def by_rate(*tables: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
 
 
 def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
-    """What depth buys after few tokens and after many.
+    """Compare the gain from depth after few tokens and after many.
 
-    For schemes that every table has at two depths or more: the held-out loss at the least and at the greatest depth
-    that all tables have, each at its chosen learning rate, means over the seeds that both depths have.
+    Schemes count if every table has them at two depths or more. Losses are held-out losses at the least and at the
+    greatest depth that all tables have, each at its chosen learning rate. They are means over the seeds of both depths.
 
     Args:
         tables: of `normlab.load_runs`, each trained on as many tokens per run.
@@ -122,7 +122,7 @@ def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def outcomes(about: pd.DataFrame) -> pd.DataFrame:
-    """What became of every scheme in the runs `about` (of `normlab.choose`), best first.
+    """Judge whether every scheme in the runs `about` (of `normlab.choose`) trains, best first.
 
     A scheme trains if its held-out loss is at least `MARGIN` below the unigram entropy. It stalls if not: it has
     learned at most how frequent tokens are. It diverges if a loss was not finite.

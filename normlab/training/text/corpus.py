@@ -5,11 +5,10 @@
 `corpus_of(config)`               the same for a run's configuration
 `Corpus`                          what training needs of a text
 `MeasuredOn`                      the held-out blocks that one run is measured on
-`train_tokenizer`, `tokenize`     a byte-level BPE; documents as ids
 
 Every source becomes a stream of documents with two columns, `key` and `text`. A document is held out if a hash of its
 key falls into the last 5%. The key is a file's path for `stdlib` and `packages`, and the text itself for every other
-source, so no duplicate is in both splits and the order of reading does not matter. The halves "validation" and "test"
+source. So no duplicate is in both splits, and the order of reading does not matter. The halves "validation" and "test"
 of held-out blocks are alternate ones. Those of `packages` are blocks of different files, 5% of the files each.
 
 `datasets` reads and maps the files. Packing and the cache's key are ours: its cache depends on the code that made an
@@ -24,19 +23,18 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from normlab.errors import NormlabError, first_line
-from normlab.runs import full_disk_named
+from normlab.errors import NormlabError
+from normlab.store import full_disk_named
 from normlab.training import require_training
-from normlab.training.fields import TEXT, at_least, check, described, setting
+from normlab.training.fields import TEXT, at_least, check, setting
 from normlab.training.progress import can_redraw
-from normlab.training.text.ngrams import ngram_losses, unigram_entropy
 from normlab.training.text.source import (
     DEFAULT_CORPUS,
     HELD_OUT_PERCENT,
@@ -47,6 +45,7 @@ from normlab.training.text.source import (
     source_key,
     texts,
 )
+from normlab.training.text.tokens import ngram_losses, saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,14 +53,11 @@ if TYPE_CHECKING:
 HELD_OUT = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}  # which held-out blocks: the first, and the step
 PARTS = ("validation", "test")  # of held-out text that is split by file, in the order of their blocks
 CACHE_VERSION = 2
-END_OF_TEXT = "<|endoftext|>"
-TRAINING_CHARACTERS = 20_000_000  # a byte-level BPE of a few thousand entries hardly changes with more text
-TOKENIZED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """Which text a run reads, and how it is cut. A `TrainConfig` has the same fields.
+    """The text of a run, and how it is cut. A `TrainConfig` has the same fields.
 
     NormlabError for a value out of range.
     """
@@ -88,9 +84,6 @@ class CorpusSpec:
         return cls(**{spec.name: getattr(config, spec.name) for spec in fields(cls)})
 
 
-CorpusSpec.__doc__ = f"{CorpusSpec.__doc__}\n{described(CorpusSpec)}\n"
-
-
 class MeasuredOn(NamedTuple):
     """Held-out blocks that a run is measured on, (blocks, tokens) ids.
 
@@ -110,7 +103,7 @@ class Corpus:
 
     source: as given. train, held_out: int32 arrays (blocks, block_length), memory-mapped from disk.
     content_hash: of every document, in order. tokenizer_hash: of vocabulary, merges and normalisation.
-    unigram_entropy, ngram_losses: see `normlab.training.text.ngrams`; nats per token, (2, held-out blocks).
+    unigram_entropy, ngram_losses: see `normlab.training.text.tokens`; nats per token, (2, held-out blocks).
     validation_blocks: the first so many held-out blocks are the half "validation". None: every other one is.
     files: path and first token of each held-out file, in order, if text is split by file.
     """
@@ -352,60 +345,3 @@ def _write_blocks(path: Path, blocks: np.ndarray) -> None:
     table = pa.table({"input_ids": column})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-
-
-# --- tokens ---
-
-
-def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in directory `name`, or of that name on the hub. NormlabError if it cannot be used."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # hub, network, JSON and missing-dependency errors alike
-        raise NormlabError(f"cannot load tokenizer {name!r}: {first_line(error)}") from error
-    if tokenizer.eos_token_id is None or not tokenizer.is_fast:
-        raise NormlabError(f"tokenizer {name!r} needs an end-of-text token and a fast (tokenizers) form")
-    return cast("PreTrainedTokenizerFast", tokenizer)
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` entries (fewer when the texts have no more pairs to merge)."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size <= len(alphabet):
-        raise NormlabError(f"vocabulary size is {vocab_size}; a byte-level tokenizer needs more than {len(alphabet)}")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(_head(texts, TRAINING_CHARACTERS), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
-
-
-def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
-    for text in texts:
-        if characters <= 0:
-            return
-        yield text
-        characters -= len(text)
-
-
-def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, title: str, progress: bool) -> list[np.ndarray]:
-    """The ids of each document, an end-of-text token last."""
-    from tqdm import tqdm
-
-    pieces: list[np.ndarray] = []
-    starts = range(0, len(texts), TOKENIZED_AT_ONCE)
-    silent = not (progress and can_redraw())
-    for start in tqdm(starts, desc=title, unit="batch", disable=silent, leave=False, delay=1):
-        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(
-            texts[start : start + TOKENIZED_AT_ONCE], add_special_tokens=False
-        ):
-            pieces.append(np.array([*encoding.ids, tokenizer.eos_token_id], dtype=np.int32))
-    return pieces

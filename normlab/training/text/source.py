@@ -1,4 +1,4 @@
-"""Where text comes from: a stream of documents with two columns, `key` and `text`, for every kind of source.
+"""Sources of text. Each is a stream of documents with two columns, `key` and `text`.
 
 `SOURCES`          corpora known by name, and what yields their documents
 `open_documents`   the stream of any source

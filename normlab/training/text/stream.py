@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from normlab.errors import NormlabError
-from normlab.training.text.corpus import tokenize
 from normlab.training.text.source import open_documents, part_of, texts
+from normlab.training.text.tokens import tokenize
 
 DOCUMENTS = 64  # tokenized at a time
 
 
 class Position(NamedTuple):
-    """Where to resume, as JSON takes it.
+    """A position in the source, as JSON takes it.
 
-    documents: state of the source before some documents; None: its beginning. left: ids that did not fill a block
-    before them. taken: blocks that were taken since.
+    documents: state of the source before some documents; None: its beginning.
+    left: ids that did not fill a block before them.
+    taken: blocks that were taken since.
     """
 
     documents: dict[str, Any] | None = None

@@ -1,0 +1,141 @@
+"""Trained models: load the ones that come with normlab, or a run's; export one for programs without normlab.
+
+load_model(name)         a trained model, `load_model("pre_rmsnorm-d8")`
+load_held_out(name)      text that it has not seen
+find_model(scheme)       folder of a model that comes with normlab, by scheme and options
+export_model(name, out)  a folder for transformers' `AutoModelForCausalLM`: lm-eval, TRL, inference servers
+
+A model that comes with normlab is a folder with bfloat16 weights, the tokenizer, its run's manifest, and held-out
+blocks of its corpus. No learning rate was chosen on these. `python -m normlab.training.keep` makes the folders.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normlab.errors import NormlabError, first_line, in_one_line, loads_quietly, require_fit, without_bars
+from normlab.models.config import NormlabConfig
+from normlab.models.model import NormlabForCausalLM
+from normlab.release import shipped, shipped_models
+
+BLOCKS = "held_out.safetensors"
+# The code in an exported folder, which transformers runs with `trust_remote_code=True`.
+EXPORTED_CODE = '''"""What transformers runs to load this folder: normlab."""
+
+try:
+    from normlab.models import NormlabConfig, NormlabForCausalLM
+except ImportError as error:
+    raise ImportError(
+        "this model is made of normlab's blocks: install the package normlab where you load it "
+        "(pip install 'normlab @ git+ADDRESS', or '.' in a checkout)"
+    ) from error
+
+__all__ = ["NormlabConfig", "NormlabForCausalLM"]
+'''
+EXPORTED_FILE = "modeling_normlab.py"
+AUTO_MAP = {
+    "AutoConfig": "modeling_normlab.NormlabConfig",
+    "AutoModelForCausalLM": "modeling_normlab.NormlabForCausalLM",
+}
+
+
+def load_model(name: str | Path, **kwargs: Any) -> NormlabForCausalLM:
+    """Load a trained model in evaluation mode.
+
+    Args:
+        name: a model that comes with normlab (the folders of data/models: "pre_rmsnorm-d8"), or the folder of a run
+            that kept its weights.
+        kwargs: for `from_pretrained`. `dtype` is float32 by default.
+
+    Raises:
+        NormlabError: no such model here, weights that do not fit its configuration, or its release cannot be reached.
+    """
+    return load_whole(model_folder(name), **{"dtype": torch.float32, **kwargs})
+
+
+def load_whole(folder: Path, **kwargs: Any) -> NormlabForCausalLM:
+    """`NormlabForCausalLM.from_pretrained` in evaluation mode.
+
+    Raises:
+        NormlabError: not a model of normlab's, or a weight is missing, unexpected or unreadable.
+    """
+    try:
+        kind = NormlabConfig.get_config_dict(folder)[0].get("model_type")
+        if kind != NormlabConfig.model_type:
+            raise NormlabError(f"{folder} holds a {kind} model, not one of normlab's: name a run that kept its weights")
+        with loads_quietly(), without_bars():
+            loaded: Any = NormlabForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    except NormlabError:
+        raise
+    except Exception as error:  # from the configuration, safetensors or PyTorch
+        raise NormlabError(f"no model could be loaded from {folder}: {in_one_line(error)}") from error
+    model, info = loaded
+    require_fit(folder, info["missing_keys"], info["unexpected_keys"])
+    return model.eval()
+
+
+def load_held_out(name: str | Path) -> Tensor:
+    """Held-out blocks of the corpus that model `name` was trained on: ids ``(blocks, tokens)``, int64."""
+    from safetensors.torch import load_file
+
+    return load_file(model_folder(name) / BLOCKS)["blocks"].long()
+
+
+def find_model(scheme: str, **options: Any) -> Path | None:
+    """Find the shallowest model that comes with normlab, of a scheme.
+
+    Args:
+        scheme: a key of ``normlab.SCHEMES``.
+        options: fields of `NormlabConfig` that it must have.
+
+    Returns:
+        Its folder, for `load_model` and `load_held_out`, or None.
+    """
+    matches = []
+    for name in shipped_models():
+        config = NormlabConfig.from_pretrained(model_folder(name))
+        if config.scheme == scheme and all(getattr(config, field) == value for field, value in options.items()):
+            matches.append((config.num_hidden_layers, model_folder(name)))
+    return min(matches)[1] if matches else None
+
+
+def model_folder(name: str | Path) -> Path:
+    """The folder itself, or the folder of a model that comes with normlab."""
+    path = Path(name)
+    return path if path.is_dir() else shipped(f"models/{name}")
+
+
+def export_model(name: str | Path, out: str | Path) -> Path:
+    """Write a trained model to a folder that loads wherever normlab is installed.
+
+    Load it by `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)`. The folder holds weights, tokenizer
+    and a few lines of code that import normlab.
+
+    Args:
+        name: the folder of a run that kept its weights, or a model that comes with normlab.
+        out: a new or empty folder.
+
+    Raises:
+        NormlabError: no weights, weights that do not fit the configuration, no tokenizer, or `out` is not empty.
+    """
+    from transformers import AutoTokenizer
+
+    folder, out = model_folder(name), Path(out)
+    if not any(folder.glob("model*.safetensors")):
+        raise NormlabError(f"{folder} holds no weights: name a run that was trained with keep_weights")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise NormlabError(f"{out} is there already: name a new or empty folder")
+    model = load_whole(folder, dtype="auto")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise NormlabError(f"no tokenizer could be loaded from {folder}: {first_line(error)}") from error
+    model.config.auto_map = AUTO_MAP
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / EXPORTED_FILE).write_text(EXPORTED_CODE, encoding="utf-8")
+    return out

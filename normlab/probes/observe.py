@@ -1,0 +1,339 @@
+"""Layer statistics in any training loop, and which layer left its past first.
+
+`observe(model, every=50)`  make an `Observer`; call its `step(loss, step)` after each optimizer step
+`Readings`                  what was measured; the last readings, in bounded memory, with `explain`
+`Explanation`               the sites that left their own past, the first one in front
+`LossSpikes`                scores how far a loss is above its recent values
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from normlab.errors import NormlabError
+from normlab.probes.forward_call import CallInputs, LossTokens
+from normlab.probes.metrics import resolve_metrics, site_label, site_order
+from normlab.probes.record import Recorder, record
+from normlab.probes.sites import Sites, sites
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects
+
+DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
+COLUMNS = ["step", "site", "layer", "metric", "mask", "value"]
+KEEP = 64  # readings
+RECENT = 16  # readings before a spike in which its origin is sought
+LEAST = 8  # readings before one can be judged
+DEPARTS = 8.0  # robust standard deviations
+FLOOR = 0.05  # of the logarithm of a size: a change of 5% is none, however calm the past
+
+
+class LossSpikes:
+    """Scores a loss in standard deviations above the mean of the last `window` ones; `threshold` is a spike."""
+
+    def __init__(self, window: int = 100, threshold: float = 4.0, least: int = 20):
+        self.threshold, self._least = threshold, least
+        self._recent: deque[float] = deque(maxlen=window)
+
+    def score(self, loss: float) -> float:
+        """Score a loss, then remember it: inf if not finite, 0 while fewer than `least` losses are known."""
+        if not math.isfinite(loss):
+            return math.inf
+        known, score = list(self._recent), 0.0
+        if len(known) >= self._least:
+            mean = sum(known) / len(known)
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / len(known))
+            score = (loss - mean) / max(deviation, 1e-8 * abs(mean) + 1e-12)
+        self._recent.append(loss)
+        return score
+
+
+@dataclass
+class Explanation:
+    """Which sites left their own past. `table` has one row per site, layer and metric, the first to leave in front.
+
+    Columns: step, site, layer, metric, value, z: the first step at which |z| exceeds `DEPARTS`.
+    """
+
+    verdict: str
+    table: pandas.DataFrame
+    history: pandas.DataFrame
+
+    def __str__(self) -> str:
+        return self.verdict
+
+    def plot(self, metric: str | None = None) -> plotly.graph_objects.Figure:
+        """Draw layers x steps of the readings kept, of `metric` or of the one that left first."""
+        if metric is None:
+            metric = self.table["metric"].iloc[0] if len(self.table) else self.history["metric"].iloc[0]
+        rows = self.history[(self.history["metric"] == metric) & self.history["layer"].notna()]
+        if rows.empty:
+            raise NormlabError(
+                f"{metric!r} was not read: choose from {', '.join(dict.fromkeys(self.history['metric']))}"
+            )
+        site = rows["site"].iloc[0]
+        first = self.table[self.table["metric"] == metric]
+        if len(first):
+            site = first["site"].iloc[0]
+        try:  # figures are a floor above probes, so they are found by name
+            draw = importlib.import_module("normlab.figures.report").recorded_map
+        except ImportError as error:
+            raise NormlabError("plots need plotly: pip install 'normlab[figures]'") from error
+        figure: plotly.graph_objects.Figure = draw(rows[rows["site"] == site], "step", metric, site)
+        return figure
+
+
+class Readings:
+    """Everything measured so far, and the last `keep` readings to explain from.
+
+    path: a CSV file of the last readings, written anew after each. It is there when the process dies.
+    """
+
+    def __init__(self, keep: int = KEEP, path: Path | None = None) -> None:
+        self._tables: list[pandas.DataFrame] = []
+        self._last: deque[pandas.DataFrame] = deque(maxlen=keep)
+        self._path = path
+
+    def add(self, table: pandas.DataFrame) -> None:
+        """Add the table of one measured step."""
+        self._tables.append(table)
+        self._last.append(table.loc[table["mask"] == "all", COLUMNS])
+        if self._path is not None:
+            staged = self._path.with_name(f"{self._path.name}.partial")
+            _joined(self._last).to_csv(staged, index=False)
+            os.replace(staged, self._path)
+
+    def add_rows(self, step: int, site: Sequence[str], metric: str, value: Sequence[float]) -> None:
+        """Add values that have no layer, to the table alone."""
+        import pandas
+
+        row = {
+            "step": step,
+            "site": list(site),
+            "layer": pandas.NA,
+            "metric": metric,
+            "mask": "all",
+            "value": list(value),
+        }
+        self._tables.append(pandas.DataFrame(row).astype({"layer": "Int64"}))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Everything measured so far: step, site, layer, metric, mask, value."""
+        return _joined(self._tables)
+
+    def explain(self, since: int = 0) -> Explanation:
+        """Rank the sites by when, and how far, they left their own past at step `since` or later.
+
+        A reading is compared with the one before. Let d be the change of log|x| and D the changes before it. Then
+        z = (d - median D) / (1.4826 MAD(D) + 0.05). A value that is not finite has z = inf. A series leaves at the
+        first |z| above 8, after at least 8 readings. Of the sites that leave at one step, the first in forward order is
+        named; where only gradients leave, the last block's.
+        """
+        history = _joined(self._last)
+        table = _departures(history, since)
+        if not len(history):
+            return Explanation("nothing was read yet", table, history)
+        if not len(table):
+            steps = history["step"].unique()
+            words = f"no site left its past in {len(steps)} readings, steps {steps.min()} to {steps.max()}"
+            return Explanation(words, table, history)
+        first = table.iloc[0]
+        size = "is not finite" if not math.isfinite(first["value"]) else f"{first['z']:+.0f} robust deviations"
+        words = f"layer {first['layer']}, {site_label(first['site'])} left its past first, at step {first['step']}"
+        return Explanation(f"{words} ({first['metric']}: {size})", table, history)
+
+
+def _joined(tables: Iterable[pandas.DataFrame]) -> pandas.DataFrame:
+    import pandas
+
+    kept = list(tables)
+    return pandas.concat(kept, ignore_index=True) if kept else pandas.DataFrame(columns=COLUMNS)
+
+
+def _departures(history: pandas.DataFrame, since: int) -> pandas.DataFrame:
+    """The first departure of each series from a step on, in order of step and then of computation."""
+    import pandas
+
+    rows = []
+    for (site, layer, metric), series in history.groupby(["site", "layer", "metric"], sort=False, dropna=False):
+        values = series["value"].to_numpy(dtype=float)
+        z = _scores(values)
+        out = np.flatnonzero((np.abs(z) > DEPARTS) & (series["step"].to_numpy() >= since))
+        if len(out):
+            i = int(out[0])
+            rows.append((int(series["step"].iloc[i]), site, layer, metric, values[i], z[i]))
+    table = pandas.DataFrame(rows, columns=["step", "site", "layer", "metric", "value", "z"])
+    if table.empty:
+        return table
+    backward = table["site"].str.endswith("_grad")
+    order = table["layer"].fillna(0).astype(float).where(~backward, 1e6 - table["layer"].fillna(0).astype(float))
+    sites_in_order = table["site"].map(lambda site: site_order(site)[0])
+    keys = pandas.DataFrame({"step": table["step"], "order": order, "site": sites_in_order, "z": -table["z"].abs()})
+    return table.loc[keys.sort_values(["step", "order", "site", "z"]).index].reset_index(drop=True)
+
+
+def _scores(values: np.ndarray) -> np.ndarray:
+    """z of each reading against those before it; 0 while too few are known."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(np.abs(values))
+    z = np.zeros(len(values))
+    changes = np.diff(logs)
+    for i in range(len(values)):
+        if not math.isfinite(values[i]):
+            z[i] = math.inf
+        elif i >= LEAST and math.isfinite(changes[i - 1]):
+            past = changes[: i - 1][np.isfinite(changes[: i - 1])]
+            if len(past) >= LEAST - 1:
+                middle = np.median(past)
+                z[i] = (changes[i - 1] - middle) / (1.4826 * np.median(np.abs(past - middle)) + FLOOR)
+    return z
+
+
+def observe(
+    model: nn.Module,
+    every: int = 50,
+    metrics: Sequence[str] = DEFAULT,
+    *,
+    start: int = 0,
+    blocks: str | None = None,
+    loss_tokens: LossTokens = None,
+    accumulate: int = 1,
+    scaler: Any = None,
+    group: Any = None,
+    path: str | Path | None = None,
+) -> Observer:
+    """Measure the layers of `model` in a training loop: two calls.
+
+        observer = normlab.observe(model, every=50)
+        for step, batch in enumerate(loader):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            observer.step(loss, step)
+        observer.to_pandas()        # step, site, layer, metric, mask, value
+        print(observer.explain())   # layer 3, block output left its past first, at step 150 (...)
+
+    All micro-batches of a measured step are merged, over ranks too. Gradients are of the summed token loss. A measured
+    step runs uncompiled.
+
+    Args:
+        model: any model that `record` measures; wrappers are looked through.
+        every: optimizer steps between measurements; step `start` is measured.
+        metrics: names from `METRICS`.
+        start: number of the first step.
+        blocks: which modules are the blocks, if structure does not show them (see `sites`).
+        loss_tokens: how many labels the loss averages over; default: counted, where the model returns a loss and
+            logits. A loop that computes the loss itself gives it, or leaves out gradient metrics.
+        accumulate: by how many the loss is divided before `backward`.
+        scaler: a `torch.amp.GradScaler`, whose scale is undone.
+        group: process group of the ranks that see different tokens; default: all ranks. With tensor parallelism give
+            the data-parallel group, since its ranks see the same tokens.
+        path: a CSV file of the last readings, written anew after each. It is there when the process dies.
+
+    Raises:
+        NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric.
+    """
+    given: Any = loss_tokens
+
+    def summed(inputs: CallInputs) -> Any:
+        """Factor from the gradient that arrives to the summed loss's."""
+        tokens = given(inputs) if callable(given) else inputs.labels_averaged if given is None else given
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return None if tokens is None else tokens * accumulate / scale
+
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise NormlabError(f"accumulate is {accumulate!r}: give a whole number from 1")
+    readings = Readings(path=None if path is None else Path(path))
+    observer = Observer(sites(model, blocks), every, metrics, summed, readings, group)
+    observer.begin(start)
+    return observer
+
+
+class Observer:
+    """Layer statistics of a training loop; made by `observe`. `spike` explains the last spike of the loss."""
+
+    spike: Explanation | None = None
+
+    def __init__(
+        self,
+        where: Sites,
+        every: int,
+        metrics: Sequence[str],
+        loss_tokens: LossTokens,
+        readings: Readings,
+        group: Any = None,
+    ) -> None:
+        require_every(every)
+        self.sites, self.readings = where, readings
+        self._metrics = [metric.name for metric in resolve_metrics(metrics)]
+        self._every, self._loss_tokens, self._group = every, loss_tokens, group
+        self._recorder: Recorder | None = None
+        self._spikes = LossSpikes()
+
+    def begin(self, step: int) -> None:
+        """Begin optimizer step number `step`: record it if it is one of every so many."""
+        self.close()
+        if step % self._every == 0:
+            self._recorder = record(self.sites, self._metrics, loss_tokens=self._loss_tokens)
+            self._recorder.__enter__()
+
+    def pause(self) -> bool:
+        """Stop recording, all micro-batches being in. True if the step is measured."""
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+        return self._recorder is not None
+
+    def end(self, step: int) -> bool:
+        """Keep what a measured step holds, merged over ranks. True if it was measured."""
+        is_measured = self.pause()
+        if self._recorder is not None:
+            recorder, self._recorder = self._recorder, None
+            self.readings.add(recorder.stats(step=step).across_ranks(self._group).to_pandas())
+        return is_measured
+
+    def step(self, loss: float | Tensor, step: int) -> None:
+        """End optimizer step number `step` and begin the next.
+
+        A spike of `loss`, or one that is not finite, is explained at once (`spike`).
+        """
+        self.end(step)
+        if self._spikes.score(float(loss)) > self._spikes.threshold:
+            self.spike = self.explain(step - RECENT * self._every)
+        self.begin(step + 1)
+
+    def explain(self, since: int = 0) -> Explanation:
+        """Rank the sites by when they left their own past, over the last readings (`Readings.explain`)."""
+        return self.readings.explain(since)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Everything measured so far: step, site, layer, metric, mask, value."""
+        return self.readings.to_pandas()
+
+    def close(self) -> None:
+        """Remove the hooks. A measurement that has begun is dropped."""
+        self.pause()
+        self._recorder = None
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+def require_every(every: Any) -> None:
+    """Raise NormlabError unless `every` is a whole number from 1."""
+    if not isinstance(every, int) or every < 1:
+        raise NormlabError(f"every is {every!r}: measure every 1 step or more")

@@ -1,0 +1,77 @@
+"""`difference_report`: compare two saved or hub models, or a model and arrays, and write a page and a table."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from normlab.differences import Difference, diff
+from normlab.errors import NormlabError
+from normlab.report.inputs import batches, check_input, load
+
+ARRAYS = (".npz", ".safetensors")
+
+
+def difference_report(
+    a: str,
+    b: str,
+    text: str | Path,
+    *,
+    length: int = 64,
+    rows: int = 4,
+    gradients: bool = False,
+    dtype: str | None = None,
+    device: str | None = None,
+    out: str | Path | None = None,
+) -> Difference:
+    """Compare models `a` and `b` on a text (`normlab.diff`). Into `out` go `report.html` and `difference.csv`.
+
+    Args:
+        a: directory or hub name; the reference. Its tokenizer reads the text.
+        b: another, or a file of arrays (.npz or .safetensors) that one wrote on the same tokens.
+        text: a UTF-8 text file; its first `rows` pieces of `length` tokens are used.
+        gradients: also compare the gradients that arrive at the blocks' inputs.
+        dtype: in which the arrays of a file were computed.
+        out: a directory; default: nothing is written.
+
+    Raises:
+        NormlabError: the text or a model cannot be read; what `normlab.diff` raises.
+    """
+    text = Path(text)
+    check_input(text)
+    is_file = Path(b).suffix in ARRAYS
+    if is_file and gradients:
+        raise NormlabError("gradients are compared between two models: leave out --gradients")
+    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise NormlabError(f"{dtype!r} is no float type: choose float32, bfloat16 or float16")
+    loaded = load(a, device=device)
+    if loaded.task != "causal":
+        raise NormlabError(f"{a} is a {loaded.task} model: this compares causal language models")
+    batch = {"input_ids": torch.cat([part["input_ids"] for part in batches(loaded, text, length, rows)])}
+    other: Any = b if is_file else load(b, loaded.reader, device=device).model
+    result = diff(loaded.model, other, batch, gradients=gradients, dtype=getattr(torch, dtype) if dtype else None)
+    if out is not None:
+        write_difference(result, Path(out), f"{Path(a).name} and {Path(b).name}")
+    return result
+
+
+def write_difference(result: Difference, folder: Path, title: str) -> Path:
+    """Write the table of a comparison and its page; return the page's path."""
+    from normlab.figures.report import difference_figure
+    from normlab.report.page import write_page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    result.save(folder / "difference.csv")
+    causes = "".join(f"<li>{html.escape(cause)}</li>" for cause in (*result.causes, *result.notes))
+    table = result.table.to_html(index=False, float_format=lambda x: f"{x:.3g}", border=0)
+    parts = [
+        f"<p><b>{html.escape(result.verdict)}</b></p><ul>{causes}</ul>",
+        difference_figure(result.table),
+        f"<details open><summary>All sites, in order of computation</summary>{table}</details>",
+        "<p>Both are root mean squares over tokens of |x - y| / |x|. The difference is between the two models in "
+        "float64, the noise between the first one in float32 and in float64.</p>",
+    ]
+    return write_page(folder, title, parts)

@@ -1,0 +1,381 @@
+"""Files of runs: written whole or not at all, here and at addresses.
+
+publish                      sync a finished directory and rename it to its final name
+write_json, write_stats      a run's files
+list_files, check_files      a checkpoint's list of its files, and the check against it
+checkpoints, set_aside       the checkpoints of a run in progress; another name for a damaged one
+inside                       the one way from a name in data to a path
+exclusive, full_disk_named   contexts around a run's training
+check_root                   refuse a directory that holds something else
+Remote                       runs at an address that fsspec knows: s3://..., file:///..., memory://...
+is_address, child, is_run    the same for directories and addresses
+
+A run at an address is trained in a copy on this machine and published from there. Its manifest is published last, so
+a run with a manifest is whole. The list of a checkpoint's files is published last too, so another machine can resume
+from it. Nothing is deleted there before its successor has been read back. Two machines may train the same run at once:
+they publish the same files.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import queue
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PureWindowsPath
+from typing import TYPE_CHECKING, Any
+
+from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, in_one_line
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PARTIAL, SEARCH, FINALS = ".partial", "search", "finals"
+NOT_REPORTED = {PARTIAL, SEARCH, FINALS}
+MANIFEST, STATS, EXPERIMENTS = "manifest.json", "stats.parquet", "experiments.parquet"
+LISTED = "files.json"
+PUBLISHED_LAST = (MANIFEST, LISTED)  # of a run, of a checkpoint
+SLOWEST = 1e5  # bytes per second of a transfer; a slower one is given up
+
+
+def is_address(path: str | Path) -> bool:
+    return "://" in str(path)
+
+
+def child(root: str | Path, name: str) -> str | Path:
+    return f"{str(root).rstrip('/')}/{name}" if is_address(root) else Path(root) / name
+
+
+def is_run(path: str | Path) -> bool:
+    return Remote(path).has(MANIFEST) if is_address(path) else Path(path).exists()
+
+
+def inside(folder: Path, name: str) -> Path:
+    """`folder / name`, for a name from data: a manifest, an address, an archive, a model's value.
+
+    NormlabError for a name that is empty or absolute, names a drive, or has `..` in it.
+    """
+    path = PureWindowsPath(name)  # it knows the separators and drives of all systems
+    if not path.name or path.anchor or ".." in path.parts or "\0" in name:
+        raise NormlabError(f"{name!r} is no name of a file below {folder}: nothing is read or written under it")
+    return folder / name
+
+
+class Remote:
+    """Runs at an address, or one run.
+
+    Attributes:
+        copy: the directory on this machine that they are copied to and trained in.
+
+    NormlabError: fsspec does not know the address, or a package is missing; no answer within 20 seconds.
+    """
+
+    def __init__(self, address: str | Path) -> None:
+        import platformdirs
+        from upath import UPath
+
+        self.address = str(address).rstrip("/")
+        try:
+            with warnings.catch_warnings():  # of file systems that universal_pathlib has no class for
+                warnings.simplefilter("ignore", UserWarning)
+                self.root = UPath(self.address)
+            self.files = self.root.fs
+        except (ImportError, ValueError) as error:
+            raise NormlabError(f"cannot use {address}: {first_line(error)}") from None
+        name = hashlib.sha256(self.address.encode()).hexdigest()[:16]
+        self.copy = Path(platformdirs.user_cache_dir("normlab")) / "remote" / name
+
+    def has(self, name: str) -> bool:
+        self.files.invalidate_cache()
+        return self._answer(f"looking for {name or 'it'}", self.files.exists, (self.root / name).path)
+
+    def fetch_run(self) -> Path:
+        """The run at this address."""
+        if not self.has(MANIFEST):
+            raise NormlabError(f"{self.address} holds no run: {MANIFEST} is missing")
+        return self._get("", inside(self.copy, self.root.name or "run"), self._sizes(""))
+
+    def fetch_tables(self) -> list[Path]:
+        """Tables and manifests of all runs below this address, as `find_runs` finds them."""
+        sizes = self._sizes("")
+        if not sizes:
+            raise NormlabError(f"{self.address} does not exist, or is empty")
+        tables: dict[str, dict[str, int]] = {}
+        for path, size in sorted(sizes.items()):
+            folder, file = os.path.split(path)
+            if file in (MANIFEST, STATS, EXPERIMENTS) and not NOT_REPORTED & set(folder.split("/")):
+                tables.setdefault(folder, {})[file] = size
+        return [self._get(run, self.copy / run, files) for run, files in tables.items() if MANIFEST in files]
+
+    def fetch(self, run: str) -> None:
+        """Fetch a finished run, or the last whole checkpoint of one in progress unless a later one is here."""
+        if self.has(f"{run}/{MANIFEST}"):
+            shutil.rmtree(self.copy / run, ignore_errors=True)
+            self._get(run, self.copy / run, self._sizes(run))
+            return
+        work, here = f"{PARTIAL}/{run}", self.copy / PARTIAL / run
+        steps = {checkpoint_step(name.split("/")[0]): name.split("/")[0] for name in self._sizes(work)}
+        for step in sorted(steps.keys() - {0}, reverse=True):
+            if any(checkpoint_step(path.name) >= step and is_whole(path) for path in checkpoints(here)):
+                return
+            name, fetched = steps[step], here / "fetched"
+            shutil.rmtree(fetched, ignore_errors=True)
+            self._get(f"{work}/{name}", fetched, self._sizes(f"{work}/{name}"))
+            try:
+                check_files(fetched)
+            except NormlabError as error:
+                warnings.warn(f"{self.address}/{work}/{name} is not whole ({error}): it is not used", stacklevel=2)
+                shutil.rmtree(fetched)
+                continue
+            if (here / name).exists():
+                set_aside(here / name)
+            os.rename(fetched, here / name)
+            return
+
+    def publish(self, run: str) -> None:
+        """Publish a finished run and remove its checkpoints."""
+        if not self.has(f"{run}/{MANIFEST}"):
+            self._put(self.copy / run, run)
+        self._remove(f"{PARTIAL}/{run}")
+
+    def publish_checkpoint(self, checkpoint: Path) -> None:
+        """Publish the checkpoint of a run in progress and remove older ones."""
+        work = f"{PARTIAL}/{checkpoint.parent.name}"
+        self._put(checkpoint, f"{work}/{checkpoint.name}")
+        for old in {name.split("/")[0] for name in self._sizes(work)} - {checkpoint.name}:
+            self._remove(f"{work}/{old}")
+
+    def _answer(self, task: str, ask: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
+        """The answer of a file system, within a deadline. task: what the error says was tried. size: in bytes.
+
+        A thread asks, because file systems take a deadline in different ways, and some take none.
+        """
+        answers: queue.Queue[Any] = queue.Queue()
+        seconds = ANSWER_SECONDS + size / SLOWEST
+
+        def run() -> None:
+            try:
+                answers.put(ask(*arguments))
+            except Exception as error:
+                answers.put(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            answer = answers.get(timeout=seconds)
+        except queue.Empty:
+            raise NormlabError(f"{self.address} does not answer: {task} took more than {seconds:g} s") from None
+        if isinstance(answer, Exception):
+            raise NormlabError(f"{self.address} does not allow {task}: {in_one_line(answer)}") from answer
+        return answer
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Files below a name, relative to it, with their sizes. NormlabError if one of them would lie elsewhere."""
+        self.files.invalidate_cache()
+        base = (self.root / name).path.rstrip("/")
+        if not self._answer(f"looking for {name or 'it'}", self.files.exists, base):
+            return {}
+        details = self._answer(f"listing {name or 'it'}", lambda: self.files.find(base, detail=True))
+        sizes = {file[len(base) + 1 :]: detail.get("size") or 0 for file, detail in details.items()}
+        for file in sizes:
+            inside(self.copy, file)
+        return sizes
+
+    def _remove(self, name: str) -> None:
+        if self.has(name):
+            self._answer(f"removing {name}", lambda: self.files.rm((self.root / name).path, recursive=True))
+
+    def _get(self, name: str, to: Path, sizes: dict[str, int]) -> Path:
+        for file in sorted(sizes, key=PUBLISHED_LAST.__contains__):
+            path, source = inside(to, file), self.root / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._answer(f"reading {file}", self.files.get_file, source.path, str(path), size=sizes[file])
+        return to
+
+    def _put(self, folder: Path, name: str) -> None:
+        """Copy a folder, then read it back. NormlabError if it reads otherwise."""
+        paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        for file in sorted(paths, key=lambda file: (file in PUBLISHED_LAST, file)):
+            target, size = self.root / name / file, paths[file].stat().st_size
+            self._answer(f"writing {name}/{file}", self._put_file, paths[file], target, size=size)
+        for file, path in paths.items():
+            target = self.root / name / file
+            digest = self._answer(f"reading {name}/{file}", _digest_of, target, size=path.stat().st_size)
+            if digest != _digest_of(path):
+                raise NormlabError(
+                    f"{self.address}/{name}/{file} does not read back as it was written; nothing was deleted: "
+                    "start again"
+                )
+
+    def _put_file(self, path: Path, target: Any) -> None:
+        self.files.makedirs(target.parent.path, exist_ok=True)
+        self.files.put_file(str(path), target.path)
+
+
+def checkpoint_step(name: str) -> int:
+    """The optimizer steps that a checkpoint's name says; 0 for the name of something else."""
+    match = re.fullmatch(r"checkpoint-([0-9]{1,18})", name)
+    return int(match[1]) if match else 0
+
+
+def checkpoints(work: Path) -> list[Path]:
+    """The checkpoints in a run's working directory, oldest first."""
+    paths = {checkpoint_step(path.name): path for path in work.glob("checkpoint-*")}
+    return [paths[step] for step in sorted(paths.keys() - {0})]
+
+
+def list_files(folder: Path) -> None:
+    """Write `files.json`: the size and SHA-256 of every file in `folder`, subfolders included."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    write_json(folder / LISTED, {path.relative_to(folder).as_posix(): _size_and_hash(path) for path in paths})
+
+
+def check_files(folder: Path) -> None:
+    """Check a folder against its list. NormlabError: no list, or a file that is missing or has other bytes."""
+    try:
+        listed = json.loads((folder / LISTED).read_text())
+    except FileNotFoundError:
+        raise NormlabError(f"{LISTED} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise NormlabError(f"{LISTED} cannot be read: {first_line(error)}") from None
+    if not isinstance(listed, dict) or not listed:
+        raise NormlabError(f"{LISTED} lists no files")
+    for name, expected in listed.items():
+        try:
+            actual = _size_and_hash(inside(folder, name))
+        except FileNotFoundError:
+            raise NormlabError(f"{name} is missing") from None
+        except OSError as error:
+            raise NormlabError(f"{name} cannot be read: {first_line(error)}") from None
+        if actual != expected:
+            raise NormlabError(f"{name} is not the file that was written")
+
+
+def is_whole(folder: Path) -> bool:
+    """True if `check_files` passes."""
+    try:
+        check_files(folder)
+    except NormlabError:
+        return False
+    return True
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is not tried again, and return its new path."""
+    free = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    while free.exists():
+        free = free.with_name(f"{free.name}+")
+    os.rename(checkpoint, free)
+    return free
+
+
+def _size_and_hash(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _digest_of(path)}
+
+
+def _digest_of(path: Any) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_root(root: str | Path) -> None:
+    """Check an output directory. NormlabError: it is a file, or holds something other than runs."""
+    if is_address(root):  # directories take no names there
+        return
+    root = Path(root)
+    if root.exists() and not root.is_dir():
+        raise NormlabError(f"output {root} is a file; name a directory")
+    if not root.is_dir() or (root / PARTIAL).is_dir():
+        return
+    entries = list(root.iterdir())
+    if entries and not any((entry / MANIFEST).is_file() or entry.name in NOT_REPORTED for entry in entries):
+        other = min(entry.name for entry in entries)
+        raise NormlabError(f"output directory {root} holds something else ({other}); name an empty or new one")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON through a temporary name, so that a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_stats(path: Path, frame: pd.DataFrame) -> None:
+    frame.to_parquet(path, index=False, compression="zstd")
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Sync `staged` to disk and rename it to `final`, whole or not at all. What is there is replaced."""
+    for path in (*staged.rglob("*"), staged):
+        _fsync(path)
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(staged, final)
+    _fsync(final.parent)
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock file, which the operating system frees if the process dies. NormlabError: another process holds it.
+
+    In the end the file is removed, and its directory if nothing else is in it.
+    """
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=0):
+            yield
+            path.unlink(missing_ok=True)
+    except Timeout:
+        raise NormlabError(f"another process is training {path.stem}; wait for it or stop it") from None
+    with suppress(OSError):  # another run is in progress
+        path.parent.rmdir()
+
+
+@contextmanager
+def full_disk_named(root: Path) -> Iterator[None]:
+    """Raise NormlabError, one line, for a full disk or a limit on file sizes.
+
+    Libraries raise OSError, RuntimeError (PyTorch) or SafetensorError then. Only the first has an error number.
+    """
+    try:
+        yield
+    except Exception as error:
+        message, number = str(error), getattr(error, "errno", None)
+        full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in message
+        limited = number == errno.EFBIG or "File too large" in message
+        # PyTorch reports a full disk as an inline_container error, not as OSError.
+        torch_write = isinstance(error, RuntimeError) and "inline_container" in message and "Reader" not in message
+        if full or limited or torch_write:
+            reason = (
+                "a file exceeds the largest size allowed here (ulimit -f); raise it"
+                if limited
+                else "no space left; free some"
+                if full
+                else "no space left, or a limit on file sizes (ulimit -f); free some or raise it"
+            )
+            raise NormlabError(
+                f"cannot write to {root}: {reason} and start again: runs resume from their checkpoints"
+            ) from error
+        raise
+
+
+def _fsync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory to sync it
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,75 @@
+"""Training with a callback in a stock Trainer, and two ranks as processes: shared by the tests of the probes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import Trainer, TrainingArguments
+
+
+def data(rows: int = 16) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 64, (rows, 8), generator=generator)
+    labels = ids.clone()
+    labels[::3, 4:] = -100  # rows with unequal numbers of labels
+    return [{"input_ids": i, "labels": l} for i, l in zip(ids, labels, strict=True)]
+
+
+def train(model, tmp_path, callbacks, **options):
+    settings = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+    } | options
+    resume = settings.pop("resume", None)
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        report_to=settings.pop("report_to", []),
+        use_cpu=True,
+        save_strategy=settings.pop("save_strategy", "no"),
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=0,
+        **settings,
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=data(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def run_with_descendants(command: list[str], timeout: float) -> tuple[int, str]:
+    """Exit code and error output. After `timeout` seconds all its descendants are killed with it: torchrun starts ranks
+    in sessions of their own, out of reach of a signal to the group."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        errors = process.communicate(timeout=timeout)[1]
+        return process.returncode, errors
+    except BaseException:
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        for each in [process, *descendants]:
+            each.kill()
+        process.communicate()
+        psutil.wait_procs(descendants, timeout=30)
+        raise
+
+
+def run_on_two_ranks(out: Path, *arguments: str, started: Sequence[str] = ()) -> Path:
+    """The helper `probe_ranks.py`, forked or under `started`; returns the file of the merged statistics."""
+    script = Path(__file__).with_name("probe_ranks.py")
+    command = [sys.executable, *started, str(script), str(out), *arguments]
+    code, errors = run_with_descendants(command, timeout=240)
+    assert code == 0, errors[-2000:]
+    return out

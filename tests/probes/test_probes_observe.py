@@ -1,0 +1,204 @@
+"""`observe` in other people's loops, and `explain`: which layer left its past first."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from observe_ranks import METRICS, even_batch, train
+from probe_zoo import tiny_llama
+from test_probes_ranks import run_with_descendants
+from torch import nn
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.probes.observe import DEPARTS, Readings
+
+KEYS = ["step", "site", "layer", "metric", "mask"]
+
+
+def values(table: pandas.DataFrame) -> dict:
+    return table.astype({"layer": "Int64"}).set_index(KEYS)["value"].to_dict()
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict:
+    """The table of a plain loop in one process."""
+    return values(train(tiny_llama(), even_batch()).to_pandas())
+
+
+def same(table: pandas.DataFrame, expected: dict) -> None:
+    measured = values(table)
+    assert measured.keys() == expected.keys()
+    for key, value in expected.items():
+        assert measured[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
+
+
+def test_accumulated_micro_batches_are_one_step(one_process):
+    model, batch = tiny_llama(), even_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with normlab.observe(model, every=1, metrics=METRICS, accumulate=2) as observer:
+        for step in range(2):
+            for part in (slice(0, 2), slice(2, 4)):
+                loss = model(**{name: value[part] for name, value in batch.items()}).loss / 2
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            observer.step(loss.item() * 2, step)
+    same(observer.to_pandas(), one_process)
+
+
+def test_the_scale_of_float16_is_undone(one_process):
+    model, batch = tiny_llama(), even_batch()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with normlab.observe(model, every=1, metrics=METRICS, scaler=scaler) as observer:
+        for step in range(2):
+            loss = model(**batch).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            observer.step(loss.item(), step)
+    same(observer.to_pandas(), one_process)
+
+
+def test_a_loop_that_computes_its_loss_gives_the_number_of_labels(one_process):
+    model, ids = tiny_llama(), even_batch()["input_ids"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    labels = ids[:, 1:].numel()
+    with normlab.observe(model, every=1, metrics=METRICS, loss_tokens=labels) as observer:
+        for step in range(2):
+            logits = model(ids).logits
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            observer.step(loss.item(), step)
+    same(observer.to_pandas(), one_process)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_counts_each_block_once(one_process, reentrant):
+    model = tiny_llama().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    same(train(model, even_batch()).to_pandas(), one_process)
+
+
+def test_two_ranks_under_ddp_fsdp2_and_tensor_parallelism_equal_one_process(one_process, tmp_path):
+    script = Path(__file__).parents[1] / "helpers" / "observe_ranks.py"
+    code, errors = run_with_descendants([sys.executable, str(script), str(tmp_path)], timeout=240)
+    assert code == 0, errors[-2000:]
+    for name in ("ddp", "fsdp", "tp"):
+        same(pandas.read_csv(tmp_path / f"{name}.csv"), one_process)
+
+
+def test_only_every_so_many_steps_are_measured_and_hooks_are_removed():
+    model = tiny_llama()
+    with normlab.observe(model, every=3, metrics=["rms"], start=6) as observer:
+        for step in range(6, 13):
+            observer.step(model(**even_batch()).loss.item(), step)
+    assert observer.to_pandas()["step"].unique().tolist() == [6, 9, 12]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def reading(step: int, sizes: dict[int, float], metric: str = "rms", site: str = "block_out") -> pandas.DataFrame:
+    rows = [(step, site, layer, metric, "all", value) for layer, value in sizes.items()]
+    return pandas.DataFrame(rows, columns=[*KEYS, "value"])
+
+
+def calm(readings: Readings, count: int, seed: int = 0) -> None:
+    noise = np.random.default_rng(seed)
+    for step in range(count):
+        growth = 1 + step / 200
+        readings.add(reading(step, {layer: layer * growth * noise.normal(1, 0.01) for layer in range(1, 5)}))
+
+
+def test_the_first_layer_in_forward_order_is_named():
+    readings = Readings()
+    calm(readings, 20)
+    assert readings.explain().verdict.startswith("no site left its past in 20 readings")
+    readings.add(reading(20, {1: 1.1, 2: 2.2, 3: 9.0, 4: 40.0}))
+    explanation = readings.explain()
+    assert explanation.verdict.startswith("layer 3, ") and "at step 20" in explanation.verdict
+    assert explanation.table["layer"].tolist() == [3, 4] and (explanation.table["z"].abs() > DEPARTS).all()
+    assert explanation.plot("rms").data[0].type == "heatmap"
+
+
+def test_a_departure_is_found_after_an_earlier_one_has_passed():
+    readings = Readings()
+    calm(readings, 20)
+    readings.add(reading(20, {1: 5.0, 2: 2.2, 3: 3.3, 4: 4.4}))
+    for step in range(21, 50):
+        readings.add(reading(step, {layer: 1.1 * layer for layer in range(1, 5)}))
+    readings.add(reading(50, {1: 1.1, 2: 2.2, 3: 3.3, 4: 44.0}))
+    assert readings.explain(since=40).verdict.startswith("layer 4, ")
+    assert readings.explain().verdict.startswith("layer 1, ")
+
+
+def test_a_value_that_is_not_finite_leaves_at_once():
+    readings = Readings()
+    calm(readings, 3)
+    readings.add(reading(3, {1: 1.0, 2: float("nan"), 3: float("inf"), 4: 1.0}))
+    assert "layer 2, " in readings.explain().verdict and "not finite" in readings.explain().verdict
+
+
+def test_memory_is_bounded_and_the_file_stays_when_the_process_is_killed(tmp_path):
+    readings = Readings(keep=5, path=tmp_path / "last.csv")
+    calm(readings, 12)
+    assert pandas.read_csv(tmp_path / "last.csv")["step"].unique().tolist() == [7, 8, 9, 10, 11]
+    assert readings.to_pandas()["step"].nunique() == 12
+    script = (
+        "import sys, torch, normlab\n"
+        "from observe_ranks import even_batch\n"
+        "from probe_zoo import tiny_llama\n"
+        "model = tiny_llama()\n"
+        "observer = normlab.observe(model, every=1, metrics=['rms'], path=sys.argv[1])\n"
+        "for step in range(10**6): observer.step(model(**even_batch()).loss.item(), step)\n"
+    )
+    left = tmp_path / "left.csv"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(left)], env={**__import__("os").environ, "PYTHONPATH": ":".join(sys.path)}
+    )
+    deadline = time.monotonic() + 120
+    while not left.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert {"block_out"} <= set(pandas.read_csv(left)["site"])
+
+
+def test_a_spike_of_the_loss_is_explained_at_once():
+    model, batch = tiny_llama(), even_batch()
+    with normlab.observe(model, every=1, metrics=["rms"]) as observer:
+        for step in range(30):
+            model(**batch)
+            observer.step(2.0 + 0.01 * (step % 2), step)
+        assert observer.spike is None
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight.mul_(1000)
+        model(**batch)
+        observer.step(9.0, 30)
+    assert observer.spike is not None and observer.spike.verdict.startswith("layer 2, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every is 0"),
+        ({"every": 1.5}, "every is 1.5"),
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"metrics": ["size"]}, "size"),
+    ],
+)
+def test_bad_options_are_one_line(options, words):
+    with pytest.raises(NormlabError, match=words):
+        normlab.observe(tiny_llama(), **options)

@@ -1,0 +1,62 @@
+"""`normlab diff`: two saved models, or a model and arrays, from the command line."""
+
+from __future__ import annotations
+
+import pandas
+import pytest
+from test_probes_report import TEXT, save, tiny_llama
+
+from normlab.cli import main
+from normlab.differences import write_arrays
+
+
+@pytest.fixture(scope="module")
+def ported(tmp_path_factory):
+    """A saved model and a port whose third norm adds 1 to its gain."""
+    pytest.importorskip("plotly")
+    folder = tmp_path_factory.mktemp("models")
+    model = tiny_llama()
+    save(model, folder / "original")
+    text = folder / "text.txt"
+    text.write_text(TEXT * 8)
+    model.model.layers[1].post_attention_layernorm.weight.data += 1
+    save(model, folder / "port")
+    return folder, text, model
+
+
+def test_diff_names_the_block_and_writes_a_page_and_a_table(ported, tmp_path, capsys):
+    folder, text, _ = ported
+    command = ["diff", str(folder / "original"), str(folder / "port"), "--text", str(text), "--length", "16"]
+    assert main([*command, "--out", str(tmp_path / "page"), "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("parts at block 2, MLP norm (differs by ")
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "parts at block 2, MLP norm" in page and "plotly" in page
+    table = pandas.read_csv(tmp_path / "page" / "difference.csv")
+    assert table[table.parts].iloc[0][["site", "layer"]].tolist() == ["mlp_norm_out", 2]
+
+
+def test_diff_of_a_model_with_itself_and_bad_input_are_one_line(ported, tmp_path, capsys):
+    folder, text, _ = ported
+    original = str(folder / "original")
+    assert main(["diff", original, original, "--text", str(text), "--length", "16", "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("equal: ")
+    for arguments in (
+        [original, str(tmp_path / "none.npz"), "--text", str(text)],
+        [original, original, "--text", str(tmp_path / "none.txt")],
+        [original, str(tmp_path / "b.npz"), "--text", str(text), "--gradients"],
+        [original, original, "--text", str(text), "--dtype", "whole"],
+    ):
+        assert main(["diff", *arguments, "--quiet"]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1, arguments
+
+
+def test_arrays_of_the_same_text_are_compared(ported, tmp_path, capsys):
+    from normlab.report.inputs import batches, load
+
+    folder, text, model = ported
+    loaded = load(str(folder / "original"))
+    ids = batches(loaded, text, 16, 4)[0]["input_ids"]
+    write_arrays(model.eval(), {"input_ids": ids}, tmp_path / "port.safetensors")
+    options = ["--text", str(text), "--length", "16", "--rows", "4", "--quiet"]
+    assert main(["diff", str(folder / "original"), str(tmp_path / "port.safetensors"), *options]) == 0
+    assert capsys.readouterr().out.startswith("parts at block 2, MLP norm")
