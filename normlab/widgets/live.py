@@ -159,10 +159,10 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     if len(tokenizers) > 1:
         raise NormlabError("the models have different tokenizers: write a page for each")
     folder.mkdir(parents=True, exist_ok=True)
-    described = [describe(load_model(source), source.name, source) for source in sources]
+    loaded = {source.name: load_model(source) for source in sources}
     (tokenizer,) = tokenizers
     page = {
-        "models": [about for about, _ in described],
+        "models": [describe(model, name) | {"spec": model_spec(model)} for name, model in loaded.items()],
         "passages": _passages(sources[0], tokenizer),
         "tokenizer": page_tokenizer(tokenizer),
         "kernel": kernel_text(),
