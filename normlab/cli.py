@@ -135,7 +135,7 @@ def flag(text: str) -> Parameter:
 
 # Called in annotations, which are strings until the command that has them is parsed.
 def _known(path: str) -> Any:
-    """What a module of the library knows by a name: `MODULE:NAME`."""
+    """The object NAME of a module of the library, for `MODULE:NAME`."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"normlab.{module}"), name)
 

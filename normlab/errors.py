@@ -1,4 +1,4 @@
-"""The one exception that bad input raises, how messages of others become one line, and what a missing package is."""
+"""The exception that bad input raises, and errors of other libraries as one line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ STOPPED = "stopped; the same command goes on from the last checkpoint"
 
 
 class NormlabError(ValueError):
-    """Bad input: one line that says what is wrong and what to do. The command line prints it and exits with code 2."""
+    """Bad input: one line that says what is wrong and what to do. Commands print it and exit with code 2."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, to quote in ours; its type where it says nothing."""
+    """The first line of an error's message, to quote in ours; its type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
@@ -33,12 +33,12 @@ def in_one_line(error: BaseException) -> str:
 
 
 def require_packages(what: str, needed: Iterable[str], remedy: str) -> None:
-    """NormlabError where a package is missing, or older than `what` needs.
+    """Raise NormlabError if a package is missing or too old.
 
     Args:
-        what: what needs them, as the error names it.
+        what: the feature that needs them, for the error.
         needed: requirements as pip writes them, e.g. "accelerate>=1.12".
-        remedy: what pip is to install.
+        remedy: the requirement that pip should install.
     """
     from transformers.utils.versions import require_version
 
@@ -50,7 +50,7 @@ def require_packages(what: str, needed: Iterable[str], remedy: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """Of the processes that torchrun or accelerate launch started, one speaks."""
+    """True in rank 0 of torchrun or accelerate launch, and in a single process. Only that one prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -71,8 +71,10 @@ def fail(message: str, code: int = 2) -> int:
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """On Ctrl-C say so and end the process. For imports: of a KeyboardInterrupt libraries that are half loaded make
-    tracebacks of their own, or nothing."""
+    """End the process with one line on Ctrl-C.
+
+    For imports: a library that is half loaded turns a KeyboardInterrupt into a traceback, or swallows it.
+    """
 
     def end(*_: Any) -> None:
         os._exit(fail(STOPPED, 130))
@@ -89,16 +91,16 @@ def ends_at_once() -> Iterator[None]:
 
 
 def require_fit(source: object, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """NormlabError where weights and configuration of a loaded model do not fit: transformers fills in random ones."""
-    found = {"the weights lack": sorted(missing), "the configuration has no place for": sorted(unexpected)}
-    for problem, names in found.items():
+    """Raise NormlabError if weights and configuration do not fit: transformers fills in random weights."""
+    problems = {"the weights lack": sorted(missing), "the configuration has no place for": sorted(unexpected)}
+    for problem, names in problems.items():
         if names:
             more = f" and {len(names) - 1} more" if names[1:] else ""
             raise NormlabError(f"{source}: {problem} {names[0]}{more}; give weights and config.json of one model")
 
 
-# What a schema's faults ask for, by pydantic's names of them.
-_ASKED = {
+# What a value must be, by pydantic's name of the fault.
+_REQUIREMENTS = {
     "greater_than_equal": "it must be at least {ge}",
     "greater_than": "it must be greater than {gt}",
     "less_than_equal": "it must be at most {le}",
@@ -109,20 +111,23 @@ _ASKED = {
 
 
 def first_fault(error: Any) -> str:
-    """The first field that a schema refuses, its value and what it must be. error: pydantic's ValidationError."""
+    """The first field that a schema refuses, its value and what it must be.
+
+    error: pydantic's ValidationError.
+    """
     fault = error.errors(include_url=False)[0]
     field = ".".join(map(str, fault["loc"]))
     if fault["type"] == "missing":
         return f"{field} is missing"
-    asked = _ASKED.get(fault["type"], fault["msg"].replace("Input should be", "it must be"))
+    rule = _REQUIREMENTS.get(fault["type"], fault["msg"].replace("Input should be", "it must be"))
     bounds = {name: f"{value:g}" if isinstance(value, float) else value for name, value in fault.get("ctx", {}).items()}
-    asked = asked.format(**bounds | {"expected": str(bounds.get("expected")).replace("'", "").replace(" or ", ", ")})
-    return f"{field or 'it'} is {reprlib.repr(fault['input'])}; {asked}"
+    rule = rule.format(**bounds | {"expected": str(bounds.get("expected")).replace("'", "").replace(" or ", ", ")})
+    return f"{field or 'it'} is {reprlib.repr(fault['input'])}; {rule}"
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Without the progress bars of transformers and huggingface_hub."""
+    """Hide the progress bars of transformers and huggingface_hub."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -136,7 +141,7 @@ def without_bars() -> Iterator[None]:
 
 @contextmanager
 def loads_quietly() -> Iterator[None]:
-    """Without transformers' report of weights that do not fit: `require_fit` says it in one line."""
+    """Hide transformers' report of weights that do not fit: `require_fit` says it in one line."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -1,6 +1,6 @@
-"""What comes with normlab beside its code: runs, and a few trained models.
+"""Runs and trained models that come with normlab.
 
-`shipped(name)`   the folder `data/<name>` of a checkout; an installed package fetches it once from the release
+shipped   the folder `data/<name>` of a checkout; an installed package fetches it once from the release
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 def shipped(name: str) -> Path:
     """The folder of `name`: "runs" (a sweep), "models/pre_rmsnorm-d8" (a model).
 
-    A checkout has it below data/. Elsewhere the archive `<last part of name>.tar.gz` of this version's release is
-    fetched and kept in the user's cache; the project's address stands in the package's own metadata.
+    A checkout has it below data/. An installed package fetches `<last part of name>.tar.gz` from this version's release
+    and keeps it in the user's cache. The project's address is in the package's metadata.
 
     Raises:
-        NormlabError: a checkout that lacks it, a package that names no address, or a release that cannot be reached.
+        NormlabError: a checkout that lacks it, a package without an address, or a release that cannot be reached.
     """
     folder = DATA / name
     if folder.is_dir():
@@ -43,19 +43,19 @@ def shipped_models() -> list[str]:
 
 
 def release_url() -> str:
-    """Where this version's release keeps its files."""
+    """The address of the files of this version's release."""
     try:
-        about = metadata("normlab")
+        package = metadata("normlab")
     except PackageNotFoundError as error:
         raise NormlabError("normlab is neither a checkout nor installed: its release is unknown") from error
-    addresses = dict(entry.split(", ", 1) for entry in about.get_all("Project-URL") or [])
+    addresses = dict(entry.split(", ", 1) for entry in package.get_all("Project-URL") or [])
     if "Repository" not in addresses:
         raise NormlabError("this package names no repository to fetch from; pass the path of a checkout's data folder")
-    return f"{addresses['Repository']}/releases/download/v{about['Version']}"
+    return f"{addresses['Repository']}/releases/download/v{package['Version']}"
 
 
 def _fetched(url: str) -> Path:
-    """The folder that the archive holds: in the cache under its release, whole or not at all."""
+    """The folder of an archive: in the cache under its release, whole or not at all."""
     import platformdirs
     from torch.hub import download_url_to_file
 

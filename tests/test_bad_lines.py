@@ -152,23 +152,36 @@ def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch: pytest.Mon
 
 
 class Silent(MemoryFileSystem):
-    """A store that takes questions and never answers."""
+    """A store that never answers one of the questions."""
 
     protocol = "silent"
+    unanswered = ""
 
     def exists(self, path: str, **_: Any) -> bool:
+        if self.unanswered == "looking for":
+            threading.Event().wait()
+        return True
+
+    def find(self, path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        if self.unanswered == "listing":
+            threading.Event().wait()
+        return {f"{path}/run/manifest.json": {"size": 2}}
+
+    def get_file(self, *_: Any, **__: Any) -> None:
         threading.Event().wait()
-        return False
 
 
-@pytest.mark.parametrize("case", [["compare", "lns", "bhyt", "--runs", "silent://runs"], ["figures", "silent://runs"]])
+@pytest.mark.parametrize(
+    "unanswered, tried", [("looking for", "looking for it"), ("listing", "listing it"), ("", "reading manifest.json")]
+)
 def test_a_store_that_does_not_answer_is_one_line(
-    case: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    unanswered: str, tried: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsspec.register_implementation("silent", Silent, clobber=True)
+    monkeypatch.setattr(Silent, "unanswered", unanswered)
     monkeypatch.setattr(store, "ANSWER_SECONDS", 0.1)
-    out = ["--out", tmp_path / "figures"] if case[0] == "figures" else []
-    assert "silent://runs does not answer: looking for it took more than 0.1 s" in refused(capsys, *case, *out)
+    line = refused(capsys, "compare", "lns", "bhyt", "--runs", "silent://runs")
+    assert f"silent://runs does not answer: {tried} took more than 0.1" in line
 
 
 def test_an_address_of_text_that_does_not_answer_is_one_line(

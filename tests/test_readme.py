@@ -13,6 +13,7 @@ from normlab import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*ROOT.glob("*.md"), ROOT / "data" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
@@ -48,11 +49,17 @@ def test_every_normlab_command_in_the_readme_is_understood(line: str):
     cli.parse(arguments)
 
 
-def test_the_links_within_the_repository_lead_somewhere():
+def test_the_links_of_the_readme_lead_somewhere():
     paths = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("http")]
-    paths += re.findall(r"`((?:normlab|kernels|notebooks|data|tests)/[\w/.]*)`", README)
-    assert len(paths) > 5
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert len(paths) > 5 and all((ROOT / path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_exists(page: Path):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:normlab|kernels|benchmarks|notebooks|docs|data|tests|\.github|\.ci)/[\w/.-]*)`", text)
+    named += re.findall(r"\bpython ([\w/]+\.py)\b", text)
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_the_readme_is_short():

@@ -185,7 +185,7 @@ def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path:
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING_SWEEP)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
-    process = subprocess.Popen([sys.executable, script, tmp_path], env=environment, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, script, tmp_path], env=environment, stderr=subprocess.PIPE, text=True)
     files = [tmp_path / f"worker-{seed}" for seed in range(2)]
     _wait(lambda: all(file.exists() and file.read_text() for file in files) or process.poll() is not None, 300)
     workers = [int(file.read_text()) for file in files]
@@ -193,6 +193,7 @@ def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path:
     process.send_signal(how)
     process.wait(60)
     _wait(lambda: not any(map(_alive, workers)), 30)
+    assert process.stderr and "leaked" not in process.stderr.read()
 
 
 def _alive(pid: int) -> bool:

@@ -1,0 +1,86 @@
+"""What comes from strangers runs no code: pickles in checkpoints and weights, Python in a model's folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_helpers import tiny
+
+import normlab
+from normlab import NormlabError, store
+from normlab.report.inputs import load
+from normlab.training.loop import STATE
+from normlab.training.run import RunStopped
+
+pytest_plugins = ["training_fixtures"]
+CODE = "open({!r}, 'w').close()\nclass NormlabConfig: ...\nclass NormlabForCausalLM: ...\n"
+
+
+class Program:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, victim: Path) -> None:
+        self.victim = victim
+
+    def __reduce__(self) -> tuple:
+        return open, (str(self.victim), "w")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
+    normlab.NormlabForCausalLM(normlab.NormlabConfig(**shape)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+READERS = [normlab.load_model, load]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_weights_that_are_a_program_are_not_run(read: Callable, folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Program(tmp_path / "victim")}, folder / "pytorch_model.bin")
+    with pytest.raises(NormlabError, match="could be loaded") as caught:
+        read(str(folder))
+    assert "\n" not in str(caught.value) and not (tmp_path / "victim").exists()
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_code_in_a_models_folder_is_not_run(read: Callable, folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    kinds = {"AutoConfig": "evil.NormlabConfig", "AutoModelForCausalLM": "evil.NormlabForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": kinds}))
+    (folder / "evil.py").write_text(CODE.format(str(tmp_path / "victim")))
+    try:
+        read(str(folder))
+    except NormlabError as error:  # without a tokenizer
+        assert "tokenizer" in str(error) and "\n" not in str(error)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_checkpoint_that_is_a_program_is_not_run(text: Path, go: Callable, tmp_path: Path) -> None:
+    config, out = tiny(text), tmp_path / "out"
+    with pytest.raises(RunStopped):
+        go(config, out, watch=lambda step, rows: step != 5)
+    (checkpoint,) = store.checkpoints(out / store.PARTIAL / config.run_id)
+    torch.save({"model": Program(tmp_path / "victim")}, checkpoint / STATE)
+    (checkpoint / store.LISTED).unlink()
+    store.list_files(checkpoint)  # whole, as its author would have it
+    with pytest.raises(NormlabError, match="checkpoint-5 cannot be resumed .*; delete it and start again"):
+        go(config, out)
+    assert not (tmp_path / "victim").exists()
+    shutil.rmtree(checkpoint)
+    assert go(config, out).manifest["measured"]["resumed_from_step"] == 0
+
+
+def test_the_programs_of_these_tests_would_run(tmp_path: Path) -> None:
+    torch.save(Program(tmp_path / "victim"), tmp_path / "file")
+    loaded: Any = torch.load(tmp_path / "file", weights_only=False)
+    loaded.close()
+    assert (tmp_path / "victim").exists()
