@@ -251,8 +251,8 @@ def fold_norms(model: nn.Module, *, partial: bool = False) -> FoldedNorms:
 
     Raises:
         NormlabError: another architecture, a folded model, or, unless ``partial``, a norm that cannot be folded. Such a
-            norm is read by other than plain nn.Linear layers (LoRA, quantized), by a matrix tied to the embeddings, or
-            by the residual stream (Post-LN, Peri-LN's output norms). Nothing is changed then.
+            norm is read by other than plain nn.Linear layers (LoRA, quantized) or by a matrix tied to the embeddings.
+            Or its output goes into the residual stream (Post-LN, Peri-LN). Nothing is changed then.
     """
     if is_folded(model):
         raise NormlabError("fold_norms: the norms of this model are folded already")

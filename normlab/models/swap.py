@@ -37,8 +37,8 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         ``swap_norms`` with the same arguments, then ``load_state_dict``.
 
     Raises:
-        NormlabError: a model of another shape, a scheme that changes more than the blocks' norms and sums, a gain of
-            another shape, or a field that would change the attention.
+        NormlabError: a model or gain of another shape. A scheme that changes more than the blocks' norms and sums. A
+            field that would change the attention.
     """
     row = get_scheme(scheme)
     if row.ends.embedding_scale is not None:
