@@ -61,7 +61,7 @@ class LossSpikes:
 
 @dataclass
 class Explanation:
-    """Which sites left their own past. `table` has one row per site, layer and metric, the first to leave in front.
+    """The sites that left their own past. `table` has one row per site, layer and metric, the first to leave in front.
 
     Columns: step, site, layer, metric, value, z: the first step at which |z| exceeds `DEPARTS`.
     """

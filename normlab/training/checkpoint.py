@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from normlab import runs, store
+from normlab import store
 from normlab.errors import NormlabError, first_line
 from normlab.training.config import TrainConfig
 from normlab.training.loop import STATE, Training
@@ -42,7 +42,7 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             store.write_json(staging / BEGUN, manifest)
-            store.write_stats(staging / runs.STATS, log.frame())
+            store.write_stats(staging / store.STATS, log.frame())
             if training.stream is not None:
                 store.write_json(staging / STREAM, training.stream.position._asdict())
             store.list_files(staging)
@@ -61,7 +61,7 @@ def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
     """Continue from a checkpoint. Every rank has to call this. NormlabError: it is whole, but holds something else."""
     try:
         training.load(checkpoint, store.checkpoint_step(checkpoint.name))
-        log.restore(checkpoint / runs.STATS)
+        log.restore(checkpoint / store.STATS)
         if training.stream is not None:
             training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
     except Exception as error:  # of pickle, PyTorch or pyarrow

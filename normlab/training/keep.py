@@ -56,7 +56,7 @@ def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
     save_file({"blocks": torch.from_numpy(blocks).to(torch.int32)}, folder / BLOCKS)
     rounded = NormlabForCausalLM.from_pretrained(folder, dtype=torch.float32)
     kept = {"dtype": "bfloat16", "eval_loss": mean_token_loss(rounded, blocks, config.batch_size)}
-    store.write_json(folder / runs.MANIFEST, {**run.manifest, "kept": kept})
+    store.write_json(folder / store.MANIFEST, {**run.manifest, "kept": kept})
     return folder
 
 

@@ -120,7 +120,7 @@ def train_from_manifest(path: str | Path, out: str | Path = "runs", **options: A
     the numbers could not be the same.
     """
     path = Path(path)
-    manifest = runs.read_run(path.parent if path.name == runs.MANIFEST else path).manifest
+    manifest = runs.read_run(path.parent if path.name == store.MANIFEST else path).manifest
     config = TrainConfig.from_dict(manifest["config"])
     corpus = corpus_of(config, options.get("cache_dir"), options.get("progress", True))
     require_same(manifest, config, corpus.identity())
@@ -140,43 +140,18 @@ def _run(
     started = time.perf_counter()
     measured_on = corpus.measured_on(config)
     training, log = Training(config, corpus, accelerator), RunLog(config.tokens_per_step)
-    measurements = Measurements(config, corpus, measured_on, log)
     newest = broadcast_object_list([resumable(work, manifest) if accelerator.is_main_process else None])[0]
     if newest is not None:
         restore(newest, training, log)
     resumed_from = training.done
-    report = Reporter(work if accelerator.is_main_process else None, resumed_from)
-    if resumed_from == 0:
-        measurements.at(training.model, 0)
-    shown = len(log.rows)
-    if watch is not None and not watch(resumed_from, log.rows[:]):
-        raise RunStopped
-    diverged = stopping = False
-    for number, grad_norm, learning_rate, overflowed in training.steps():
-        report.step(number, training.tokens_per_s())
-        measurements.at(training.model, number)
-        if training.scaler is not None:
-            log.add(number, "train", "loss_scale", training.scaler.get_scale())
-            log.add(number, "train", "skipped_step", overflowed)
-        if number % config.log_every == 0:
-            loss = report.loss = training.mean_loss()
-            log.add(number, "train", "loss", loss)
-            log.add(number, "train", "grad_norm", whole(grad_norm).item())
-            log.add(number, "train", "learning_rate", learning_rate)
-            diverged = not math.isfinite(loss)
-            go_on = watch is None or watch(number, log.rows[shown:])
-            shown = len(log.rows)
-            stopping = not go_on and not diverged and number < config.last_step
-        if diverged:
-            break
-        if stopping or is_due(number, config.checkpoint_every, config.last_step):
-            newest = write_checkpoint(training, log, manifest, work)
-            if place is not None and accelerator.is_main_process:
-                place.publish_checkpoint(newest)
-        if stopping:
-            raise RunStopped
-    report.write(training.done, training.tokens_per_s())
 
+    def checkpoint() -> None:
+        written = write_checkpoint(training, log, manifest, work)
+        if place is not None and accelerator.is_main_process:
+            place.publish_checkpoint(written)
+
+    report = Reporter(work if accelerator.is_main_process else None, resumed_from)
+    diverged = _train_steps(training, log, Measurements(config, corpus, measured_on, log), report, checkpoint, watch)
     model = training.model
     if config.fsdp:
         model = distributed.gathered(model)
@@ -199,12 +174,56 @@ def _run(
     if config.keep_weights:
         model.save_pretrained(staged)
         corpus.tokenizer().save_pretrained(staged)
-    store.write_stats(staged / runs.STATS, log.frame())
+    store.write_stats(staged / store.STATS, log.frame())
     if after is not None:
-        store.write_stats(staged / runs.EXPERIMENTS, after)
-    store.write_json(staged / runs.MANIFEST, manifest)
+        store.write_stats(staged / store.EXPERIMENTS, after)
+    store.write_json(staged / store.MANIFEST, manifest)
     runs.read_run(staged).table()  # read back, before the checkpoints go
     store.publish(staged, final)
+
+
+def _train_steps(
+    training: Training,
+    log: RunLog,
+    measurements: Measurements,
+    report: Reporter,
+    checkpoint: Callable[[], None],
+    watch: Watch | None,
+) -> bool:
+    """Train up to the last step, measure, log and write checkpoints. True if the loss became non-finite.
+
+    RunStopped if the watcher asks for it, once a checkpoint is written.
+    """
+    config, model = training.config, training.model
+    if training.done == 0:
+        measurements.at(model, 0)
+    shown = len(log.rows)
+    if watch is not None and not watch(training.done, log.rows[:]):
+        raise RunStopped
+    for number, grad_norm, learning_rate, overflowed in training.steps():
+        report.step(number, training.tokens_per_s())
+        measurements.at(model, number)
+        if training.scaler is not None:
+            log.add(number, "train", "loss_scale", training.scaler.get_scale())
+            log.add(number, "train", "skipped_step", overflowed)
+        stops = False
+        if number % config.log_every == 0:
+            loss = report.loss = training.mean_loss()
+            log.add(number, "train", "loss", loss)
+            log.add(number, "train", "grad_norm", whole(grad_norm).item())
+            log.add(number, "train", "learning_rate", learning_rate)
+            continues = watch is None or watch(number, log.rows[shown:])
+            shown = len(log.rows)
+            if not math.isfinite(loss):
+                report.write(number, training.tokens_per_s())
+                return True
+            stops = not continues and number < config.last_step
+        if stops or is_due(number, config.checkpoint_every, config.last_step):
+            checkpoint()
+        if stops:
+            raise RunStopped
+    report.write(training.done, training.tokens_per_s())
+    return False
 
 
 def _check_ranks(config: TrainConfig, ranks: int, place: store.Remote | None) -> None:
@@ -215,7 +234,9 @@ def _check_ranks(config: TrainConfig, ranks: int, place: store.Remote | None) ->
             "them together take a step: change one of the two"
         )
     if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
-        raise NormlabError("ranks on several machines go on from one directory: name one that all of them see as --out")
+        raise NormlabError(
+            "ranks on several machines resume from one directory: name one that all see as --out"
+        )
 
 
 @contextlib.contextmanager
@@ -242,7 +263,7 @@ def _settled(
 
     def exists(candidate: TrainConfig) -> bool:
         name = candidate.run_id
-        if place is not None and (place.has(f"{name}/{runs.MANIFEST}") or place.has(f"{store.PARTIAL}/{name}")):
+        if place is not None and (place.has(f"{name}/{store.MANIFEST}") or place.has(f"{store.PARTIAL}/{name}")):
             return True
         begun = manifest_of(candidate, corpus.identity())
         checkpoints = store.checkpoints(root / store.PARTIAL / name)
@@ -266,8 +287,8 @@ def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, 
     """The finished run. NormlabError if it is damaged, or not the run that `config` asks for."""
     run = runs.read_run(final)
     require_same(run.manifest, config, manifest["corpus"])
-    if not (final / runs.STATS).is_file():
-        raise NormlabError(f"run {final}: {runs.STATS} is missing; delete the run and train it again")
+    if not (final / store.STATS).is_file():
+        raise NormlabError(f"run {final}: {store.STATS} is missing; delete the run and train it again")
     shutil.rmtree(work, ignore_errors=True)
     return run
 

@@ -65,6 +65,7 @@ def button(page: Any, name: str) -> Any:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow  # the explorer's controls are tested in tests/widgets, without JupyterLab
 def test_start_here_moves_with_the_keyboard(address: str, chromium: str):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "00_start_here.ipynb")
