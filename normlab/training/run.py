@@ -234,9 +234,7 @@ def _check_ranks(config: TrainConfig, ranks: int, place: store.Remote | None) ->
             "them together take a step: change one of the two"
         )
     if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
-        raise NormlabError(
-            "ranks on several machines resume from one directory: name one that all see as --out"
-        )
+        raise NormlabError("ranks on several machines resume from one directory: name one that all see as --out")
 
 
 @contextlib.contextmanager
