@@ -132,4 +132,8 @@ def run_cells(page: Any, timeout: float = 120) -> None:
     """Run all cells of the open notebook; returns when the first widget's plot is there."""
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.locator("#jp-mainmenu-run").get_by_text("Run All Cells", exact=True).click()
-    page.wait_for_selector(".widget-vbox .js-plotly-plot .main-svg", state="attached", timeout=timeout * 1000)
+    page.wait_for_selector(
+        ".widget-vbox .js-plotly-plot .main-svg, .explorer .main-svg, .live svg",
+        state="attached",
+        timeout=timeout * 1000,
+    )

@@ -27,7 +27,7 @@ from benchmarks.browser import find_browser, jupyter_lab, open_notebook, page_of
 from benchmarks.timing import arguments, report, run
 from normlab.errors import NormlabError
 from normlab.runs import load_runs, read_configs
-from normlab.widgets.page import explorer_page
+from normlab.widgets.explorer import explorer_page
 
 NO_BROWSER = "no move was timed: that needs playwright (pip install playwright) and a Chromium or Chrome on the PATH"
 WAIT = 20_000  # milliseconds after which a move counts as lost

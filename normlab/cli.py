@@ -94,21 +94,21 @@ def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], Any]:
     return act, options
 
 
-def whole(text: str) -> int:
-    """A whole number. NormlabError for anything else."""
+def whole(text: str, flag: str = "") -> int:
+    """A whole number. NormlabError for anything else. flag: for the error, where cyclopts does not name it."""
     try:
         return int(text)
     except ValueError:
-        raise NormlabError(f"{text!r} is no whole number") from None
+        raise NormlabError(f"{flag} {text!r} is no whole number".strip()) from None
 
 
-def field_values(texts: Iterable[str]) -> dict[str, Any]:
+def field_values(texts: Iterable[str], flag: str = "--model") -> dict[str, Any]:
     """The mapping that FIELD=VALUE, given more than once, says; a value is JSON or a word."""
     fields = {}
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign:
-            raise NormlabError(f"takes FIELD=VALUE, not {text!r}")
+            raise NormlabError(f"{flag} takes FIELD=VALUE, not {text!r}")
         try:
             fields[name] = json.loads(value)
         except ValueError:
@@ -241,10 +241,12 @@ def _sweep(
     from normlab.training.presets import get_preset
     from normlab.training.sweep import sweep
 
-    numbers = [whole(text) for text in depths.split(",")] if depths else None
+    numbers = [whole(text, "--depths") for text in depths.split(",")] if depths else None
     chosen = get_preset(preset).only(schemes.split(",") if schemes else None, numbers)
     shared = {
-        "workers": workers_of(workers, {"address": address, "gpus": gpus, "options": field_values(slurm or ())}),
+        "workers": workers_of(
+            workers, {"address": address, "gpus": gpus, "options": field_values(slurm or (), "--slurm")}
+        ),
         "threads": threads,
         "cache_dir": cache_dir,
         "progress": not quiet,
@@ -270,7 +272,7 @@ def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
         raise NormlabError(f"{', '.join(idle)} would change nothing: leave out, or choose another --workers")
     if workers in CLUSTERS:
         return cluster(workers, **{name: value for name, value in options.items() if name in taken})
-    return None if workers is None else whole(workers)
+    return None if workers is None else whole(workers, "--workers")
 
 
 @command("plan")

@@ -92,9 +92,9 @@ def test_bad_sweeps_are_one_line(
     assert "--out" in _refused(capsys, "sweep", "--preset", "tiny")
     assert f"known are {', '.join(PRESETS)}" in _refused(capsys, "sweep", "--preset", "huge", "--out", out)
     assert "unknown scheme 'no'" in _refused(capsys, "sweep", "--schemes", "no", "--out", out)
-    assert "'many' is no whole number" in _refused(capsys, "sweep", "--workers", "many", "--out", out)
+    assert "--workers 'many' is no whole number" in _refused(capsys, "sweep", "--workers", "many", "--out", out)
     assert "workers is 0" in _refused(capsys, "sweep", "--workers", "0", "--out", out)
-    assert "'a' is no whole number" in _refused(capsys, "sweep", "--depths", "a", "--out", out)
+    assert "--depths 'a' is no whole number" in _refused(capsys, "sweep", "--depths", "a", "--out", out)
     assert "depth is 0" in _refused(capsys, "sweep", "--depths", "0", "--out", out)
 
 

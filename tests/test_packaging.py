@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -59,12 +58,6 @@ def test_the_conda_environment_installs_what_pyproject_declares():
     assert PYPROJECT["project"]["requires-python"] in python_entry
 
 
-def test_the_extra_all_holds_every_extra():
-    (everything,) = EXTRAS["all"]
-    named = re.fullmatch(r"normlab\[(.*)\]", everything)
-    assert named and set(named[1].split(",")) == set(EXTRAS) - {"all"}
-
-
 def test_what_the_library_imports_is_declared_and_what_is_declared_is_used():
     imported: dict[str, str] = {}
     for path in sorted((ROOT / "normlab").rglob("*.py")):
@@ -112,40 +105,6 @@ def test_one_version_everywhere():
     assert citation["version"] == KERNELS["version"] == normlab.__version__
     assert PYPROJECT["tool"]["hatch"]["version"]["path"] == "normlab/__init__.py"
     assert citation["license"] == PYPROJECT["project"]["license"] == KERNELS["license"]
-
-
-def test_the_newest_section_of_the_changelog_is_this_versions():
-    headings = re.findall(
-        r"^## (\S+?),? ?(not released)?$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert headings[0][0] == normlab.__version__
-
-
-def test_what_the_workflows_run_is_in_the_repository():
-    scripts = set()
-    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
-        workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
-        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-        scripts |= {script for step in steps for script in re.findall(r"\.ci/[a-z-]+", step.get("run", ""))}
-    assert scripts == {".ci/run", ".ci/try-installed", ".ci/try-lowest"}
-    for script in scripts:
-        assert os.access(ROOT / script, os.X_OK), script
-
-
-def test_the_citation_names_both_papers_and_their_authors():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    urls = {reference["url"] for reference in citation["references"]}
-    assert urls == {"https://arxiv.org/abs/2601.09719", "https://arxiv.org/abs/2502.05795"}
-    authors = [author for reference in citation["references"] for author in reference["authors"]]
-    assert len(authors) == 11 and all(author.keys() == {"given-names", "family-names"} for author in authors)
-
-
-def test_the_published_values_travel_with_the_wheel():
-    from normlab.analysis import published
-
-    (target,) = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].values()
-    assert ROOT / target in published._PLACES
-    assert (ROOT / "data" / "paper") in published._PLACES
 
 
 @pytest.mark.slow

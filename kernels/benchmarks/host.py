@@ -1,4 +1,4 @@
-"""What a call costs the host, measured without a GPU: a stand-in for Triton's driver drops every launch.
+"""The host's cost of a call, measured without a GPU: a stand-in for Triton's driver drops every launch.
 
 The stand-in says that it is an H200. What Python, PyTorch and Triton do before the launch remains, on CPU tensors. It
 needs Triton's compiler, not its interpreter.

@@ -25,11 +25,11 @@ MOST_BUFFERS = 64
 
 
 class Missing(Exception):
-    """What cannot be measured here for lack of something, which is no failure."""
+    """Something that a measurement needs is not there, which is no failure."""
 
 
 def buffers(touched: int, cache: int) -> int:
-    """How many sets of buffers must take turns so that a set comes back after twice the cache's bytes were touched.
+    """Number of sets of buffers that take turns, so that a set is used again after twice the cache's bytes.
 
     >>> buffers(134_217_728, 50 << 20), buffers(10_000_000, 50 << 20), buffers(1, 50 << 20)
     (2, 12, 64)
@@ -53,7 +53,7 @@ def ratios(baseline: list[float], compared: list[float]) -> Row:
 
 
 class Device:
-    """What all devices share."""
+    """The interface, and what needs no device."""
 
     kind = "cpu"
     dtype = torch.float32
@@ -130,8 +130,8 @@ class Cpu(Device):
 class Cuda(Device):
     """Times by `triton.testing.do_bench`, which flushes the second-level cache before each call.
 
-    `microseconds` is the device's time of a call in the replay of a CUDA graph, over buffers that take turns;
-    `eager_microseconds` that of a launched call; `host_microseconds` what the call keeps the host.
+    `microseconds` is the device's time of a call in the replay of a CUDA graph, over buffers that take turns.
+    `eager_microseconds` is that of a launched call, `host_microseconds` the host's time of a call.
     """
 
     kind = "cuda"

@@ -1,5 +1,6 @@
-"""What is timed: this package, the plain formula, torch.compile's version of it, PyTorch's norms, Liger, QuACK, and
-BHyT's released decode kernel restated.
+"""The peers: this package, the plain formula, torch.compile's version of it, PyTorch's norms, Liger, QuACK.
+
+BHyT's released decode kernel is restated from its formula.
 
 A peer that is not installed, or does not take a shape, leaves a note instead of a number. `pip install -e
 'kernels[peers]'` installs them.
@@ -33,7 +34,7 @@ class Function:
 
 
 def _rows(function: spec.Function, direction: str) -> int:
-    """What must move: x (and the residual) in, y (and the sum) out; back, x or the sum, and each gradient."""
+    """Rows that must move: x (and the residual) in, y (and the sum) out; backward x or the sum, and each gradient."""
     if function.residual:
         return 4
     return 2 if direction == "forward" else 3

@@ -1,8 +1,8 @@
-"""What is measured, as data: one `Planned` for each row of the tables, the most important first.
+"""The measurements as data: one `Planned` for each row of the tables, the most important first.
 
-Priorities: 0 the claims (this package and PyTorch's norms at 16k rows of 2k to 8k, the fused product, whole models with
-RMSNorm and with BHyT), 1 the other peers there, decoding and the other schemes, 2 what takes long to compile, 3 the
-other shapes. Within a priority the sections come in the order below.
+Priority 0 are the claims: this package and PyTorch's norms at 16k rows of 2k to 8k, the fused product, whole models
+with RMSNorm and with BHyT. 1 are the other peers there, decoding and the other schemes. 2 is what takes long to
+compile. 3 are the other shapes. Within a priority the sections come in the order below.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     s = residual + x,  ms = mean(s^2),  r = bf16(rsqrt(bf16(ms) + eps)),  y = weight tanh((lam/kappa) s r)
 
-The step reduces its own row again, whatever statistic the prompt used, and rounds it and its root to bf16 (here: to x's
-dtype): up to 0.4% off, so prompt and decoding disagree. Ours carries the fp32 statistic; this is here for its time.
+The step reduces its row again, whatever statistic the prompt used. It rounds the statistic and its root to bf16 (here
+to x's dtype). That is up to 0.4% off, so prompt and decoding disagree. Ours carries the fp32 statistic.
 """
 
 from __future__ import annotations

@@ -4,10 +4,16 @@
     python kernels/benchmarks/run.py --device cpu --sections rows --out data/bench
     python kernels/benchmarks/run.py --device fake --out build/dry-run                   # no device: times mean nothing
 
-Sections: rows (each norm, forward, backward and both), launch (its kernels with other launches than those chosen),
-linear (projection + add + norm, fused or not), decode (each norm for 1 to 64 rows), host (what a call keeps the host;
-needs no GPU), compiled (two norms on a CPU against the compiled formula), step (a whole training step by scheme) and
-generate (a token of generation by scheme). The last two need normlab. plan.py has the rows in their order.
+rows       each norm, forward, backward and both
+launch     its kernels with other launches than those chosen
+linear     projection + add + norm, fused or not
+decode     each norm for 1 to 64 rows
+host       the host's time of a call; needs no GPU
+compiled   two norms on a CPU against the compiled formula
+step       a whole training step by scheme; needs normlab
+generate   a token of generation by scheme; needs normlab
+
+plan.py has the rows in their order.
 
 Each section has a table, <section>_<device>.csv, which keeps what earlier runs measured: run the command again to
 resume. A result is checked before it is timed. What fails is a row with a note, and the rest is measured. A row at
@@ -131,7 +137,7 @@ def measure_all(
 
 
 def is_lost(device: Device) -> bool:
-    """Whether every call fails, as after a bad access."""
+    """True if every call fails, as after a bad access."""
     if device.torch.type != "cuda":
         return False
     try:

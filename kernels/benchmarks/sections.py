@@ -104,7 +104,7 @@ def decode_row(planned: Planned, device: Device) -> Row:
 
 
 def host_row(planned: Planned, device: Device) -> Row:
-    """What a call keeps the host, launches left out (`host.py`); a peer's in turns with ours."""
+    """The host's time of a call, launches left out (`host.py`); a peer's in turns with ours."""
     with host.no_launches():
         calls = [peers.build(peer, planned.function) for peer in (planned.against or planned.peer, planned.peer)]
         rows, width = device.sizes(planned.rows, planned.width)

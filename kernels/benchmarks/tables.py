@@ -29,7 +29,7 @@ def key_of(row: Row) -> tuple[str, ...]:
 
 
 def is_good(row: Row) -> bool:
-    """Whether a row holds a time and no note."""
+    """True if a row holds a time and no note."""
     return bool(row.get("microseconds")) and not row.get("note")
 
 
@@ -65,7 +65,7 @@ class Table:
         self.path.with_suffix(".new").replace(self.path)
 
     def is_done(self, row: Row) -> bool:
-        """Whether it was measured well, or never ended, with this run's device, software and sources."""
+        """True if it was measured well, or never ended, with this run's device, software and sources."""
         earlier = self.earlier.get(key_of(self.common | row), {})
         same = all(earlier.get(name) == str(self.common[name]) for name in MADE_WITH)
         return same and (is_good(earlier) or earlier["note"] == BEGUN)

@@ -93,9 +93,13 @@ def changed(launch: Any, fields: str) -> Any:
 
 
 def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list[Build]:
-    """What a call of a function at a width launches, forward, backward and for the parameters' gradients; the fused
-    product with as many columns in as out, on 132 multiprocessors. `launch`: fields other than the choice's, of the
-    backward kernel or of the product."""
+    """The launches of a function's call at a width: forward, backward and for the parameters' gradients.
+
+    The fused product has as many columns in as out, on 132 multiprocessors.
+
+    Args:
+        launch: fields other than the choice's, of the backward kernel or of the product.
+    """
     row, vector, one = (ROWS, width), (width,), (1,)
     shapes = {
         "x": row,
@@ -183,7 +187,7 @@ def _counts(compiled: Any, backend: str) -> tuple[int, ...]:
 
 
 def _async_depth(compiled: Any) -> int:
-    """How many groups the first wait in the last loop leaves on their way."""
+    """Number of groups of copies that the first wait in the last loop leaves in flight."""
     depth = re.search(r"async_wait[^\n]*num = (\d+)", compiled.asm["ttgir"].rpartition("scf.for")[2])
     return int(depth[1]) if depth else -1
 
@@ -211,9 +215,12 @@ WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 
 def all_builds(target: str) -> Iterator[Build]:
-    """What a target's rows are: every launch of the table, of tiles by Derf's, of whole and split rows by LayerNorm's
-    with the addition, which holds most, and by SeeDNorm's, whose launches are its own; every function at 4,096; some
-    beside it; on sm_90 also the fused product and what is not chosen."""
+    """The builds of a target's rows in the table.
+
+    Every launch: of tiles by Derf and DyT; of whole and split rows by LayerNorm with the addition, which holds most,
+    and by SeeDNorm, which has its own launches. Every function at 4,096, and some at other widths. On sm_90 also the
+    fused product and launches that are not chosen.
+    """
     where = [(name, width, "bf16") for name in ("derf", "dyt") for width in WIDTHS[:5]]
     where += [(name, width, "bf16") for name in ("add_layer_norm", "add_seed_norm", "row_moments") for width in WIDTHS]
     where += [(name, 4096, "bf16") for name in FUNCTIONS]

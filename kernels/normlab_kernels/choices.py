@@ -1,19 +1,19 @@
-"""How a row kernel is launched: one documented choice from a row's width to a frozen configuration. Nothing is tuned
-at run time.
+"""The launch of a row kernel: one documented choice from a row's width to a frozen configuration.
+
+Nothing is tuned at run time.
 
 The thresholds rest on counting, not on timing (nothing here has been timed on a GPU):
 
-* a thread holds 8 to 32 elements of each operand, so that a 16-bit row is read in 16-byte pieces with two to four in
-  flight;
-* narrow rows share a program, so that a program has at least 2,048 elements forward (1,024 backward) to hide its
-  latency;
-* forward, a row up to 32,768 wide stays in registers, 32 elements a thread at most. Backward keeps x, the gradient,
-  the weight and the weight-gradient sum at once, and 8,192 is the last width whose ahead-of-time build for sm_80 and
-  sm_90 does not spill. With a direction there are three vectors and three sums: half the elements a thread, so that
-  as many warps share a multiprocessor, and 4,096 columns at most (8,192 spill 80 bytes);
-* backward, a loop's next rows are fetched to shared memory: two tiles ahead (3 stages) up to 4,096 columns, where
-  three operands in fp32 take 98 KB of it, and one beyond;
-* wider rows are split over programs: reductions first, then column tiles, at the price of reading the row twice.
+* A thread holds 8 to 32 elements of each operand. So a 16-bit row is read in 16-byte pieces with two to four in flight.
+* Narrow rows share a program. It has at least 2,048 elements forward (1,024 backward) to hide its latency.
+* Forward, a row up to 32,768 wide stays in registers, at most 32 elements per thread.
+* Backward keeps x, the gradient, the weight and the weight-gradient sum. At 8,192 columns the ahead-of-time builds for
+  sm_80 and sm_90 do not spill; wider ones do.
+* With a direction there are three vectors and three sums. A thread has half the elements, so that as many warps share a
+  multiprocessor, and rows at most 4,096 columns (8,192 spill 80 bytes).
+* Backward, a loop's next rows are fetched to shared memory: two tiles ahead (3 stages) up to 4,096 columns, where
+  three fp32 operands take 98 KB of it, and one tile ahead beyond.
+* Wider rows are split over programs: reductions first, then column tiles. The row is read twice.
 """
 
 from __future__ import annotations
@@ -28,9 +28,16 @@ TILE_WIDTH = 1_024  # columns a program takes where no reduction ties a row toge
 
 @dataclass(frozen=True)
 class Launch:
-    """block: columns in a program's tile (a power of two); rows: rows in the tile; warps: 32 threads each; whole: the
-    tile holds whole rows; stages: of a loop over tiles, 2 if the next rows are on their way to shared memory while
-    these are worked on; resident_warps: of all programs that walk over rows on one multiprocessor."""
+    """Launch of a row kernel.
+
+    Args:
+        block: columns in a program's tile (a power of two).
+        rows: rows in the tile.
+        warps: of 32 threads.
+        whole: the tile holds whole rows.
+        stages: of a loop over tiles; with 2 the next rows are fetched to shared memory during the present ones.
+        resident_warps: of all programs that walk over rows on one multiprocessor.
+    """
 
     block: int
     rows: int
@@ -97,10 +104,10 @@ def moments(width: int) -> Launch:
 
 
 def backward_programs(tiles: int, multiprocessors: int, launch: Launch) -> int:
-    """How many programs walk over the rows: 16 warps a multiprocessor, no more than there is work for.
+    """Number of programs that walk over the rows: 16 warps per multiprocessor, at most one per tile.
 
-    Each writes one fp32 partial row: at d = 4096 and 132 multiprocessors, 2 programs each, 4.3 MB beside the 403 MB of
-    16,384 rows.
+    Each writes one fp32 partial row. At d = 4096 and 2 programs on each of 132 multiprocessors that is 4.3 MB; 16,384
+    rows are 403 MB.
     The number fixes the order in which weight gradients are summed, so it depends on shape and device only.
     """
     return max(1, min(tiles, multiprocessors * max(1, launch.resident_warps // launch.warps)))
@@ -108,9 +115,17 @@ def backward_programs(tiles: int, multiprocessors: int, launch: Launch) -> int:
 
 @dataclass(frozen=True)
 class LinearLaunch:
-    """The matrix product's tile, the column slices of its epilogue, warps, pipeline stages, rows of tiles a group, and
-    programs a multiprocessor; flatten: the loops over tiles and over the inner dimension are one, so that the next
-    tile's operands are fetched during an epilogue; from_residual: the accumulator starts as the residual's tile."""
+    """Launch of the matrix product.
+
+    Args:
+        block_m, block_n, block_k: its tile.
+        slices: column slices of the epilogue.
+        stages: of the pipeline.
+        group: rows of tiles in a group.
+        programs: per multiprocessor.
+        flatten: one loop over tiles and the inner dimension, so that an epilogue overlaps the next tile's fetches.
+        from_residual: the accumulator starts as the residual's tile.
+    """
 
     block_m: int
     block_n: int
@@ -134,8 +149,10 @@ LEAST_GAIN = 1.02  # over addmm + norm, for the fused product to be taken
 
 @dataclass(frozen=True)
 class FusionWin:
-    """Where the fused product was measured to win: from so many rows on (it won at all of them that were timed), and
-    by which launch."""
+    """A measured win of the fused product: from `rows` rows on, by this launch.
+
+    It won at all of the timed numbers of rows from there on.
+    """
 
     device: str
     width: int

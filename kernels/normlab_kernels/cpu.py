@@ -1,16 +1,14 @@
 """The row norms on a CPU: one autograd function that reads and writes memory as seldom as eager PyTorch allows.
 
-What it saves against the naive formula under autograd:
+It saves against the naive formula under autograd:
 
-* nothing of the input's size is kept for the backward pass but the input itself (the naive forms keep the normalised
-  rows or the tanh as well); the rest is computed again from the input and the row's statistic;
-* the sum of squares is one pass (`vector_norm`), not a square and a mean;
-* fp32 results are worked out in place, chunk by chunk of rows that stay in the cache: one temporary of a chunk's size
-  backward, none forward;
-* tanh, by far the dearest operation (2 ns an element in PyTorch 2.13, against 0.07 for a product), goes through NumPy's
-  vectorised one (0.16 ns, within 2 units in the last place), when NumPy is there.
+* Only the input is kept for the backward pass. The naive forms keep the normalised rows or the tanh too.
+* The sum of squares is one pass (`vector_norm`), not a square and a mean.
+* fp32 results are computed in place, by chunks of rows that stay in the cache. Backward has one temporary chunk.
+* tanh is the most expensive operation: 2 ns per element in PyTorch 2.13, against 0.07 for a product. NumPy's takes
+  0.16 ns, within 2 units in the last place, and is used where NumPy is installed.
 
-Under `torch.compile` none of this is wanted: the caller gives the compiler the plain formula (`reference.py`).
+Under `torch.compile` the caller gives the compiler the plain formula (`reference.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _ERF_SLOPE = 1.1283791670955126  # 2/sqrt(pi)
 
 
 def unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """x with last stride 1 (a copy if it was not): what every implementation works on."""
+    """x with last stride 1, copied if it was not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Which implementation a call takes, and the checks that all implementations share."""
+"""The choice of an implementation, and the checks that all implementations share."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
 class _CpuRowNorm(torch.autograd.Function):
     """cpu.forward and cpu.backward on 2-D rows; torch.func transforms refuse it with a sentence.
 
-    The context is filled in `forward`: a separate `setup_context` costs 15 us a call (PyTorch binds the arguments anew
-    each time), a third of the whole norm at width 128.
+    The context is filled in `forward`. A separate `setup_context` costs 15 us per call, a third of the norm at width
+    128, because PyTorch binds the arguments anew each time.
     """
 
     @staticmethod
@@ -94,8 +94,11 @@ def row_norm(
     shift: Tensor | None = None, direction: Tensor | None = None, given: Tensor | None = None,
     correction: Tensor | None = None, residual: Tensor | None = None, kernels: str = "auto",
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """(y, ms, s) of any row norm; s = residual + x when there is a residual, and then y is the norm of s; a
-    `correction` is a constant that is added to the given mean square. None for what a norm does not have."""
+    """Compute (y, ms, s) of any row norm. None for what a norm does not have.
+
+    With a residual, s = residual + x, and y is the norm of s. A `correction` is a constant that is added to the given
+    mean square.
+    """
     check(x, weight, bias, scale, shift, direction, given)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
@@ -112,14 +115,16 @@ def row_norm(
 
 
 def takes_kernels(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether x goes to the Triton kernels: on CUDA with Triton there, or anywhere in its interpreter; never in
-    fp64, nor beside another operand in it."""
+    """True if x goes to the Triton kernels: on CUDA with Triton installed, or anywhere in its interpreter.
+
+    Never if x or another operand is fp64.
+    """
     able = TRITON and (x.device.type == "cuda" or INTERPRETING) and x.dtype != torch.float64
     return able and not any(t is not None and t.dtype == torch.float64 for t in others)
 
 
 def chooses_kernels(x: Tensor, kernels: str, *others: Tensor | None) -> bool:
-    """Whether the caller's choice, "auto", "triton" or "torch", means the Triton kernels for x and its operands."""
+    """True if the caller's choice, "auto", "triton" or "torch", means the Triton kernels for these operands."""
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f'kernels is {kernels!r}: choose "auto", "triton" or "torch"')
     able = takes_kernels(x, *others)
@@ -135,7 +140,7 @@ def _triton_path(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, direction: Tensor | None, given: Tensor | None, correction: Tensor | None, spec: RowSpec,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """By the custom op where something looks on (a compiler, functorch), by the same launches without it otherwise."""
+    """Run the custom op under a compiler or functorch, and the same launches without it otherwise."""
     refuse_forward_mode(x, residual, weight, bias, scale, shift, direction, given)
     shape = x.shape
     if len(shape) != 2:
@@ -168,9 +173,11 @@ def _torch_path(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
     direction: Tensor | None, given: Tensor | None, spec: RowSpec,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(y, ms) without Triton; ms only where the row was reduced for it. LayerNorm is PyTorch's own, one fused pass each
-    way on a CPU already; in fp32, because it sums 16-bit weight gradients in 16 bits. What `cpu.py` has not is the
-    plain formula, of dense columns as everywhere: the order of a sum depends on its strides."""
+    """Compute (y, ms) without Triton; ms only where the row was reduced for it.
+
+    LayerNorm is PyTorch's, one fused pass each way on a CPU. It runs in fp32, because it sums 16-bit weight gradients
+    in 16 bits. What `cpu.py` lacks is the plain formula, of dense columns: the order of a sum depends on its strides.
+    """
     width = x.shape[-1]
     if spec.stat == Stat.LAYER:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

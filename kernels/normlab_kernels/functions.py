@@ -1,15 +1,15 @@
 """The public functions: one row norm each, on whatever device the tensor is.
 
-A CUDA tensor takes the Triton kernels, a CPU tensor the functions of `cpu.py`; under Triton's interpreter a CPU tensor
+A CUDA tensor takes the Triton kernels, a CPU tensor the functions of `cpu.py`. Under Triton's interpreter a CPU tensor
 takes the kernels too, so that tests reach them. Every function takes any leading shape, keeps statistics in fp32, and
 returns y in the dtype that x and the weight promote to.
 
 `kernels` is "auto" (as above), "triton" (an error where the kernels cannot run) or "torch" (never the kernels). The
-kernels round once, at the store; PyTorch's path rounds as Llama does, before the weight too. What a row comes out as
-does not depend on the other rows or on how many they are: a token decoded alone has the bits it has in a prompt.
+kernels round once, at the store. PyTorch's path rounds as Llama does, before the weight too. A row's result does not
+depend on the other rows: a token decoded alone has the bits it has in a prompt.
 
-The `add_` forms return s = residual + x first, rounded once, and the norm of the rounded s: the bits of an addition
-followed by the norm.
+The `add_` forms return s = residual + x first, rounded once, and the norm of the rounded s. These are the bits of an
+addition followed by the norm.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def bhyt(
 
     Args:
         x: (..., d). weight: (d,). lam: one element. kappa, eps: constants.
-        bounded: false leaves the tanh out, in the same kernels: the map that a comparison of speeds needs beside it.
+        bounded: false leaves the tanh out, in the same kernels, to compare speeds with.
 
     Returns:
         y (..., d) and ms (..., 1) in fp32; both carry gradients.

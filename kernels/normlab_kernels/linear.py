@@ -1,9 +1,9 @@
 """linear_add_bhyt and linear_add_dyt: h = residual + a w^T and a norm of h, in one kernel or in two.
 
 The fused kernel needs a row factor that is known before the product is done (a carried BHyT statistic, DyT's scalar).
-It runs where the table in `choices.py` says it was measured to win, or where the caller asks for it; everywhere else
-the product is `addmm`, which takes the residual along, followed by the norm's own kernel. Both give the same function,
-and one backward pass serves both: the norm's, then two matrix products.
+It runs where the table in `choices.py` says it was measured to win, or where the caller asks for it. Elsewhere the
+product is `addmm` with the residual, followed by the norm's kernel. Both give the same function. One backward pass
+serves both: the norm's, then two matrix products.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def linear_add_bhyt(
     Args:
         a: (..., k). proj_weight: (d, k), as in nn.Linear. residual: (..., d). weight: (d,). lam: one element.
         mean_square: (..., 1), the carried statistic; it gets a gradient.
-        fused: one kernel (True) or two (False); None asks the table of measurements, and takes two where the kernel
-            cannot run: for float32 operands, say, whose tiles do not fit a GPU's shared memory.
+        fused: one kernel (True) or two (False). None asks the table of measurements, and takes two where the kernel
+            cannot run, as for float32 operands, whose tiles do not fit a GPU's shared memory.
         bounded: false leaves the tanh out.
 
     Raises:
@@ -73,8 +73,10 @@ def _linear_add_norm(
 
 
 def prefers_fused(a: Tensor, proj_weight: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """Whether `fused=None` means one kernel for operands like these: it can run, and the table in `choices.py` says it
-    was measured to win for so many rows, that width and that K on this device."""
+    """True if `fused=None` means one kernel for operands like these.
+
+    It can run, and it was measured to win for as many rows, that width and that K on this device (`choices.py`).
+    """
     width, inner = proj_weight.shape
     name = torch.cuda.get_device_properties(a.device).name if a.is_cuda else a.device.type
     win = choices.fusion_win(name, a.numel() // max(1, inner), width, inner)
@@ -82,7 +84,7 @@ def prefers_fused(a: Tensor, proj_weight: Tensor, residual: Tensor, weight: Tens
 
 
 def cannot_fuse(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor) -> str:
-    """Why the fused kernel cannot take these operands; empty if it can."""
+    """Say why the fused kernel cannot take these operands; empty if it can."""
     if not dispatch.takes_kernels(a):
         return f"a {a.device.type} tensor of {a.dtype} does not reach the Triton kernels"
     dtypes = {str(tensor.dtype) for tensor in (a, proj, residual, weight)}

@@ -1,4 +1,4 @@
-"""row_moments: what the probes want to know of every row, in one read."""
+"""row_moments: the statistics of every row that the probes need, in one read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 class RowMoments(NamedTuple):
-    """Of each row of d numbers, in fp32 (fp64 for fp64 input), each of the rows' shape. Sums are not divided by d."""
+    """Statistics of each row of d numbers, in fp32 (fp64 for fp64 input). Sums are not divided by d."""
 
     m2: Tensor  # sum (x - mean)^2
     m4: Tensor  # sum (x - mean)^4
@@ -23,8 +23,8 @@ class RowMoments(NamedTuple):
 def row_moments(x: Tensor) -> RowMoments:
     """Second and fourth central moment sums, max |x| and L2 norm over the last dimension of x (..., d); no gradients.
 
-    On a GPU one kernel reads x once (rows wider than a program holds, twice); on a CPU the passes go over row chunks
-    that stay in the cache. A row with a NaN has NaN everywhere. L2 overflows only where it is no fp32 number itself.
+    On a GPU one kernel reads x once (rows wider than a program holds, twice). On a CPU the passes are over chunks of
+    rows that stay in the cache. A row with a NaN has NaN everywhere. L2 overflows only where it is no fp32 number.
 
     Raises:
         ValueError: x is not floating-point, or has no last dimension or an empty one.

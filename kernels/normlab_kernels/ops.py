@@ -1,9 +1,9 @@
-"""Launches of the row norms, and what PyTorch is told about them.
+"""Launches of the row norms, and their registration with PyTorch.
 
 `launch_forward` and `launch_backward` are the bodies, on 2-D rows with None for what a function lacks. Eager calls
-reach them through `RowNorm`, an autograd function; the compiler and functorch see the custom ops
-`normlab_kernels::row_norm` and its backward, over the same bodies (a custom op costs the host twice as much a call, and
-`triton_op`s fail `opcheck` in the interpreter).
+reach them through `RowNorm`, an autograd function. The compiler and functorch see the custom ops
+`normlab_kernels::row_norm` and its backward, over the same bodies. A custom op costs the host twice as much per call,
+and `triton_op`s fail `opcheck` in the interpreter.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ Tensor = torch.Tensor
 
 
 def tanh_form(dtype: torch.dtype, backward: bool = False) -> int:
-    """Which form of tanh and erf: the approximate one where the result is stored in 16 bits; backward 1 - tanh^2
-    doubles its error, which bf16 hides and fp16 does not."""
+    """The form of tanh and erf: the approximate one where the result is stored in 16 bits.
+
+    Backward, 1 - tanh^2 doubles its error, which bf16 hides and fp16 does not.
+    """
     if INTERPRETING or torch.version.hip is not None:
         return PORTABLE
     return APPROX if dtype == torch.bfloat16 or (dtype == torch.float16 and not backward) else LIBRARY
@@ -110,7 +112,7 @@ def _outputs(
 
 
 def _keeps_mean(stat: int, direction: Tensor | None) -> bool:
-    """Whether a row keeps a number beside its mean square: its mean, or x . direction."""
+    """True if a row keeps a second number with its mean square: its mean, or x . direction."""
     return stat == Stat.LAYER or stat == Stat.COMPRESSED or direction is not None
 
 
@@ -188,8 +190,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], total: Tensor | None, mean: Tensor 
 def _backward(
     ctx: Any, run: Any, grad: Tensor | None, grad_sum: Tensor | None, grad_ms: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the eight tensors; `run` is `launch_backward` or the custom op over it. dx goes to x and to the
-    residual; autograd gives each its dtype."""
+    """Gradients of the eight tensors. dx goes to x and to the residual; autograd gives each its dtype.
+
+    Args:
+        run: `launch_backward` or the custom op over it.
+    """
     x, *parameters, mean, ms = ctx.saved_tensors
     _, added, *wants = ctx.needs_input_grad[:8]
     if grad is None:  # no parameter has a part in s or in ms, whatever a row holds

@@ -1,8 +1,8 @@
-"""The formulas in plain PyTorch: what every kernel is checked against, and what a compiler is given.
+"""The formulas in plain PyTorch. Every kernel is checked against them, and a compiler is given them.
 
-Rounding is Llama's: the statistic, z and the activation in fp32 (fp64 for fp64 input), one rounding to x's dtype, then
-the product with the weight in the dtype the two promote to. With a direction the gain is the row's own, of fp32: one
-rounding, to that dtype.
+Rounding is Llama's. The statistic, z and the activation are fp32 (fp64 for fp64 input). They are rounded once to x's
+dtype. The product with the weight has the dtype the two promote to. With a direction the gain is the row's, of fp32,
+and there is one rounding, to that dtype.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def row_norm_reference(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(y, ms) of x (..., d); ms (..., 1) is the statistic used, None where there is none.
 
-    >>> y, ms = row_norm_reference(torch.ones(2, 4), torch.ones(4), None, None, None, None, RowSpec(Stat.RMS,
-    Act.IDENTITY))
+    >>> spec = RowSpec(Stat.RMS, Act.IDENTITY)
+    >>> y, ms = row_norm_reference(torch.ones(2, 4), torch.ones(4), None, None, None, None, spec)
     >>> ms.flatten().tolist()
     [1.0, 1.0]
     """

@@ -1,4 +1,4 @@
-"""What a row norm computes, as data: every function of the package is one `RowSpec`.
+"""Row norms as data: every function of the package is one `RowSpec`.
 
 All of them are, for one row x of width d,
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Stat:
-    """Where rstd comes from."""
+    """The source of rstd."""
 
     NONE = 0  # no statistic: rstd = 1
     RMS = 1  # ms = mean(x^2)
@@ -43,19 +43,20 @@ class RowSpec(NamedTuple):
 
     @property
     def reduces(self) -> bool:
-        """Whether the statistic is reduced from the row."""
+        """True if the statistic is reduced from the row."""
         return self.stat in (Stat.RMS, Stat.LAYER, Stat.COMPRESSED)
 
     @property
     def has_row_statistic(self) -> bool:
-        """Whether one number of the row, reduced or given, is in all its outputs."""
+        """True if one number of the row, reduced or given, is in all its outputs."""
         return self.stat not in (Stat.NONE, Stat.OWN)
 
 
 class Function(NamedTuple):
-    """A public function as data: its formula at the default constants, the tensors it takes, in the order of its
-    arguments, and those it returns. Tests, the ahead-of-time table and the benchmark read it: a further row function is
-    one entry."""
+    """A public function as data: its formula at the default constants, and the tensors it takes and returns.
+
+    Tests, the ahead-of-time table and the benchmark read it: a further row function is one entry.
+    """
 
     spec: RowSpec
     inputs: tuple[str, ...]

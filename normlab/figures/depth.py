@@ -85,7 +85,7 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
 
 
 def _falls(points: pd.DataFrame, depths: list[int]) -> str:
-    """How many schemes end lower at the deepest depth than at the shallowest."""
+    """The number of schemes that end lower at the deepest depth than at the shallowest, in words."""
     ends = points.pivot(index="scheme", columns="depth", values="mean")[[depths[0], depths[-1]]].dropna()
     if len(depths) < 2 or ends.empty:
         return ""

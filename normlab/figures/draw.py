@@ -101,7 +101,7 @@ def panels(names: Sequence[str], titles: Sequence[str], columns: int, **grid: An
 
 
 def is_lowest(cell: dict, cells: Sequence[dict]) -> bool:
-    """Whether no panel is below this one."""
+    """True if no panel is below this one."""
     return dict(row=cell["row"] + 1, col=cell["col"]) not in cells
 
 

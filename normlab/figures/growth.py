@@ -202,7 +202,7 @@ def _step_bar(last: float) -> go.Scatter:
 
 
 def published_source(points: pd.DataFrame) -> str:
-    """Where published values are from, and how far off they may have been read."""
+    """The sources of published values, and the error of reading them off a plot."""
     sources = sorted({f"{p.paper} {p.where}, {p.model}" for p in points.itertuples()})
     error = points["relative_error"].max()
     return "; ".join(sources) + (f", read off the plot ±{error:.0%}" if error > 0 else "")
@@ -219,8 +219,8 @@ def growth_before_after(
 
     Args:
         runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
-        published: table of `normlab.load_published`: its ratios at the same metric are listed next to ours, and a
-            footnote says of which model and how they were read.
+        published: table of `normlab.load_published`. Its ratios at the same metric are listed next to ours; a footnote
+            names the model.
     """
     row, shown = metric_row(metric), selected(runs, same_rate=True)
     start, end = (last_values(shown, metric, site="block_out", mask="all", step=step) for step in (0, None))

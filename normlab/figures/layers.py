@@ -1,4 +1,4 @@
-"""How trained models use their depth, by scheme and over seeds: what every run measured after its last step."""
+"""Use of depth in trained models, by scheme and over seeds: measurements of every run after its last step."""
 
 from __future__ import annotations
 

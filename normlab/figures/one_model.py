@@ -158,7 +158,7 @@ def by_tool(table: pd.DataFrame, metric: str) -> go.Figure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model did: loss in nats per token, next-token probabilities at the last position, layer statistics."""
+    """A model's loss (nats per token), next-token probabilities at the last position, and layer statistics."""
 
     loss: float
     next_token: np.ndarray

@@ -27,8 +27,10 @@ _THEORY = "theory"
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """How a view is drawn: bands, log axis, page theme, published values (a table, or None for none), theory, and
-    whether the value axis holds the view's own step or, staying still while steps go by, all of them."""
+    """Options of a drawing: bands, log axis, page theme, published values, theory.
+
+    With `one_step` the value axis fits the view's step. Else it fits all steps, and does not move between them.
+    """
 
     band: bool = True
     log: bool = False
@@ -55,7 +57,7 @@ def profile(
     published: pd.DataFrame | None = None,
     theory: Mapping[str, Mapping[str, Any]] | pd.DataFrame | None = None,
 ) -> go.Figure:
-    """A metric by layer at one training step, a line a scheme; with `reference`, its ratio or difference by pairs.
+    """A metric by layer at one training step, one line per scheme; with `reference`, ratios or differences by pairs.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -94,7 +96,7 @@ def profile(
 
 
 def plain(drawn: dict[str, Any]) -> go.Figure:
-    """What `drawing` returns as a figure, with None where there is no value."""
+    """A drawing as a figure, with None where there is no value."""
     traces = [{key: _listed(part) for key, part in trace.items()} for trace in drawn["data"]]
     return go.Figure({"data": traces, "layout": drawn["layout"]})
 
@@ -129,19 +131,21 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
 
 
 def log_axis(view: View, asked: bool) -> bool:
-    """Whether the value axis is to be logarithmic: where the reader asks for it, and for ratios to a reference, whose
-    intervals reach as far down as up on no other."""
+    """True if the value axis is logarithmic: where the reader asks for it, and for ratios to a reference.
+
+    The intervals of ratios are symmetric on a log axis only.
+    """
     return asked or (view.reference is not None and metric_row(view.metric).is_ratio)
 
 
 def log_remark(profiles: Profiles, view: View) -> str:
-    """Which lines a log axis cannot show, or nothing."""
+    """The lines that a log axis cannot show, in words."""
     unseen = [line for line in profiles.lines(view) if np.isfinite(line.values).any() and not (line.values > 0).any()]
     return ", ".join(look.style_of(line.scheme).title for line in unseen) + ": zero, below a log axis" if unseen else ""
 
 
 def theory_remark(profiles: Profiles, view: View) -> str:
-    """What the lines with rings are, or that there are none and why."""
+    """Explain the lines with rings, or why there are none."""
     schemes = [line.scheme for line in profiles.predicted(view)]
     if not schemes:
         what = f"the {metric_row(view.metric).label}, {site_label(view.site)}"
@@ -151,7 +155,7 @@ def theory_remark(profiles: Profiles, view: View) -> str:
 
 
 def published_remark(published: pd.DataFrame | None, view: View) -> str:
-    """What the diamonds are, or that there are none."""
+    """Explain the diamonds, or say that there are none."""
     if _published(published, view) is not None:
         return "diamonds: published values, of larger models"
     return f"no published value stands beside this view of the {metric_row(view.metric).label}"
@@ -217,7 +221,7 @@ def _hover(view: View, title: str, about: str) -> str:
 
 
 def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame | None:
-    """Published values that can stand beside an absolute view of block outputs."""
+    """Published values that are comparable with an absolute view of block outputs."""
     if published is None or view.relative or view.reference is not None or view.site != "block_out":
         return None
     keep = (published["metric"] == view.metric) & published["scheme"].isin(view.schemes) & published["layer"].notna()

@@ -32,9 +32,9 @@ def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) 
     """Ratios to the first scheme of the registry of perplexity, size and variance after the last layer.
 
     Each scheme's row is as high as its marks, which are drawn one below the other. Filled marks are these runs, one
-    shape per depth, with intervals; thin marks are what papers print for their own, far larger models, one shape per
-    model. Left of 1 is lower than the base. A perplexity of more than three times the base's is a model that did not
-    train: an arrow at the edge, its ratio when hovered.
+    shape per depth, with intervals. Thin marks are the papers' far larger models, one shape per model. Left of 1 is
+    lower than the base. A perplexity of more than three times the base's is a model that did not train: an arrow at
+    the edge, its ratio when hovered.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -87,7 +87,7 @@ def _positions(table: pd.DataFrame, schemes: list[str]) -> tuple[dict[str, float
 
 
 def _edge(quantity: str) -> float:
-    """Where ratios that are no result of training are drawn."""
+    """The largest ratio that is drawn to scale."""
     return BROKEN.get(quantity, math.inf)
 
 
@@ -130,6 +130,6 @@ def _add_scheme(
 
 
 def _held(rows: pd.DataFrame, quantity: str) -> list[float]:
-    """What an axis must hold: 1, and ratios with their intervals, up to the edge."""
+    """The values that an axis must hold: 1, and ratios with their intervals, up to the edge."""
     values = rows[["ratio", "low", "high"]].to_numpy(float).ravel()
     return [1.0, *(min(value, _edge(quantity)) for value in values if math.isfinite(value))]

@@ -135,7 +135,7 @@ def _measured(table: pd.DataFrame, metric: str | None, mask: str) -> pd.DataFram
 
 
 def _share(values: np.ndarray, log: bool) -> np.ndarray:
-    """Where each value lies between the smallest and the largest, 0 to 1; NaN for what is not finite."""
+    """Each value's position between the smallest and the largest, 0 to 1; NaN for what is not finite."""
     finite = np.where(np.isfinite(values), values, np.nan)
     if log and np.nanmin(finite, initial=np.inf) > 0:
         finite = np.log(finite)

@@ -1,4 +1,4 @@
-"""How figures look: one template in two themes, and the colour and dash of each scheme."""
+"""One template in two themes, and the colour and dash of each scheme."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _INKS = {
 
 @dataclass(frozen=True)
 class Style:
-    """How one scheme is drawn, everywhere."""
+    """The look of one scheme in every figure."""
 
     name: str
     title: str
@@ -160,7 +160,7 @@ def step_color(step: float, last: float) -> str:
 
 
 def on_dark() -> dict[str, str]:
-    """What a colour too dark for a dark page becomes there, in each form in which a figure may have it."""
+    """The replacements of colours too dark for a dark page, in each form in which a figure may have them."""
     return _ON_DARK | {_channels(light): _channels(dark) for light, dark in _ON_DARK.items()}
 
 

@@ -163,7 +163,7 @@ def _values_of(figure: go.Figure, split: str) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one run has measured so far.
+    """The measurements of one run so far.
 
     Args:
         train, held_out: (step, loss) in order of the steps.

@@ -24,7 +24,7 @@ import normlab
 from normlab.errors import NormlabError
 from normlab.notebook.exporters import EXPLORER_FILE, NotebookPage, share_plotly
 from normlab.notebook.landing import write_index
-from normlab.widgets.page import explorer_page
+from normlab.widgets.explorer import explorer_page
 
 
 def write_pages(

@@ -10,6 +10,7 @@ TrainTheatre(schemes, out, recipe)   schemes train side by side in the backgroun
 Change(kappa=0.5, layers={3: {"block": 0}})   a change to a model by layer; `with changed(model, change):` makes it
 PlotWidget(draw, controls)   a widget of your own: `draw(theme)` makes the figure of what the controls say
 explorer_page(runs, path)   the explorer as one HTML page that needs no kernel
+live_page(models, folder)   a page that runs trained models and changes their normalization
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _PUBLIC = {
     "KernelTimes": "normlab.widgets.kernels",
     "TrainTheatre": "normlab.widgets.theatre",
     "PlotWidget": "normlab.widgets.plot",
-    "explorer_page": "normlab.widgets.page",
+    "explorer_page": "normlab.widgets.explorer",
+    "live_page": "normlab.widgets.live",
 }
 __all__ = list(_PUBLIC)
 

@@ -3,11 +3,12 @@
 Change     the description: typed, checked, JSON
 changed    a context manager: the model with the change made
 ask        run the changed model and measure its layers
+ask_row    the same for one row of tokens, as the page's model answers
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -163,6 +164,37 @@ def _dim_block(share: float, _: nn.Module, args: tuple, kwargs: dict[str, Any], 
 
 def ask(model: nn.Module, tokens: Tensor, change: Change) -> Answer:
     """Run the changed model on `tokens` (batch, length) and measure every layer."""
+    output, table = _run(model, tokens, change)
+    chances = torch.softmax(output.logits[-1, -1].float(), dim=-1).cpu().numpy()
+    return Answer(float(output.loss), chances, table)
+
+
+def ask_row(model: nn.Module, tokens: list[int], change: Change, position: int) -> dict[str, Any]:
+    """The answer of `static/model.js` to the same question, from a model in the kernel."""
+    row = torch.tensor([tokens])
+    output, table = _run(model, row, change)
+    logits = output.logits[0].float().cpu()
+    losses = nn.functional.cross_entropy(logits[:-1], row[0, 1:], reduction="none")
+    rows = table[table["mask"] == "all"].set_index(["metric", "site", "layer"])["value"].to_dict()
+    depth = len(sites(model).blocks)
+
+    def by_layer(metrics: Sequence[str], site: str, first: int = 1) -> list[float | None]:
+        metric = next((name for name in metrics if (name, site, depth) in rows), metrics[0])
+        return [rows.get((metric, site, layer)) for layer in range(first, depth + 1)]
+
+    parts = {"attn": "attn_norm_in", "mlp": "mlp_norm_in"}
+    return {
+        "loss": float(losses.mean()),
+        "losses": losses.tolist(),
+        "sizes": by_layer(["token_l2_mean"], "block_out", 0),
+        "shares": {part: by_layer(["saturation", "saturation_95"], site) for part, site in parts.items()},
+        "bounds": {part: by_layer(["saturation_bound"], site) for part, site in parts.items()},
+        "logits": logits[position].tolist(),
+    }
+
+
+def _run(model: nn.Module, tokens: Tensor, change: Change) -> tuple[Any, Any]:
+    """The changed model's output, and its layers' statistics."""
     was_training = model.training
     model.eval()
     try:
@@ -170,5 +202,4 @@ def ask(model: nn.Module, tokens: Tensor, change: Change) -> Answer:
             output = model(input_ids=tokens, labels=tokens, use_cache=False)
     finally:
         model.train(was_training)
-    chances = torch.softmax(output.logits[-1, -1].float(), dim=-1).cpu().numpy()
-    return Answer(float(output.loss), chances, recorder.stats().to_pandas())
+    return output, recorder.stats().to_pandas()

@@ -1,47 +1,78 @@
-"""NormExplorer: every scheme, depth, metric and training step of a sweep, one slider away."""
+"""The explorer: every scheme, depth, metric and training step of a sweep, one slider away.
+
+NormExplorer    in a notebook: Python reads, sets and observes what the reader chooses
+explorer_page   the same as one HTML page that needs no kernel and no network
+page_data       what both are made of
+
+`static/explorer.js` has the controls and draws. Python draws each view at its first step, and what differs at the
+others. The page has all views inside; the widget asks for each when it is first shown.
+"""
 
 from __future__ import annotations
 
-import re
-import threading
+import gzip
+import json
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import ipywidgets as widgets
+import anywidget
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import traitlets
+from plotly.offline import get_plotlyjs
 
-from normlab.analysis.profiles import Profiles, View, default_view, shown_first
+from normlab.analysis.profiles import Profiles, View, by_family, default_view, shown_first
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
-from normlab.export import NO_BROWSER, image_bytes
-from normlab.figures.profile import drawing, plain
-from normlab.figures.theme import ink, message_figure, style_of
-from normlab.widgets.pane import Pane, css_class
-from normlab.widgets.plot import Plot
+from normlab.figures.draw import axis_bounds
+from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, plain, published_remark, theory_remark
+from normlab.figures.theme import message_figure, on_dark, style_of, template
+from normlab.probes.metrics import MASKS, metric_row, site_label
+from normlab.widgets.plot import esm, script
 
-_KINDS = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv"}
+DEFAULT_SITES = ("block_out", "block_in_grad")
+ABSOLUTE, RELATIVE = "absolute", "relative"
+_DIGITS = 4  # significant ones: what a plot can show, at half the size
+_CHOICES = ("metric", "site", "mask", "depth", "step", "way", "schemes")
 
 
-class NormExplorer(widgets.VBox):
-    """A metric by layer for all schemes, steered by sliders; two views side by side; export of view, numbers and code.
+class NormExplorer(anywidget.AnyWidget):
+    """A metric by layer for all schemes, with controls; two views side by side; images, numbers and code to take away.
+
+    Traits, of the first view: `metric site mask depth step schemes`, `way` ("absolute", "relative" to layer 1, or the
+    scheme to compare with), `band log theory published` (switches). Set one in Python, and the browser follows;
+    observe one, and hear of the reader.
 
     Args:
         runs: the table of `normlab.load_runs`.
-        schemes: those ticked at the start; default all of up to eight, of more the short list, the rest under it by
-            family.
-        configs: what the runs were configured with (`normlab.read_configs`): without it theory says nothing of them.
-        published: published values to overlay; default those that come with normlab.
-        theme: "light" or "dark"; default: as JupyterLab's.
-        source: the path the table was loaded from, for the exported code.
-        folder: where `export` writes; the buttons give a link that downloads.
+        schemes: those shown at the start. Default: all of up to eight, of more the short list.
+        configs: what the runs were configured with (`normlab.read_configs`); theory needs them.
+        published: published values to overlay. Default: those that come with normlab.
+        theme: "light" or "dark". Default: as JupyterLab's.
+        source: the path the table was loaded from, for the code that it gives.
 
     A table with nothing to show gives a widget that says so.
     """
+
+    _esm = esm("explorer", "explorer_widget")
+    _css = script("explorer.css")
+    metric = traitlets.Unicode().tag(sync=True)
+    site = traitlets.Unicode().tag(sync=True)
+    mask = traitlets.Unicode("all").tag(sync=True)
+    depth = traitlets.Int(0).tag(sync=True)
+    step = traitlets.Int(0).tag(sync=True)
+    way = traitlets.Unicode(ABSOLUTE).tag(sync=True)
+    schemes = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    band = traitlets.Bool(True).tag(sync=True)
+    log = traitlets.Bool(False).tag(sync=True)
+    theory = traitlets.Bool(False).tag(sync=True)
+    published = traitlets.Bool(False).tag(sync=True)
+    theme = traitlets.Unicode("").tag(sync=True)
+    choices = traitlets.Dict().tag(sync=True)
 
     def __init__(
         self,
@@ -52,174 +83,265 @@ class NormExplorer(widgets.VBox):
         published: pd.DataFrame | None = None,
         theme: str | None = None,
         source: str = "data/runs",
-        folder: str | Path = ".",
     ) -> None:
-        super().__init__()
-        self.add_class("normlab")
         self.profiles = Profiles(runs, configs)
-        self.source, self.folder, self._follow = source, Path(folder), theme is None
-        self._theme = theme or "light"
-        self._lock = threading.RLock()  # one for all panes: a message of one may change all
-        self.panes: list[Pane] = []
-        self._second: Pane | None = None
+        self._published = _shipped_values() if published is None else published
         view = default_view(self.profiles, shown_first(self.profiles.schemes) if schemes is None else schemes)
         if view is None:
-            plot = Plot()
-            plot.show(self.figure)
-            self.children = [plot]
+            super().__init__(choices={"missing": self.profiles.missing}, theme=theme or "")
             return
-        self._published = _published() if published is None else published
-        self.message = widgets.HTML()
-        self.compare = _button("compare two views", "columns", self._toggle_compare)
-        self.dark = widgets.ToggleButton(value=theme == "dark", description="dark", tooltip="plots for a dark page")
-        self.dark.layout.width = "auto"
-        self.dark.observe(self._themed, names="value")
-        self.exports = [
-            _button("PNG", "image", lambda _: self._hand_over("png")),
-            _button("SVG", "image", lambda _: self._hand_over("svg")),
-            _button("CSV", "table", lambda _: self._hand_over("csv")),
-            _button("code", "code", lambda _: self._say(f"<pre>{escape(self.code())}</pre>")),
-        ]
-        self._side_by_side = widgets.HBox(layout=widgets.Layout(width="100%"))
-        self._show([self._pane(view)])
-        bar = widgets.HBox([self.compare, self.dark, *self.exports], layout=widgets.Layout(flex_flow="row wrap"))
-        self.children = [widgets.HTML(_colors(self.profiles.schemes)), self._side_by_side, bar, self.message]
+        start = {name: value for name, value in asdict(view).items() if name in _CHOICES}
+        start["schemes"] = list(view.schemes)
+        choices = _choices(self.profiles, None, self.profiles.schemes)
+        choices |= {"source": source, "published": self._published is not None}
+        super().__init__(**start, choices=choices, theme=theme or "")
+        self.observe(self._settle, names=["metric", "site", "depth"])
+        self.on_msg(self._answer)
 
-    @property
-    def figure(self) -> go.Figure:
-        """The plot of the first view, as a plain figure; what is missing, in words, where there is nothing to show."""
-        return self.panes[0].figure if self.panes else message_figure(self.profiles.missing)
+    def __repr__(self) -> str:
+        return f"NormExplorer({len(self.profiles.schemes)} schemes)"
 
     @property
     def view(self) -> View:
-        """What the first view shows; NormlabError where there is nothing to show."""
-        if not self.panes:
+        """What is shown; NormlabError where there is nothing to show."""
+        if self.profiles.missing:
             raise NormlabError(f"no view: {self.profiles.missing}")
-        return self.panes[0].view
+        chosen = {name: getattr(self, name) for name in ("metric", "site", "mask", "depth", "step")}
+        reference = None if self.way in (ABSOLUTE, RELATIVE) else self.way
+        return View(**chosen, schemes=tuple(self.schemes), relative=self.way == RELATIVE, reference=reference)
 
-    def _pane(self, view: View) -> Pane:
-        pane = Pane(self.profiles, view, self._published, self._theme, self._lock)
-        pane.layout.width = "100%"
-        if self._follow:
-            pane.plot.observe(self._page_themed, names="dark_page")
-        return pane
+    @property
+    def figure(self) -> go.Figure:
+        """The view as a plain figure, for pages without a kernel; what is missing, in words, where there is nothing."""
+        if self.profiles.missing:
+            return message_figure(self.profiles.missing)
+        published = self._published if self.published else None
+        options = PlotOptions(self.band, self.log, self.theme or "light", published, self.theory, one_step=True)
+        return plain(drawing(self.profiles, self.view, options))
 
-    def _show(self, panes: list[Pane]) -> None:
-        self.panes = panes
-        self._side_by_side.children = tuple(panes)
-        self.compare.description = "compare two views" if len(panes) == 1 else "one view"
-
-    def _toggle_compare(self, _: object) -> None:
-        if len(self.panes) > 1:
-            self.panes[1].play.playing = False
-            self._show(self.panes[:1])
-            return
-        self._second = self._second or self._pane(self.view)  # kept when put away: it comes back as it was
-        self._second.set_theme(self._theme)
-        self._show([*self.panes, self._second])
-
-    def _themed(self, change: dict[str, Any]) -> None:
-        self._theme = "dark" if change["new"] else "light"
-        for pane in self.panes:
-            pane.set_theme(self._theme)
-
-    def _page_themed(self, change: dict[str, Any]) -> None:
-        self.dark.value = change["new"]
-
-    def _say(self, html: str) -> None:
-        self.message.value = html
-
-    def code(self) -> str:
-        """The three lines that make the first view again as a static figure."""
-        view, drawn = self.view, self.panes[0].options
-        options: dict[str, Any] = {"site": view.site, "mask": view.mask, "depth": view.depth, "step": view.step}
-        if list(view.schemes) != self.profiles.schemes:
-            options["schemes"] = list(view.schemes)
-        options |= {"relative": True} if view.relative else {}
-        options |= {"reference": view.reference} if view.reference else {}
-        options |= {"band": drawn.band, "log": drawn.log, "theme": drawn.theme}
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        given += f", theory=normlab.read_configs({self.source!r})" if drawn.theory else ""
-        given += ", published=normlab.load_published()" if drawn.published is not None else ""
-        return (
-            "import normlab\n"
-            f"runs = normlab.load_runs({self.source!r})\n"
-            f"normlab.figures.profile(runs, {view.metric!r}, {given})"
-        )
+    def static(self) -> go.Figure:
+        """The same as `figure`."""
+        return self.figure
 
     def table(self) -> pd.DataFrame:
-        """The numbers behind the first view, a row a scheme and layer."""
+        """The numbers behind the view, a row for each scheme and layer."""
         view = self.view
         rows = [
             (line.scheme, int(layer), value, low, high, line.seeds)
             for line in self.profiles.lines(view)
             for layer, value, low, high in zip(line.layers, line.values, line.low, line.high, strict=True)
         ]
-        table = pd.DataFrame(rows, columns=["scheme", "layer", "value", "low", "high", "seeds"])
-        about = {"metric": view.metric, "site": view.site, "mask": view.mask, "depth": view.depth, "step": view.step}
-        return table.assign(**about, relative=view.relative, reference=view.reference or "")
+        return pd.DataFrame(rows, columns=["scheme", "layer", "value", "low", "high", "seeds"])
 
-    def export(self, kind: str) -> Path | None:
-        """Write the first view to `folder` as "png", "svg" or "csv"; None where an image needs what is missing."""
-        content = self._content(kind)
-        if content is None:
-            return None
-        path = self.folder / self._file_name(kind)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        return path
+    def _settle(self, _: object) -> None:
+        """Keep each choice that still exists, as the browser does."""
+        profiles = self.profiles
+        if self.metric not in profiles.metrics():
+            raise NormlabError(f"no metric {self.metric!r} in the table, which has: {', '.join(profiles.metrics())}")
+        with self.hold_trait_notifications():
+            self.site = _among(self.site, profiles.sites(self.metric))
+            self.mask = _among(self.mask, profiles.masks(self.metric, self.site))
+            steps = profiles.steps(self.metric, self.site, self.mask, self.depth)
+            self.step = _among(self.step, steps[::-1] or [self.step])
 
-    def _content(self, kind: str) -> bytes | None:
-        if kind not in _KINDS:
-            raise NormlabError(f"unknown kind {kind!r}: choose {', '.join(_KINDS)}")
-        content = self.table().to_csv(index=False).encode() if kind == "csv" else image_bytes(self.static(), kind)
-        if content is None:
-            self._say(f"<small>{NO_BROWSER}</small>")
-        return content
-
-    def _file_name(self, kind: str) -> str:
-        view = self.view
-        way = f"against-{view.reference}" if view.reference else ""
-        way = "relative" if view.relative else way
-        mask = "" if view.mask == "all" else view.mask
-        parts = [view.metric, view.site, mask, f"depth{view.depth}", f"step{view.step}", way]
-        return "-".join(re.sub(r"\W", "-", part) for part in parts if part) + f".{kind}"
-
-    def _hand_over(self, kind: str) -> None:
-        """A link that downloads the view to the reader's machine, which need not be the one that the kernel is on."""
-        content = self._content(kind)
-        if content is not None:
-            name, data = self._file_name(kind), b64encode(content).decode()
-            where = f"data:{_KINDS[kind]};base64,{data}"
-            self._say(f"<a style='text-decoration: underline' download='{name}' href='{where}'>download {name}</a>")
-
-    def static(self) -> go.Figure:
-        """The first view as a plain figure, for pages without a kernel; its axis holds the step that is shown."""
-        if not self.panes:
-            return self.figure
-        return plain(drawing(self.profiles, self.view, replace(self.panes[0].options, one_step=True)))
+    def _answer(self, _: object, content: dict[str, Any], __: object) -> None:
+        """The browser asks for a view by its key."""
+        site, metric, mask, depth, way = content["view"].split("|")
+        view = View(metric, site, mask, int(depth), 0, tuple(self.profiles.schemes), way == RELATIVE)
+        view = replace(view, reference=None if way in (ABSOLUTE, RELATIVE) else way)
+        drawings = _drawings(self.profiles, view, content["theory"], self._published)
+        self.send({**content, "drawings": drawings})
 
 
-def _published() -> pd.DataFrame | None:
-    """The values that come with normlab, or none where they were not installed: the explorer works without."""
+def _among(value: Any, options: Sequence[Any]) -> Any:
+    return value if value in options else options[0]
+
+
+def _shipped_values() -> pd.DataFrame | None:
+    """The published values that come with normlab; None where they were not installed."""
     try:
         return load_published()
     except NormlabError:
         return None
 
 
-def _button(text: str, icon: str, act: Callable[[Any], object]) -> widgets.Button:
-    button = widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="auto"))
-    button.on_click(act)
-    return button
+def explorer_page(
+    runs: pd.DataFrame | Profiles,
+    path: str | Path,
+    *,
+    configs: Mapping[str, Mapping[str, Any]] | None = None,
+    sites: Sequence[str] | None = DEFAULT_SITES,
+    references: Sequence[str] | None = None,
+) -> Path:
+    """Write the explorer as one page; returns its path.
+
+    Args:
+        runs: the table of `normlab.load_runs`, or an index made from it.
+        path: the HTML file to write; its folder is made.
+        configs: what the runs were configured with (`normlab.read_configs`): without it theory says nothing of them.
+        sites: those to include (None: all that were measured; the page grows with each).
+        references: schemes against which all can be shown (default: the first; the page grows with each).
+
+    Raises:
+        NormlabError: nothing to show in the table, nothing measured at `sites`, or a reference that the table lacks.
+    """
+    profiles = runs if isinstance(runs, Profiles) else Profiles(runs, configs)
+    if profiles.missing:
+        raise NormlabError(f"no page to write: {profiles.missing}")
+    found = page_data(profiles, sites, references)
+    if not found["views"]:
+        raise NormlabError(f"no page to write: nothing was measured at {', '.join(sites or ())}")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+    page = script("explorer.html").replace("/*style*/", script("explorer.css")).replace("/*plotly*/", get_plotlyjs())
+    page = page.replace("/*script*/", script("plot.js") + script("explorer.js"))
+    page = page.replace("/*data*/", b64encode(gzip.compress(text.encode(), mtime=0)).decode())
+    path.write_text(page, encoding="utf-8")
+    return path
 
 
-def _colors(schemes: Sequence[str]) -> str:
-    """A style sheet that writes each scheme's name in its colour, on a light and on a dark page."""
-    pages = {"light": "", "dark": "body[data-jp-theme-light='false'] "}
-    rules = (
-        f"{where}.{css_class(name)} label {{ color: {ink(style_of(name).color, theme)}; font-weight: 600; }}"
-        for theme, where in pages.items()
-        for name in schemes
-    )
-    return f"<style>{' '.join(rules)}</style>"
+def page_data(
+    profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES, references: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What the page needs: drawings by "site|metric|mask|depth|way", and the choices that lead to them."""
+    references = profiles.schemes[:1] if references is None else references
+    if unknown := [name for name in references if name not in profiles.schemes]:
+        raise NormlabError(f"no run of {unknown[0]!r} in the table, which has: {', '.join(profiles.schemes)}")
+    published = _shipped_values()
+    choices = _choices(profiles, sites, references)
+    views = {
+        f"{site}|{metric}|{mask}|{key}": _drawings(profiles, view, published=published)
+        for metric, labelled in choices["sites"].items()
+        for _, site in labelled
+        for mask in profiles.masks(metric, site)
+        for key, view in _ways(profiles, metric, site, mask, references)
+    }
+    return {**choices, "views": views, "source": "data/runs", "published": published is not None}
+
+
+def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequence[str]) -> dict[str, Any]:
+    """What a reader can choose, with labels, and how it is drawn."""
+    by_metric: dict[str, list[list[str]]] = {}
+    masks: dict[str, list[list[str]]] = {}
+    for metric in profiles.metrics():
+        for site in profiles.sites(metric):
+            if sites is None or site in sites:
+                by_metric.setdefault(metric, []).append([site_label(site), site])
+                labelled = [[MASKS.get(mask, mask), mask] for mask in profiles.masks(metric, site)]
+                masks[f"{site}|{metric}"] = labelled
+    shown = shown_first(profiles.schemes)
+    first = default_view(profiles, shown)
+    titles = {name: style_of(name).title for name in profiles.schemes}
+    ways = [["absolute values", ABSOLUTE], ["relative to layer 1", RELATIVE]]
+    return {
+        "schemes": [_scheme(name) for name in profiles.schemes],
+        "shown": shown,
+        "families": by_family([name for name in profiles.schemes if name not in shown]),
+        "depths": profiles.depths,
+        "start": first.depth if first else None,
+        "metrics": [[_capital(metric_row(name).label) + f" ({name})", name] for name in by_metric],
+        "sites": by_metric,
+        "masks": masks,
+        "ways": ways + [[f"against {titles[name]}", name] for name in references],
+        "templates": {theme: template(theme).to_plotly_json() for theme in ("light", "dark")},
+        "on_dark": on_dark(),
+    }
+
+
+def _ways(
+    profiles: Profiles, metric: str, site: str, mask: str, references: Sequence[str]
+) -> Iterator[tuple[str, View]]:
+    """The views of a metric, each depth absolute, relative and against each reference, without a step."""
+    for depth in profiles.depths:
+        view = View(metric, site, mask, depth, 0, tuple(profiles.schemes))
+        yield f"{depth}|{ABSOLUTE}", view
+        yield f"{depth}|{RELATIVE}", replace(view, relative=True)
+        for name in references:
+            yield f"{depth}|{name}", replace(view, reference=name)
+
+
+def _drawings(
+    profiles: Profiles, view: View, theory: bool = True, published: pd.DataFrame | None = None
+) -> dict[str, Any]:
+    """A view with all its steps.
+
+    `traces` and `layout` are those of the first step, `frames` what differs at each. `axes` has a logarithmic one and
+    the usual one (for ratios the same). `ranges` has the range of the usual one that shows a scheme alone.
+    """
+    steps = profiles.steps(view.metric, view.site, view.mask, view.depth)
+    traces: dict[str, dict[str, Any]] = {}
+    layout: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
+    frames = []
+    ratios = log_axis(view, asked=False)
+    for step in steps:
+        at = replace(view, step=step)
+        drawn = {
+            kind: drawing(profiles, at, PlotOptions(log=kind == "log", theory=theory)) for kind in ("linear", "log")
+        }
+        axes = {kind: one["layout"].pop("yaxis") for kind, one in drawn.items()}
+        now = _plain(drawn["linear"]["layout"])
+        now.pop("template")
+        lines = {trace["name"]: _plain(trace) for trace in drawn["linear"]["data"] if trace["name"] != "labels"}
+        layout = layout or now
+        labels = {k: [_plain(t) for t in one["data"] if t["name"] == "labels"] for k, one in drawn.items()}
+        frames.append(
+            {
+                "layout": _differing(now, layout),
+                "data": {name: _differing(trace, traces.setdefault(name, trace)) for name, trace in lines.items()},
+                "labels": labels,
+                "remarks": [*profiles.remarks(at), *([log_remark(profiles, at)] if ratios else [])],
+            }
+        )
+    on_log = axes.get("linear", {}).get("type") == "log"
+    return {
+        "steps": steps,
+        "traces": list(traces.values()),
+        "layout": layout,
+        "frames": frames,
+        "axes": _plain(axes),
+        "ranges": {name: axis_bounds(profiles.span(replace(view, schemes=(name,))), on_log) for name in view.schemes},
+        "published": _printed(profiles, view, published),
+        "remarks": {
+            "theory": theory_remark(profiles, view) if theory else "",
+            "log": "" if ratios else log_remark(profiles, view),
+        },
+    }
+
+
+def _printed(profiles: Profiles, view: View, published: pd.DataFrame | None) -> dict[str, Any] | None:
+    """Published values that stand beside a view: their trace, and what the axes need to show them."""
+    drawn = drawing(profiles, view, PlotOptions(published=published))["data"] if published is not None else []
+    trace = next((trace for trace in drawn if trace["name"] == "published"), None)
+    if trace is None:
+        return None
+    values = [float(value) for value in trace["y"]]
+    ranges = {kind: axis_bounds(values, kind == "log") for kind in ("linear", "log")}
+    about = {"deepest": int(trace["x"].max()), "remark": published_remark(published, view)}
+    return {"trace": _plain(trace), "ranges": ranges, **about}
+
+
+def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: part for key, part in now.items() if key not in before or before[key] != part}
+
+
+def _plain(part: Any) -> Any:
+    """Arrays as lists of short numbers, None where there is none."""
+    if isinstance(part, dict):
+        return {key: _plain(value) for key, value in part.items()}
+    if isinstance(part, np.ndarray | list | tuple):
+        return [_plain(value) for value in (part.tolist() if isinstance(part, np.ndarray) else part)]
+    if isinstance(part, float):
+        return float(f"{part:.{_DIGITS}g}") if np.isfinite(part) else None
+    return part
+
+
+def _scheme(name: str) -> dict[str, Any]:
+    style = style_of(name)
+    title = f"{style.title} (control)" if style.is_control else style.title
+    return {"name": name, "title": style.title, "label": title, "color": style.color}
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]

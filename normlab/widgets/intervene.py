@@ -1,126 +1,135 @@
-"""Intervene: change a model's norms, skip its blocks, and see at once what every layer does about it."""
+"""Intervene: change a model's norms, dim its blocks, and see at once what every layer does about it."""
 
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import ipywidgets as widgets
+import anywidget
 import plotly.graph_objects as go
 import torch
+import traitlets
 from torch import nn
 
 from normlab.errors import NormlabError
 from normlab.figures import themed
-from normlab.figures.one_model import intervention
-from normlab.probes import sites
-from normlab.widgets.change import SLOPES, Change, ask, slope_of
-from normlab.widgets.plot import PlotWidget
+from normlab.figures.one_model import Answer, intervention
+from normlab.widgets.change import Change, ask, ask_row
+from normlab.widgets.live import describe, kernel_text, live_script, model_spec, page_tokenizer, weights_of
+from normlab.widgets.plot import script
+
+MOST_BYTES = 64_000_000  # of weights that a browser is given; a larger model answers from the kernel
 
 
-class Intervene(PlotWidget):
-    """Sliders on lambda (DyT: alpha), kappa and gamma of all norms, the exact statistic, blocks to skip: live answers.
+class Intervene(anywidget.AnyWidget):
+    """Sliders by layer on lambda (DyT: alpha), kappa, gamma, the statistic, and dimmers: live answers.
 
-    Left: size of the residual stream by layer. Middle: share of tanh inputs beyond lambda, beside its Chebyshev bound
-    (DyT: of those where tanh is flat, which nothing bounds). Right: the next token's distribution. Grey, dashed and
-    hatched: the model as it is.
+    It is the page of `normlab page` in a notebook: layer sizes, tanh inputs beyond lambda, each block's worth, loss by
+    token, the next token. Small models of ours run in the browser, with the weights they have when the widget is made.
+    Others answer from the kernel.
+
+    Traits: `change` (JSON of a `Change`; a `Change` can be set), `row` (of the text), `token` (its position).
 
     Args:
         model: a Hugging Face causal language model, ours or another.
-        text: what the model reads: a string (with `tokenizer`), or token ids (batch, length).
-        tokenizer: encodes the text and names tokens; without one, tokens are shown by number.
-        theme: "light" or "dark"; default: as JupyterLab's.
+        text: what the model reads: a string (with `tokenizer`), or token ids (batch, length). The reader chooses a row.
+        tokenizer: encodes the text and names tokens. Without one, tokens are shown by number.
+        theme: "light" or "dark". Default: as JupyterLab's.
 
     Raises:
         NormlabError: a string without a tokenizer, or fewer than two tokens.
     """
+
+    _esm = "\n".join([script("page_side.js"), live_script(), script("intervene_widget.js")])
+    _css = script("live.css")
+    change = traitlets.Any().tag(sync=True)
+    row = traitlets.Int(0).tag(sync=True)
+    token = traitlets.Int(None, allow_none=True).tag(sync=True)
+    theme = traitlets.Unicode("").tag(sync=True)
+    data = traitlets.Dict().tag(sync=True)
+    weights = traitlets.Bytes(b"").tag(sync=True)
 
     def __init__(
         self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None, theme: str | None = None
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.tokens = _encode(text, tokenizer)
-        self.before = self.now = ask(model, self.tokens, Change())
-        self._make_controls(len(sites(model).blocks))
-        sliders, others = [self.lam, self.kappa, self.gain], [self.exact, self.skip, self.reset]
-        rows = widgets.HBox(sliders), widgets.HBox(others)
-        super().__init__(self._drawing, *rows, describe=self._sentence, theme=theme)
-        for control in (*sliders, self.exact, self.skip):
-            control.observe(self._changed, names="value")
+        about = describe(model, type(model).__name__)
+        weights = b""
+        if sum(parameter.nbytes for parameter in model.parameters()) <= MOST_BYTES:
+            try:
+                about["spec"] = model_spec(model)
+                weights = weights_of(model)
+            except (NormlabError, AttributeError):  # a part that the page does not compute, or not a Llama
+                about["spec"] = None
+        data = {"models": [about], "passages": self.tokens.tolist(), "tour": False, "kernel": kernel_text()}
+        super().__init__(
+            change={},
+            data=data | _words(model, tokenizer),
+            weights=weights if about["spec"] else b"",
+            theme=theme or "",
+        )
+        self.on_msg(self._answer)
 
-    def _make_controls(self, depth: int) -> None:
-        def factor(name: str, on: bool) -> widgets.FloatLogSlider:
-            return widgets.FloatLogSlider(
-                value=1.0,
-                base=2,
-                min=-4,
-                max=4,
-                step=0.25,
-                description=f"{name} ×",
-                readout_format=".3g",
-                disabled=not on,
-            )
+    def __repr__(self) -> str:
+        return f"Intervene({type(self.model).__name__})"
 
-        blocks = sites(self.model).blocks
-        norms = [norm for block in blocks for norm in block.norms]
-        slopes = {SLOPES[name]: None for name in map(slope_of, norms) if name}
-        self.lam = factor("/".join(slopes) or "λ", bool(slopes))
-        self.kappa = factor("κ", any(isinstance(getattr(norm, "kappa", None), float) for norm in norms))
-        self.gain = factor("γ", True)
-        carries = any(getattr(block.module, "carried", None) for block in blocks)
-        self.exact = widgets.Checkbox(value=False, description="exact statistic", indent=False, disabled=not carries)
-        self.skip = widgets.SelectMultiple(options=range(1, depth + 1), rows=4, description="skip blocks")
-        self.reset = widgets.Button(description="as it is", icon="undo")
-        self.reset.on_click(lambda _: self.undo())
-        self._quiet = False
-
-    @property
-    def change(self) -> Change:
-        """What the controls say."""
-        factors = {"lam": self.lam.value, "kappa": self.kappa.value, "gain": self.gain.value}
-        skipped = {layer: {"block": 0} for layer in self.skip.value}
-        return Change(**factors, exact=self.exact.value, layers=skipped)
-
-    def _changed(self, _: object) -> None:
-        with self.lock:
-            if not self._quiet:
-                self.now = ask(self.model, self.tokens, self.change)
-                self.redraw()
+    @traitlets.validate("change")
+    def _check(self, proposal: Any) -> dict[str, Any]:
+        value = proposal["value"]
+        return (value if isinstance(value, Change) else Change(**value)).to_json()
 
     def undo(self) -> None:
-        """All controls back to the model as it is."""
-        with self.lock:
-            self._quiet = True
-            try:
-                for slider in (self.lam, self.kappa, self.gain):
-                    slider.value = 1.0
-                self.exact.value, self.skip.value = False, ()
-            finally:
-                self._quiet = False
-            self._changed(None)
+        """Back to the model as it is."""
+        self.change = {}
 
-    def _drawing(self, theme: str) -> go.Figure:
+    @property
+    def before(self) -> Answer:
+        """The model as it is, over all rows."""
+        return ask(self.model, self.tokens, Change())
+
+    @property
+    def now(self) -> Answer:
+        """The changed model, over all rows."""
+        return ask(self.model, self.tokens, Change(**self.change))
+
+    @property
+    def figure(self) -> go.Figure:
+        """Both as a plain figure, for pages without a kernel."""
+        traits = self.data["models"][0]["traits"]
         unknown = "these norms do not tell<br>what enters their tanh"
-        no_share = "no λ or α in these norms:<br>no bound to change" if self.lam.disabled else unknown
-        return themed(intervention(self.before, self.now, self._word, no_share), theme)
+        no_share = unknown if "slope" in traits else "no λ or α in these norms:<br>no bound to change"
+        return themed(intervention(self.before, self.now, self._word, no_share), self.theme or "light")
 
-    def _sentence(self) -> str:
-        before, now = self.before.loss, self.now.loss
-        over = f"nats per token, over {self.tokens.numel()} tokens"
-        if not math.isfinite(before):
-            then = f", now <b>{now:.4f}</b> {over}" if math.isfinite(now) else ""
-            return f"<b>the loss of the model as it is is not finite</b>: it is broken before any change{then}"
-        if not math.isfinite(now):
-            return f"loss as it is <b>{before:.4f}</b> {over}, now <b>not finite</b>: this change breaks the model"
-        return f"loss as it is <b>{before:.4f}</b>, now <b>{now:.4f} ({now - before:+.4f})</b> {over}"
+    def static(self) -> go.Figure:
+        """The same as `figure`."""
+        return self.figure
+
+    def _answer(self, _: object, content: dict[str, Any], __: object) -> None:
+        """The browser asks what the changed model does with a row of tokens."""
+        try:
+            answer = ask_row(self.model, content["tokens"], Change(**content["change"]), content["at"])
+            self.send({"id": content["id"], "answer": answer})
+        except NormlabError as error:
+            self.send({"id": content["id"], "error": str(error)})
 
     def _word(self, token: int) -> str:
         # Never a bare number: an axis would take it for one.
         if self.tokenizer is None:
             return f"#{token}"
         return html.escape(f"{self.tokenizer.decode([token])!r} #{token}", quote=False)  # plotly takes tags for markup
+
+
+def _words(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What the page writes for tokens: its own tokenizer where it has one, else the text of each token."""
+    if tokenizer is None:
+        return {}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    known = page_tokenizer(backend.to_str()) if backend is not None else None
+    if known is not None:
+        return {"tokenizer": known}
+    return {"vocabulary": [tokenizer.decode([token]) for token in range(model.config.vocab_size)]}
 
 
 def _encode(text: str | torch.Tensor | Sequence[Sequence[int]], tokenizer: Any) -> torch.Tensor:

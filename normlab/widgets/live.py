@@ -23,8 +23,9 @@ from normlab.figures.theme import ink, style_of
 from normlab.models.block import FinalNorm, NormlabDecoderLayer
 from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_folder
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
+from normlab.probes import sites
 from normlab.release import shipped_models
-from normlab.widgets.change import SLOPES
+from normlab.widgets.change import SLOPES, slope_of
 from normlab.widgets.plot import script
 
 STATIC = Path(__file__).parent / "static"
@@ -158,18 +159,17 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     if len(tokenizers) > 1:
         raise NormlabError("the models have different tokenizers: write a page for each")
     folder.mkdir(parents=True, exist_ok=True)
-    described = [describe(load_model(source), source.name, source) for source in sources]
+    loaded = {source.name: load_model(source) for source in sources}
     (tokenizer,) = tokenizers
     page = {
-        "models": [about for about, _ in described],
+        "models": [describe(model, name) | {"spec": model_spec(model)} for name, model in loaded.items()],
         "passages": _passages(sources[0], tokenizer),
         "tokenizer": page_tokenizer(tokenizer),
-        "kernel": b64encode((STATIC / "matmul.wasm").read_bytes()).decode(),
+        "kernel": kernel_text(),
         "tour": {source.name for source in sources} <= set(shipped_models()),
     }
-    for about, weights in described:
-        packed = b64encode(gzip.compress(weights, 9, mtime=0)).decode()
-        name = about["name"]
+    for source in sources:
+        packed, name = b64encode(gzip.compress(weights_of(source), 9, mtime=0)).decode(), source.name
         (folder / f"{name}.js").write_text(f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n", encoding="utf-8")
     text = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     html = script("live.html").replace("/*style*/", script("live.css")).replace("/*script*/", live_script())
@@ -192,25 +192,33 @@ def live_script() -> str:
     return "\n".join(script(f"{name}.js") for name in ("model", "tokenizer", "chart", "live"))
 
 
-def describe(model: Any, name: str, source: Any) -> tuple[dict[str, Any], bytes]:
-    """What the page shows of a model, and its weights."""
-    spec = model_spec(model)
-    norms = [norm for block in spec["blocks"] for norm in block["norms"].values()]
-    style = style_of(model.config.scheme)
-    has = {"slope": "slope", "kappa": "kappa"}
-    traits = [trait for trait, field in has.items() if any(field in norm for norm in norms)]
-    traits += ["carried"] if any(block["carried"] for block in spec["blocks"]) else []
-    slopes = {norm["slope"].rpartition(".")[2] for norm in norms if "slope" in norm}
+def kernel_text() -> str:
+    """The assembled kernel, in base64."""
+    return b64encode((STATIC / "matmul.wasm").read_bytes()).decode()
+
+
+def describe(model: Any, name: str) -> dict[str, Any]:
+    """What the page says of a model, whatever computes it: title, colours, and what can be changed in it."""
+    blocks = sites(model).blocks
+    norms = [norm for block in blocks for norm in block.norms]
+    slopes = {slope for norm in norms if (slope := slope_of(norm))}
+    has = {
+        "slope": bool(slopes),
+        "kappa": any(isinstance(getattr(norm, "kappa", None), float) for norm in norms),
+        "carried": any(getattr(block.module, "carried", None) for block in blocks),
+    }
+    scheme = getattr(model.config, "scheme", None)
+    style = style_of(scheme or name)
     return {
         "name": name,
-        "title": f"{style.title} ({name})",
+        "title": f"{style.title} ({name})" if scheme else name,
         "colors": {theme: ink(style.color, theme) for theme in ("light", "dark")},
-        "depth": len(spec["blocks"]),
-        "length": spec["length"],
-        "traits": traits,
-        "slope": SLOPES[slopes.pop()] if slopes else None,
-        "spec": spec,
-    }, weights_of(source)
+        "depth": len(blocks),
+        "length": getattr(model.config, "max_position_embeddings", None) or 1024,
+        "traits": [trait for trait, there in has.items() if there],
+        "slope": "/".join(SLOPES[slope] for slope in sorted(slopes)),
+        "spec": None,
+    }
 
 
 def page_tokenizer(text: str) -> dict[str, Any] | None:

@@ -31,12 +31,12 @@ def script(name: str) -> str:
     return files("normlab.widgets").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def _module() -> str:
-    """plotly and the view as one module; the page evaluates plotly once, however many plots it has."""
+def esm(*names: str) -> str:
+    """plotly and scripts of `static` as one module; the page evaluates plotly once, however many plots it has."""
     alone = "const module = { exports: {} }, exports = module.exports, define = undefined;"  # no loader of the page's
     library = f"globalThis.normlabPlotly ??= (() => {{ {alone}\n{get_plotlyjs()}\nreturn module.exports; }})()"
     return f"const library = () => {library};\n" + "".join(
-        script(f"{name}.js") for name in ("plot", "page_side", "plot_widget")
+        script(f"{name}.js") for name in ("plot", "page_side", *names)
     )
 
 
@@ -48,7 +48,7 @@ class Plot(anywidget.AnyWidget):
     sent then, from another thread, could be lost.
     """
 
-    _esm = _module()
+    _esm = esm("plot_widget")
     figure = traitlets.Dict().tag(sync=True)
     dark_page = traitlets.Bool(False).tag(sync=True)
 

@@ -10,7 +10,7 @@ from benchmarks.browser import jupyter_lab, open_notebook, page_of, run_cells, s
 __all__ = ["PLOT", "SCREENSHOTS", "jupyter_lab", "line", "page_of", "run_all", "serve", "set_theme", "shoot", "slider"]
 
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
-PLOT = "document.querySelector('.widget-vbox .js-plotly-plot')"
+PLOT = "document.querySelector('.widget-vbox .js-plotly-plot, .explorer .js-plotly-plot')"
 
 
 def run_all(page: Any, address: str, notebook: str, timeout: float = 120) -> None:
@@ -27,9 +27,8 @@ def line(page: Any, scheme: str) -> list[float]:
 
 
 def slider(page: Any, name: str) -> Any:
-    """The handle of the first slider of that name."""
-    row = page.locator(".widget-hslider, .widget-inline-hbox").filter(has=page.get_by_text(name, exact=True))
-    return row.first.locator(".noUi-handle")
+    """The explorer's first slider of that name."""
+    return page.locator(f".explorer [name={name}]").first
 
 
 def set_theme(page: Any, name: str) -> None:
@@ -42,6 +41,6 @@ def set_theme(page: Any, name: str) -> None:
 def shoot(page: Any, name: str) -> None:
     """Keep a picture of the widget and what is around it."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.locator(".widget-vbox").first.evaluate("widget => widget.scrollIntoView({ block: 'start' })")
+    page.locator(".widget-vbox, .explorer, .live").first.evaluate("widget => widget.scrollIntoView({ block: 'start' })")
     page.wait_for_timeout(300)
     page.screenshot(path=SCREENSHOTS / f"{name}.png")

@@ -11,7 +11,7 @@ import pytest
 from bs4 import BeautifulSoup
 from notebook_helpers import NOTEBOOKS, WIDGET, execute, run
 
-TIMED = ("generation(",)  # calls whose results are times
+TIMED = ("generation_speed(",)  # calls whose results are times
 
 
 def execute_twice(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:

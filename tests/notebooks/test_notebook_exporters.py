@@ -60,7 +60,7 @@ def test_a_page_holds_its_figures_and_shares_plotly():
 
 
 def test_an_explorer_stands_where_its_widget_stood_and_opens_as_the_cell_says():
-    text = NormExplorer(table())._repr_mimebundle_()["text/plain"]
+    text = NormExplorer(table())._repr_mimebundle_()[0]["text/plain"]
     assert frames_in(page_of(executed(shows(text)))) == ["explorer.html#dark=0"]
     page = page_of(executed(shows(text), tags=("explorer:way=relative",)))
     assert frames_in(page) == ["explorer.html#dark=0&way=relative"]
@@ -83,7 +83,7 @@ def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path: Path,
         page.goto((tmp_path / "page.html").as_uri())
         frame = page.frame_locator("iframe.explorer")
         frame.locator(".js-plotly-plot .scatterlayer .trace").first.wait_for()
-        assert frame.locator("#way").input_value() == "relative"
+        assert frame.locator("[name=way]").input_value() == "relative"
         browser.close()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from browser_helpers import PLOT, jupyter_lab, page_of, run_all, set_theme, shoot, slider
+from browser_helpers import PLOT, jupyter_lab, page_of, run_all, set_theme, shoot
 from training_helpers import TINY, write_text
 
 SKIP_MAP = """
@@ -107,22 +107,20 @@ def test_a_click_on_a_block_shows_its_column(address: str, chromium: str):
 def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_theme(address: str, chromium: str):
     with page_of(chromium, width=1400, height=1300) as (page, errors):
         run_all(page, address, "intervene.ipynb")
-        page.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg[role=img]').length === 2")
-        for name in ("λ ×", "κ ×", "γ ×"):
-            assert slider(page, name).get_attribute("aria-label") == name
-        handle = slider(page, "γ ×")
-        handle.focus()
-        page.keyboard.press("ArrowRight")
+        page.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg[role=img]').length === 1")
+        page.locator(".live").get_by_role("button", name="γ").click()
+        fader = page.get_by_role("slider", name="γ, all blocks")
+        fader.focus()
+        page.keyboard.press("ArrowUp")
         # What the reader sees, not its logarithm.
-        message = "handle => handle.getAttribute('aria-valuetext') === '1.19'"
-        page.wait_for_function(message, arg=handle.element_handle(), timeout=20_000)
-        pictures = page.locator(".js-plotly-plot .main-svg[role=img]")
-        names = [pictures.nth(place).get_attribute("aria-label") for place in (0, 1)]
-        assert names[0].startswith("size of the residual stream, ") and names[1].startswith(
-            "loss added by skipping it, "
-        )
+        page.wait_for_function("fader => fader.getAttribute('aria-valuetext') === '×1.2'", arg=fader.element_handle())
+        page.wait_for_function("() => document.querySelector('.live .loss b.worse, .live .loss b + b')")
+        size = page.locator(".live .profile svg").get_attribute("aria-label")
+        assert size.startswith("size of the residual stream, ")
+        named = page.locator(".js-plotly-plot .main-svg[role=img]").get_attribute("aria-label")
+        assert named.startswith("loss added by skipping it, ")
         cells = page.locator(".jp-Notebook .jp-Cell").count()
-        for control in (handle, page.locator(".widget-vbox select").first, page.locator(".widget-vbox button").first):
+        for control in (fader, page.locator(".live select").first, page.locator(".live button").first):
             control.focus()
             page.keyboard.type("ddbr")  # delete, add and make raw
         page.wait_for_timeout(500)
@@ -131,8 +129,7 @@ def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_th
         set_theme(page, "JupyterLab Dark")
         dark = "plot => plot.layout.template.layout.paper_bgcolor === '#14171b'"
         page.wait_for_function(f"() => [...document.querySelectorAll('.js-plotly-plot')].every({dark})", timeout=20_000)
-        line = f"() => {PLOT}.data.find(trace => trace.name === 'intervened size').line.color === '#3b9ddd'"
-        page.wait_for_function(line, timeout=20_000)
+        page.wait_for_function("() => document.querySelector('.live').classList.contains('dark')", timeout=20_000)
         shoot(page, "intervene-dark")
         assert errors == []
 

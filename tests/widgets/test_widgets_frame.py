@@ -11,13 +11,12 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 import torch
-from figures_helpers import table
 from training_helpers import TINY
 
 from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.figures import theme as look
 from normlab.figures.draw import finite
-from normlab.widgets import Intervene, LogitAttribution, NormExplorer, PlotWidget, SkipMap, TrainTheatre
+from normlab.widgets import LogitAttribution, PlotWidget, SkipMap, TrainTheatre
 from normlab.widgets.plot import Plot, script
 
 TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -41,7 +40,6 @@ def attribution(**theme: str) -> LogitAttribution:
 
 # Each has something in the first blue of the palette, which a dark page has brighter.
 WIDGETS: dict[str, Callable[..., PlotWidget]] = {
-    "Intervene": lambda path, **theme: Intervene(model_of("dyt"), TOKENS, **theme),
     "SkipMap": lambda path, **theme: SkipMap(model_of("bhyt"), [{"input_ids": TOKENS}], name="bhyt", **theme),
     "LogitAttribution": lambda path, **theme: attribution(**theme),
     "TrainTheatre": lambda path, **theme: TrainTheatre(["bhyt"], path, TINY, **theme),
@@ -91,7 +89,6 @@ def test_it_is_one_plot_with_controls_and_has_a_plain_twin(name: str, tmp_path: 
 
 
 def test_there_is_one_technology():
-    assert all(isinstance(pane, PlotWidget) for pane in NormExplorer(table()).panes)
     for file in Path(look.__file__).parents[1].rglob("*.py"):
         assert "FigureWidget(" not in file.read_text(encoding="utf-8")
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import plotly.graph_objects as go
 import pytest
 import torch
+from browser_helpers import page_of
 from transformers import GPT2Config, GPT2LMHeadModel
+from widget_helpers import Mounted
 
 from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.errors import NormlabError
@@ -133,83 +131,63 @@ def traces(widget: Intervene) -> dict[str, Any]:
     return {trace.name: trace for trace in widget.figure.data}
 
 
-def test_the_controls_change_what_is_shown():
+def test_the_change_is_a_trait_and_what_is_shown():
     widget = Intervene(model_of("bhyt"), TOKENS)
+    assert repr(widget) == "Intervene(NormlabForCausalLM)"
 
     def size(state: str) -> list[float]:
         return list(traces(widget)[f"{state} size"].y)
 
     assert size("intervened") == size("as it is")
-    widget.gain.value = 4.0
-    assert size("intervened")[-1] > 1.1 * size("as it is")[-1]
-    widget.skip.value = (1,)
+    widget.change = Change(gain=4.0, layers={1: {"block": 0}})
+    assert widget.change == {"gain": 4.0, "layers": {"1": {"block": 0.0}}}
+    assert size("intervened")[-1] > 1.02 * size("as it is")[-1]
     assert size("intervened")[1] == pytest.approx(size("intervened")[0])
-    assert f"{widget.now.loss:.4f}" in widget.message.value
     token = traces(widget)["intervened token"]
     assert sum(token.x) <= 1.0 and len(token.y) == 8
-    widget.kappa.value = 0.25
+    widget.change = {"kappa": 0.25}
     assert max(traces(widget)["intervened share"].y) > 0.0 == max(traces(widget)["as it is share"].y)
-    widget.reset.click()
-    assert widget.change == Change() and size("intervened") == size("as it is")
+    with pytest.raises(NormlabError, match="not a change: block"):
+        widget.change = {"block": 2}
+    widget.undo()
+    assert widget.change == {} and size("intervened") == size("as it is")
 
 
-def test_a_model_without_tanh_has_no_lambda_to_move():
-    widget = Intervene(model_of("pre_rmsnorm"), TOKENS)
-    assert widget.lam.disabled and widget.kappa.disabled and widget.exact.disabled and not widget.gain.disabled
-    assert any("no λ or α in these norms" in a.text for a in widget.figure.layout.annotations)
-
-
-def test_of_a_tanh_norm_without_lambda_the_same_slider_scales_alpha():
-    model = model_of("dyt")
-    widget = Intervene(model, TOKENS)
-    assert widget.lam.description == "α ×" and not widget.lam.disabled and widget.kappa.disabled
-    assert Intervene(model_of("bhyt"), TOKENS).lam.description == "λ ×"
-    widget.lam.value = 16.0
-    assert max(traces(widget)["intervened share"].y) > max(traces(widget)["as it is share"].y)
-    assert "|tanh z| > 0.95" in widget.figure.layout.annotations[1].text
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for norm in (m for m in layer.modules() if hasattr(m, "alpha")):
-                norm.alpha.mul_(16.0)
-    assert widget.now.loss == pytest.approx(loss_of(model), abs=1e-6)
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [("pre_rmsnorm", ([], "")), ("dyt", (["slope"], "α")), ("bhyt", (["slope", "kappa", "carried"], "λ"))],
+)
+def test_a_model_offers_what_its_norms_have(scheme: str, expected: tuple[list[str], str]):
+    widget = Intervene(model_of(scheme), TOKENS)
+    about = widget.data["models"][0]
+    assert (about["traits"], about["slope"]) == expected
+    notes = " ".join(note.text for note in widget.figure.layout.annotations)
+    assert ("no λ or α in these norms" in notes) == (scheme == "pre_rmsnorm")
+    assert ("|tanh z| > 0.95" in notes) == (scheme == "dyt")
 
 
 def test_a_tanh_norm_that_does_not_tell_its_input_still_has_its_slope_scaled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("normlab.norms.DyT.tanh_input", None)
     widget = Intervene(model_of("dyt"), TOKENS)
     assert any("do not tell" in a.text for a in widget.figure.layout.annotations)
-    widget.lam.value = 16.0
+    widget.change = {"lam": 16.0}
     assert widget.now.loss != widget.before.loss
 
 
-@pytest.mark.parametrize("figure", [lambda w: w.figure, lambda w: w.static()])
-def test_both_states_are_told_apart_without_colour(figure: Callable[[Intervene], go.Figure]):
-    shown = figure(Intervene(model_of("bhyt"), TOKENS))
+def test_both_states_are_told_apart_without_colour_and_a_broken_model_has_gaps():
+    model = model_of("bhyt")
+    shown = Intervene(model, TOKENS).static()
     parts = {trace.name: trace for trace in shown.data}
     for part in ("size", "share"):
         assert parts[f"as it is {part}"].line.dash == "dash" and parts[f"intervened {part}"].line.dash == "solid"
     assert parts["as it is token"].marker.pattern.shape == "/" and not parts["intervened token"].marker.pattern.shape
     legend = {trace.name: trace.line.dash for trace in shown.data if trace.showlegend is not False}
     assert legend == {"as it is": "dash", "intervened": "solid", "Chebyshev bound": "dot"}
-
-
-def test_a_model_that_was_broken_before_any_change_is_said_to_be_so():
-    model = model_of("pre_rmsnorm")
-    sound = Intervene(model, TOKENS)
-    sound.now = replace(sound.now, loss=float("inf"))
-    sound.redraw()
-    assert "this change breaks the model" in sound.message.value
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
-    widget = Intervene(model, TOKENS)
-    assert "broken before any change" in widget.message.value and "nan" not in widget.message.value
-    for trace in widget.figure.data:
+    for trace in Intervene(model, TOKENS).figure.data:
         numbers = [*(trace.x or ()), *(trace.y or ())]
         assert all(math.isfinite(v) for v in numbers if isinstance(v, float)), trace.name
-    widget.skip.value = (2,)
-    assert (
-        "broken before any change</b>" not in widget.message.value and f"{widget.now.loss:.4f}" in widget.message.value
-    )
 
 
 def test_words_of_a_tokenizer_are_no_markup():
@@ -217,29 +195,41 @@ def test_words_of_a_tokenizer_are_no_markup():
     widget = Intervene(model_of("lns"), TOKENS, names)
     words = next(trace.y for trace in widget.figure.data if trace.name == "as it is token")
     assert any("&lt;b&gt;" in word for word in words) and not any("<" in word for word in words)
+    assert widget.data["vocabulary"][:2] == ["a", "<b>"]
 
 
-def test_moved_from_many_threads_it_ends_on_what_the_controls_say():
-    model = model_of("bhyt")
+@pytest.mark.parametrize("where", ["browser", "kernel"])
+def test_the_reader_and_python_hear_of_each_other(where: str, chromium: str):
+    """In the browser a model that the page computes, from the kernel one that it does not."""
+    if where == "browser":
+        model: Any = model_of("bhyt")
+    else:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50)).eval()
     widget = Intervene(model, TOKENS)
-    before = loss_of(model)
-    failed: list[BaseException] = []
+    assert bool(widget.weights) == (where == "browser")
 
-    def shake(place: int) -> None:
-        try:
-            for step in range(6):
-                widget.lam.value = 2.0 ** ((step * 3 + place) % 5 - 2)
-                widget.skip.value = (1 + (step + place) % 3,)
-        except BaseException as error:
-            failed.append(error)
+    def shows(change: Change, row: int = 0) -> None:
+        rows = TOKENS[row : row + 1]
+        with changed(model, change), torch.no_grad():
+            loss = float(model(input_ids=rows, labels=rows).loss)
+        read = "loss => Math.abs(loss - +document.querySelector('.panel .loss b')?.textContent) < 2e-3"
+        shown.until(read, loss)
 
-    threads = [threading.Thread(target=shake, args=(place,)) for place in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not failed and loss_of(model) == before
-    assert widget.now.loss == pytest.approx(ask(model, TOKENS, widget.change).loss, abs=1e-6)
+    with page_of(chromium) as (page, errors):
+        shown = Mounted(page, widget)
+        shows(Change())
+        page.get_by_role("slider", name="block, block 2").focus()
+        page.keyboard.press("End" if page.evaluate("document.activeElement.value") == "0" else "Home")
+        shown.until("() => document.activeElement.value === '0'")
+        skipped = Change(layers={2: {"block": 0}})
+        shows(skipped)
+        assert Change(**widget.change) == skipped
+        shown.until("() => document.querySelectorAll('.cost:not(.stale) .bar').length === 3")
+        widget.change, widget.row = {"gain": 2.0}, 1
+        shown.push()
+        shows(Change(gain=2.0), row=1)
+        assert not errors
 
 
 def test_what_cannot_be_asked_is_one_sentence():

@@ -19,7 +19,7 @@ from normlab.errors import NormlabError
 from normlab.figures.profile import PlotOptions, drawing, plain
 from normlab.figures.theme import style_of
 from normlab.schemes import tagged
-from normlab.widgets.page import explorer_page, page_data
+from normlab.widgets.explorer import explorer_page, page_data
 
 
 def noisy() -> pd.DataFrame:
@@ -120,7 +120,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[An
 
 def curve(page: Any, name: str) -> list[float] | None:
     """The y values of a trace, None where the plot has no such trace."""
-    read = "name => document.getElementById('plot').data.find(t => t.name === name)?.y ?? null"
+    read = "name => document.querySelector('.plot').data.find(t => t.name === name)?.y ?? null"
     y = page.evaluate(read, name)
     return None if y is None else [np.nan if v is None else v for v in y]
 
@@ -128,7 +128,7 @@ def curve(page: Any, name: str) -> list[float] | None:
 def wait_for(page: Any, name: str, values: np.ndarray | None, rtol: float = 2e-3) -> None:
     """Until the plot shows these values, or no such trace."""
     agrees = """([name, values, rtol]) => {
-        const y = document.getElementById('plot').data.find(t => t.name === name)?.y ?? null;
+        const y = document.querySelector('.plot').data.find(t => t.name === name)?.y ?? null;
         if (y === null || values === null) return y === values;
         const near = (a, b) => a === null || b === null ? a === b : Math.abs(a - b) <= rtol * Math.abs(b);
         return y.length === values.length && y.every((v, i) => near(v, values[i]));
@@ -138,7 +138,7 @@ def wait_for(page: Any, name: str, values: np.ndarray | None, rtol: float = 2e-3
 
 
 def slide(page: Any, name: str, key: str) -> None:
-    page.locator(f"#{name}").focus()
+    page.locator(f"[name={name}]").focus()
     page.keyboard.press(key)
 
 
@@ -148,7 +148,7 @@ def slide(page: Any, name: str, key: str) -> None:
 )
 def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: dict[str, Any]):
     profiles = Profiles(noisy())
-    page.select_option("#way", way)
+    page.select_option("[name=way]", way)
     slide(page, "depth", "End")
     for key, step in (("Home", 0), ("ArrowRight", 10), ("End", 20)):
         slide(page, "step", key)
@@ -163,7 +163,7 @@ def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: 
                 known = np.isfinite(line.low)
                 band = np.concatenate([line.low[known], line.high[known][::-1]])
                 wait_for(page, f"{scheme} band", band, rtol=1e-2)
-    page.select_option("#way", "absolute")
+    page.select_option("[name=way]", "absolute")
 
 
 def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: Path):
@@ -172,14 +172,14 @@ def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: P
     with page.context.browser.new_page() as own:
         own.goto(path.as_uri())
         own.wait_for_selector(".js-plotly-plot .main-svg")
-        drawn = "() => document.getElementById('plot').data.map(trace => trace.name)"
+        drawn = "() => document.querySelector('.plot').data.map(trace => trace.name)"
         assert set(own.evaluate(drawn)) == {style_of(name).title for name in tagged("short")}
-        assert not own.locator("#scheme-keel").is_visible()
-        own.locator("#further summary").click()
-        assert own.locator("#further").inner_text().startswith("5 further schemes")
-        own.locator("#scheme-keel").check()
-        own.wait_for_function("() => document.getElementById('plot').data.some(trace => trace.name === 'Keel')")
-    assert page.locator("#further").is_hidden()
+        assert not own.locator(".scheme input[value=keel]").is_visible()
+        own.locator("details summary").click()
+        assert own.locator("details").inner_text().startswith("5 further schemes")
+        own.locator(".scheme input[value=keel]").check()
+        own.wait_for_function("() => document.querySelector('.plot').data.some(trace => trace.name === 'Keel')")
+    assert page.locator("details").is_hidden()
 
 
 @pytest.mark.parametrize(
@@ -187,68 +187,68 @@ def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: P
     [("absolute", {}), ("relative", {"relative": True}), ("pre_rmsnorm", {"reference": "pre_rmsnorm"})],
 )
 def test_the_page_draws_the_theory_that_the_library_computes(page: Any, way: str, options: dict[str, Any]):
-    page.select_option("#way", way)
+    page.select_option("[name=way]", way)
     slide(page, "depth", "End")
-    page.locator("#theory").check()
+    page.locator("[name=theory]").check()
     view = View("token_l2_mean", "block_out", "all", 4, 20, tuple(SCHEMES), **options)
     reported = {line.scheme: line for line in Profiles(noisy(), configs_of(noisy())).predicted(view)}
     assert set(reported) == set(SCHEMES)
     for scheme, line in reported.items():
         wait_for(page, f"{scheme} theory", line.values)
-    assert "with rings: theory, before training" in page.locator("#remarks").inner_text()
-    page.locator("#theory").uncheck()
+    assert "with rings: theory, before training" in page.locator(".remarks").inner_text()
+    page.locator("[name=theory]").uncheck()
     wait_for(page, "bhyt theory", None)
-    page.select_option("#way", "absolute")
+    page.select_option("[name=way]", "absolute")
 
 
 def test_every_control_of_the_page_answers_the_keyboard(page: Any):
     slide(page, "depth", "Home")
-    page.wait_for_function("() => document.getElementById('plot').layout.xaxis.range[1] === 2")
-    page.locator("#scheme-bhyt").focus()
+    page.wait_for_function("() => document.querySelector('.plot').layout.xaxis.range[1] === 2")
+    page.locator(".scheme input[value=bhyt]").focus()
     page.keyboard.press("Space")
     wait_for(page, "bhyt", None)
     page.keyboard.press("Space")
-    page.wait_for_function("() => document.getElementById('plot').data.some(trace => trace.name === 'bhyt')")
-    assert page.locator("#depth").get_attribute("aria-valuetext") == "2"
+    page.wait_for_function("() => document.querySelector('.plot').data.some(trace => trace.name === 'bhyt')")
+    assert page.locator("[name=depth]").get_attribute("aria-valuetext") == "2"
     slide(page, "step", "Home")
-    assert page.locator("#step").get_attribute("aria-valuetext") == "0"
-    page.locator("#play").focus()
+    assert page.locator("[name=step]").get_attribute("aria-valuetext") == "0"
+    page.locator("[name=play]").focus()
     page.keyboard.press("Enter")  # goes to the end by itself, and stops there
-    page.wait_for_function("() => document.getElementById('step').getAttribute('aria-valuetext') === '20'")
-    page.wait_for_function("() => document.getElementById('play').textContent === 'play'")
-    page.locator("#band").focus()
+    page.wait_for_function("() => document.querySelector('[name=step]').getAttribute('aria-valuetext') === '20'")
+    page.wait_for_function("() => document.querySelector('[name=play]').textContent === 'play'")
+    page.locator("[name=band]").focus()
     page.keyboard.press("Space")
     wait_for(page, "bhyt band", None)
     page.keyboard.press("Space")
     page.locator("#dark").focus()
     page.keyboard.press("Space")
-    assert page.evaluate("document.documentElement.classList.contains('dark')")
+    assert page.evaluate("document.body.classList.contains('dark')")
     page.keyboard.press("Space")
-    page.select_option("#metric", "grad_l2_total")
-    assert page.evaluate("document.getElementById('site').value") == "block_in_grad"
-    page.wait_for_function("() => document.getElementById('plot').data.find(t => t.name === 'bhyt').y.length === 2")
-    page.locator("#log").focus()
+    page.select_option("[name=metric]", "grad_l2_total")
+    assert page.evaluate("document.querySelector('[name=site]').value") == "block_in_grad"
+    page.wait_for_function("() => document.querySelector('.plot').data.find(t => t.name === 'bhyt').y.length === 2")
+    page.locator("[name=log]").focus()
     page.keyboard.press("Space")
-    page.wait_for_function("() => document.getElementById('plot').layout.yaxis.type === 'log'")
+    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.type === 'log'")
     page.keyboard.press("Space")
-    page.wait_for_function("() => document.getElementById('plot').layout.yaxis.type === 'linear'")
+    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.type === 'linear'")
 
 
 def test_an_axis_fits_the_lines_that_are_left(page: Any):
-    page.select_option("#metric", "token_l2_mean")
+    page.select_option("[name=metric]", "token_l2_mean")
     slide(page, "depth", "End")
     slide(page, "step", "End")
-    page.wait_for_function("() => document.getElementById('plot').layout.yaxis.range[1] > 8")
-    page.locator("#scheme-pre_rmsnorm").uncheck()
+    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.range[1] > 8")
+    page.locator(".scheme input[value=pre_rmsnorm]").uncheck()
     wait_for(page, "pre_rmsnorm", None)
-    page.wait_for_function("() => document.getElementById('plot').layout.yaxis.range[1] < 8")
-    page.wait_for_function("() => document.querySelectorAll('#plot .legendtext').length === 3")  # LNS diverged
-    page.locator("#scheme-pre_rmsnorm").check()
-    page.wait_for_function("() => document.querySelectorAll('#plot .legendtext').length === 0")
+    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.range[1] < 8")
+    page.wait_for_function("() => document.querySelectorAll('.plot .legendtext').length === 3")  # LNS diverged
+    page.locator(".scheme input[value=pre_rmsnorm]").check()
+    page.wait_for_function("() => document.querySelectorAll('.plot .legendtext').length === 0")
 
 
 def test_the_address_keeps_the_view(page: Any):
-    page.select_option("#metric", "feature_var_mean")
+    page.select_option("[name=metric]", "feature_var_mean")
     slide(page, "step", "Home")
     page.wait_for_url("**metric=feature_var_mean**step=0**")  # written once the reader rests
     address, before = page.url, curve(page, "lns")
@@ -256,5 +256,6 @@ def test_the_address_keeps_the_view(page: Any):
     page.goto(address)
     page.wait_for_selector(".js-plotly-plot .main-svg")
     assert (
-        curve(page, "lns") == before and page.evaluate("document.getElementById('metric').value") == "feature_var_mean"
+        curve(page, "lns") == before
+        and page.evaluate("document.querySelector('[name=metric]').value") == "feature_var_mean"
     )

@@ -1,7 +1,7 @@
 /* The page that runs models: controls, charts and the tour.
 
    live(root, data, host)
-     data   { models: [{ name, title, colors, spec }], passages, tokenizer, kernel, tour }
+     data   { models: [{ name, title, colors, depth, traits, spec }], passages, tokenizer or vocabulary, kernel, tour }
      host   { read() -> state, write(state), weights(name) -> bytes, engine?(model) }: a page's address, or a widget's traits
    A state is { model, against, text, at, change, step, field }; what it leaves out has its default. */
 const FIELDS = {
@@ -120,7 +120,7 @@ class Panel {
   }
 
   writeText(at) {
-    const word = token => (this.data.tokenizer ? this.data.words.decode(token) : `#${token} `);
+    const word = token => this.data.words?.decode(token) ?? `#${token} `;
     this.text.replaceChildren(...this.tokens.map((token, place) => element("span", {
       textContent: word(token).replaceAll("\n", "⏎\n"), onclick: () => this.choose(place),
     })));
@@ -183,7 +183,7 @@ class Panel {
       const sum = weights.reduce((a, b) => a + b, 0);
       return weights.map(weight => weight / sum);
     };
-    const old = chances(this.before), now = chances(this.now), word = token => (this.data.tokenizer ? this.data.words.decode(token) : `#${token}`);
+    const old = chances(this.before), now = chances(this.now), word = token => this.data.words?.decode(token) ?? `#${token}`;
     const top = now.map((_, token) => token).filter(token => Math.max(now[token], old[token]) > 0.004)
       .sort((a, b) => Math.max(now[b], old[b]) - Math.max(now[a], old[a])).slice(0, 8);
     this.next.innerHTML = `<table><tbody>${top.map(token => `<tr><th scope="row">${escapeText(JSON.stringify(word(token)).slice(1, -1)).replaceAll(" ", "␣")}</th>
@@ -194,7 +194,7 @@ class Panel {
 
 function live(root, data, host) {
   root.classList.add("live");
-  data.words = data.tokenizer && bytePairs(data.tokenizer);
+  data.words = data.tokenizer ? bytePairs(data.tokenizer) : data.vocabulary && { decode: token => data.vocabulary[token] };
   const names = data.models.map(model => model.name), byName = Object.fromEntries(data.models.map(model => [model.name, model]));
   const has = (model, need) => need === "any" || model.traits.includes(need);
   const START = { model: names[0], against: "", text: 0, at: null, change: {}, step: data.tour ? 0 : null, field: "block" };
@@ -209,7 +209,7 @@ function live(root, data, host) {
     ui[name] = element("select", { name }, ...options.map(([value, text]) => new Option(text, value)));
     return ui[name];
   };
-  const excerpt = tokens => (data.tokenizer ? tokens.slice(0, 14).map(data.words.decode).join("").replace(/\s+/g, " ").trim().slice(0, 34) + "…" : `row of ${tokens.length} tokens`);
+  const excerpt = tokens => (data.words ? tokens.slice(0, 14).map(data.words.decode).join("").replace(/\s+/g, " ").trim().slice(0, 34) + "…" : `row of ${tokens.length} tokens`);
 
   ui.tour = element("section", { className: "tour", ariaLabel: "tour" });
   ui.fields = element("div", { className: "fields", role: "group", ariaLabel: "what to change" });

@@ -1,0 +1,255 @@
+/* The explorer: a metric by layer for all schemes, in a page and in a notebook.
+
+   explorer(root, data, host)
+     data   choices, schemes and colours: normlab/widgets/explorer.py, `page_data`
+     host   { Plotly, read() -> state, write(state), view(key, theory) -> drawings or a promise of them }
+   A state is { metric, site, mask, way, depth, step, schemes, band, log, theory, published }. A view's drawings hold every
+   step: moving the step puts one step's numbers in place of another's. */
+const SWITCHES = { band: "seeds / interval", log: "log axis", theory: "theory", published: "published values" };
+const PLAY_MS = 350;
+
+/* A template with a layout over it: plotly would put the two together at every move. */
+function merged(below, above) {
+  const part = key => typeof below[key] === "object" && typeof above[key] === "object" ? merged(below[key], above[key]) : above[key] ?? below[key];
+  return Object.fromEntries(Object.keys({ ...below, ...above }).map(key => [key, Array.isArray(above[key]) ? above[key] : part(key)]));
+}
+/* What a trace shows: "<scheme>", "<scheme> band" or "<scheme> theory". */
+function partsOf(name) {
+  const part = ["band", "theory"].find(ending => name.endsWith(" " + ending));
+  return [part ? name.slice(0, -part.length - 1) : name, part];
+}
+/* The labels of the schemes that are shown. */
+function someLabels(labels, titles) {
+  const kept = labels.text.map((_, place) => place).filter(place => titles.has(labels.text[place].trim()));
+  const pick = list => kept.map(place => list[place]);
+  return { ...labels, x: pick(labels.x), y: pick(labels.y), text: pick(labels.text), textfont: { ...labels.textfont, color: pick(labels.textfont.color) } };
+}
+
+/* One view: its controls and its plot. `told` hears of every state. */
+function explorerPane(data, host, state, told) {
+  const root = document.createElement("div");
+  root.className = "pane";
+  const field = (name, text, tag) => `<label>${text} ${tag}</label>`;
+  root.innerHTML = `
+    <div class="row">${[["metric", "metric"], ["site", "measured at"], ["mask", "tokens"], ["way", "shown as"]]
+      .map(([name, text]) => field(name, text, `<select name="${name}"></select>`)).join("")}</div>
+    <div class="row">${["depth", "step"].map(name => field(name, name, `<input name="${name}" type="range" min="0" step="1"><output></output>`)).join("")}
+      <button name="play" type="button">play</button>
+      ${Object.entries(SWITCHES).map(([name, text]) => `<label><input name="${name}" type="checkbox"> ${text}</label>`).join("")}</div>
+    <div class="row schemes"></div><details hidden><summary></summary></details>
+    <div class="wide"><div class="plot" role="img"></div></div><div class="remarks" role="status"></div>
+    <div class="row exports">${["PNG", "SVG", "CSV", "code"].map(kind => `<button type="button" name="${kind}">${kind}</button>`).join("")}</div><pre hidden></pre>`;
+  const at = name => root.querySelector(`[name="${name}"]`), find = selector => root.querySelector(selector);
+  const plot = plotter(host.Plotly, find(".plot"));
+  let now = null, drawn = null, asked = null, timer = null, closed = false;
+  const key = (changes = {}) => ["site", "metric", "mask", "depth", "way"].map(name => ({ ...state, ...changes })[name]).join("|");
+  const shown = () => data.schemes.filter(({ name }) => state.schemes.includes(name));
+  const inked = part => host.dark()
+    ? JSON.parse(Object.entries(data.on_dark).reduce((text, [light, bright]) => text.replaceAll(light, bright), JSON.stringify(part))) : part;
+
+  /* What may be chosen depends on the choices before it; each choice that still exists stays. */
+  function settle() {
+    const among = (name, options) => { if (!options.some(option => option[1] === state[name])) state[name] = options[0]?.[1]; };
+    among("metric", data.metrics);
+    among("site", data.sites[state.metric]);
+    among("mask", data.masks[`${state.site}|${state.metric}`]);
+    among("way", data.ways);
+    if (!data.depths.includes(state.depth)) state.depth = data.start;
+  }
+  function fill(name, options) {
+    const text = JSON.stringify(options);
+    if (at(name).dataset.options !== text) at(name).replaceChildren(...options.map(([label, value]) => new Option(label, value)));
+    at(name).dataset.options = text;
+    at(name).value = state[name];
+  }
+  async function refresh() {
+    settle();
+    fill("metric", data.metrics);
+    fill("site", data.sites[state.metric]);
+    fill("mask", data.masks[`${state.site}|${state.metric}`]);
+    fill("way", data.ways);
+    for (const name of Object.keys(SWITCHES)) at(name).checked = state[name];
+    at("published").disabled = !data.published;
+    at("depth").max = data.depths.length - 1;
+    at("depth").value = data.depths.indexOf(state.depth);
+    for (const box of root.querySelectorAll(".scheme input")) box.checked = state.schemes.includes(box.value);
+    const wanted = key();
+    asked = wanted;
+    const view = host.view(wanted, state.theory), found = view instanceof Promise ? await view : view; // what is here is drawn at once
+    if (asked !== wanted || closed) return; // another was asked for meanwhile
+    now = found;
+    const steps = now?.steps ?? [];
+    if (!steps.includes(state.step)) state.step = steps.at(-1) ?? null;
+    at("step").max = Math.max(0, steps.length - 1);
+    at("step").value = steps.indexOf(state.step);
+    draw();
+  }
+
+  function draw() {
+    const frame = now?.frames[now.steps.indexOf(state.step)], kind = state.log ? "log" : "linear", { depth, step } = state;
+    const printed = state.published ? now?.published : null, all = shown().length === data.schemes.length;
+    at("log").disabled = now?.axes.linear?.type === "log"; // ratios have no other
+    // With fewer lines the linear axis fits those; their names, placed for the whole axis, go into a legend. So with published values.
+    const fits = shown().length && (printed || (kind === "linear" && !all));
+    const axis = { ...now?.axes[kind] };
+    if (fits && (kind === "linear" || printed)) {
+      const ranges = kind === "linear" ? shown().map(({ name }) => now.ranges[name]) : [axis.range];
+      const known = [...ranges, printed?.ranges[kind]].filter(Boolean);
+      if (known.length) axis.range = [Math.min(...known.map(range => range[0])), Math.max(...known.map(range => range[1]))];
+      axis.tickmode = "auto";
+    }
+    const titles = Object.fromEntries(shown().map(({ name, title }) => [name, title])), traces = [];
+    drawn = [];
+    for (const trace of now?.traces ?? []) {
+      const [scheme, part] = partsOf(trace.name), numbers = frame?.data[trace.name];
+      if (!numbers || !(scheme in titles) || (part && !state[part])) continue;
+      if (!part) drawn.push({ ...trace, ...numbers });
+      traces.push(inked({ ...trace, ...numbers, ...(fits ? { name: titles[scheme], showlegend: !part } : {}) }));
+    }
+    if (printed && traces.length) traces.push(inked(printed.trace));
+    if (!fits) traces.push(...(frame?.labels[kind] ?? []).map(labels => inked(someLabels(labels, new Set(Object.values(titles))))));
+    const layout = merged(data.templates[host.dark() ? "dark" : "light"].layout, { ...now?.layout, ...frame?.layout, yaxis: axis });
+    if (fits) Object.assign(layout, { showlegend: true, legend: { x: 1.02, y: 1, yanchor: "top" } });
+    if (printed) layout.xaxis = { ...layout.xaxis, range: [layout.xaxis.range[0], Math.max(layout.xaxis.range[1], printed.deepest)] };
+    if (!traces.length && !now?.layout?.annotations)
+      layout.annotations = [{ text: shown().length ? "Nothing was measured here at this depth." : "No scheme is selected.", showarrow: false,
+                              xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 14, color: "#8a8f98" } }];
+    for (const [name, value] of [["depth", depth], ["step", step ?? ""]]) {
+      at(name).nextElementSibling.value = value;
+      at(name).setAttribute("aria-valuetext", value);
+    }
+    find(".plot").setAttribute("aria-label", `${at("metric").selectedOptions[0]?.text} by layer, depth ${depth}, step ${step ?? "none"}`);
+    const away = data.schemes.filter(({ name }) => !(name in titles)).map(({ title }) => title + ": "); // what is said of those is left out
+    const said = (frame?.remarks ?? []).filter(remark => !away.some(start => remark.startsWith(start)));
+    find(".remarks").textContent = [...said, state.theory && now?.remarks.theory, state.log && now?.remarks.log, printed && printed.remark]
+      .filter(Boolean).join(" · ");
+    plot.show({ data: traces, layout: structuredClone(layout) }); // plotly writes into what it draws
+    told(state);
+  }
+
+  /* A change by the reader, or by Python: only another view is asked for anew. */
+  function set(changes) {
+    const before = [key(), state.theory].join();
+    Object.assign(state, changes);
+    if ([key(), state.theory].join() === before && now && !("theory" in changes)) {
+      for (const name of Object.keys(SWITCHES)) at(name).checked = state[name];
+      for (const box of root.querySelectorAll(".scheme input")) box.checked = state.schemes.includes(box.value);
+      if (now.steps.includes(state.step)) at("step").value = now.steps.indexOf(state.step);
+      draw();
+    } else refresh();
+  }
+
+  const families = Object.entries(data.families), rest = families.flatMap(([, names]) => names), rows = {};
+  find("details").hidden = !rest.length;
+  find("summary").textContent = `${rest.length} further schemes`;
+  for (const [family, names] of families) {
+    const row = Object.assign(document.createElement("div"), { className: "row", textContent: family + ":" });
+    find("details").append(row);
+    for (const name of names) rows[name] = row;
+  }
+  const paints = [];
+  for (const { name, label, color } of data.schemes) {
+    const box = Object.assign(document.createElement("input"), { type: "checkbox", value: name }), tag = document.createElement("label");
+    tag.className = "scheme";
+    tag.append(box, label);
+    paints.push(() => { tag.style.color = inked(color); });
+    box.addEventListener("change", () => {
+      const names = data.schemes.map(scheme => scheme.name);
+      set({ schemes: names.filter(other => (other === name ? box.checked : state.schemes.includes(other))) });
+    });
+    (rows[name] ?? find(".schemes")).append(tag);
+  }
+  const stop = () => {
+    clearInterval(timer);
+    timer = null;
+    at("play").textContent = "play";
+  };
+  for (const name of ["metric", "site", "mask", "way"]) at(name).addEventListener("change", () => set({ [name]: at(name).value }));
+  at("depth").addEventListener("input", () => set({ depth: data.depths[+at("depth").value] }));
+  at("step").addEventListener("input", event => {
+    if (event.isTrusted) stop(); // moved by the reader
+    set({ step: now.steps[+at("step").value] });
+  });
+  for (const name of Object.keys(SWITCHES)) at(name).addEventListener("change", () => set({ [name]: at(name).checked }));
+  at("play").addEventListener("click", () => {
+    if (timer) return stop();
+    at("play").textContent = "stop";
+    if (state.step === now.steps.at(-1)) set({ step: now.steps[0] });
+    timer = setInterval(() => {
+      const next = now.steps[now.steps.indexOf(state.step) + 1];
+      next === undefined || closed ? stop() : set({ step: next });
+    }, PLAY_MS);
+  });
+
+  /* The view as an image, its numbers, and the lines that make it again in Python. */
+  const name = () => [state.metric, state.site, state.mask === "all" ? "" : state.mask, `depth${state.depth}`, `step${state.step}`,
+    state.way === "absolute" ? "" : state.way].filter(Boolean).join("-").replace(/[^\w-]/g, "-");
+  const python = value => (value === true ? "True" : value === false ? "False" : JSON.stringify(value));
+  for (const format of ["png", "svg"])
+    at(format.toUpperCase()).addEventListener("click", () => host.Plotly.downloadImage(find(".plot"), { format, filename: name(), width: 1280, height: 520 }));
+  at("CSV").addEventListener("click", () => {
+    const lines = drawn.flatMap(({ name: scheme, x, y, customdata = [] }) => x.map((layer, place) => [scheme, layer, y[place] ?? "", ...(customdata[place] ?? ["", ""])].join(",")));
+    const link = Object.assign(document.createElement("a"), { download: `${name()}.csv` });
+    link.href = URL.createObjectURL(new Blob([["scheme,layer,value,low,high", ...lines, ""].join("\n")], { type: "text/csv" }));
+    link.click();
+  });
+  at("code").addEventListener("click", () => {
+    const way = { absolute: {}, relative: { relative: true } }[state.way] ?? { reference: state.way };
+    const options = { site: state.site, mask: state.mask, depth: state.depth, step: state.step, schemes: state.schemes, ...way, band: state.band, log: state.log, theme: host.dark() ? "dark" : "light" };
+    if (state.schemes.length === data.schemes.length) delete options.schemes;
+    const given = Object.entries(options).map(([option, value]) => `${option}=${python(value)}`);
+    if (state.theory) given.push(`theory=normlab.read_configs(${python(data.source)})`);
+    if (state.published) given.push("published=normlab.load_published()");
+    find("pre").textContent = `import normlab\nruns = normlab.load_runs(${python(data.source)})\nnormlab.figures.profile(runs, ${python(state.metric)}, ${given.join(", ")})`;
+    find("pre").hidden = false;
+  });
+
+  const sized = new ResizeObserver(() => plot.resize());
+  sized.observe(find(".plot"));
+  const paint = () => {
+    paints.forEach(one => one());
+    if (now) draw();
+  };
+  paint();
+  refresh();
+  return {
+    root, set, paint, state: () => ({ ...state }),
+    close() {
+      closed = true;
+      stop();
+      sized.disconnect();
+      plot.remove();
+    },
+  };
+}
+
+function explorer(root, data, host) {
+  root.classList.add("explorer");
+  if (data.missing) {
+    root.textContent = data.missing;
+    return { set() {}, paint() {}, close() {} };
+  }
+  const start = { metric: null, site: null, mask: "all", way: "absolute", depth: data.start, step: null, schemes: data.shown, band: true, log: false, theory: false, published: false };
+  const panes = [], place = Object.assign(document.createElement("div"), { className: "panes" });
+  const compare = Object.assign(document.createElement("button"), { type: "button", textContent: "compare two views" });
+  const add = state => {
+    const first = !panes.length, pane = explorerPane(data, host, state, now => { if (first) host.write(now); });
+    panes.push(pane);
+    place.append(pane.root);
+  };
+  compare.addEventListener("click", () => {
+    if (panes.length === 1) add(panes[0].state());
+    else {
+      const second = panes.pop();
+      second.close();
+      second.root.remove();
+    }
+    compare.textContent = panes.length === 1 ? "compare two views" : "one view";
+  });
+  root.replaceChildren(place, compare);
+  add({ ...start, ...host.read() });
+  return {
+    set: changes => panes[0].set(changes), paint: () => panes.forEach(pane => pane.paint()), panes,
+    close: () => panes.forEach(pane => pane.close()),
+  };
+}
