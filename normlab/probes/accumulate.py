@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-def in_backward() -> bool:
-    """True while autograd runs a backward pass in this thread: a forward that runs then is a checkpoint's."""
-    return torch._C._current_graph_task_id() != -1
-
-
 # -- moments ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +172,7 @@ class Accumulator:
 
 
 def _place(where: Place | NormRead) -> Place | None:
-    """Where a statistic belongs; None if that is no site."""
+    """The place of a statistic; None if that is no site."""
     place = where.place if isinstance(where, NormRead) else where
     return None if place is None or place[0] not in SITES else place
 
@@ -208,13 +203,14 @@ class Gradients:
         call: Call | None,
         channels_first: bool = False,
         norm: nn.Module | None = None,
+        is_recomputed: bool = False,
     ) -> None:
-        """Have the gradient at `x` reduced when it arrives."""
+        """Have the gradient at `x` reduced when it arrives; `is_recomputed`: by a checkpoint, in the backward pass."""
         if not self._wanted or call is None or not x.requires_grad:
             return
         if not isinstance(where, NormRead):
             place = gradient_place(where)
-            if place is None or (in_backward() and place in map(gradient_place, call.watched)):
+            if place is None or (is_recomputed and place in map(gradient_place, call.watched)):
                 return  # a checkpoint hands the recomputation a tensor that has its hook already
         call.watched.add(where)
         if call.hooked is not None and call.hooked[0] is x:

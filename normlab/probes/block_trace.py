@@ -7,31 +7,25 @@ branch is measured, the norm that reads the block's input is named by what comes
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.decomposition import BranchRun, NormRead, Reading, Segment, find_reading
 from normlab.probes.layout import same_tensor
 from normlab.probes.sites import Block, Branch
-from normlab.probes.stream_sums import SLACK, Rows, count_different, rounding, same
+from normlab.probes.stream_sums import SLACK, Rows, count_different, same
 
 FEW = 6  # different tokens below which a sum that is not a plain one may not be told
 
 
 class BlockTrace:
-    """What has run so far in one block during one forward pass.
-
-    Holds a few of the block's activations until the block ends.
+    """One block during one forward pass. Holds a few of its activations until it ends.
 
     Args:
-        block: the block.
-        layer: its layer in this call.
+        block, layer: the block, and its layer in this call.
         entered: the stream that it reads.
-        keeps_branches: whether what branches add is measured.
-        known_sites: the sites of the block's norms, when an earlier call has told them and no branch is measured. Then
-            nothing is traced.
+        keeps_branches: what branches add is measured.
+        known_sites: its norms' sites from an earlier call; if no branch is measured, nothing is traced then.
         given_up: why no reading is looked for any more.
     """
 
@@ -57,8 +51,6 @@ class BlockTrace:
         self._inputs: dict[nn.Module, tuple[Tensor | None, Tensor | None]] = {}
         if self._known_sites is None:
             self.rows = Rows(entered)
-            self._first = cast(Tensor, self.rows.of(entered))
-            self._eps = rounding(entered.dtype)
 
     def norm_starts(self, norm: nn.Module, x: Tensor, is_norm: bool = True) -> NormRead | None:
         """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
@@ -92,7 +84,7 @@ class BlockTrace:
         """
         if self._known_sites is not None:
             return
-        self._eps = max(self._eps, rounding(output.dtype))
+        self.rows.note_rounding(output)
         x, read = self._inputs.pop(branch.module, (None, None))
         rows = self.rows.of(output)
         earlier = next((run for run in self.runs if run.branch is branch), None)
@@ -127,7 +119,7 @@ class BlockTrace:
         if self._known_sites is not None:
             self.segments = ()
             return
-        self._eps = max(self._eps, rounding(out.dtype))
+        self.rows.note_rounding(out)
         last = self.rows.of(out)
         reading = self._find_reading(last)
         if reading is not None:
@@ -137,7 +129,7 @@ class BlockTrace:
             for read in reading.waiting:  # no branch came, and the block returns its output
                 if self._same(read.out_rows, last):
                     read.site = f"{self.runs[-1].kind}_norm_in"
-        elif bool(self._first.any()):
+        elif bool(self.rows.first.any()):
             self._name_first_norm()
         self._settle_sites()
         if reading is None:
@@ -146,14 +138,14 @@ class BlockTrace:
     def _find_reading(self, last: Tensor | None) -> Reading | None:
         if last is None:
             self.why = "the block changes the stream's shape"
-        elif not bool(self._first.any()):
+        elif not bool(self.rows.first.any()):
             self.why = "the stream is zero"  # with and without it are the same
         elif self._given_up is not None:
             self.why = self._given_up
         elif not self.runs:
             self.why = "no branch was found in the block"
         else:
-            reading = find_reading(self.events, Reading(self.entered, self._first), last, self._eps)
+            reading = find_reading(self.events, Reading(self.entered, self.rows.first), last, self.rows.eps)
             if reading is not None:
                 return reading
             self.why = self._reason(last)
@@ -162,7 +154,7 @@ class BlockTrace:
     def _name_first_norm(self) -> None:
         """Name the norm that reads the input of a block that does not add up: it is of the branch that comes next."""
         for i, event in enumerate(self.events):
-            if isinstance(event, NormRead) and event.rows is not None and self._same(event.rows, self._first):
+            if isinstance(event, NormRead) and event.rows is not None and self._same(event.rows, self.rows.first):
                 later = next((run for run in self.events[i:] if isinstance(run, BranchRun)), None)
                 if later is not None:
                     event.site = f"{later.kind}_norm_in"
@@ -187,8 +179,8 @@ class BlockTrace:
         self.lost |= {name: self.why for name in names if name not in self.sites.values()}
 
     def _reason(self, last: Tensor) -> str:
-        """Why no reading was found."""
-        first = self._first
+        """The reason that there is no reading."""
+        first = self.rows.first
         kinds = " + ".join(dict.fromkeys(run.kind for run in self.runs))
         if self._ends_in_projection(last):
             return "the block has no residual connection: it ends in a projection"
@@ -206,12 +198,14 @@ class BlockTrace:
         return f"the block's output is not its input + {kinds} ({advice})"
 
     def reason_without_part(self, run: BranchRun) -> str:
-        """Why a branch that has run is no part of the reading."""
+        """The reason that a branch which has run is no part of the reading."""
         parts = [part.branch for segment in self.segments or () for part in segment.runs]
         if run.branch in parts:
             return "it changes the stream together with another branch"
-        if self.block.module.training:
-            return "what it returns does not reach the stream: it was dropped, or goes into another branch"
+        others = [other for other in self.runs if other is not run]
+        feeds = any(same_tensor(other.x, run.out) or self._same(other.read, run.rows) for other in others)
+        if self.block.module.training and not feeds and run.rows is not None:
+            return "it was dropped in training, as by stochastic depth: what it returns does not reach the stream"
         return "what it returns goes into another branch, not into the stream"
 
     def _ends_in_projection(self, last: Tensor) -> bool:
@@ -240,4 +234,4 @@ class BlockTrace:
             read.x = read.rows = read.out = read.out_rows = read.kept = None
 
     def _same(self, a: Tensor | None, b: Tensor | None) -> bool:
-        return same(a, b, SLACK * self._eps)
+        return same(a, b, SLACK * self.rows.eps)

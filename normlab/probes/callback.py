@@ -88,10 +88,11 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     accumulation (`num_items_in_batch`) and fp16 loss scaling are undone. The Trainer must pass labels to the model, or
     give `loss_tokens`. A measured step runs uncompiled.
 
-    Also in the table: `update_ratio` (site = parameter name) and, at a logged loss that is a spike, `loss_spike` (site
-    "model", standard deviations above the recent losses). Where the Trainer logs to TensorBoard, Weights & Biases or
-    Trackio, each measured step sends one heat map of all layers, metrics and steps so far, and the curves of the first
-    and last layer.
+    The table also holds `update_ratio`, whose site is the parameter's name. A logged loss that is a spike adds
+    `loss_spike` at site "model", in standard deviations above the recent losses.
+
+    Where the Trainer logs to TensorBoard, Weights & Biases or Trackio, each measured step sends one heat map of all
+    layers, metrics and steps so far. It also sends the curves of the first and last layer.
 
     Args:
         every: optimizer steps between measurements; the first one is measured.

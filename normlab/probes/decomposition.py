@@ -1,4 +1,4 @@
-"""How a block makes its output of its input: which norm is which, and what each branch adds to the stream.
+"""Find which norm of a block is which, and what each branch adds to the stream.
 
 `find_reading` goes through what ran in a block, in order, and looks for a reading under which the stream adds up:
 
@@ -34,27 +34,16 @@ DIFFERENCES = ("contained", "dropped", "by token", "rearranged")  # forms of whi
 
 @dataclass(eq=False)
 class NormRead:
-    """A norm that has run in a block.
-
-    An activation outside the branches counts as one with `is_norm` False; it is at no site.
-
-    Args:
-        norm: the module.
-        layer: of the block.
-        x, rows: what it read, and the rows of that.
-        out, out_rows: what it returned.
-        kept: a copy of `out`, where that may be what a branch adds.
-        site: where it turns out to be; None until that is known, or where it is at none.
-    """
+    """A norm that has run in a block, or an activation outside the branches: that has `is_norm` False and no site."""
 
     norm: nn.Module
     layer: int
-    x: Tensor | None = None
+    x: Tensor | None = None  # what it read
     rows: Tensor | None = None
-    out: Tensor | None = None
+    out: Tensor | None = None  # what it returned
     out_rows: Tensor | None = None
-    kept: Tensor | None = None
-    site: str | None = None
+    kept: Tensor | None = None  # a copy of `out`, where that may be what a branch adds
+    site: str | None = None  # None until it is known, or where it is at none
     is_norm: bool = True
 
     @property
@@ -65,27 +54,17 @@ class NormRead:
 
 @dataclass(eq=False)
 class BranchRun:
-    """A branch that has run.
-
-    Args:
-        branch: the branch.
-        kind: its kind, or that of the branch which it continues.
-        x, read: what it read, and the rows of that.
-        out, rows: what it returned, and the rows of that.
-        kept: a copy of `out`, since many models add the residual to it in place.
-        output_norm: the norm whose output is what the branch adds.
-        continues: it reads what an earlier branch returned, not the stream.
-    """
+    """A branch that has run."""
 
     branch: Branch
-    kind: str
-    x: Tensor | None
-    read: Tensor | None
+    kind: str  # or that of the branch which it continues
+    x: Tensor | None  # what it read
+    read: Tensor | None  # the rows of that
     out: Tensor
     rows: Tensor | None
-    kept: Tensor | None
-    output_norm: nn.Module | None = None
-    continues: bool = False
+    kept: Tensor | None  # a copy of `out`: many models add the residual to it in place
+    output_norm: nn.Module | None = None  # its output is what the branch adds
+    continues: bool = False  # it reads what an earlier branch returned, not the stream
 
     @property
     def module(self) -> nn.Module:
@@ -95,14 +74,7 @@ class BranchRun:
 
 @dataclass(frozen=True)
 class Segment:
-    """A change of the stream.
-
-    Args:
-        before, before_rows: the stream where it starts.
-        after, after_rows: where it ends; None for the block's output.
-        runs: the branches that made it.
-        made: how their outputs make it.
-    """
+    """A change of the stream: where it starts and ends (None = the block's output), and what made it."""
 
     before: Tensor
     before_rows: Tensor
@@ -117,24 +89,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Reading:
-    """A reading of a block up to some event.
-
-    Args:
-        stream, rows: the residual stream there.
-        pending: branches that have run since the last point where the stream was known.
-        waiting: norms that have read the stream for a branch to come.
-        normed: norms that have read the stream as it is.
-        start: the norm whose output is the stream, while no branch has run on it.
-        sites: norms, and where they are.
-        segments: the changes so far.
-    """
+    """A reading of a block up to some event."""
 
     stream: Tensor
     rows: Tensor
-    pending: tuple[BranchRun, ...] = ()
-    waiting: tuple[NormRead, ...] = ()
-    normed: tuple[NormRead, ...] = ()
-    start: NormRead | None = None
+    pending: tuple[BranchRun, ...] = ()  # that have run since the stream was last known
+    waiting: tuple[NormRead, ...] = ()  # norms that have read the stream for a branch to come
+    normed: tuple[NormRead, ...] = ()  # norms that have read the stream as it is
+    start: NormRead | None = None  # the norm whose output is the stream, while no branch has run on it
     sites: tuple[tuple[NormRead, str], ...] = ()
     segments: tuple[Segment, ...] = ()
 
@@ -352,7 +314,7 @@ def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun
 
 
 def kind_counts(segments: Sequence[Segment]) -> dict[str, int]:
-    """How many branches of each kind the segments hold in turn; those that run side by side count once."""
+    """Count the branches of each kind that follow each other; those that run side by side count once."""
     counts: dict[str, int] = {}
     for segment in segments:
         for kind, _ in groupby(run.kind for run in segment.runs if run.kind != "other"):

@@ -137,7 +137,7 @@ class Runner:
         return labels
 
     def _labels_are_shifted(self, batch: Batch) -> bool | None:
-        """Whether the model's loss on these labels is of the next token; None when it returns none.
+        """True if the model's loss on these labels is of the next token; None when it returns none.
 
         Found once, by comparing its loss with its logits.
         """
@@ -347,7 +347,7 @@ def skip_future_effect(
 ) -> pandas.DataFrame:
     """Measure how much each later block's update changes when block s is skipped (2505.13898).
 
-    value = mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s. u_l = h_l - h_{l-1}, and u'_l is the same with
+    The mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s, where u_l = h_l - h_{l-1}. u'_l is the same with
     block s the identity. Holds one batch's updates of all layers (layers x tokens x width numbers).
 
     Returns:

@@ -146,7 +146,7 @@ def call_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
 
 
 def _cached_tokens(cache: Any) -> int:
-    """How many tokens a cache holds; 1 if it holds some and does not say how many."""
+    """Tokens that a cache holds; 1 if it holds some and does not say how many."""
     if not hasattr(cache, "get_seq_length"):  # tensors of earlier tokens
         return 1 if isinstance(cache, Tensor) or len(cache) else 0
     try:
@@ -274,14 +274,13 @@ class Call:
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
 
-    def begin_layer(self, block: nn.Module, index: int, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
+    def begin_layer(self, block: nn.Module, index: int, x: Tensor, has_second_sequence: bool) -> int:
         """The layer of a block that begins to run on `x`.
 
         That is its index. From the first block on that runs again in one call it is one more than the layer before.
         """
-        if not self.runs and self.inputs.is_handed_states is not False:
-            sequences = (v for v in (*args, *kwargs.values()) if is_activation(v) and v is not x)
-            self.crosses = any(v.ndim == x.ndim == 3 for v in sequences)
+        if not self.runs:
+            self.crosses = has_second_sequence and self.inputs.is_handed_states is not False
         repeats = block in self.runs or any(len(runs) > 1 for runs in self.runs.values())
         layer = self.layer + 1 if repeats else index
         self.runs.setdefault(block, []).append((x.data_ptr(), layer))

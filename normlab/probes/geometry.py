@@ -1,4 +1,4 @@
-"""How far apart layers are: angles between them, their distance from the identity map, and what they would predict."""
+"""Compare layers: angles between them, their distance from the identity map, what they would predict."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def jacobian_identity(
 ) -> pandas.DataFrame:
     """Measure how near each block's Jacobian is to the identity: ||J - I||_F / ||I||_F, J = dh_l/dh_{l-1}.
 
-    Over all tokens jointly. ||J - I||_F^2 = E ||J^T v - v||^2 over v ~ N(0, I), so `probes` vector-Jacobian products
-    per block and batch estimate it. The squares are averaged, then the root is taken. 0 = the block is the identity
+    Over all tokens jointly. ||J - I||_F^2 = E ||J^T v - v||^2 over v ~ N(0, I). `probes` vector-Jacobian products per
+    block and batch estimate it. The squares are averaged, then the root is taken. 0 = the block is the identity
     map, which deep Pre-LN blocks approach (2502.05795). Padding is left out of v. One block's graph is held at a time;
     no parameter gradient is made.
 

@@ -1,7 +1,7 @@
-"""What can be measured, and where, as data: every metric is one row here, every site another.
+"""The metrics and the sites where they are measured, one row each.
 
 A *statistic* is one number per token (a norm, a variance, a cosine ...). Statistics are streamed as (count, mean, M2,
-max) over the counted tokens, merged by Chan's rule, so no result depends on how the data was cut into batches. A
+max) over the counted tokens and merged by Chan's rule. No result depends on how the data was cut into batches. A
 *metric* reads one statistic:
 
     mean      mean over tokens
@@ -20,8 +20,8 @@ max) over the counted tokens, merged by Chan's rule, so no result depends on how
     tanh        the argument of a norm's tanh; bounded: the same, where the norm has lambda and kappa
     carried     a statistic handed to a norm, not computed by it
     router      the scores of a mixture's router, at site mlp; load: the experts that it takes
-    streams     the state that a rule mixes, where there are several streams (see `normlab.probes.streams`)
-    spectrum    the block's update as a matrix; coordinate: features one by one (see `normlab.probes.arrays`)
+    streams     the state that a rule mixes, where there are several streams
+    spectrum    the block's update as a matrix; coordinate: features one by one
     model       nothing inside the model: training logs it, and `record` does not take it
 
 Figures, widgets, comparisons and reports take labels, units, axes, default sites and definitions from here.
@@ -40,14 +40,14 @@ from normlab.errors import NormlabError
 
 @dataclass(frozen=True)
 class Site:
-    """Where something is measured.
+    """A place where something is measured.
 
     Args:
         name: in tables.
         label: in plots.
-        takes: "activation": h itself, from which the statistics of that kind are taken; "branch": what is added to the
-            stream; "gradient": dLoss with respect to `of`; "model": the model as a whole.
-        of: for a gradient, the place whose tensor it is of.
+        takes: "activation" = h itself; "branch" = what is added to the stream; "gradient" = dLoss/d`of`; "model" = the
+            model as a whole.
+        of: for a gradient, the place of the tensor.
     """
 
     name: str
@@ -85,7 +85,7 @@ MASKS = {"all": "all tokens", "no_first": "without each row's first token"}
 
 
 def site_label(name: str) -> str:
-    """What plots call a site; one that is not in the table (a parameter's name ...) by its name."""
+    """A site's name in plots; the name itself for one that is not in the table, such as a parameter's."""
     return SITES[name].label if name in SITES else name
 
 
@@ -105,11 +105,11 @@ class Metric:
         label: in plots.
         unit: in plots; empty: none.
         scale: of an axis, "log" or "linear".
-        compared: how two values are set against each other: positive sizes by their "ratio" (and averaged
-            geometrically), losses, cosines, entropies and shares by their "difference".
-        default_site: where it is looked at unless said otherwise.
-        kind, statistic, readout: what it is taken from, of which number a token, and how that is read (see the module).
-        only_at: sites at which it is reported, if not everywhere that its statistic is taken.
+        compared: "ratio" for positive sizes, which are averaged geometrically; "difference" for losses, cosines,
+            entropies and shares.
+        default_site: where figures show it by default.
+        kind, statistic, readout: what it is taken from, which number per token, and how that is read (see the module).
+        only_at: sites at which it is reported; empty: wherever its statistic is taken.
     """
 
     name: str
@@ -131,16 +131,16 @@ class Metric:
 
     @property
     def log(self) -> bool:
-        """Whether an axis is logarithmic."""
+        """True for a logarithmic axis."""
         return self.scale == "log"
 
     @property
     def is_ratio(self) -> bool:
-        """Whether two values are compared by their ratio."""
+        """True if two values are compared by their ratio."""
         return self.compared == "ratio"
 
     def applies_to(self, site: str) -> bool:
-        """Whether the metric is reported at `site`."""
+        """True if the metric is reported at `site`."""
         return not self.only_at or site in self.only_at
 
     def value(

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.accumulate import Accumulator, Gradients, Measurer, in_backward
+from normlab.probes.accumulate import Accumulator, Gradients, Measurer
 from normlab.probes.block_trace import BlockTrace
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import Call, LossTokens, Place
 from normlab.probes.layout import (
+    BlockInput,
+    block_input,
     features_last,
     find_hidden_state,
     find_output,
-    hidden_state,
-    is_channels_first,
     output_tensor,
     read_by,
     same_tensor,
@@ -71,8 +71,8 @@ def record(
             modules are run, uncompiled, inside the context, because compiled code ignores new hooks.
         metrics: names from `METRICS`; default: the cheap activation metrics.
         loss_tokens: how many labels the loss averages over: a number, or a function of the call's `CallInputs`.
-            By default it is told by comparing the returned loss with its logits' cross-entropy. 1 for a loss that is a
-            sum; for a scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
+            By default the returned loss is compared with its logits' cross-entropy. 1 for a loss that is a sum. For a
+            scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
 
     Raises:
@@ -84,6 +84,11 @@ def record(
         raise NormlabError(f"unknown masks {list(masks)!r}: choose from {', '.join(MASKS)}")
     where = model if isinstance(model, Sites) else sites(model)
     return Recorder(where, resolve_metrics(metrics), loss_tokens, masks)
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass in this thread: a forward that runs then is a checkpoint's."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -252,9 +257,9 @@ class Recorder:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def _block_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block):
-        x, name = hidden_state(args, kwargs)
+        entry = block_input(module, args, kwargs, self._channels_first.get(module))
         if in_backward():
-            self._recomputed_block_in(module, x)
+            self._recomputed_block_in(module, entry)
             return None
         call = self._call
         if call is None or (call.implicit and block.index == 1):  # blocks run one by one: no padding is known
@@ -262,36 +267,34 @@ class Recorder:
             if self._has_gradients:
                 call.resolve_loss(self._loss_tokens)
         is_first = not call.runs
-        layer = call.begin_layer(module, block.index, args, kwargs, x)
-        if module not in self._channels_first:
-            self._channels_first[module] = is_channels_first(module, x)
-        turned = self._channels_first[module]
-        replaced = None
+        layer = call.begin_layer(module, block.index, entry.x, entry.has_second_sequence)
+        self._channels_first[module] = entry.channels_first
+        x, replaced = entry.x, None
         if is_first and self._has_gradients:
             self._root = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 self._root = x.detach().requires_grad_()
                 x = self._root.clone()  # a leaf may not be written to in place, its copy may
-                replaced = with_argument(args, kwargs, name, x)
-        entered = features_last(read_by(module, x), turned)
+                replaced = with_argument(args, kwargs, entry.name, x)
+        entered = entry.stream(module, x)
         if is_first:
             self._measurer.activation(call, ("block_out", layer - 1), entered)
         failures = self._failures.get(block.index, [])
         given_up = failures[-1] if len(failures) >= TRIES else None
         keeps_branches, known_sites = "branch" in self._measurer.kinds, self._known_sites.get(block.index)
         call.trace = BlockTrace(block, layer, entered, keeps_branches, known_sites, given_up)
-        self._gradients.watch(x, ("block_in", layer), call, turned)
+        self._gradients.watch(x, ("block_in", layer), call, entry.channels_first)
         if "attention" in self._measurer.kinds:
             call.watch = AttentionWatch()
             call.watch.__enter__()
         return replaced
 
-    def _recomputed_block_in(self, module: nn.Module, x: Tensor) -> None:
-        """A checkpoint runs a block again in the backward pass: its input needs its gradient hook."""
+    def _recomputed_block_in(self, module: nn.Module, entry: BlockInput) -> None:
+        """Hook the gradient at the input of a block that a checkpoint runs again in the backward pass."""
         latest = self._latest
-        layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
+        layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, entry.x)
         if layer is not None:
-            self._gradients.watch(x, ("block_in", layer), latest, self._channels_first.get(module, False))
+            self._gradients.watch(entry.x, ("block_in", layer), latest, entry.channels_first, is_recomputed=True)
 
     def _block_out(self, output: Any, block: Block) -> None:
         call = self._call
@@ -335,7 +338,7 @@ class Recorder:
             if norm in self.norm_sites:
                 site, layer = self.norm_sites[norm]
                 layer = getattr(self._local, "recomputed", None) or layer
-                self._gradients.watch(x, (site, layer), self._latest, turned, norm)
+                self._gradients.watch(x, (site, layer), self._latest, turned, norm, is_recomputed=True)
             return
         running = self._running
         if running is None:

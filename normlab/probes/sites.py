@@ -1,4 +1,4 @@
-"""Where to measure: blocks, their branches and norms, found in any model by structure.
+"""Find where to measure: the blocks of any model, their branches and norms, by structure.
 
 `sites(model)`   the stack of residual blocks, and in each block its norms and branches
 `stacks(model)`  every stack: an encoder's and a decoder's, a vision tower's and a language model's
@@ -299,7 +299,7 @@ def _has_parameters(module: nn.Module, recurse: bool = True) -> bool:
 def shell_content(module: nn.Module) -> nn.Module | None:
     """The one child that a wrapper wraps, or None.
 
-    A wrapper has no parameter of its own. Every child that has some is found again in the one that is wrapped:
+    A wrapper holds no parameter itself. Every child that holds some is found again in the wrapped one, because
     TransformerLens's bridge names the parts of a block next to the block.
     """
     if _has_parameters(module, recurse=False):
@@ -398,8 +398,8 @@ def _adding_module(module: nn.Module) -> nn.Module:
 def branches_of(block: nn.Module) -> list[Branch]:
     """The working parts of a block: those with a matrix, and mixers or attention without one.
 
-    Where no part is called an MLP, those whose words say nothing are one: the projections of a bare MLP are such parts,
-    and the last one is what it adds. Elsewhere they are `other`, which may add to the stream but is no site.
+    Where no part is called an MLP, those whose words say nothing are one. The projections of a bare MLP are such parts;
+    the last one is what it adds. Elsewhere they are `other`, which may add to the stream but is no site.
     """
     branches: list[Branch] = []
     for name, part in parts_of(block):

@@ -1,4 +1,4 @@
-"""What is computed from a tensor: one number per token, or an array that streams and merges.
+"""Statistics of a tensor: one number per token, or an array that streams and merges.
 
 Per token, in float32:
 

@@ -1,4 +1,4 @@
-"""How a change of the residual stream is made of what the branches returned.
+"""Explain a change of the residual stream by what the branches returned.
 
 A few tokens of every tensor are kept while a block runs (`Rows`). On them `explain` finds how `after` is made of
 `before` and of branch outputs o:
@@ -12,7 +12,7 @@ A few tokens of every tensor are kept while a block runs (`Rows`). On them `expl
     rearranged  after - before = rows of o     in another order or with others between: windows
 
 The sums hold up to the rounding of the dtypes; what is further off is no explanation. Nor is a fit that few equations
-allow: of one token, of equal tokens or of a width of 2, anything is a sum of anything.
+allow: of one token or of equal tokens, anything is a sum of anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIKE = 1e-4  # relative distance below which two rows say the same
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a change of the stream is made of branch outputs.
+    """A change of the stream as a sum of branch outputs.
 
     Args:
         form: as in the table above.
@@ -49,13 +49,24 @@ class Explanation:
 
 
 class Rows:
-    """The same few tokens of every tensor of a block, as float64."""
+    """The same few tokens of every tensor of a block, as float64.
+
+    Attributes:
+        first: those of the tensor that the block reads.
+        eps: the coarsest rounding of the tensors seen.
+    """
 
     def __init__(self, like: Tensor):
         self.width, self.shape = like.shape[-1], like.shape
         self.tokens = like.numel() // max(1, self.width)
         step = max(1, self.tokens // CHECKED)
         self.index = torch.arange(0, self.tokens, step, device=like.device)[-CHECKED:]
+        self.first = like.detach().reshape(self.tokens, self.width)[self.index].double()
+        self.eps = torch.finfo(like.dtype).eps
+
+    def note_rounding(self, x: Tensor) -> None:
+        """Sums that `x` takes part in hold to its rounding."""
+        self.eps = max(self.eps, torch.finfo(x.dtype).eps)
 
     def of(self, x: Tensor | None) -> Tensor | None:
         """The rows of a tensor of the same tokens and features, or of one vector for all streams of a token.
@@ -74,11 +85,6 @@ class Rows:
         """True if the rows of `x` are still those that were kept: nothing was written over them."""
         now = self.of(x)
         return now is not None and torch.equal(now.nan_to_num(), kept.nan_to_num())
-
-
-def rounding(*dtypes: torch.dtype) -> float:
-    """The coarsest relative spacing of these float types."""
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def same(a: Tensor | None, b: Tensor | None, eps: float) -> bool:
@@ -134,7 +140,7 @@ def _fits(left: Tensor, sizes: Sequence[Tensor], eps: float) -> bool:
 
 
 def count_different(rows: Tensor) -> int:
-    """How many rows (n x width) differ from every row before them by more than rounding."""
+    """Count the rows (n x width) that differ from every row before them by more than rounding."""
     apart = torch.cdist(rows, rows) > LIKE * rows.norm(dim=1)
     return int((apart | torch.ones_like(apart).triu()).all(1).sum())
 

@@ -155,6 +155,7 @@ EXACTLY: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": None,
     },
     "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "EfficientNetConfig": {"initializer_range": 0.6, "depth_coefficient": 1.0},  # else its stream vanishes
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
 }
 # Rotary sections that the model has as a default of its own, for heads of another size.
@@ -182,7 +183,7 @@ def tiny_config(config_class: type, variant: int = 0) -> Any:
     except Exception:
         fields = {name: p.default for name, p in inspect.signature(config_class).parameters.items()}
         fields = {name: value for name, value in fields.items() if value is not inspect.Parameter.empty}
-    exactly = EXACTLY.get(config_class.__name__, {}) if variant == 0 else {}
+    exactly = EXACTLY.get(config_class.__name__, {}) if variant in (0, 3) else {}
     config = config_class(**_overrides(fields, [], variant) | exactly)
     for part in _parts_of(config):
         if SECTIONED.fullmatch(part.model_type) and getattr(part, "rope_parameters", None):
