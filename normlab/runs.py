@@ -345,49 +345,11 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     - step: optimizer steps done; 0 is before training.
     - tokens: trained so far.
     - split: "train", "eval" or "probe".
-    - site: "model", or a site of layers as `normlab.probes` names it.
+    - site: "model", or a site of layers as `normlab.probes` names it. "model" has loss, grad_norm (before clipping),
+      learning_rate, tokens_per_s, unigram_entropy, bigram_loss and trigram_loss. Runs in float16 add loss_scale and
+      skipped_step.
     - layer: 0 the embeddings, 1..L the blocks; missing where it means nothing.
     - mask: "all", or "no_first": without each row's first token.
-
-    The site "model" has loss, grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy, bigram_loss
-    and trigram_loss. Runs in float16 add loss_scale and skipped_step.
-
-    A run that cannot be read is named in a warning and left out. NormlabError: none is left.
-    """
-    roots = [path] if isinstance(path, str | Path) else list(path)
-    directories = [run for root in roots for run in find_runs(root)]
-    places = ", ".join(map(str, roots))
-    if not directories:
-        raise NormlabError(f"no runs in {places}; make some with `normlab sweep --preset tiny --out DIR`")
-    whole, errors = {}, []
-    for directory in directories:
-        try:
-            whole[directory] = read(read_run(directory))
-        except NormlabError as error:
-            errors.append(str(error))
-    if not whole and len(errors) == 1:
-        raise NormlabError(errors[0])
-    if not whole:
-        raise NormlabError(f"none of the {len(errors)} runs in {places} can be read; the first: {errors[0]}")
-    for message in errors:
-        warnings.warn(f"left out: {message}", stacklevel=3)
-    return whole
-
-
-def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """All runs at or below `path` (or several paths) as one table, one value per row.
-
-    Columns: run scheme depth width seed lr status dtype | step tokens split site layer metric mask value.
-
-    dtype: of matrix products in training steps.
-    step: optimizer steps done; 0 is before training.
-    tokens: trained so far.
-    split: "train", "eval" or "probe".
-    site: "model", or a site of layers as `normlab.probes` names it. "model" has loss, grad_norm (before clipping),
-        learning_rate, tokens_per_s, unigram_entropy, bigram_loss and trigram_loss. Runs in float16 add loss_scale and
-        skipped_step.
-    layer: 0 the embeddings, 1..L the blocks; missing where it means nothing.
-    mask: "all", or "no_first": without each row's first token.
 
     A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """
