@@ -28,6 +28,7 @@ from benchmarks.timing import arguments, report, run
 from normlab.errors import NormlabError
 from normlab.runs import load_runs, read_configs
 from normlab.widgets.explorer import explorer_page
+from normlab.widgets.live import live_page
 
 NO_BROWSER = "no move was timed: that needs playwright (pip install playwright) and a Chromium or Chrome on the PATH"
 WAIT = 20_000  # milliseconds after which a move counts as lost
@@ -40,7 +41,7 @@ WATCH = """plot => {
     window.moves = [];
     let began = null;
     document.addEventListener('keydown', event => { began = event.timeStamp; }, true);
-    const isLine = node => node.nodeType === 1 && (node.matches('.js-line'));
+    const isLine = node => node.nodeType === 1 && (node.matches('.js-line') || node.querySelector('path.line'));
     new MutationObserver(found => {
         const moved = found.some(one => [one.target, ...one.addedNodes].some(isLine));
         if (began === null || !moved) return;
@@ -57,7 +58,7 @@ WATCH = """plot => {
 
 @dataclass(frozen=True)
 class Surface:
-    """Where the explorer runs: selectors of its plot and its sliders, and the targets in milliseconds."""
+    """Where a figure is steered: selectors of its plot and two sliders, and the targets in milliseconds."""
 
     name: str
     plot: str
@@ -67,16 +68,26 @@ class Surface:
     p95: float | None
 
 
-LAB = Surface(
-    "JupyterLab",
+PAGE = Surface("explorer, page", ".plot", "[name=step]", "[name=depth]", 33.0, None)
+LAB = replace(PAGE, name="explorer, JupyterLab")
+# The first block's fader recomputes the whole model, the last one's its last block.
+MODEL_PAGE = Surface("model, page", ".panel .profile", "[data-layer='1']", "[data-layer='8']", 50.0, None)
+MODEL_LAB = replace(MODEL_PAGE, name="model, JupyterLab")
+PLAIN = Surface(
+    "FigureWidget",
     ".widget-vbox .js-plotly-plot",
     ".widget-hslider:has(label:text-is('step')) .noUi-handle",
     ".widget-hslider:has(label:text-is('depth')) .noUi-handle",
-    100.0,
-    200.0,
+    None,
+    None,
 )
-PLAIN = replace(LAB, name="FigureWidget", median=None, p95=None)
-PAGE = Surface("page", "#plot", "#step", "#depth", 33.0, None)
+MODEL = "bhyt-d8"
+MODEL_NOTEBOOK = """
+import normlab
+from normlab.widgets import Intervene
+
+Intervene(normlab.load_model({model!r}), normlab.load_held_out({model!r})[:6, :64])
+"""
 
 # The explorer's lines in plotly's own widget, moved as its documentation says.
 PLAIN_NOTEBOOK = """
@@ -144,7 +155,7 @@ def _walk(page: Any, slider: str) -> Iterator[str]:
         : +handle.getAttribute('aria-valuemax') - +handle.getAttribute('aria-valuemin') + 1"""
     places = int(page.locator(slider).first.evaluate(read))
     while True:
-        for key in ("ArrowLeft", "ArrowRight"):
+        for key in ("ArrowDown", "ArrowUp"):
             yield from [key] * max(places - 1, 1)
 
 
@@ -165,21 +176,26 @@ def measure(
         raise NormlabError(NO_BROWSER)
     runs, notebook = Path(runs).resolve(), Path(notebook)
     opened: dict[str, float] = {}
+    found: list[pd.DataFrame] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = explorer_page(load_runs(runs), folder / "explorer.html", configs=read_configs(runs))
-        with page_of(chromium) as (page, _):
-            page.goto(path.as_uri())
-            page.wait_for_selector(f"{PAGE.plot} .main-svg")
-            found = [summarize(time_moves(page, PAGE, moves), PAGE)]
+        pages = {PAGE: path.as_uri(), MODEL_PAGE: f"{live_page([MODEL], folder / 'model').as_uri()}#step=none"}
+        for surface, address in pages.items():
+            with page_of(chromium) as (page, _):
+                page.goto(address)
+                page.wait_for_selector(f"{surface.plot} svg")
+                found.append(summarize(time_moves(page, surface, moves), surface))
         text = notebook.read_text(encoding="utf-8").replace("../data/runs", json.dumps(str(runs))[1:-1])
         (folder / notebook.name).write_text(text, encoding="utf-8")
-        cell = nbformat.v4.new_code_cell(PLAIN_NOTEBOOK.format(runs=str(runs)))
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        plain = nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel})
-        nbformat.write(plain, folder / "plain.ipynb")
+        sources = {"plain": PLAIN_NOTEBOOK.format(runs=str(runs)), "model": MODEL_NOTEBOOK.format(model=MODEL)}
+        for stem, source in sources.items():
+            cells = [nbformat.v4.new_code_cell(source)]
+            made = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+            nbformat.write(made, folder / f"{stem}.ipynb")
         with jupyter_lab(folder) as address:
-            for surface, name in ((LAB, notebook.name), (PLAIN, "plain.ipynb")):
+            for surface, name in ((LAB, notebook.name), (MODEL_LAB, "model.ipynb"), (PLAIN, "plain.ipynb")):
                 with page_of(chromium) as (page, _):
                     open_notebook(page, address, name)
                     start = time.perf_counter()

@@ -341,15 +341,15 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
     Columns: run scheme depth width seed lr status dtype | step tokens split site layer metric mask value.
 
-    dtype: of matrix products in training steps.
-    step: optimizer steps done; 0 is before training.
-    tokens: trained so far.
-    split: "train", "eval" or "probe".
-    site: "model", or a site of layers as `normlab.probes` names it. "model" has loss, grad_norm (before clipping),
-        learning_rate, tokens_per_s, unigram_entropy, bigram_loss and trigram_loss. Runs in float16 add loss_scale and
-        skipped_step.
-    layer: 0 the embeddings, 1..L the blocks; missing where it means nothing.
-    mask: "all", or "no_first": without each row's first token.
+    - dtype: of matrix products in training steps.
+    - step: optimizer steps done; 0 is before training.
+    - tokens: trained so far.
+    - split: "train", "eval" or "probe".
+    - site: "model", or a site of layers as `normlab.probes` names it. "model" has loss, grad_norm (before clipping),
+      learning_rate, tokens_per_s, unigram_entropy, bigram_loss and trigram_loss. Runs in float16 add loss_scale and
+      skipped_step.
+    - layer: 0 the embeddings, 1..L the blocks; missing where it means nothing.
+    - mask: "all", or "no_first": without each row's first token.
 
     A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """

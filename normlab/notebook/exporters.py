@@ -29,6 +29,7 @@ from normlab.errors import NormlabError
 from normlab.report.page import PLOTLY_FILE, write_plotly
 
 EXPLORER_FILE = "explorer.html"
+MODEL_FILE = "model/index.html"  # `normlab.widgets.live_page`
 EXPLORER_TAG = "explorer:"  # prefix of a cell's tag with the explorer's first view: "explorer:way=relative"
 INSTALL_TAG = "install"  # of the cell that installs normlab on Colab
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -66,16 +67,23 @@ class StandIns(Preprocessor):
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if _WIDGET in data:
-                is_explorer = str(data.get("text/plain", "")).startswith("NormExplorer(")
-                output["data"] = {"text/html": _explorer_frame(cell) if is_explorer else _NEEDS_KERNEL}
+                widget = str(data.get("text/plain", "")).partition("(")[0]
+                output["data"] = {"text/html": _live_frame(widget, cell) or _NEEDS_KERNEL}
         return cell, resources
 
 
-def _explorer_frame(cell: NotebookNode) -> str:
+def _live_frame(widget: str, cell: NotebookNode) -> str:
+    """The page that replaces a widget; nothing where there is none."""
     tags = cell.metadata.get("tags", ())
     view = ["dark=0", *(tag.removeprefix(EXPLORER_TAG) for tag in tags if tag.startswith(EXPLORER_TAG))]
-    source = f"{EXPLORER_FILE}#{'&'.join(view)}"
-    return f"<iframe class='explorer' title='the explorer' loading='lazy' src='{source}'></iframe>"
+    pages = {
+        "NormExplorer": ("the explorer", f"{EXPLORER_FILE}#{'&'.join(view)}"),
+        "Intervene": ("a trained model", f"{MODEL_FILE}#dark=0&step=none"),
+    }
+    if widget not in pages:
+        return ""
+    title, source = pages[widget]
+    return f"<iframe class='explorer' title='{title}' loading='lazy' src='{source}'></iframe>"
 
 
 class PlainImages(Preprocessor):

@@ -25,7 +25,7 @@ from normlab.analysis import claims
 from normlab.analysis.selection import choose, deepest, seeds_in_words, title_of
 from normlab.errors import NormlabError
 from normlab.figures import themed
-from normlab.notebook.exporters import EXPLORER_FILE, PLOTLY, NotebookPage, claim_of
+from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
 from normlab.runs import find_runs, read_run
 from normlab.training.grids import CLEARLY
 
@@ -127,7 +127,8 @@ def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | 
         cards.append(card | ({"picture": _picture(picture)} if picture is not None else {}))
     if not cards:
         raise NormlabError(f"no notebook has a page in {folder}: there is nothing to link to")
-    about = {"metadata": {"name": "index"}, "cards": cards, "found": findings(runs), "explorer": EXPLORER_FILE}
+    about = {"metadata": {"name": "index"}, "cards": cards, "found": findings(runs)}
+    about |= {"explorer": EXPLORER_FILE, "model": MODEL_FILE}
     page, _ = NotebookPage(template_name="landing").from_notebook_node(nbformat.v4.new_notebook(), about)
     (folder / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"

@@ -22,9 +22,11 @@ from tqdm import tqdm
 
 import normlab
 from normlab.errors import NormlabError
-from normlab.notebook.exporters import EXPLORER_FILE, NotebookPage, share_plotly
+from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, NotebookPage, share_plotly
 from normlab.notebook.landing import write_index
+from normlab.release import shipped_models
 from normlab.widgets.explorer import explorer_page
+from normlab.widgets.live import live_page
 
 
 def write_pages(
@@ -53,6 +55,8 @@ def write_pages(
     for folder in (out, executed):
         folder.mkdir(parents=True, exist_ok=True)
     share_plotly(explorer_page(normlab.load_runs(runs), out / EXPLORER_FILE, configs=normlab.read_configs(runs)))
+    if models := shipped_models():
+        live_page(models, (out / MODEL_FILE).parent)
     # Pages draw figures from their JSON, wherever the pages are made.
     environment = os.environ | {"PLOTLY_RENDERER": "plotly_mimetype"} | ({"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
 

@@ -21,7 +21,7 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Case:
-    """One recording: its name in a comparison, how to load its model, and its text or images."""
+    """The name of a recording in a comparison, its model's loader and its text or images."""
 
     name: str
     load: Callable[[], Loaded]
@@ -121,7 +121,7 @@ def _require_plotly() -> None:
 
 
 def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, progress: bool) -> str:
-    """One recording with its experiments: the summary."""
+    """Record one case with its experiments. Returns the summary."""
     from normlab.report.page import model_parts, span_line, write_page
 
     data = batches(loaded, path, length, rows)
@@ -146,7 +146,7 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
 
 
 def _series(by: str, cases: list[Case], folder: Path, name: str, length: int, rows: int, progress: bool) -> str:
-    """Every case recorded in turn, with one model in memory at a time, as one table and one page: the summary."""
+    """Record every case in turn, with one model in memory at a time. Returns the summary."""
     import pandas
     from tqdm.auto import tqdm
 

@@ -124,7 +124,7 @@ def span_line(row: Any) -> str:
 def series_parts(
     table: pd.DataFrame, by: str, losses: dict[str, float | None], missing: Sequence[str], about: str
 ) -> list[str | go.Figure]:
-    """The page of several recordings: every metric at its default site, a line each; a heat map of revisions.
+    """The page of several recordings: a figure per metric at its default site, and heat maps of revisions.
 
     Args:
         table: columns `by`, stack, site, layer, metric, mask, value.

@@ -107,11 +107,12 @@ def _change_block(block: Block, change: LayerChange, undo: ExitStack) -> None:
         _multiply(norm, change, undo)
         if change.exact and getattr(norm, "takes_mean_square", False):
             hook(norm.register_forward_pre_hook(_forget_mean_square, with_kwargs=True))
-    for part, branch in (("attention", block.attention), ("mlp", block.mlp)):
+    for part in ("attention", "mlp"):
         share = getattr(change, part)
         if share != 1:
-            writer = _writer(block, part, branch, share)
-            hook(writer.register_forward_hook(partial(_dim_branch, share)))
+            if share and not hasattr(block.module, "norm_at") and len(block.norms) > 2:
+                raise NormlabError(f"block {block.index} may normalize its {part}'s output: only 0 and 1 dim it")
+            hook(writer_of(block, part).register_forward_hook(partial(_dim_branch, share)))
     if change.block != 1:
         hook(block.module.register_forward_hook(partial(_dim_block, change.block), with_kwargs=True))
 
@@ -137,15 +138,14 @@ def _forget_mean_square(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     return args[:1], {**kwargs, "mean_square": None}
 
 
-def _writer(block: Block, part: str, branch: nn.Module | None, share: float) -> nn.Module:
-    """The module whose output joins the stream: the branch's output norm, or the branch."""
+def writer_of(block: Block, part: str) -> nn.Module:
+    """The module whose output joins the stream: the output norm of "attention" or "mlp", or that branch itself."""
     norm_at = getattr(block.module, "norm_at", None)
     outer = norm_at({"attention": "attn_out", "mlp": "mlp_out"}[part]) if norm_at else None
+    branch = outer or getattr(block, part)
     if branch is None:
         raise NormlabError(f"block {block.index} has no {part} to dim")
-    if norm_at is None and len(block.norms) > 2 and share:
-        raise NormlabError(f"block {block.index} may normalize its {part}'s output: only 0 and 1 dim it")
-    return outer or branch
+    return branch
 
 
 def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:

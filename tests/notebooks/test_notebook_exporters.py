@@ -67,8 +67,9 @@ def test_an_explorer_stands_where_its_widget_stood_and_opens_as_the_cell_says():
 
 
 def test_other_controls_leave_a_line_that_says_what_they_need():
-    page = page_of(executed(shows("Intervene(children=())")))
-    assert not frames_in(page) and 'class="needs-kernel"' in page and "Intervene(" not in page
+    page = page_of(executed(shows("SkipMap(children=())")))
+    assert not frames_in(page) and 'class="needs-kernel"' in page and "SkipMap(" not in page
+    assert frames_in(page_of(executed(shows("Intervene(Model)")))) == ["model/index.html#dark=0&step=none"]
 
 
 def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path: Path, chromium: str):

@@ -103,7 +103,7 @@ def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path: P
     (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
     page = write_index(tmp_path, [tmp_path / "one.ipynb", tmp_path / "two.ipynb"], runs).read_text(encoding="utf-8")
     links = re.findall(r'href="([^"#]+)"', page)
-    assert list(dict.fromkeys(links)) == ["one.html", "two.html", "explorer.html"]
+    assert list(dict.fromkeys(links)) == ["model/index.html", "explorer.html", "one.html", "two.html"]
     assert "It grows." in page and "With depth" not in page and "More" not in page
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
