@@ -144,13 +144,15 @@ def changed(batch: Batch, names: set[str], rows: list[int]) -> Batch:
 
 
 def larger(batch: Batch, longer: bool) -> Batch:
-    """The batch with a third row, and, if `longer`, with longer text and larger images."""
+    """The batch with a third row, and, if `longer`, with longer text and larger (or, if large, smaller) images."""
     result = {}
     for name, x in batch.items():
         if isinstance(x, Tensor) and x.ndim:
             x = torch.cat([x, x[:1]])
             if longer and name == "pixel_values":
-                x = torch.cat([torch.cat([x, x], -1), torch.cat([x, x], -1)], -2)
+                half = x[..., : x.shape[-2] // 2, : x.shape[-1] // 2]
+                wide = torch.cat([x, x[..., : x.shape[-1] // 2]], -1)
+                x = half if x.shape[-1] > 128 else torch.cat([wide, wide[..., : x.shape[-2] // 2, :]], -2)
             elif longer and x.ndim >= 2 and x.shape[1] == LENGTH:
                 x = torch.cat([x, x[:, : LENGTH // 2]], 1)
             elif longer and x.ndim == 2 and x.shape[1] == LENGTH - 6:

@@ -156,6 +156,7 @@ EXACTLY: dict[str, dict[str, Any]] = {
     },
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "EfficientNetConfig": {"initializer_range": 0.6, "depth_coefficient": 1.0},  # else its stream vanishes
+    "TextNetConfig": {"image_size": [64, 64]},
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
 }
 # Rotary sections that the model has as a default of its own, for heads of another size.

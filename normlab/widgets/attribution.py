@@ -20,9 +20,9 @@ from normlab.widgets.plot import PlotWidget
 class LogitAttribution(PlotWidget):
     """Direct logit attribution by both methods, and a slider that multiplies the slope inside the final norm's tanh.
 
-    A flat tanh is linear: without a divisor both methods then agree. A steep one is saturated: most features make up
-    the logit without being moved by anything small, and the slope is that of the few features near zero, for ever
-    smaller changes. The model is bit for bit what it was after each answer.
+    A flat tanh is linear, and without a divisor both methods agree. A steep one is saturated. Most features then make
+    up the logit and respond to no small change; the slope is that of the few features near zero. Each answer leaves
+    the model bit for bit as it was.
 
     Args:
         bridge: from `normlab.models.lens.to_bridge`.

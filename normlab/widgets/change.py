@@ -74,7 +74,7 @@ class Change(LayerChange):
         return LayerChange(**fields | given)
 
     def to_json(self) -> dict[str, Any]:
-        """What was given, for `Change(**fields)` and for the page."""
+        """The given fields, for `Change(**fields)` and for the page."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 

@@ -103,7 +103,7 @@ class NormExplorer(anywidget.AnyWidget):
 
     @property
     def view(self) -> View:
-        """What is shown; NormlabError where there is nothing to show."""
+        """The view of the traits. NormlabError where there is nothing to show."""
         if self.profiles.missing:
             raise NormlabError(f"no view: {self.profiles.missing}")
         chosen = {name: getattr(self, name) for name in ("metric", "site", "mask", "depth", "step")}
@@ -204,7 +204,7 @@ def explorer_page(
 def page_data(
     profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES, references: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """What the page needs: drawings by "site|metric|mask|depth|way", and the choices that lead to them."""
+    """The page's data: drawings by "site|metric|mask|depth|way", and the reader's choices."""
     references = profiles.schemes[:1] if references is None else references
     if unknown := [name for name in references if name not in profiles.schemes]:
         raise NormlabError(f"no run of {unknown[0]!r} in the table, which has: {', '.join(profiles.schemes)}")
@@ -221,7 +221,7 @@ def page_data(
 
 
 def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequence[str]) -> dict[str, Any]:
-    """What a reader can choose, with labels, and how it is drawn."""
+    """The reader's choices with their labels, and the plots' templates."""
     by_metric: dict[str, list[list[str]]] = {}
     masks: dict[str, list[list[str]]] = {}
     for metric in profiles.metrics():
@@ -311,7 +311,7 @@ def _drawings(
 
 
 def _printed(profiles: Profiles, view: View, published: pd.DataFrame | None) -> dict[str, Any] | None:
-    """Published values that stand beside a view: their trace, and what the axes need to show them."""
+    """Trace of the published values that match a view, with the axes' ranges that show them; None without any."""
     drawn = drawing(profiles, view, PlotOptions(published=published))["data"] if published is not None else []
     trace = next((trace for trace in drawn if trace["name"] == "published"), None)
     if trace is None:

@@ -122,7 +122,7 @@ class Intervene(anywidget.AnyWidget):
 
 
 def _words(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What the page writes for tokens: its own tokenizer where it has one, else the text of each token."""
+    """The page's tokenizer where it has this kind, else the text of each token."""
     if tokenizer is None:
         return {}
     backend = getattr(tokenizer, "backend_tokenizer", None)

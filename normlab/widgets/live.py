@@ -137,7 +137,7 @@ def weights_of(model: Any) -> bytes:
 
 
 def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
-    """Write the page that runs trained models: `index.html`, and the weights of each model beside it.
+    """Write the page that runs trained models: `index.html`, and a file of weights per model.
 
     The page needs no server and no network. It loads a model's weights when the reader chooses it.
 
@@ -198,7 +198,7 @@ def kernel_text() -> str:
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:
-    """What the page says of a model, whatever computes it: title, colours, and what can be changed in it."""
+    """A model's title, colours and changeable parts, for the page and for a model in the kernel."""
     blocks = sites(model).blocks
     norms = [norm for block in blocks for norm in block.norms]
     slopes = {slope for norm in norms if (slope := slope_of(norm))}

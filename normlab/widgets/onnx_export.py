@@ -97,9 +97,9 @@ def change_input(change: Change, depth: int) -> Tensor:
 def export_onnx(name: str | Path, out: str | Path) -> Path:
     """Write `model.onnx` in folder `out`.
 
-    Inputs: tokens (1, length) int64; change (7, layers) float32, rows lam, kappa, gain, exact, block, attention, mlp
-    (1, 1, 1, 0, 1, 1, 1 change nothing). Outputs: logits (1, length, vocabulary); sizes (layers + 1), the mean L2 norm
-    of a token at the embeddings and after each block.
+    Inputs: tokens (1, length), int64. change (7, layers), float32, in the rows of FIELDS; 1, 1, 1, 0, 1, 1, 1 changes
+    nothing. Outputs: logits (1, length, vocabulary). sizes (layers + 1), the mean L2 norm of a token at the embeddings
+    and after each block.
 
     Args:
         name: a model that comes with normlab, or the folder of a run that kept its weights.

@@ -3,8 +3,8 @@
 Plot         the figure: one message a change, no answer, and no layout where only numbers change
 PlotWidget   controls, state, and a function that draws the state: each widget of normlab is one
 
-plotly's own FigureWidget validates every property in Python, sends each on its own and has the browser report all
-traces' defaults back after every change; with the two dozen traces of a profile that is most of the time of a move.
+plotly's FigureWidget validates every property in Python and sends each in a message. The browser then reports all
+traces' defaults back. With the two dozen traces of a profile, that is most of the time of a move.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Plot(anywidget.AnyWidget):
     """A plotly figure in a notebook: `show` draws another in its place.
 
     `figure` is what the browser has: data and layout, with arrays as bytes. `dark_page`: the browser says so. `lock` is
-    held while a message of the page is handled: traitlets holds all notifications back meanwhile, so that an update
-    sent then, from another thread, could be lost.
+    held while a message of the page is handled. Traitlets holds all notifications back meanwhile, and an update from
+    another thread could be lost.
     """
 
     _esm = esm("plot_widget")
@@ -72,7 +72,7 @@ class Plot(anywidget.AnyWidget):
 
 
 def packed(value: Any) -> Any:
-    """The same with every array as its bytes, which travel beside the message and are not written out as text."""
+    """The same with every array as bytes, which a message carries as buffers, not as text."""
     if isinstance(value, np.ndarray):
         columns = value.shape[1] if value.ndim == 2 else None
         return {"floats": value.astype("<f8").tobytes(), "columns": columns}
@@ -130,7 +130,7 @@ class PlotWidget(widgets.VBox):
 
     @property
     def figure(self) -> go.Figure:
-        """What is shown now as a plain figure."""
+        """The present drawing as a plain figure."""
         shown = self._shown
         return shown if isinstance(shown, go.Figure) else plain(shown)
 

@@ -25,12 +25,12 @@ _CHECKPOINTS = 50  # steps that a killed kernel costs at most
 
 
 class TrainTheatre(PlotWidget):
-    """Schemes train side by side in the background, each in a process of its own; the kernel stays free.
+    """Schemes train side by side in the background, each in a process; the kernel stays free.
 
     Left: training and held-out loss by step. Right: the layer profiles at the latest step that all have measured,
     dotted before training.
-    Start (or continue), pause and stop act after the step in progress. What comes out are runs like those of
-    `normlab.train`, in directory `out`: a stopped one goes on from its checkpoint, also in another session.
+    Start (or continue), pause and stop act after the step in progress. The results are runs like those of
+    `normlab.train`, in directory `out`. A stopped one resumes from its checkpoint, also in another session.
 
     Args:
         schemes: which to train, usually two; each takes a core.
@@ -99,9 +99,9 @@ class TrainTheatre(PlotWidget):
     # --- commands ---
 
     def start(self) -> None:
-        """Begin, or go on after a pause or a stop; runs that are done stay as they are."""
+        """Begin, or resume after a pause or a stop. Finished runs stay as they are."""
         if self._closed.is_set():
-            raise NormlabError("this theatre is closed: make another, and its runs go on from their checkpoints")
+            raise NormlabError("this theatre is closed: make another, and its runs resume from their checkpoints")
         if self._drawing_thread is None:
             self._drawing_thread = threading.Thread(target=self._draw_changes, daemon=True)
             self._drawing_thread.start()
@@ -114,12 +114,12 @@ class TrainTheatre(PlotWidget):
             run.pause()
 
     def stop(self) -> None:
-        """Checkpoint all runs and end their processes; `start` goes on from there."""
+        """Checkpoint all runs and end their processes; `start` resumes."""
         for run in self.runs.values():
             run.stop()
 
     def close(self) -> None:
-        """End the processes at once, and the widget; what is on disk is whole and can be gone on from."""
+        """End the processes and the widget at once. Files on disk are complete; the runs can be resumed."""
         if not hasattr(self, "plot"):  # what was asked for was refused, and there is nothing to end
             return
         self._closed.set()
@@ -193,8 +193,7 @@ def _can_start(run: BackgroundRun) -> bool:
 
 
 def _last_in_common(profiles: Iterable[Sequence[Point]]) -> int:
-    """The latest step at which all runs that have begun were measured: one that is ahead is not held against another
-    that is behind."""
+    """The latest step at which all runs that have begun were measured."""
     measured = [{step for step, _, _ in profile} for profile in profiles if profile]
     return max(set.intersection(*measured), default=0) if measured else 0
 

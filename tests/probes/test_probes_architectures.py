@@ -18,14 +18,14 @@ from normlab.probes import forward_call
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "architectures.csv"
 SAMPLE = 12
 SLOW = {"EfficientNetForImageClassification", "TextNetForImageClassification"}  # tens of seconds each
-LEAST_MEASURED = 0.95  # share of the classes built that are measured in full; the others are told apart
+LEAST_MEASURED = 338  # classes measured in full; of the others the table gives the reason
 # The classes that cannot be built small from their configuration alone; the table says why of each. What is added here
 # is no longer audited.
 NOT_BUILT = {
     "causal": (
         "CohereCompassForCausalLM DbrxForCausalLM DeepseekV4ForCausalLM Dots1ForCausalLM Dots3NoteForCausalLM "
-        "Gemma3nForConditionalGeneration Gemma3nForCausalLM Gemma4AssistantForCausalLM "
-        "Gemma4UnifiedAssistantForCausalLM Lfm2MoeForCausalLM LongcatFlashForCausalLM MusicgenForCausalLM "
+        "Gemma3nForConditionalGeneration Gemma4AssistantForCausalLM "
+        "Gemma4UnifiedAssistantForCausalLM Lfm2MoeForCausalLM MusicgenForCausalLM "
         "MusicgenMelodyForCausalLM Qwen4ExpForCausalLM ZambaForCausalLM Zamba2ForCausalLM"
     ),
     "masked": "PerceiverForMaskedLM",
@@ -70,7 +70,7 @@ def test_the_audit_lists_every_mapped_class_and_nothing_in_it_is_silently_wrong(
     built = table[table["status"] != "not built"]
     missing = set(table.loc[table["status"] == "not built", ["task", "class"]].itertuples(index=False, name=None))
     assert missing == {(task, name) for task, names in NOT_BUILT.items() for name in names.split()}
-    assert (built["status"] == "measured").mean() >= LEAST_MEASURED
+    assert (built["status"] == "measured").sum() >= LEAST_MEASURED
     if set(table["transformers"]) == {transformers.__version__}:
         expected = {(task, name) for task in TASKS for name in class_names(task)}
         assert set(zip(table["task"], table["class"], strict=True)) == expected

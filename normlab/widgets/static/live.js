@@ -30,7 +30,7 @@ const TOUR = [
     say: "BHyT measures the stream once a block: the MLP's norm reuses attention's mean square. Let it measure again, and the layers hardly move, although the model was trained without.",
     act: "Make the statistic exact" },
   { title: "κ is a bound and a gain", needs: "kappa", change: { kappa: 0.25 },
-    say: "At the κ it was trained with, no input of a tanh goes beyond λ. A quarter of it pushes inputs past λ, never more than the dotted bound 1/κ² allows. The loss says what that is worth.",
+    say: "At the κ it was trained with, no input of a tanh goes beyond λ. A quarter of it pushes inputs past λ. In attention, whose norm measures the stream itself, never more than the dotted bound 1/κ². The loss says what that costs.",
     act: "Quarter κ" },
 ];
 
