@@ -130,6 +130,8 @@ def bench() -> dict[str, str]:
         "bare_cpu": plain(probes.loc[("forward and backward", "the same again"), "cpu_ratio"]),
         "record_memory": plain(probes.loc[("forward", default), "extra_peak_mib"], 0),
         "lens_memory": f"{probes.loc[('forward', lens), 'extra_peak_mib']:,.0f}",
-        "slider_lab": plain(moves.loc["JupyterLab", "median_ms"], 0),
-        "slider_page": plain(moves.loc["page", "median_ms"], 0),
+        "slider_lab": plain(moves.loc["explorer, JupyterLab", "median_ms"], 0),
+        "slider_page": plain(moves.loc["explorer, page", "median_ms"], 0),
+        "fader_lab": plain(moves.loc["model, JupyterLab", "median_ms"], 0),
+        "fader_page": plain(moves.loc["model, page", "median_ms"], 0),
     }

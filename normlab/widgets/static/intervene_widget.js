@@ -6,7 +6,7 @@ function render({ model, el }) {
   el.append(root);
   const decode = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
   const dark = () => root.classList.toggle("dark", (model.get("theme") || (document.body.dataset.jpThemeLight === "false" ? "dark" : "light")) === "dark");
-  let count = 0, writing = false;
+  let count = 0, writing = false, saved = null;
   const call = content => new Promise((resolve, reject) => {
     waiting.set(++count, { resolve, reject });
     model.send({ ...content, id: count });
@@ -28,7 +28,8 @@ function render({ model, el }) {
       writing = true; // setting a trait tells its listeners at once: half of a state is none
       for (const [name, trait] of Object.entries(STATE)) if (typeof now[name] !== "string") model.set(trait, now[name]);
       writing = false;
-      model.save_changes();
+      clearTimeout(saved); // a message takes time that the next move needs
+      saved = setTimeout(() => model.save_changes(), 120);
     },
     weights: () => { // a copy: the bytes go to the worker
       const { buffer, byteOffset, byteLength } = model.get("weights");
