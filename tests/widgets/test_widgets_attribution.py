@@ -39,7 +39,8 @@ def test_it_shows_the_shares_of_both_methods_of_a_difference_of_logits():
     for method in ("frozen", "jacobian"):
         one, other = (direct_logit_attribution(bridge, TOKENS, ids, method=method) for ids in (ANSWERS, RIVALS))
         shares = (one["contribution"] - other["contribution"]).tolist()
-        rounding = 1e-7  # of float32 shares of size one: the difference is taken before the sum over features
+        # The widget takes the difference before the sum over 32 features: a rounding of float32 for each of them.
+        rounding = 32 * 2**-23 * float(max(one["contribution"].abs().max(), other["contribution"].abs().max()))
         assert [shown[method][name] for name in NAMES] == pytest.approx(shares[: len(NAMES)], abs=rounding)
     assert f"logit difference {logit:.3f}" in widget.figure.layout.title.text
     assert widget.static().layout.title.text == widget.figure.layout.title.text
