@@ -14,19 +14,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from normlab import store
 from normlab.errors import NormlabError, first_line
 from normlab.training.config import TrainConfig
-from normlab.training.loop import STATE, Training
+from normlab.training.loop import Training
 from normlab.training.measure import RunLog
 
-STREAM, BEGUN = "stream.json", "begun.json"
+STATE, SHARDS, STREAM, BEGUN = "state.pt", "shards", "stream.json", "begun.json"
 
 
 def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> Path:
@@ -38,7 +45,7 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
         accelerator.wait_for_everyone()
-        training.save(staging)
+        _save(training, staging)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             store.write_json(staging / BEGUN, manifest)
@@ -60,7 +67,7 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
 def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
     """Continue from a checkpoint. Every rank has to call this. NormlabError: it is whole, but holds something else."""
     try:
-        training.load(checkpoint, store.checkpoint_step(checkpoint.name))
+        _load(training, checkpoint)
         log.restore(checkpoint / store.STATS)
         if training.stream is not None:
             training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
@@ -68,6 +75,53 @@ def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
         raise NormlabError(
             f"{checkpoint} cannot be resumed ({first_line(error)}); delete it and start again"
         ) from error
+
+
+def _save(training: Training, folder: Path) -> None:
+    """Write the state of weights, optimizer, schedule, loss scaler and random numbers."""
+    accelerator = training.accelerator
+    state: dict[str, Any] = {
+        "schedule": training.schedule.state_dict(),
+        "scaler": None if training.scaler is None else training.scaler.state_dict(),
+        "random": torch.get_rng_state(),
+        "random_cuda": torch.cuda.get_rng_state() if accelerator.device.type == "cuda" else None,
+    }
+    if training.config.fsdp:  # each rank writes its share
+        with _shares(training) as (shares, alone):
+            dcp.save(shares, checkpoint_id=folder / SHARDS, no_dist=alone)
+    else:
+        state |= {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+    if accelerator.is_main_process:
+        torch.save(state, folder / STATE)
+
+
+def _load(training: Training, folder: Path) -> None:
+    """Continue from what `_save` wrote. Shares can be read by any number of ranks."""
+    state = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+    if training.config.fsdp:
+        with _shares(training) as (shares, alone):
+            dcp.load(shares, checkpoint_id=folder / SHARDS, no_dist=alone)
+        states = {"model_state_dict": shares["weights"], "optim_state_dict": shares["optimizer"]}
+        set_state_dict(training.model, training.optimizer, **states)
+    else:
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+    training.schedule.load_state_dict(state["schedule"])
+    if training.scaler is not None:
+        training.scaler.load_state_dict(state["scaler"])
+    torch.set_rng_state(state["random"])
+    if state["random_cuda"] is not None and training.accelerator.device.type == "cuda":
+        torch.cuda.set_rng_state(state["random_cuda"])
+    training.resume_at(store.checkpoint_step(folder.name))
+
+
+@contextlib.contextmanager
+def _shares(training: Training) -> Iterator[tuple[dict[str, Any], bool]]:
+    """The rank's weights and optimizer state, and True if it is the only one: PyTorch warns of that each time."""
+    weights, optimizer = get_state_dict(training.model, training.optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield {"weights": weights, "optimizer": optimizer}, not dist.is_initialized()
 
 
 def begun_alike(checkpoint: Path, manifest: dict[str, Any]) -> bool:

@@ -39,8 +39,9 @@ from normlab import runs, store
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM
 from normlab.training.config import TrainConfig
-from normlab.training.distributed import autocast, device_of, settled
+from normlab.training.distributed import device_of, settled
 from normlab.training.grids import Preset, planned
+from normlab.training.loop import autocast
 from normlab.training.progress import steps_in_all
 from normlab.training.run import train
 from normlab.training.workers import Cluster, share_cores

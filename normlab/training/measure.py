@@ -39,7 +39,7 @@ from normlab.probes import record
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
 from normlab.training.loop import block_order, is_due
-from normlab.training.text.corpus import Corpus, MeasuredOn
+from normlab.training.text.corpus import Corpus
 
 EVAL_TOKENS = 4096  # at most in one forward pass; every rank has room for them
 NEARLY = 0.98  # of uniform attention's entropy: above it, attention counts as uniform
@@ -83,11 +83,14 @@ class RunLog:
 class Measurements:
     """Everything that a run measures on its model.
 
-    on: the held-out blocks. log: where rows are added.
+    Attributes:
+        on: the held-out blocks.
+        log: where rows are added.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, on: MeasuredOn, log: RunLog) -> None:
-        self.config, self.corpus, self.on, self.log = config, corpus, on, log
+    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
+        self.config, self.corpus, self.on = config, corpus, corpus.measured_on(config)
+        self.log = RunLog(config.tokens_per_step)
         self.batch_size = max(1, min(config.batch_size // config.accumulate, EVAL_TOKENS // config.block_length))
 
     def at(self, model: nn.Module, step: int) -> None:

@@ -23,6 +23,7 @@ from normlab import NormlabError, runs
 from normlab.models import NormlabForCausalLM
 from normlab.training import distributed
 from normlab.training.config import TrainConfig
+from normlab.training.loop import ATTENTION_IN_FLOAT32, use_fast_attention
 from normlab.training.presets import PRESETS
 from normlab.training.run import RunStopped
 
@@ -92,8 +93,8 @@ def test_attention_in_float32_is_attention(text: Path) -> None:
     model = NormlabForCausalLM(tiny(text, scheme="pre_rmsnorm").model_config(300, 0)).eval()
     ids = torch.randint(300, (2, 16))
     expected = model(ids).logits
-    distributed.use_fast_attention(model, "bfloat16", torch.device("cpu"))
-    assert model.config._attn_implementation == distributed.ATTENTION_IN_FLOAT32
+    use_fast_attention(model, "bfloat16", torch.device("cpu"))
+    assert model.config._attn_implementation == ATTENTION_IN_FLOAT32
     assert torch.equal(model(ids).logits, expected)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -178,7 +179,7 @@ print(settled(TrainConfig(), torch.device("cpu")).dtype)
 
 
 def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where_it_is_not() -> None:
-    """A process whose instructions are hidden takes the slow path for real: see `slowdown`."""
+    """A process whose instructions are hidden takes the slow path for real."""
     hidden = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", SETTLED], env=hidden, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["float32"]
@@ -188,16 +189,16 @@ def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where
     assert {dict(preset.fields).get("dtype", "auto") for preset in PRESETS.values()} == {"auto"}
 
 
-def test_bfloat16_asked_for_where_it_is_emulated_is_warned_of_with_the_measured_factor(
-    text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_asked_for_where_it_is_emulated_is_warned_of(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "computes_bfloat16", lambda device: False)
     cpu = torch.device("cpu")
-    with pytest.warns(UserWarning, match=r"^bfloat16 is emulated here: .* takes \d+\.\d times as long as in float32; "):
-        distributed.warn_if_emulated(tiny(text, dtype="bfloat16"), cpu)
+    emulated = pytest.warns(UserWarning, match="^bfloat16 is emulated here, slower than float32")
+    with emulated, distributed.process_settings(tiny(text, dtype="bfloat16"), cpu):
+        pass
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        distributed.warn_if_emulated(tiny(text, dtype="float32"), cpu)
+        with distributed.process_settings(tiny(text), cpu):
+            pass
 
 
 def test_a_run_begun_or_finished_in_one_precision_keeps_it_where_another_is_faster(

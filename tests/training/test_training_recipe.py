@@ -20,7 +20,7 @@ from normlab import NormlabError, runs
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order
-from normlab.training.measure import Measurements, RunLog, copied_tokens
+from normlab.training.measure import Measurements, copied_tokens
 from normlab.training.text import source
 from normlab.training.text.corpus import Corpus, corpus_of
 
@@ -198,13 +198,13 @@ def test_sizes_of_gains_and_matrices_are_those_of_the_weights(stored: runs.Run) 
 
 
 def test_a_block_whose_queries_are_zero_has_uniform_attention(stored: runs.Run, held_out: Corpus) -> None:
-    config, log = TrainConfig.from_dict(stored.manifest["config"]), RunLog(1)
+    measurements = Measurements(TrainConfig.from_dict(stored.manifest["config"]), held_out)
     model: Any = stored.load_model()
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.zero_()
         model.model.layers[1].self_attn.q_proj.weight.mul_(1e3)
-    Measurements(config, held_out, held_out.measured_on(config), log).at(model, 0)
-    found = {row.layer: row.value for row in log.rows if row.metric == "uniform_attention"}
+    measurements.at(model, 0)
+    found = {row.layer: row.value for row in measurements.log.rows if row.metric == "uniform_attention"}
     assert found == {1: 1.0, 2: 0.0}
 
 

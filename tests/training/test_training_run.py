@@ -19,7 +19,7 @@ from normlab.schemes import STUDIED
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order, optimizer_of, refresh_interval
-from normlab.training.measure import Measurements, RunLog, mean_token_loss
+from normlab.training.measure import Measurements, mean_token_loss
 from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
@@ -150,15 +150,16 @@ def test_probes_cover_the_sites_on_one_batch_for_all_runs(
 
 def test_probe_gradients_are_of_the_summed_loss(text: Path, corpus: Corpus) -> None:
     config = tiny(text, steps=1, eval_every=0)
-    model, log = begin(config, corpus).model, RunLog(1)
+    model, measurements = begin(config, corpus).model, Measurements(config, corpus)
     seen: list[torch.Tensor] = []
     hook = model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     ids = torch.from_numpy(corpus.spread(config.probe_blocks))
     loss = model(input_ids=ids, labels=ids).loss * ids[:, 1:].numel()
     gradient = torch.autograd.grad(loss, seen[0])[0]
     hook.remove()
-    Measurements(config, corpus, corpus.measured_on(config), log).at(model, 0)
-    measured = [row[-1] for row in log.rows if (row[0], *row[3:7]) == (0, "block_in_grad", 2, "grad_l2_total", "all")]
+    measurements.at(model, 0)
+    where = (0, "block_in_grad", 2, "grad_l2_total", "all")
+    measured = [row.value for row in measurements.log.rows if (row[0], *row[3:7]) == where]
     assert measured == pytest.approx([gradient.norm().item()], rel=1e-5)
 
 
