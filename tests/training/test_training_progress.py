@@ -21,7 +21,7 @@ from normlab.training.config import TrainConfig
 from normlab.training.progress import Progress, Report, Reporter, read_report, steps_in_all, steps_until
 from normlab.training.run import train
 from normlab.training.sweep import sweep
-from normlab.training.text.corpus import load_corpus
+from normlab.training.text.corpus import CorpusSpec, corpus_of
 
 
 class Clock:
@@ -289,6 +289,6 @@ def test_a_stopped_sweep_leaves_the_last_word_to_the_command(tmp_path: Path, mon
 
     monkeypatch.setattr(sweep_module, "finish_in_any_order", stopped)
     arguments = ["sweep", "--preset", "tiny", "--out", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
-    monkeypatch.setattr(sweep_module, "corpus_of", lambda *_: load_corpus(str(text), vocab_size=300))
+    monkeypatch.setattr(sweep_module, "corpus_of", lambda *_: corpus_of(CorpusSpec(str(text), vocab_size=300)))
     assert cli.main(arguments) == 130
     assert len(lines()) == 1 and "stopped; the same command" in lines()[0]

@@ -146,12 +146,12 @@ def _value(run: runs.Run, metric: str) -> float:
 def test_no_held_out_file_is_in_two_parts_and_every_block_is_of_one(held_out: Corpus, by_file: dict[str, str]) -> None:
     parts = {key: source.part_of("packages", key) for key in by_file}
     assert set(parts.values()) == {"train", "validation", "test"}
-    halves = [held_out.files_of(10**6, half) for half in ("validation", "test")]
+    halves = [held_out.files_of(held_out.rows(held_out=half)) for half in ("validation", "test")]
     names = [{held_out.files[place][0] for place in np.unique(half)} for half in halves if half is not None]
     assert [{parts[name] for name in half} for half in names] == [{"validation"}, {"test"}]
     assert len(halves[0]) + len(halves[1]) == len(held_out.held_out) == len(held_out.spread(10**6))  # type: ignore
     tokenizer = held_out.tokenizer()
-    places = held_out.files_of(10**6)
+    places = held_out.files_of(held_out.rows())
     assert places is not None
     for place in np.unique(places):
         ids = held_out.held_out[places == place]
@@ -163,7 +163,7 @@ def test_losses_by_file_make_up_the_held_out_loss(stored: runs.Run, held_out: Co
     table = stored.table().query("split == 'eval' and site != 'model'")
     losses, tokens = (table[table.metric == name].set_index("site").value for name in ("file_loss", "file_tokens"))
     assert (losses * tokens).sum() / tokens.sum() == pytest.approx(stored.eval_loss, abs=1e-5)
-    blocks, files = held_out.spread(500, "test"), held_out.files_of(500, "test")
+    blocks, files = held_out.spread(500, "test"), held_out.files_of(held_out.rows(500, "test"))
     assert files is not None and len(losses) == len(np.unique(files))
     found = _losses(stored.load_model(), blocks)
     for place in np.unique(files):

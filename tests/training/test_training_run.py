@@ -238,6 +238,6 @@ def test_a_manifest_has_the_counted_losses_of_the_blocks_that_its_run_was_scored
     blocks = done.manifest["config"]["eval_blocks"]
     assert blocks < len(corpus.held_out)
     counted = {name: done.manifest[name] for name in runs.COUNT_LOSSES}
-    assert counted == corpus.count_losses(blocks) != corpus.count_losses()
+    assert counted == corpus.count_losses(corpus.rows(blocks)) != corpus.count_losses(corpus.rows())
     table = done.table().query("split == 'eval' and metric in @counted")
     assert dict(zip(table.metric, table.value, strict=True)) == counted

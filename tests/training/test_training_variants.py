@@ -20,7 +20,7 @@ from normlab.figures import by_setting, variant_differences
 from normlab.schemes import GAIN_CONTROL, tagged
 from normlab.training.config import TrainConfig
 from normlab.training.presets import Part, Preset, Variant, get_preset
-from normlab.training.text.corpus import CorpusSpec, load_corpus
+from normlab.training.text.corpus import CorpusSpec
 
 pytest_plugins = ["training_fixtures"]
 
@@ -146,9 +146,7 @@ def test_a_run_reads_the_corpus_of_its_own_fields(text: Path):
     defaults = TrainConfig()
     assert CorpusSpec.of(defaults) == CorpusSpec() and CorpusSpec().block_length == defaults.block_length
     with pytest.raises(NormlabError, match="block_length is 1; it must be at least 2"):
-        load_corpus(str(text), block_length=1)
-    with pytest.raises(TypeError, match="vocabulary"):
-        load_corpus(str(text), vocabulary=300)
+        CorpusSpec(str(text), block_length=1)
 
 
 def test_every_field_is_described_where_it_is_defined():
