@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from itertools import islice
@@ -16,7 +15,7 @@ import torch
 from torch.nn import functional
 from training_helpers import WORDS, tiny
 
-from normlab import NormlabError, runs
+from normlab import runs
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order
@@ -26,36 +25,6 @@ from normlab.training.text.corpus import Corpus, corpus_of
 
 pytest_plugins = ["training_fixtures"]
 DATA = Path(__file__).resolve().parents[2] / "data"
-
-
-# --- identity ---
-
-
-def test_ids_of_shipped_runs_do_not_change() -> None:
-    manifests = sorted(DATA.glob("*/**/manifest.json"))
-    chosen = [json.loads(path.read_text()) for path in manifests[:: max(1, len(manifests) // 24)]]
-    assert len(chosen) >= 12
-    assert [TrainConfig.from_dict(found["config"]).run_id for found in chosen] == [found["run"] for found in chosen]
-
-
-def test_every_field_of_the_recipe_gives_a_run_another_name(text: Path) -> None:
-    plain = tiny(text)
-    changed = [tiny(text, **{name: value}) for name, value in (("gain_lr_ratio", 0.1), ("stop_at", 4), ("clip", 0.0))]
-    assert len({plain.run_id, *(config.run_id for config in changed), tiny(text, store_all=True).run_id}) == 5
-    assert tiny(text, stop_at=plain.steps) == plain
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stop_at": 9}, "stop_at is 9; the schedule has 8 steps"),
-        ({"store_all": True, "probe_every": 0}, "give probe_every"),
-        ({"store_all": True, "stream": True}, "leave stream off"),
-    ],
-)
-def test_a_field_that_cannot_be_is_named(fields: dict[str, Any], message: str, text: Path) -> None:
-    with pytest.raises(NormlabError, match=message):
-        tiny(text, **fields)
 
 
 # --- rates ---

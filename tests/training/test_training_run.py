@@ -209,14 +209,14 @@ def test_a_run_whose_loss_is_not_finite_stops_and_is_kept(text: Path, go: Callab
 def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text: Path, go: Callable, tmp_path: Path) -> None:
     run = go(tiny(text, lr=1e-9, steps=2), tmp_path)
     assert run.status == "not_learned"
-    assert run.eval_loss > run.trigram_loss
+    assert run.eval_loss > run.manifest["trigram_loss"]
     assert set(run.table().status) == {"not_learned"}
 
 
 @pytest.mark.slow
 def test_a_loss_below_the_unigram_entropy_alone_is_not_learned(text: Path, go: Callable, tmp_path: Path) -> None:
     run = go(tiny(text, scheme="pre_rmsnorm", lr=1e-2, steps=80, batch_size=8, probe_every=0, eval_every=80), tmp_path)
-    assert run.trigram_loss < run.eval_loss < run.manifest["corpus"]["unigram_entropy"]
+    assert run.manifest["trigram_loss"] < run.eval_loss < run.manifest["corpus"]["unigram_entropy"]
     assert run.status == "not_learned"
 
 
@@ -229,7 +229,7 @@ def test_a_loss_below_the_trigram_loss_counts_as_learned(go: Callable, tmp_path:
     config = tiny(path, scheme="pre_rmsnorm", lr=1e-2, steps=100, batch_size=8, probe_every=0, eval_every=100)
     run = go(config, tmp_path / "out")
     assert run.status == "finished"
-    assert run.eval_loss < run.trigram_loss - 0.2
+    assert run.eval_loss < run.manifest["trigram_loss"] - 0.2
 
 
 def test_a_manifest_has_the_counted_losses_of_the_blocks_that_its_run_was_scored_on(

@@ -153,7 +153,9 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
 
     stream: the source's, if it is open already.
     """
-    logger = logging.getLogger("datasets")  # it also logs what it raises
+    import datasets  # before the level is changed: importing it sets the level
+
+    logger = logging.getLogger(datasets.__name__)  # it also logs what it raises
     level = logger.level
     try:
         logger.setLevel(logging.CRITICAL)
