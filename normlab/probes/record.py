@@ -236,7 +236,9 @@ class Recorder:
         self._local.call = None
         if complete and call.layer:
             for read in call.final:
-                if read.layer != call.layer:
+                if read.layer == call.layer:
+                    self.norm_sites[read.norm] = ("final_norm_in", call.layer)
+                else:
                     read.site = None  # it read an earlier block's output: no final norm
             if self._has_gradients:
                 call.resolve_loss(self._loss_tokens)
