@@ -93,16 +93,24 @@ def start_ranks(ranks: int, arguments: list[str]) -> int:
     shared = os.environ | master | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "normlab", *arguments]
     processes: list[subprocess.Popen] = []
-    with _exit_on_signals():
+    codes: list[int | None] = [None]
+    with _ended_by() as signals:
         try:
             for rank in map(str, range(ranks)):
                 environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
                 processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            while not signals and None in codes and not any(codes):
                 time.sleep(0.05)
+                codes = [process.poll() for process in processes]
         finally:
             for process in processes:
                 process.kill()
+            for process in processes:
+                process.wait()
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
+    if signals:
+        sys.exit(128 + signals[0])
     code = min((code for code in codes if code), default=0)
     if code < 0:
         reason = signal.Signals(-code).name
@@ -111,21 +119,19 @@ def start_ranks(ranks: int, arguments: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit where a signal would end the process, unless the user has it ignored (nohup)."""
-
-    def end(number: int, _: Any) -> None:
-        sys.exit(128 + number)
-
-    named = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP")]
-    numbers = [number for number in named if signal.getsignal(number) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, end)
+def _ended_by() -> Iterator[list[int]]:
+    """The signals to end that arrive, without those that the user has ignored (nohup)."""
+    came: list[int] = []
+    wanted = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    before = {number: signal.getsignal(number) for number in wanted}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
     try:
-        yield
+        yield came
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def computes_bfloat16(device: torch.device) -> bool:
