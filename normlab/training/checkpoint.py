@@ -5,7 +5,6 @@
 `begun_alike(folder, ...)`  True if a checkpoint comes from the same text, versions and threads
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states
-                 shards/          with `fsdp`: weights and optimizer, one share per rank
                  stats.parquet    the log up to step N
                  begun.json       the run's manifest before its first step
                  stream.json      with `stream`: the position in the text
@@ -14,18 +13,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from normlab import store
 from normlab.errors import NormlabError, first_line
@@ -33,7 +28,7 @@ from normlab.training.config import TrainConfig
 from normlab.training.loop import Training
 from normlab.training.measure import RunLog
 
-STATE, SHARDS, STREAM, BEGUN = "state.pt", "shards", "stream.json", "begun.json"
+STATE, STREAM, BEGUN = "state.pt", "stream.json", "begun.json"
 
 
 def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> Path:
@@ -78,34 +73,35 @@ def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
 
 
 def _save(training: Training, folder: Path) -> None:
-    """Write the state of weights, optimizer, schedule, loss scaler and random numbers."""
-    accelerator = training.accelerator
+    """Write the state of weights, optimizer, schedule, loss scaler and random numbers: whole, by rank 0."""
+    model, optimizer, accelerator = training.model, training.optimizer, training.accelerator
     state: dict[str, Any] = {
         "schedule": training.schedule.state_dict(),
         "scaler": None if training.scaler is None else training.scaler.state_dict(),
         "random": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state() if accelerator.device.type == "cuda" else None,
     }
-    if training.config.fsdp:  # each rank writes its share
-        with _shares(training) as (shares, alone):
-            dcp.save(shares, checkpoint_id=folder / SHARDS, no_dist=alone)
+    if training.config.fsdp:  # on the CPU, and empty in all ranks but the first
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, optimized = get_state_dict(model, optimizer, options=options)
+        state |= {"model": weights, "optimizer": optimized}
     else:
-        state |= {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if accelerator.is_main_process:
         torch.save(state, folder / STATE)
 
 
 def _load(training: Training, folder: Path) -> None:
-    """Continue from what `_save` wrote. Shares can be read by any number of ranks."""
+    """Continue from what `_save` wrote, on any number of ranks. Each one reads all and takes its share."""
+    model, optimizer = training.model, training.optimizer
     state = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+    weights, optimized = state["model"], state["optimizer"]
     if training.config.fsdp:
-        with _shares(training) as (shares, alone):
-            dcp.load(shares, checkpoint_id=folder / SHARDS, no_dist=alone)
-        states = {"model_state_dict": shares["weights"], "optim_state_dict": shares["optimizer"]}
-        set_state_dict(training.model, training.optimizer, **states)
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimized, options=options)
     else:
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(optimized)
     training.schedule.load_state_dict(state["schedule"])
     if training.scaler is not None:
         training.scaler.load_state_dict(state["scaler"])
@@ -113,15 +109,6 @@ def _load(training: Training, folder: Path) -> None:
     if state["random_cuda"] is not None and training.accelerator.device.type == "cuda":
         torch.cuda.set_rng_state(state["random_cuda"])
     training.resume_at(store.checkpoint_step(folder.name))
-
-
-@contextlib.contextmanager
-def _shares(training: Training) -> Iterator[tuple[dict[str, Any], bool]]:
-    """The rank's weights and optimizer state, and True if it is the only one: PyTorch warns of that each time."""
-    weights, optimizer = get_state_dict(training.model, training.optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield {"weights": weights, "optimizer": optimizer}, not dist.is_initialized()
 
 
 def begun_alike(checkpoint: Path, manifest: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@
 `settled(config, device)`   a configuration with its dtype "auto" replaced by that
 `process_settings(config)`  settings of the process for the time of a run
 `shard`, `gathered`         a model split over the ranks (FSDP2); a whole copy of it
+`start_ranks(n, command)`   a command of normlab in n processes of this machine
 
 Models are split by `torch.distributed.fsdp.fully_shard` itself, on CPUs and GPUs alike. With accelerate this works on
 GPUs only, for blocks that its own configuration names.
@@ -17,7 +18,11 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -67,6 +72,60 @@ def accelerator_for(config: TrainConfig) -> Accelerator:
             "all of them together take a step: change one of the two"
         )
     return accelerator
+
+
+def start_ranks(ranks: int, arguments: list[str]) -> int:
+    """Run `normlab` with these arguments in `ranks` processes of this machine.
+
+    They end with this process, and with the first that fails. Each is in a session of its own, so that Ctrl-C reaches
+    this process alone. Returns the exit code of the first that fails, else 0. NormlabError: one was killed.
+    """
+    if ranks < 1:
+        raise NormlabError(f"ranks is {ranks}; it must be at least 1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared = os.environ | master | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "normlab", *arguments]
+    processes: list[subprocess.Popen] = []
+    codes: list[int | None] = [None]
+    with _ended_by() as signals:
+        try:
+            for rank in map(str, range(ranks)):
+                environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
+                processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            while not signals and None in codes and not any(codes):
+                time.sleep(0.05)
+                codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
+    if signals:
+        sys.exit(128 + signals[0])
+    code = min((code for code in codes if code), default=0)
+    if code < 0:
+        reason = signal.Signals(-code).name
+        raise NormlabError(f"rank {codes.index(code)} was ended by {reason}; the same command goes on from there")
+    return code
+
+
+@contextlib.contextmanager
+def _ended_by() -> Iterator[list[int]]:
+    """The signals to end that arrive, without those that the user has ignored (nohup)."""
+    came: list[int] = []
+    wanted = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    before = {number: signal.getsignal(number) for number in wanted}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def computes_bfloat16(device: torch.device) -> bool:

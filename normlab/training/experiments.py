@@ -36,10 +36,9 @@ from normlab.probes import (
     skip_future_effect,
     skip_sensitivity,
 )
-from normlab.probes.experiments import Runner, token_losses
+from normlab.probes.experiments import Runner, evaluating, token_losses
 from normlab.runs import EXPERIMENT_COLUMNS as COLUMNS
 from normlab.schemes import get_scheme
-from normlab.training.measure import evaluating
 
 ROWS = 8  # sequences a batch: a layer's activations of one batch fit the cache of a core
 Row = tuple[str, str, "int | None", "int | None", float, float]
@@ -90,7 +89,7 @@ def _deleting(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
 def _sequence_losses(model: Any, batches: list[dict[str, Any]]) -> torch.Tensor:
     """Mean token loss of each sequence, float64; all have the same number of labels."""
     runner = Runner(model, batches, progress=False, title="")
-    with runner.evaluating():
+    with evaluating(model):
         found = [token_losses(runner.logits(batch), runner.labels(batch)) for batch in runner]
     return torch.cat(found).double().sum(1) / (found[0].shape[1] - 1)
 

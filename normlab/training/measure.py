@@ -22,7 +22,6 @@ held-out loss. Text that is not split by file has none.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ from torch.nn import functional
 
 from normlab.models.block import whole
 from normlab.probes import record
+from normlab.probes.experiments import evaluating
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
 from normlab.training.loop import block_order, is_due
@@ -145,17 +145,6 @@ class Measurements:
             path = self.corpus.files[file][0]
             self.log.add(step, "eval", "file_loss", sums[file] / counts[file], path)
             self.log.add(step, "eval", "file_tokens", counts[file], path)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, the former mode after."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _batches(model: nn.Module, blocks: np.ndarray, batch_size: int) -> Iterator[torch.Tensor]:
