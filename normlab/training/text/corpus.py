@@ -163,14 +163,19 @@ class Corpus:
 
     def measured_on(self, config: Any) -> MeasuredOn:
         """The blocks that a run of `config`, a `TrainConfig`, is measured on. A warning if there are fewer."""
-        most, ids = len(self.rows(held_out=config.held_out)), []
+        most, half = len(self.rows(held_out=config.held_out)), config.held_out
         for name in ("probe_blocks", "eval_blocks", "experiment_blocks"):
             count = getattr(config, name)
             if count > most and count != config.__dataclass_fields__[name].default:
                 warnings.warn(f"{name} is {count}; all of the {most} held-out blocks are used", stacklevel=2)
-            ids.append(self.spread(count, config.held_out))
-        rows = self.rows(config.eval_blocks, config.held_out)
-        return MeasuredOn(*ids, self.count_losses(rows), self.files_of(rows))
+        rows = self.rows(config.eval_blocks, half)
+        return MeasuredOn(
+            probe=self.spread(config.probe_blocks, half),
+            eval=self.spread(config.eval_blocks, half),
+            experiments=self.spread(config.experiment_blocks, half),
+            count_losses=self.count_losses(rows),
+            eval_files=self.files_of(rows),
+        )
 
     def identity(self) -> dict[str, Any]:
         """The corpus as a manifest has it: numbers are only compared between equal corpora."""
