@@ -83,12 +83,12 @@ def train(
     """
     place = store.Remote(out) if store.is_address(out) else None
     root = Path(out) if place is None else place.copy
+    store.check_root(root)
     accelerator = accelerator_for(config)
     is_first, ranks = accelerator.is_main_process, accelerator.num_processes
     if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
         raise NormlabError("ranks on several machines resume from one directory: name one that all see as --out")
     with accelerator.main_process_first():  # it prepares the text; the others find it in the cache
-        store.check_root(root)
         corpus = corpus_of(config, cache_dir, progress and is_first)
     text = corpus.identity()
     asked, config = config, _settled(config, root, place, text, accelerator)
@@ -113,7 +113,7 @@ def train(
                 tqdm.write(why_dtype(device) if config.dtype == fastest_dtype(device) else begun, file=sys.stderr)
             bar.expect([config])
             bar.watch([config], root)
-            with process_settings(config, device), bar:
+            with bar, process_settings(config, device):
                 _run(config, corpus, accelerator, work, final, manifest, watch, place)
                 bar.tick()  # the last report, which goes with the working directory
             if is_first:

@@ -13,9 +13,8 @@ from training_helpers import tiny
 
 from normlab import cli
 from normlab.errors import NormlabError
-from normlab.training.config import SET_BY, TrainConfig
+from normlab.training.config import SET_BY, CorpusSpec, TrainConfig
 from normlab.training.presets import Part, Preset, Variant
-from normlab.training.text.corpus import CorpusSpec
 
 DATA = Path(__file__).parents[2] / "data"
 TEXT = Path("text.txt")
