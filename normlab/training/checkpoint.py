@@ -43,8 +43,8 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
         _save(training, staging)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            store.write_json(staging / BEGUN, manifest)
             store.write_stats(staging / store.STATS, log.frame())
+            store.write_json(staging / BEGUN, manifest)
             if training.stream is not None:
                 store.write_json(staging / STREAM, training.stream.position._asdict())
             store.list_files(staging)

@@ -324,6 +324,10 @@ class TrainConfig:
         """Steps that are trained: all of the schedule, or up to `stop_at`."""
         return self.stop_at or self.steps
 
+    def is_due(self, step: int, every: int) -> bool:
+        """True every `every` steps, at step 0 and after the last; never if `every` is 0."""
+        return every > 0 and (step % every == 0 or step == self.last_step)
+
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.block_length

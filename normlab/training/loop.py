@@ -130,7 +130,7 @@ class Training:
         model.zero_grad()
         self.done += 1
         model.after_step(self.done, config.steps)
-        if is_due(self.done, refresh_interval(config.steps), config.last_step):
+        if config.is_due(self.done, refresh_interval(config.steps)):
             model.refresh_carried()
         return Step(self.done, grad_norm, learning_rate, overflowed)
 
@@ -269,8 +269,3 @@ def block_order(blocks: int, seed: int) -> Iterator[int]:
 def refresh_interval(steps: int) -> int:
     """Steps between two refreshes of the carried constant: clamp(steps // 50, 1, 1000), the paper's schedule."""
     return min(max(steps // 50, 1), 1000)
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """True every `every` steps, at step 0 and after the last; never if `every` is 0."""
-    return every > 0 and (step % every == 0 or step == last)

@@ -44,7 +44,7 @@ from normlab.training.distributed import (
     why_dtype,
 )
 from normlab.training.experiments import experiments
-from normlab.training.loop import Training, is_due
+from normlab.training.loop import Training
 from normlab.training.measure import Measurements
 from normlab.training.progress import Progress, Reporter
 from normlab.training.text.corpus import Corpus, corpus_of
@@ -230,7 +230,7 @@ def _train_steps(
                 report.step(number, loss, training.tokens_per_s(), now=True)
                 return True
             stops = not continues and number < config.last_step
-        if stops or is_due(number, config.checkpoint_every, config.last_step):
+        if stops or config.is_due(number, config.checkpoint_every):
             checkpoint()
         if stops:
             raise RunStopped
