@@ -70,9 +70,8 @@ def test_every_norm_goes_in_turn_and_what_is_left_has_the_last_loss(stock, text,
     table = removed(text, folder, tmp_path / "out")
     assert list(table["site"]) == SITES and list(table["step"]) == [1, 2, 3]
     assert list(table["loss_before"][1:]) == list(table["loss_tuned"][:-1])
-    assert (table["loss_removed"] != table["loss_before"]).all() and (
-        table["loss_tuned"] != table["loss_removed"]
-    ).all()
+    assert (table["loss_removed"] != table["loss_before"]).all()
+    assert (table["loss_tuned"] != table["loss_removed"]).all()
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "out" / "removal.parquet"), table)
     assert not list((tmp_path / "out").glob("norm-*"))
     load = AutoModelForCausalLM.from_pretrained if stock else normlab.load_model
