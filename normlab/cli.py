@@ -19,7 +19,16 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
-from normlab.errors import STOPPED, NormlabError, ends_at_once, fail, is_first_rank, show_warning, without_bars
+from normlab.errors import (
+    STOPPED,
+    NormlabError,
+    ends_at_once,
+    fail,
+    first_line,
+    is_first_rank,
+    show_warning,
+    without_bars,
+)
 
 
 class Command(NamedTuple):
@@ -61,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno is None:  # not the operating system's
             raise
         return fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except (MemoryError, RuntimeError) as error:  # PyTorch's are RuntimeErrors
+        if not isinstance(error, MemoryError) and "tried to allocate" not in str(error).lower():
+            raise
+        return fail(f"out of memory: {first_line(error)}; make the model or the batch smaller, or split it (--fsdp)")
     except KeyboardInterrupt:
         return fail(STOPPED, 130)
 
