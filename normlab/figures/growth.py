@@ -13,7 +13,7 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.selection import NothingToShow, Selection, mean_of
 from normlab.analysis.verdicts import differences
 from normlab.figures import theme
-from normlab.figures.draw import add_line, axis_bounds, beside, footnote, is_lowest, panels, selected, short, value_axis
+from normlab.figures.draw import add_line, axis_bounds, beside, footnote, panels, selected, short, value_axis
 from normlab.figures.published import published_points, published_source, published_trace
 from normlab.figures.registry import register
 from normlab.probes.metrics import Metric, metric_row, site_label
@@ -37,7 +37,6 @@ def layer_growth(
     runs: pd.DataFrame | Selection,
     metric: str = "token_l2_mean",
     *,
-    site: str | None = None,
     published: pd.DataFrame | None = None,
     log: bool = False,
 ) -> go.Figure:
@@ -48,30 +47,21 @@ def layer_growth(
     over tokens: values do not depend on how batches are cut.
 
     Args:
-        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
-        metric: a name of `METRICS`.
-        site: where it was measured; default: the metric's own.
+        metric: a name of `METRICS`; it is shown where its row there says.
         published: table of `normlab.load_published`; values of the same metric are drawn as diamonds with their reading
             error.
         log: one logarithmic value axis for all panels, to compare sizes; else a linear one for each, to see its growth.
     """
     row, shown = metric_row(metric), selected(runs, same_rate=True)
-    site = site or row.default_site
+    site = row.default_site
     rows = _mean_over_seeds(shown.rows(site, metric, "all"), metric)
     if rows.empty:
         raise NothingToShow(f"{metric} was not measured at: {site_label(site)}.")
     points = published_points(published, metric, shown.schemes, site)
     schemes = [name for name in shown.schemes if name in set(rows["scheme"])]
-    lines = -(-len(schemes) // _COLUMNS)
-    inner = lines * _PANEL + (lines - 1) * _GAP
-    figure, cells = panels(
-        schemes,
-        [_panel_title(shown, rows[rows["scheme"] == name], name) for name in schemes],
-        _COLUMNS,
-        shared_yaxes=log,
-        horizontal_spacing=0.022 if log else 0.05,
-        vertical_spacing=_GAP / inner if lines > 1 else 0.0,
-    )
+    titles = [_panel_title(shown, rows[rows["scheme"] == name], name) for name in schemes]
+    grid = dict(shared_yaxes=log, horizontal_spacing=0.022 if log else 0.05)
+    figure, cells, inner = panels(schemes, titles, "layer", _COLUMNS, _PANEL, _GAP, **grid)
     last = float(rows["step"].max())
     deepest = int(max([*rows["layer"], *points["layer"]]))
     layers = [0, deepest + 0.3 if len(points) else deepest]
@@ -84,8 +74,7 @@ def layer_growth(
             _add_step(figure, mine[mine["step"] == step], step, last, row, cell)
         if len(printed):
             figure.add_trace(published_trace(printed, row.name), **cell)
-        title = "layer" if is_lowest(cell, cells) else None
-        figure.update_xaxes(title_text=title, showticklabels=True, range=layers, nticks=6, **cell)
+        figure.update_xaxes(range=layers, nticks=6, **cell)
     figure.update_yaxes(title_text=row.axis, col=1)
     figure.add_trace(_step_bar(last), row=1, col=1)
     if len(points):
@@ -181,7 +170,6 @@ def growth_before_after(
     seed; the 95% interval (`normlab.analysis.verdicts`) is in brackets. Control schemes are always among the rows.
 
     Args:
-        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
         published: table of `normlab.load_published`. Its ratios at the same metric are listed next to ours; a footnote
             names the model.
     """

@@ -38,15 +38,14 @@ _ROW = 30  # pixels of a variant
 
 
 @drawing
-def variant_differences(table: pd.DataFrame, label: str = "condition", group: str = "group") -> go.Figure:
+def variant_differences(table: pd.DataFrame) -> go.Figure:
     """Scheme a minus scheme b with its 95% interval, one row per variant, under the heading of its group.
 
     A disc is different, a square equivalent, a ring undecided (`normlab.analysis.verdicts`); all rows are one family.
 
     Args:
-        table: what `normlab.compare_variants` returns, or `gain_or_bound.conditions`.
-        label: column with the names of the rows.
-        group: column with their headings, if there is one; rows of a group follow each other.
+        table: what `normlab.compare_variants` returns, with columns `condition` (the rows' names) and `group` (their
+            headings; rows of a group follow each other).
     """
     if table.empty:
         raise NothingToShow("No variant to compare.")
@@ -54,18 +53,18 @@ def variant_differences(table: pd.DataFrame, label: str = "condition", group: st
     metric = metric_row(str(table["metric"].iloc[0]))
     is_ratio = table["kind"].iloc[0] == "ratio"
     neutral = 1.0 if is_ratio else 0.0
-    heads = table[group] if group in table else pd.Series("", table.index)
+    heads, names = table["group"], table["condition"]
     is_first = heads.ne(heads.shift(fill_value=""))
     positions = [number + shift for number, shift in enumerate(is_first.cumsum())]  # a heading takes a row
     figure = go.Figure()
     for position, head in zip(positions, heads.where(is_first, ""), strict=True):
         if head:
             beside(figure, position - 1, -10, f"<b>{head}</b>", theme.NEUTRAL, left=True)
-    for position, row, name in zip(positions, table.itertuples(), table[label], strict=True):
-        _add_interval(figure, row, str(name), position, a.color)
+    for position, row, name in zip(positions, table.itertuples(), names, strict=True):
+        _add_interval(figure, row, name, position, a.color)
         beside(figure, position, 16, _numbers(row, is_ratio), a.color)
     figure.add_vline(x=neutral, line=dict(color=theme.NEUTRAL, width=1.2, dash="dot"))
-    ticks = dict(tickvals=positions, ticktext=table[label].astype(str).tolist(), ticks="")
+    ticks = dict(tickvals=positions, ticktext=names.tolist(), ticks="")
     figure.update_yaxes(range=[positions[-1] + 0.6, -0.8], showgrid=False, **ticks)
     bounds = axis_bounds(map(float, [neutral, *table["estimate"], *table["low"], *table["high"]]), is_ratio)
     words = f"ratio of {metric.label}" if is_ratio else f"difference in {metric.axis}"
@@ -98,10 +97,6 @@ def _numbers(row: Any, is_ratio: bool) -> str:
     return f"{text}, {row.seeds} seed{'s' if row.seeds != 1 else ''}"
 
 
-def _geometric(values: pd.Series) -> float:
-    return float(np.exp(np.log(values).mean()))
-
-
 @drawing
 def by_setting(values: pd.DataFrame, setting: str, panels: Mapping[str, str], title: str, subtitle: str) -> go.Figure:
     """Values against a setting on a log axis, one panel per quantity.
@@ -120,7 +115,7 @@ def by_setting(values: pd.DataFrame, setting: str, panels: Mapping[str, str], ti
         shown, log = values[values["panel"] == panel], kind == "log"
         for name in in_order(shown["scheme"].unique()):
             rows, style = shown[shown["scheme"] == name].sort_values("setting"), theme.style_of(name)
-            mean = rows.groupby("setting")["value"].agg(_geometric if log else "mean")
+            mean = rows.groupby("setting")["value"].agg((lambda v: np.exp(np.log(v).mean())) if log else "mean")
             hover = f"<br>{setting} %{{x:g}}: %{{y:.4~g}}"
             look: dict[str, Any] = dict(
                 name=style.title, legendgroup=name, meta=dict(scheme=name, panel=panel), row=1, col=column
