@@ -53,6 +53,10 @@ def test_a_corpus_that_cannot_serve_is_one_line(
     assert message in _refused(capsys, *_train(tmp_path / "bad.txt"))
 
 
+def test_a_model_field_out_of_range_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "kappa -1 must be positive" in _refused(capsys, *_train(text, "--model", "kappa=-1"))
+
+
 def test_an_output_folder_that_holds_something_else_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = text.parent / "out"
     out.mkdir()
