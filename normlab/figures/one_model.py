@@ -8,6 +8,7 @@ skip_map             loss added by skipping a block, what later blocks do then, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -229,9 +230,10 @@ def skip_map(cost: pd.DataFrame, effect: pd.DataFrame, chosen: int, name: str = 
         "<br><i>skip_future_effect: mean over tokens of ‖u' − u‖/‖u‖</i><extra></extra>"
     )
     z = [finite(row) for row in wide.to_numpy(float)] or None
+    most = max(filter(math.isfinite, effect["value"]), default=1.0)
     bar = dict(x=0.63, len=0.9, thickness=10, outlinewidth=0)
-    figure.add_heatmap(name="effect", x=whole(wide.columns), y=whole(wide.index), z=z, zmin=0.0, colorbar=bar,
-                       colorscale=SEQUENTIAL_SCALE, hovertemplate=hover, row=1, col=2)  # fmt: skip
+    figure.add_heatmap(name="effect", x=whole(wide.columns), y=whole(wide.index), z=z, zmin=0.0, zmax=most,
+                       colorbar=bar, colorscale=SEQUENTIAL_SCALE, hovertemplate=hover, row=1, col=2)  # fmt: skip
     column = effect[effect["skipped"] == chosen].sort_values("layer")
     x, y, line = whole(column["layer"]), finite(column["value"]), dict(color=theme.style_of(name).color)
     figure.add_scatter(name="column", mode="lines+markers", x=x, y=y, line=line, row=1, col=3)
