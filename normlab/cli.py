@@ -463,16 +463,10 @@ def _probe(
     """Measure the layers of any model on texts or images."""
     from normlab.report import probe_report
 
-    options: dict[str, Any] = {
-        "out": out,
-        "length": length,
-        "rows": rows,
-        "against": against,
-        "device": device,
-        "dtype": dtype,
-    }
+    models = [model] if against is None else [model, against]
     names = revisions.split(",") if revisions else ()
-    print(probe_report(model, text, revisions=names, progress=not quiet, **options))
+    options: dict[str, Any] = {"out": out, "length": length, "rows": rows, "device": device, "dtype": dtype}
+    print(probe_report(models, text, revisions=names, progress=not quiet, **options))
     return 0
 
 

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from training_helpers import tiny, write_run, write_text
 
 from normlab import NormlabError, cli, errors, runs, store
+from normlab.training.presets import PRESETS
 from normlab.training.text import source
 from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Ray
@@ -27,6 +28,21 @@ HERE = Path(__file__)
 PROBE = ["probe", "no-such-model", "--text", HERE, "--quiet"]
 SWEEP = ["sweep", "--quiet", "--out", "out"]
 BAD: dict[str, tuple[list[Any], str]] = {
+    "unknown scheme": (["train", "--scheme", "nonorm"], "pre_rmsnorm"),
+    "depth 0": (["train", "--depth", 0], "depth is 0"),
+    "no number": (["train", "--depth", "deep"], "'deep'"),
+    "missing corpus": (["train", "--corpus", "nowhere.txt"], "'nowhere.txt' does not exist"),
+    "model field that is none": (["train", "--model", "lambda=2"], "unknown model fields lambda"),
+    "model field without a value": (["train", "--model", "kappa"], "FIELD=VALUE"),
+    "manifest and flags": (["train", "--from-manifest", "a", "--lr", 0.1, "--keep-weights"], "--lr, --keep-weights"),
+    "manifest that is not there": (["train", "--from-manifest", "nowhere"], "nowhere holds no run"),
+    "sweep to nowhere": (["sweep", "--preset", "tiny"], "--out"),
+    "unknown preset": ([*SWEEP, "--preset", "huge"], f"known are {', '.join(PRESETS)}"),
+    "unknown scheme of a sweep": ([*SWEEP, "--schemes", "no"], "unknown scheme 'no'"),
+    "workers in words": ([*SWEEP, "--workers", "many"], "--workers 'many' is no whole number"),
+    "no workers": ([*SWEEP, "--workers", 0], "workers is 0"),
+    "depths in words": ([*SWEEP, "--depths", "a"], "--depths 'a' is no whole number"),
+    "depths of 0": ([*SWEEP, "--depths", 0], "depth is 0"),
     "rows below one": ([*PROBE, "--rows", -1], "rows -1"),
     "length below two": ([*PROBE, "--length", -3], "length is -3"),
     "length of one": ([*PROBE, "--length", 1], "length is 1"),

@@ -78,7 +78,7 @@ def load(
         import normlab.models  # noqa: F401  registers them
     source, options = _source(model, revision)
     what = "model"
-    wanted = _dtype(dtype)
+    wanted = "auto" if dtype is None else float_type(dtype)
     try:
         with hub_or_cache(source):
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
@@ -122,7 +122,8 @@ def _source(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
     if folder.is_dir():
         return str(folder), {}
     if Path(model).is_dir():
-        raise NormlabError(f"{model} holds no folder {revision!r}: it has {', '.join(_folders(Path(model))) or 'none'}")
+        there = sorted(item.name for item in Path(model).iterdir() if item.is_dir())[:8]
+        raise NormlabError(f"{model} holds no folder {revision!r}: it has {', '.join(there) or 'none'}")
     return model, {"revision": revision}
 
 
@@ -134,13 +135,10 @@ def _of_a_block(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
-def _folders(path: Path) -> list[str]:
-    return sorted(item.name for item in path.iterdir() if item.is_dir())[:8]
-
-
-def _dtype(name: str | None) -> Any:
-    found = "auto" if name is None else getattr(torch, name, None)
-    if found != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+def float_type(name: str) -> torch.dtype:
+    """The type of that name. NormlabError for a name that is none."""
+    found = getattr(torch, name, None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise NormlabError(f"{name!r} is no float type: choose float32, bfloat16 or float16")
     return found
 
