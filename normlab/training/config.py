@@ -64,8 +64,8 @@ TEXT = Field(min_length=1)  # a length is that of UTF-8: what cannot be written 
 THREADS = Field(ge=1, le=1024)  # PyTorch crashes for numbers that no machine has
 
 
-def at_least(least: int) -> Any:
-    return Field(ge=least)
+def at_least(least: int, most: int = 2**40) -> Any:
+    return Field(ge=least, le=most)
 
 
 def one_of(*values: str) -> Any:
@@ -146,7 +146,7 @@ class CorpusSpec:
         TEXT,
     )
     tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE", TEXT)
-    vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1))
+    vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1, 2**20))
     block_length: int = setting(128, "tokens a block; also the context length and BHyT's T", at_least(2))
     text_column: str = setting("text", "column that holds the text", TEXT)
     characters: int = setting(100_000_000, "read at most so much of the corpus", at_least(1))
@@ -168,16 +168,16 @@ class TrainConfig:
     """
 
     scheme: str = setting(DEFAULT, "normalization scheme, a key of normlab.SCHEMES")
-    depth: int = setting(16, "number of blocks", at_least(1))
-    width: int = setting(128, "hidden size", at_least(1))
+    depth: int = setting(16, "number of blocks", at_least(1, 10_000))
+    width: int = setting(128, "hidden size", at_least(1, 2**20))
     seed: int = setting(0, "data order and initial weights", SEED)
     lr: float = setting(3e-3, "peak learning rate", POSITIVE)
     steps: int = setting(300, "optimizer steps", at_least(1))
-    batch_size: int = setting(8, "blocks a step", at_least(1))
+    batch_size: int = setting(8, "blocks a step", at_least(1, 2**20))
     block_length: int = shared(CorpusSpec, "block_length")
     heads: int | None = setting(None, "attention heads; default width/32", at_least(1))
     kv_heads: int | None = setting(None, "key-value heads; default half of the heads", at_least(1))
-    intermediate: int | None = setting(None, "MLP width; default 8/3 of the width, rounded to 32", at_least(1))
+    intermediate: int | None = setting(None, "MLP width; default 8/3 of the width, rounded to 32", at_least(1, 2**20))
     model: Mapping[str, Any] = setting(dict, "a further NormlabConfig field, such as lam_input=3.0; may be repeated")
     weight_decay: float = setting(0.1, "AdamW's, for what the scheme decays", NOT_NEGATIVE)
     warmup: float = setting(0.1, "share of the steps in which the learning rate rises", SHARE)
