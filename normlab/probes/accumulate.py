@@ -126,13 +126,13 @@ class Accumulator:
                 place = _place(staged.where)
                 if place is None:
                     continue
-                *tokens, width = staged.shape
+                tokens, width = staged.shape[:-1], staged.shape[-1]
                 if self._widths.setdefault((staged.kind, place), width) != width:
                     call.absent[f"{place[0]} {place[1]}"] = "its width differs between calls"
                     continue
-                group = groups[staged.kind, staged.values.device, tuple(tokens)]
+                group = groups[staged.kind, staged.values.device, tokens]
                 if place in group:  # differentiated twice
-                    self._merge(call, staged.kind, group, tuple(tokens))
+                    self._merge(call, staged.kind, group, tokens)
                     group.clear()
                 group[place] = staged.values
             for (kind, _, tokens), group in groups.items():

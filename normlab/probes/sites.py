@@ -437,7 +437,7 @@ def _blocks_of_stage(stage: nn.Module) -> dict[str, nn.Module] | None:
 
 
 def _flattened(name: str, items: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    blocks = {}
+    blocks: dict[str, nn.Module] = {}
     for inner, item in items.items():
         below = _blocks_of_stage(item)
         full_name = f"{name}.{inner}" if name else inner
