@@ -141,7 +141,7 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
     mask = batch.get("attention_mask")
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
         output = model(**batch)
-        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        logits = output.logits if hasattr(output, "logits") else _first_of(output)
         result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, _head_name(model))
         if gradients and logits is not None:
             _summed_loss(logits, batch["input_ids"], mask).backward()

@@ -360,21 +360,21 @@ Trial = Iterator[tuple[str, nn.Module, dict[str, Any]]]
 
 def _shifted(e: Evidence) -> Trial:
     length = next(iter(e.captured_a.tensors.values())).shape[1]
-    rows = next(v for v in e.batch.values() if isinstance(v, Tensor)).shape[0]
-    mask = e.batch.get("attention_mask")
+    rows = next(v for v in e.inputs_a.values() if isinstance(v, Tensor)).shape[0]
+    mask = e.inputs_a.get("attention_mask")
     for shift in (1, -1, 2):
         positions = (torch.arange(length) + shift).clamp_min(0).expand(rows, -1)
-        yield f" by {shift}", e.a, e.batch | {"position_ids": positions}
+        yield f" by {shift}", e.a, e.inputs_a | {"position_ids": positions}
     if mask is not None:
         yield (
             ": counted without padding, or with it",
             e.a,
-            e.batch | {"position_ids": torch.arange(length).expand(rows, -1)},
+            e.inputs_a | {"position_ids": torch.arange(length).expand(rows, -1)},
         )
         yield (
             ": counted without padding, or with it",
             e.a,
-            e.batch | {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
+            e.inputs_a | {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
         )
 
 
@@ -386,12 +386,12 @@ def _scaled_tokens(e: Evidence) -> Trial:
         model = copy.deepcopy(e.a)
         with torch.no_grad():
             cast(Any, model).get_input_embeddings().weight.mul_(factor)
-        yield f" by {words}", model, e.batch
+        yield f" by {words}", model, e.inputs_a
 
 
 def _unmasked(e: Evidence) -> Trial:
     if e.mask is not None:
-        yield "", e.a, {name: value for name, value in e.batch.items() if name != "attention_mask"}
+        yield "", e.a, {name: value for name, value in e.inputs_a.items() if name != "attention_mask"}
 
 
 def _changed(e: Evidence, change: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
@@ -430,7 +430,7 @@ def _rotary_layout(e: Evidence) -> Trial:
             return bool(changed)
 
         for model in _changed(e, change):
-            yield f": {words} pairs", model, e.batch
+            yield f": {words} pairs", model, e.inputs_a
 
 
 def _interleaved(head: int) -> Tensor:
@@ -457,7 +457,7 @@ def _key_value_repeat(e: Evidence) -> Trial:
         return True
 
     for model in _changed(e, change):
-        yield "", model, e.batch
+        yield "", model, e.inputs_a
 
 
 def _softmax_scale(e: Evidence) -> Trial:
@@ -473,7 +473,7 @@ def _softmax_scale(e: Evidence) -> Trial:
             return bool(queries)
 
         for model in _changed(e, change):
-            yield f": {words} in place of 1/sqrt(d_head)", model, e.batch
+            yield f": {words} in place of 1/sqrt(d_head)", model, e.inputs_a
 
 
 def _rotary_base(e: Evidence) -> Trial:
@@ -485,7 +485,7 @@ def _rotary_base(e: Evidence) -> Trial:
             old = getattr(model.get_submodule(owner), leaf)
             exponents = torch.arange(len(old), dtype=old.dtype) / len(old)
             setattr(model.get_submodule(owner), leaf, base**-exponents)
-        yield f" of {base:g}", model, e.batch
+        yield f" of {base:g}", model, e.inputs_a
 
 
 _ACTIVATIONS = {
@@ -510,7 +510,7 @@ def _activation(e: Evidence) -> Trial:
             return bool(named)
 
         for model in _changed(e, change):
-            yield f": {words}", model, e.batch
+            yield f": {words}", model, e.inputs_a
 
 
 def _fewer_biases(e: Evidence) -> Trial:
@@ -521,7 +521,7 @@ def _fewer_biases(e: Evidence) -> Trial:
         return bool(biases)
 
     for model in _changed(e, change):
-        yield "", model, e.batch
+        yield "", model, e.inputs_a
 
 
 _TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
@@ -539,7 +539,7 @@ _TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
 
 def _sees_later(e: Evidence) -> list[str]:
     """Change each row's last token: outputs at earlier tokens move in a model without a causal mask."""
-    ids = e.batch.get("input_ids")
+    ids = e.inputs_a.get("input_ids")
     if e.b is None or e.roles_b is None or ids is None:
         return []
     mask = torch.ones_like(ids) if e.mask is None else e.mask
@@ -549,8 +549,10 @@ def _sees_later(e: Evidence) -> list[str]:
     changed[rows, last] = torch.where(ids[rows, last] == ids.max(), ids.min(), ids.max())
     earlier = (torch.arange(ids.shape[1])[None] < last[:, None]) & mask.bool()
     moves = []
-    for model, roles, before in ((e.a, e.roles_a, e.captured_a.tensors), (e.b, e.roles_b, e.tensors_b)):
-        after = capture(model, e.batch | {"input_ids": changed}, roles).tensors[e.site]
+    sides = ((e.a, e.inputs_a, e.roles_a, e.captured_a.tensors), (e.b, e.inputs_b, e.roles_b, e.tensors_b))
+    for model, inputs, roles, before in sides:
+        inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in inputs.items()}
+        after = capture(model, inputs, roles).tensors[e.site]
         if after.shape[:2] != ids.shape:
             return []
         moves.append(bool((after - before[e.site])[earlier].abs().max() > 1e-9))

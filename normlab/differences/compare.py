@@ -41,14 +41,15 @@ COARSER = 64.0  # times the rounding expected of its dtype, beyond which a model
 
 @dataclass
 class Evidence:
-    """Material for the search for causes: both models in float64, their captures, the batch and the first site."""
+    """Material for the search for causes: both models in float64, their captures, what both are called with, the first site."""
 
     a: nn.Module
     b: nn.Module | None
     captured_a: Capture
     tensors_b: dict[Site, Tensor]
     modules_b: dict[Site, str]
-    batch: dict[str, Tensor]
+    inputs_a: dict[str, Any]
+    inputs_b: dict[str, Any]
     roles_a: Roles
     roles_b: Roles | None
     site: Site
@@ -207,7 +208,8 @@ def _evidence(a: _Side, b: _Side, dtype: torch.dtype, batch: dict[str, Any]) -> 
     in_a, in_b = a.capture(model_a), b.capture(model_b)
     mask = batch.get("attention_mask")
     start = Site(EMBEDDINGS, 0)
-    return Evidence(model_a, model_b, in_a, in_b.tensors, in_b.modules, batch, a.roles, b.roles, start, mask)
+    modules_b, roles = in_b.modules, (a.roles, b.roles)
+    return Evidence(model_a, model_b, in_a, in_b.tensors, modules_b, a.inputs, b.inputs, *roles, start, mask)
 
 
 def _first(rows: list[Row]) -> Site | None:
@@ -247,7 +249,7 @@ def _diff_arrays(
     if first is not None:
         from normlab.differences.causes import causes_of
 
-        causes = causes_of(Evidence(exact, None, in_a, arrays, {}, batch, roles, None, first, mask))
+        causes = causes_of(Evidence(exact, None, in_a, arrays, {}, inputs, {}, roles, None, first, mask))
     return _result(rows, first, causes, depth, [])
 
 
@@ -350,11 +352,14 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _accepted(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """The part of a batch that the model's forward takes, on its device."""
+    """The part of a batch that the model's forward takes, on its device. Tokens go to its first parameter, unless one
+    is called `input_ids`."""
     takes = inspect.signature(model.forward).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     kept = {name: value for name, value in batch.items() if name in takes or (open_ended and name != "use_cache")}
+    if "input_ids" in batch and "input_ids" not in kept:
+        kept[next(iter(takes))] = batch["input_ids"]
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
