@@ -142,7 +142,7 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
         output = model(**batch)
         logits = output.logits if hasattr(output, "logits") else _first_of(output)
-        result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, _head_name(model))
+        result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, head_name(model))
         if gradients and logits is not None:
             _summed_loss(logits, batch["input_ids"], mask).backward()
     result.tensors |= arrived.tensors
@@ -170,7 +170,29 @@ def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
     return x[mask.flatten()] if x.ndim == 2 and len(x) == mask.numel() else None
 
 
-def _head_name(model: nn.Module) -> str:
+def relative_difference(x: Tensor, y: Tensor, mask: Tensor | None) -> float:
+    """Root mean square over tokens of |x - y| / |x|.
+
+    Infinite where shapes differ, or only one is finite. Zero where the shape does not tell padding from tokens.
+    """
+    if x.shape != y.shape:
+        return float("inf")
+    a, b = counted(x.double(), mask), counted(y.double().to(x.device), mask)
+    return 0.0 if a is None or b is None else _relative(a, b)
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    finite = x.isfinite()
+    if not torch.equal(finite, y.isfinite()):
+        return float("inf")
+    x, y = x.where(finite, 0), y.where(finite, 0)
+    size = x.norm(dim=-1)
+    size = size.clamp_min(1e-6 * float(size.square().mean().sqrt()) + 1e-300)
+    return float(((x - y).norm(dim=-1) / size).square().mean().sqrt())
+
+
+def head_name(model: nn.Module) -> str:
+    """Name of the module that computes the logits; empty where it is not known."""
     head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return next((name for name, module in model.named_modules() if module is head), "")
 
