@@ -90,7 +90,7 @@ def _weights(e: Evidence) -> list[str]:
         if (said := _how(a[name], b[other], name, a, _head_width(e.a))) is not None
     ]
     only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
-    if a and b and not (only_a and only_b):  # both: the same weights in another form, such as one matrix in place of three
+    if a and b and not (only_a and only_b):  # both: other forms of the same, such as one matrix in place of three
         for name in (n for n in (*only_a, *only_b) if "inv_freq" not in n):
             kind = "bias" if "bias" in name else "parameter"
             causes.append(f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}")
@@ -394,11 +394,11 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
     solved = [torch.linalg.lstsq(basis, z.flatten()[:, None]).solution[:, 0] for z in (x, y)]
     if not _same(basis @ solved[1], y.flatten()):
         return []
-    coefficients = [(words, *(round(float(c), 6) + 0.0 for c in pair)) for words, *pair in zip(rows, *solved, strict=True)]
+    before, after = ([round(c, 6) + 0.0 for c in coefficients.tolist()] for coefficients in solved)
     return [
-        f"{words} enters the sum times {after:.5g}, not {before:.5g}" if after else f"{words} is left out of the sum"
-        for words, before, after in coefficients
-        if abs(before - after) > 1e-4
+        f"{words} enters the sum times {new:.5g}, not {old:.5g}" if new else f"{words} is left out of the sum"
+        for words, old, new in zip(rows, before, after, strict=True)
+        if abs(old - new) > 1e-4
     ]
 
 
