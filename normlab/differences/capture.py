@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from normlab.errors import NormlabError
 from normlab.probes import record
@@ -156,7 +157,7 @@ def _summed_loss(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
     labels = ids[:, 1:]
     if mask is not None:
         labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -164,9 +165,16 @@ def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None or bool(mask.all()):
         return x.reshape(-1, x.shape[-1])
     mask = mask.bool().to(x.device)
+    length = mask.shape[1]
     for shaped in (x, x.movedim(0, -2) if x.ndim == 4 else x):  # several streams come first
-        if shaped.shape[:2] == mask.shape:
-            return shaped[mask].reshape(-1, x.shape[-1])
+        extra = shaped.shape[1] - length if shaped.ndim > 2 and len(shaped) == len(mask) else -1
+        if extra >= 0:  # streams one after another, or positions of the model's own before the tokens
+            whole = (
+                mask.repeat(1, 1 + extra // length)
+                if extra % length == 0
+                else functional.pad(mask, (extra, 0), value=True)
+            )
+            return shaped[whole].reshape(-1, x.shape[-1])
     return x[mask.flatten()] if x.ndim == 2 and len(x) == mask.numel() else None
 
 

@@ -531,15 +531,18 @@ def _key_value_repeat(e: Evidence) -> Trial:
 
 def _softmax_scale(e: Evidence) -> Trial:
     width = max(_head_width(e.a), 1)
-    for words, scale in (("1/sqrt(d_head)", width**-0.5), ("1/d_head", 1 / width), ("none", 1.0)):
+    root = math.sqrt(width)
+    scales = {"1/sqrt(d_head)": lambda s: 1 / root, "1/d_head": lambda s: 1 / width, "none": lambda s: 1.0}
+    scales |= {"A's over sqrt(d_head)": lambda s: s / root, "A's times sqrt(d_head)": lambda s: s * root}
+    for words, scale in scales.items():
 
-        def change(block: nn.Module, scale: float = scale) -> bool:
+        def change(block: nn.Module, scale: Callable[[float], float] = scale) -> bool:
             scaled = [m for m in block.modules() if isinstance(getattr(m, "scaling", None), float)]
             for module in cast(list[Any], scaled):
-                module.scaling = scale
+                module.scaling = scale(module.scaling)
             queries = [] if scaled else _projections(block, _QUERY)  # of a model that divides by sqrt(d_head)
             for tensor in (t for linear in queries for t in (linear.weight, linear.bias) if t is not None):
-                tensor.mul_(scale * math.sqrt(width))
+                tensor.mul_(scale(1 / root) * root)
             return bool(scaled or queries)
 
         for model in _changed(e, change):
@@ -573,15 +576,18 @@ def _settings(e: Evidence) -> Trial:
         for value, words in values.items():
             model = copy.deepcopy(e.a)
             holders = [_config(model), *(model.get_submodule(e.block).modules() if e.block else ())]
-            for holder in (h for h in holders if hasattr(h, name)):
+            holders = [holder for holder in holders if hasattr(holder, name)]
+            for holder in holders:
                 old = getattr(holder, name)
-                setattr(holder, name, old + value if name == "sliding_window" and old else value)
-            if any(hasattr(holder, name) for holder in holders):
+                with contextlib.suppress(Exception):  # a configuration that checks its values
+                    setattr(holder, name, old + value if name == "sliding_window" and old else value)
+            if holders:
                 yield words, model, e.inputs_a
     types = getattr(_config(e.a), "layer_types", None) or ()
     for kind in set(types) if e.block else ():
         model = copy.deepcopy(e.a)
-        _config(model).layer_types = [kind] * len(types)
+        with contextlib.suppress(AttributeError):  # a property
+            _config(model).layer_types = [kind] * len(types)
         yield f"{kind.replace('_', ' ')} in this layer, by another window", model, e.inputs_a
 
 
