@@ -95,7 +95,9 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
         model(**batch)
     names = {module: name for name, module in model.named_modules()}
     branches = {names[module]: kind for (kind, _), (module, _) in recorder.branches.items()}
-    norms = {names[norm]: site.removesuffix("_norm_in") for norm, (site, _) in recorder.norm_sites.items()}
+    outer = set(where.outer_norms)
+    read = {norm: site for norm, (site, _) in recorder.norm_sites.items() if norm not in outer}
+    norms = {names[norm]: site.removesuffix("_norm_in") for norm, site in read.items()}
     for block in where.blocks:
         for norm in block.norms:  # of a branch's output, or one that the stream did not show
             name = names[norm]
