@@ -345,7 +345,7 @@ def reference(name: str) -> Any:
 
 
 def cases(chosen: str = "") -> Iterator[dict[str, Any]]:
-    """One row per port: without a fault, and with each of its own."""
+    """One row per port: without a fault, and with each fault of the model."""
     batch = {
         "input_ids": torch.randint(3, SHAPE["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(0))
     }

@@ -62,7 +62,7 @@ class Evidence:
 
     @property
     def entering(self) -> Tensor | None:
-        """What the site's block reads in A."""
+        """Tensor that the site's block reads in A."""
         before = self.site.layer - 1
         return self.captured_a.tensors.get(Site("block_out", before) if before else Site(EMBEDDINGS, 0))
 

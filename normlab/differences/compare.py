@@ -184,7 +184,7 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
 
 
 def _code_of(model: nn.Module, roles: Roles, site: Site, name: str) -> str:
-    """The module that computes a site, its class, and where its code stands. A sum is its block's."""
+    """The module that computes a site, its class, and the file and line of its code. A sum is its block's."""
     is_sum = site.name == "block_out" or site.name.endswith(("norm_in", "_grad"))
     if 1 <= site.layer <= len(roles.blocks) and (is_sum or not name):
         name = roles.blocks[site.layer - 1]

@@ -29,7 +29,7 @@ HIDDEN = torch.finfo(torch.float32).min / 2  # a score below it is masked
 
 @dataclass(frozen=True)
 class FoundTokens:
-    """What was found in one batch.
+    """Tokens found in one batch.
 
         found = normlab.massive_activations(model, batch)
         labels = labels.masked_fill(found.mask, -100)       # a loss without these tokens
@@ -48,8 +48,8 @@ def massive_activations(
 ) -> FoundTokens:
     """Find massive activations (Sun et al., 2024, 2402.17762).
 
-    A value h of the residual stream is massive where |h| > `least` and |h| > `ratio` times the median of |h| over the
-    layer's tokens and features. 100 and 1000 are the paper's. Padding is not counted.
+    A value h of the residual stream is massive where |h| > `least` and |h| > `ratio` times the layer's median of |h|.
+    The median is over tokens and features, padding left out. 100 and 1000 are the paper's.
 
     Returns:
         Columns `layer row position feature value ratio first_layer last_layer`. Layer 0 is what enters the first block.
@@ -87,8 +87,8 @@ def attention_sinks(
 ) -> FoundTokens:
     """Find attention sinks (Xiao et al., 2023, 2309.17453), by the measure of Gu et al. (2024, 2410.10781).
 
-    A token is a sink of a head where the head's attention to it, averaged over the queries that may see it, exceeds
-    `threshold`; 0.3 is the paper's. Tokens that fewer than `queries` may see are not judged. Padding is not counted.
+    A token is a sink of a head if its attention, averaged over the queries that may see the token, exceeds `threshold`.
+    0.3 is the paper's. Tokens that fewer than `queries` may see are not judged. Padding is not counted.
 
     Returns:
         Columns `layer row position heads weight first_layer last_layer`: the share of heads whose sink the token is,

@@ -1,4 +1,4 @@
-"""Where two models part: seeded faults are found at their block and site, and equal pairs raise no alarm.
+"""Two models that part: seeded faults are found at their block and site, and equal pairs raise no alarm.
 
 `benchmarks/first_layer.py` does the same over all architectures; its tables are in `data/bench`.
 """
