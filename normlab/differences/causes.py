@@ -90,7 +90,10 @@ def _weights(e: Evidence) -> list[str]:
         if (said := _how(a[name], b[other], name, a, _head_width(e.a))) is not None
     ]
     only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
-    if a and b and not (only_a and only_b):  # both: other forms of the same, such as one matrix in place of three
+    is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(
+        b
+    )  # what else a port keeps beside its blocks is not
+    if a and b and is_known and not (only_a and only_b):  # both: other forms of the same, as one matrix for three
         for name in (n for n in (*only_a, *only_b) if "inv_freq" not in n):
             kind = "bias" if "bias" in name else "parameter"
             causes.append(f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}")

@@ -87,8 +87,8 @@ def attention_sinks(
 ) -> FoundTokens:
     """Find attention sinks (Xiao et al., 2023, 2309.17453), by the measure of Gu et al. (2024, 2410.10781).
 
-    A token is a sink of a head if its attention, averaged over the queries that may see the token, exceeds `threshold`.
-    0.3 is the paper's. Tokens that fewer than `queries` may see are not judged. Padding is not counted.
+    A token is a sink of a head if its mean attention over the queries that may see it exceeds `threshold` (the paper's
+    is 0.3). Tokens that fewer than `queries` may see are not judged. Padding is not counted.
 
     Returns:
         Columns `layer row position heads weight first_layer last_layer`: the share of heads whose sink the token is,
