@@ -18,7 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -32,7 +31,7 @@ from normlab.figures.draw import axis_bounds
 from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, plain, published_remark, theory_remark
 from normlab.figures.theme import message_figure, on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
-from normlab.widgets.plot import esm, script
+from normlab.widgets.plot import PageWidget, esm, script
 
 DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
@@ -40,7 +39,7 @@ _DIGITS = 4  # significant ones: what a plot can show, at half the size
 _CHOICES = ("metric", "site", "mask", "depth", "step", "way", "schemes")
 
 
-class NormExplorer(anywidget.AnyWidget):
+class NormExplorer(PageWidget):
     """A metric by layer for all schemes, with controls; two views side by side; images, numbers and code to take away.
 
     Traits, of the first view: `metric site mask depth step schemes`, `way` ("absolute", "relative" to layer 1, or the
@@ -71,7 +70,6 @@ class NormExplorer(anywidget.AnyWidget):
     log = traitlets.Bool(False).tag(sync=True)
     theory = traitlets.Bool(False).tag(sync=True)
     published = traitlets.Bool(False).tag(sync=True)
-    theme = traitlets.Unicode("").tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
 
     def __init__(
@@ -96,7 +94,6 @@ class NormExplorer(anywidget.AnyWidget):
         choices |= {"source": source, "published": self._published is not None}
         super().__init__(**start, choices=choices, theme=theme or "")
         self.observe(self._settle, names=["metric", "site", "depth"])
-        self.on_msg(self._answer)
 
     def __repr__(self) -> str:
         return f"NormExplorer({len(self.profiles.schemes)} schemes)"
@@ -144,13 +141,12 @@ class NormExplorer(anywidget.AnyWidget):
             steps = profiles.steps(self.metric, self.site, self.mask, self.depth)
             self.step = _among(self.step, steps[::-1] or [self.step])
 
-    def _answer(self, _: object, content: dict[str, Any], __: object) -> None:
-        """The browser asks for a view by its key."""
-        site, metric, mask, depth, way = content["view"].split("|")
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The drawings of a view, by its key."""
+        site, metric, mask, depth, way = asked["view"].split("|")
         view = View(metric, site, mask, int(depth), 0, tuple(self.profiles.schemes), way == RELATIVE)
         view = replace(view, reference=None if way in (ABSOLUTE, RELATIVE) else way)
-        drawings = _drawings(self.profiles, view, content["theory"], self._published)
-        self.send({**content, "drawings": drawings})
+        return _drawings(self.profiles, view, asked["theory"], self._published)
 
 
 def _among(value: Any, options: Sequence[Any]) -> Any:

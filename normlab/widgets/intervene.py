@@ -6,7 +6,6 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-import anywidget
 import plotly.graph_objects as go
 import torch
 import traitlets
@@ -17,12 +16,12 @@ from normlab.figures import themed
 from normlab.figures.one_model import Answer, intervention
 from normlab.widgets.change import Change, ask, ask_row
 from normlab.widgets.live import describe, kernel_text, live_script, model_spec, page_tokenizer, weights_of
-from normlab.widgets.plot import script
+from normlab.widgets.plot import PageWidget, script
 
 MOST_BYTES = 64_000_000  # of weights that a browser is given; a larger model answers from the kernel
 
 
-class Intervene(anywidget.AnyWidget):
+class Intervene(PageWidget):
     """Sliders by layer on lambda (DyT: alpha), kappa, gamma, the statistic, and dimmers: live answers.
 
     It is the page of `normlab page` in a notebook: layer sizes, tanh inputs beyond lambda, each block's worth, loss by
@@ -46,7 +45,6 @@ class Intervene(anywidget.AnyWidget):
     change = traitlets.Any().tag(sync=True)
     row = traitlets.Int(0).tag(sync=True)
     token = traitlets.Int(None, allow_none=True).tag(sync=True)
-    theme = traitlets.Unicode("").tag(sync=True)
     data = traitlets.Dict().tag(sync=True)
     weights = traitlets.Bytes(b"").tag(sync=True)
 
@@ -70,7 +68,6 @@ class Intervene(anywidget.AnyWidget):
             weights=weights if about["spec"] else b"",
             theme=theme or "",
         )
-        self.on_msg(self._answer)
 
     def __repr__(self) -> str:
         return f"Intervene({type(self.model).__name__})"
@@ -106,13 +103,9 @@ class Intervene(anywidget.AnyWidget):
         """The same as `figure`."""
         return self.figure
 
-    def _answer(self, _: object, content: dict[str, Any], __: object) -> None:
-        """The browser asks what the changed model does with a row of tokens."""
-        try:
-            answer = ask_row(self.model, content["tokens"], Change(**content["change"]), content["at"])
-            self.send({"id": content["id"], "answer": answer})
-        except NormlabError as error:
-            self.send({"id": content["id"], "error": str(error)})
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What the changed model does with a row of tokens."""
+        return ask_row(self.model, asked["tokens"], Change(**asked["change"]), asked["at"])
 
     def _word(self, token: int) -> str:
         # Never a bare number: an axis would take it for one.

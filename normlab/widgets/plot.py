@@ -1,7 +1,8 @@
 """A plotly figure in a notebook that follows its controls, and the widget around it.
 
 Plot         the figure: one message a change, no answer, and no layout where only numbers change
-PlotWidget   controls, state, and a function that draws the state: each widget of normlab is one
+PlotWidget   controls, state, and a function that draws the state
+PageWidget   a page of normlab in a notebook: NormExplorer and Intervene
 
 plotly's FigureWidget validates every property in Python and sends each in a message. The browser then reports all
 traces' defaults back. With the two dozen traces of a profile, that is most of the time of a move.
@@ -21,6 +22,7 @@ import plotly.graph_objects as go
 import traitlets
 from plotly.offline import get_plotlyjs
 
+from normlab.errors import NormlabError
 from normlab.figures.profile import plain
 
 Drawing: TypeAlias = go.Figure | dict[str, Any]  # a dict: data and layout, with numbers that may be arrays
@@ -38,6 +40,26 @@ def esm(*names: str) -> str:
     return f"const library = () => {library};\n" + "".join(
         script(f"{name}.js") for name in ("plot", "page_side", *names)
     )
+
+
+class PageWidget(anywidget.AnyWidget):
+    """A page in a notebook: its state is the widget's traits, and the kernel answers what it asks."""
+
+    theme = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, **traits: Any) -> None:
+        super().__init__(**traits)
+        self.on_msg(self._reply)
+
+    def answer(self, asked: dict[str, Any]) -> Any:
+        """What the page asked for."""
+        raise NotImplementedError
+
+    def _reply(self, _: object, asked: dict[str, Any], __: object) -> None:
+        try:
+            self.send({"id": asked["id"], "answer": self.answer(asked)})
+        except NormlabError as error:
+            self.send({"id": asked["id"], "error": str(error)})
 
 
 class Plot(anywidget.AnyWidget):

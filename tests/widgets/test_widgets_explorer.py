@@ -253,8 +253,8 @@ def test_python_and_the_browser_hear_of_each_other(chromium: str, monkeypatch: p
         page.locator("[name=step]").focus()
         page.keyboard.press("Home")
         shown.until(f"() => {PLOT}.layout.title.text.includes('before training')")
-        shown.until("() => true")
-        assert explorer.step == 0 and seen == [0]
+        shown.until(lambda: explorer.step == 0)
+        assert seen == [0]
         explorer.depth, explorer.schemes, explorer.step = 2, ["lns", "bhyt"], 10
         shown.push()
         shown.until(line, ["BHyT", 3])  # fewer lines have their titles as names, in a legend
@@ -268,7 +268,8 @@ def test_python_and_the_browser_hear_of_each_other(chromium: str, monkeypatch: p
         page.get_by_role("button", name="code").first.click()
         shown.until("() => document.querySelector('pre').textContent !== ''")
         lines = page.locator("pre").first.inner_text().splitlines()
-        assert explorer.step == 10 and explorer.theory and not explorer.band  # the second view is its own
+        shown.until(lambda: explorer.theory and not explorer.band)
+        assert explorer.step == 10  # the second view is its own
         monkeypatch.setattr(normlab, "load_runs", lambda path: table(), raising=False)
         monkeypatch.setattr(normlab, "read_configs", lambda path: configs_of(table()), raising=False)
         names: dict[str, Any] = {}

@@ -14,6 +14,7 @@ const FIELDS = {
   exact: { label: "statistic", about: "the MLP's norm measures the stream again, in place of the carried statistic", flag: true, needs: "carried" },
 };
 const OCTAVES = 4; // a factor's slider goes from 1/16 to 16
+const COSTS_AFTER_MS = 150; // after a move, before the blocks' costs are measured: the next move then finds the model free
 
 /* Each step: a finding, the model that shows it, and a change that tries it. tests/widgets/test_widgets_live.py checks them. */
 const TOUR = [
@@ -62,6 +63,7 @@ function engineOf(spec, weights, kernel) {
   return { ask: call("ask"), without: call("without"), close: () => worker.terminate?.() };
 }
 
+const unbase64 = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
 const element = (tag, options = {}, ...children) => {
   const { dataset, ...others } = options, made = Object.assign(document.createElement(tag), others);
   Object.assign(made.dataset, dataset);
@@ -312,24 +314,31 @@ function live(root, data, host) {
   }
 
   /* --- work: one request at a time, always of the latest state --- */
-  let busy = false, wanted = false, closed = false;
+  let busy = false, wanted = false, closed = false, rest = null;
   async function work() {
     wanted = true;
     if (busy) return;
     busy = true;
+    clearTimeout(rest);
     try {
       while (wanted && !closed) {
         wanted = false;
         await answer();
-        for (let layer = 1; !wanted && !closed && layer <= Math.max(...[...panels.values()].map(panel => panel.model.depth)); layer++)
-          await Promise.all([...panels.values()].filter(panel => layer <= panel.model.depth).map(panel => panel.removal(layer)));
-        if (!wanted) for (const panel of panels.values()) panel.drawCosts();
       }
+      rest = setTimeout(measureCosts, COSTS_AFTER_MS);
     } catch (error) {
       ui.status.textContent = error.message;
     } finally {
       busy = false;
     }
+  }
+  async function measureCosts() {
+    const shown = [...panels.values()], deepest = Math.max(...shown.map(({ model }) => model.depth));
+    for (let layer = 1; layer <= deepest; layer++) {
+      await Promise.all(shown.filter(({ model }) => layer <= model.depth).map(panel => panel.removal(layer)));
+      if (busy || closed) return;
+    }
+    for (const panel of shown) panel.drawCosts();
   }
   async function answer() {
     const models = current(), tokens = tokensNow(), { change } = state;
@@ -384,6 +393,7 @@ function live(root, data, host) {
     set: changes => set(changes, { quiet: true }), state: () => state, panels,
     close() {
       closed = true;
+      clearTimeout(rest);
       sized.disconnect();
       for (const panel of panels.values()) panel.engine?.close();
     },

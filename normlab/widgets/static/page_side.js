@@ -1,5 +1,5 @@
-/* What a page does for every widget of normlab: keys on its controls are the reader's, controls and plots have names for who
-   does not see them, and the kernel is told whether the page is dark. */
+/* What a notebook's page does for every widget of normlab: keys on its controls are the reader's, controls and plots have names
+   for who does not see them, and the widget follows JupyterLab's theme. */
 const CONTROLS = "select, input, button, .noUi-handle";
 
 function plain(text) {
@@ -42,14 +42,73 @@ function attend(root) {
   };
 }
 
-/* Keep the model's `dark_page` as JupyterLab's theme is; returns how to stop. */
-function followTheme(model) {
-  const tell = () => {
-    model.set("dark_page", document.body.dataset.jpThemeLight === "false");
-    model.save_changes();
-  };
-  const themes = new MutationObserver(tell);
+const inDarkLab = () => document.body.dataset.jpThemeLight === "false";
+
+/* Call `act` now, and whenever JupyterLab's theme changes; returns how to stop. */
+function followTheme(act) {
+  const themes = new MutationObserver(act);
   themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
-  tell();
+  act();
   return () => themes.disconnect();
+}
+
+/* A widget that is a page. `names` says which trait of the model holds which part of the page's state.
+   `begin(root, host)` makes the page. Its host has `dark`, `read` and `write` for the state, and `ask` for the kernel. */
+const TELL_AFTER_MS = 120; // Python hears once the reader rests: a message takes time that the next move needs
+
+function widgetOf(names, begin) {
+  return { render({ model, el }) {
+    const root = el.appendChild(document.createElement("div")), waiting = new Map(), known = {};
+    let count = 0, saved = null;
+    const traits = Object.entries(names);
+    const read = () => Object.fromEntries(traits.map(([name, trait]) => [name, model.get(trait)]).filter(([, value]) => value !== null));
+    for (const [name, trait] of traits) known[name] = JSON.stringify(model.get(trait));
+    const say = () => {
+      const state = page.state();
+      for (const [name, trait] of traits) {
+        const text = JSON.stringify(state[name]);
+        if (text === known[name] || (name === "text" && typeof state.text === "string")) continue; // a text of one's own is no row
+        known[name] = text;
+        model.set(trait, state[name]);
+      }
+      model.save_changes();
+    };
+    const hear = () => { // only what Python has set: the kernel also sends back what it was told, and that may be old by now
+      const fresh = traits.filter(([name, trait]) => JSON.stringify(model.get(trait)) !== known[name]);
+      for (const [name, trait] of fresh) known[name] = JSON.stringify(model.get(trait));
+      if (fresh.length) page.set(Object.fromEntries(fresh.map(([name, trait]) => [name, model.get(trait)])));
+    };
+    const answered = ({ id, answer, error }) => {
+      const { resolve, reject } = waiting.get(id);
+      waiting.delete(id);
+      error ? reject(new Error(error)) : resolve(answer);
+    };
+    const host = {
+      read, dark: () => (model.get("theme") ? model.get("theme") === "dark" : inDarkLab()),
+      write() {
+        clearTimeout(saved);
+        saved = setTimeout(say, TELL_AFTER_MS);
+      },
+      ask: content => new Promise((resolve, reject) => {
+        waiting.set(++count, { resolve, reject });
+        model.send({ ...content, id: count });
+      }),
+    };
+    model.on("msg:custom", answered);
+    const page = begin(root, host, model);
+    for (const [, trait] of traits) model.on(`change:${trait}`, hear);
+    const paint = () => {
+      root.classList.toggle("dark", host.dark());
+      page.paint?.();
+    };
+    model.on("change:theme", paint);
+    const stops = [followTheme(paint), attend(root), page.close];
+    return () => {
+      clearTimeout(saved);
+      model.off("msg:custom", answered);
+      model.off("change:theme", paint);
+      for (const [, trait] of traits) model.off(`change:${trait}`, hear);
+      stops.forEach(stop => stop());
+    };
+  } };
 }

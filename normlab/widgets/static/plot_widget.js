@@ -28,7 +28,10 @@ function render({ model, el }) {
       show();
     }
   });
-  const forget = followTheme(model);
+  const forget = followTheme(() => {
+    model.set("dark_page", inDarkLab());
+    model.save_changes();
+  });
   model.on("change:figure", update);
   observer.observe(place);
   return () => {
