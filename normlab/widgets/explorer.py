@@ -51,7 +51,6 @@ class NormExplorer(PageWidget):
         schemes: those shown at the start. Default: all of up to eight, of more the short list.
         configs: what the runs were configured with (`normlab.read_configs`); theory needs them.
         published: published values to overlay. Default: those that come with normlab.
-        theme: "light" or "dark". Default: as JupyterLab's.
         source: the path the table was loaded from, for the code that it gives.
 
     A table with nothing to show gives a widget that says so.
@@ -79,20 +78,19 @@ class NormExplorer(PageWidget):
         schemes: Sequence[str] | None = None,
         configs: Mapping[str, Mapping[str, Any]] | None = None,
         published: pd.DataFrame | None = None,
-        theme: str | None = None,
         source: str = "data/runs",
     ) -> None:
         self.profiles = Profiles(runs, configs)
         self._published = _shipped_values() if published is None else published
         view = default_view(self.profiles, shown_first(self.profiles.schemes) if schemes is None else schemes)
         if view is None:
-            super().__init__(choices={"missing": self.profiles.missing}, theme=theme or "")
+            super().__init__(choices={"missing": self.profiles.missing})
             return
         start = {name: value for name, value in asdict(view).items() if name in _CHOICES}
         start["schemes"] = list(view.schemes)
         choices = _choices(self.profiles, None, self.profiles.schemes)
         choices |= {"source": source, "published": self._published is not None}
-        super().__init__(**start, choices=choices, theme=theme or "")
+        super().__init__(**start, choices=choices)
         self.observe(self._settle, names=["metric", "site", "depth"])
 
     def __repr__(self) -> str:
@@ -113,12 +111,8 @@ class NormExplorer(PageWidget):
         if self.profiles.missing:
             return message_figure(self.profiles.missing)
         published = self._published if self.published else None
-        options = PlotOptions(self.band, self.log, self.theme or "light", published, self.theory, one_step=True)
+        options = PlotOptions(self.band, self.log, "light", published, self.theory, one_step=True)
         return plain(drawing(self.profiles, self.view, options))
-
-    def static(self) -> go.Figure:
-        """The same as `figure`."""
-        return self.figure
 
     def table(self) -> pd.DataFrame:
         """The numbers behind the view, a row for each scheme and layer."""

@@ -34,7 +34,6 @@ class Intervene(PageWidget):
         model: a Hugging Face causal language model, ours or another.
         text: what the model reads: a string (with `tokenizer`), or token ids (batch, length). The reader chooses a row.
         tokenizer: encodes the text and names tokens. Without one, tokens are shown by number.
-        theme: "light" or "dark". Default: as JupyterLab's.
 
     Raises:
         NormlabError: a string without a tokenizer, or fewer than two tokens.
@@ -48,9 +47,7 @@ class Intervene(PageWidget):
     data = traitlets.Dict().tag(sync=True)
     weights = traitlets.Bytes(b"").tag(sync=True)
 
-    def __init__(
-        self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None, theme: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.tokens = _encode(text, tokenizer)
         about = describe(model, type(model).__name__)
@@ -62,12 +59,7 @@ class Intervene(PageWidget):
             except (NormlabError, AttributeError):  # a part that the page does not compute, or not a Llama
                 about["spec"] = None
         data = {"models": [about], "passages": self.tokens.tolist(), "tour": False, "kernel": kernel_text()}
-        super().__init__(
-            change={},
-            data=data | _words(model, tokenizer),
-            weights=weights if about["spec"] else b"",
-            theme=theme or "",
-        )
+        super().__init__(change={}, data=data | _words(model, tokenizer), weights=weights if about["spec"] else b"")
 
     def __repr__(self) -> str:
         return f"Intervene({type(self.model).__name__})"
@@ -97,11 +89,7 @@ class Intervene(PageWidget):
         traits = self.data["models"][0]["traits"]
         unknown = "these norms do not tell<br>what enters their tanh"
         no_share = unknown if "slope" in traits else "no λ or α in these norms:<br>no bound to change"
-        return themed(intervention(self.before, self.now, self._word, no_share), self.theme or "light")
-
-    def static(self) -> go.Figure:
-        """The same as `figure`."""
-        return self.figure
+        return themed(intervention(self.before, self.now, self._word, no_share), "light")
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """What the changed model does with a row of tokens."""

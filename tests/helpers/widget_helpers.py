@@ -58,8 +58,8 @@ class Mounted:
         if "message" in content:
             self.widget._handle_custom_msg(content["message"], [])
 
-    def push(self) -> None:
-        self.page.evaluate("window.take", self._traits())
+    def push(self, just_before: str = "() => {}") -> None:
+        self.page.evaluate(f"traits => {{ ({just_before})(); window.take(traits); }}", self._traits())
 
     def until(self, condition: str | Callable[[], bool], argument: Any = None, seconds: float = 20) -> None:
         """Until the page's condition, a script, or Python's holds."""

@@ -9,8 +9,8 @@ function niceStep(span) {
 
 /* chart(element, { title, y, xs, lines: [{ name, values, color, dash }], bars: [{ name, values, color }], note, chosen })
    A value of null is a gap. `percent`: the axis counts shares. */
-function chart(element, { title, y, xs, lines = [], bars = [], note = "", percent = false, height = 220 }) {
-  const width = element.clientWidth || 320, series = [...lines, ...bars];
+function chart(element, { title, y, xs, lines = [], bars = [], note = "", percent = false, width = element.clientWidth || 320, height = 220 }) {
+  const series = [...lines, ...bars];
   const box = { left: 46, right: lines.length ? 92 : 12, top: 14, bottom: 38 };
   const values = series.flatMap(one => one.values).filter(Number.isFinite);
   const low = Math.min(0, ...values), high = Math.max(...values, low + (percent ? 0.01 : 0.1));

@@ -42,13 +42,18 @@ function attend(root) {
   };
 }
 
-const inDarkLab = () => document.body.dataset.jpThemeLight === "false";
-
-/* Call `act` now, and whenever JupyterLab's theme changes; returns how to stop. */
-function followTheme(act) {
-  const themes = new MutationObserver(act);
-  themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
-  act();
+/* Call `act` with whether the page is dark, now and when that changes; returns how to stop. On a dark page text is bright: so in
+   JupyterLab, VS Code, Colab and marimo, each with its own names for themes. */
+function followTheme(element, act) {
+  let dark = null;
+  const look = () => {
+    const [red, green, blue] = getComputedStyle(element.isConnected ? element : document.body).color.match(/[\d.]+/g).map(Number);
+    const now = 0.3 * red + 0.6 * green + 0.1 * blue > 127;
+    if (now !== dark) act(dark = now);
+  };
+  const themes = new MutationObserver(look);
+  for (const part of [document.documentElement, document.body]) themes.observe(part, { attributes: true });
+  look();
   return () => themes.disconnect();
 }
 
@@ -59,8 +64,8 @@ const TELL_AFTER_MS = 120; // Python hears once the reader rests: a message take
 function widgetOf(names, begin) {
   return { render({ model, el }) {
     const root = el.appendChild(document.createElement("div")), waiting = new Map(), known = {};
-    let count = 0, saved = null;
     const traits = Object.entries(names);
+    let saved = null;
     const read = () => Object.fromEntries(traits.map(([name, trait]) => [name, model.get(trait)]).filter(([, value]) => value !== null));
     for (const [name, trait] of traits) known[name] = JSON.stringify(model.get(trait));
     const say = () => {
@@ -79,34 +84,34 @@ function widgetOf(names, begin) {
       if (fresh.length) page.set(Object.fromEntries(fresh.map(([name, trait]) => [name, model.get(trait)])));
     };
     const answered = ({ id, answer, error }) => {
-      const { resolve, reject } = waiting.get(id);
+      const asked = waiting.get(id); // none: another view of this widget has asked
       waiting.delete(id);
-      error ? reject(new Error(error)) : resolve(answer);
+      error ? asked?.reject(new Error(error)) : asked?.resolve(answer);
     };
     const host = {
-      read, dark: () => (model.get("theme") ? model.get("theme") === "dark" : inDarkLab()),
+      read, dark: () => root.classList.contains("dark"),
       write() {
         clearTimeout(saved);
         saved = setTimeout(say, TELL_AFTER_MS);
       },
       ask: content => new Promise((resolve, reject) => {
-        waiting.set(++count, { resolve, reject });
-        model.send({ ...content, id: count });
+        const id = String(Math.random());
+        waiting.set(id, { resolve, reject });
+        model.send({ ...content, id });
       }),
     };
     model.on("msg:custom", answered);
-    const page = begin(root, host, model);
+    let page = null;
+    const forget = followTheme(el, dark => {
+      root.classList.toggle("dark", dark);
+      page?.paint?.();
+    });
+    page = begin(root, host, model);
     for (const [, trait] of traits) model.on(`change:${trait}`, hear);
-    const paint = () => {
-      root.classList.toggle("dark", host.dark());
-      page.paint?.();
-    };
-    model.on("change:theme", paint);
-    const stops = [followTheme(paint), attend(root), page.close];
+    const stops = [forget, attend(root), page.close];
     return () => {
       clearTimeout(saved);
       model.off("msg:custom", answered);
-      model.off("change:theme", paint);
       for (const [, trait] of traits) model.off(`change:${trait}`, hear);
       stops.forEach(stop => stop());
     };

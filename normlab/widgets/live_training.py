@@ -38,7 +38,6 @@ class TrainTheatre(PlotWidget):
         recipe: fields of `TrainConfig` for all of them, such as depth, width and steps.
         metric: the layer profile to show first.
         cache_dir: for prepared corpora.
-        theme: "light" or "dark"; default: as JupyterLab's.
 
     Raises:
         NormlabError: no scheme, one twice, or a recipe that `TrainConfig` refuses.
@@ -52,7 +51,6 @@ class TrainTheatre(PlotWidget):
         *,
         metric: str = PROBE_METRICS[0],
         cache_dir: str | Path | None = None,
-        theme: str | None = None,
     ) -> None:
         if not schemes or len(set(schemes)) != len(schemes):
             raise NormlabError(f"schemes are {list(schemes)}: name one or more, each once")
@@ -66,7 +64,7 @@ class TrainTheatre(PlotWidget):
             for name in schemes
         }
         self._depth = next(iter(self.runs.values())).config.depth
-        super().__init__(self._drawing, *self._make_controls(metric), theme=theme)
+        super().__init__(self._drawing, *self._make_controls(metric))
         self.metric.observe(self.redraw, names="value")
 
     def _make_controls(self, metric: str) -> list[widgets.Widget]:
