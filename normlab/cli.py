@@ -181,17 +181,19 @@ def _train(
         flag("print measurements as lines of JSON; take pause, train and stop from standard input"),
         SWITCH,
     ] = False,
+    ranks: Annotated[Whole, flag("processes here that train it together, each on a GPU if there is one")] = 1,
     out: Annotated[str, flag(RUNS)] = "runs",
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
     """Train one model and measure its layers.
 
-    For several processes or GPUs: torchrun --nproc-per-node N -m normlab train ...; --batch-size is of all together.
+    On several machines: torchrun ... -m normlab train ...; --batch-size is of all processes together.
     """
     from normlab.runs import COUNT_LOSSES
     from normlab.store import child
     from normlab.training.config import TrainConfig
+    from normlab.training.distributed import start_ranks
     from normlab.training.fields import flag_of
     from normlab.training.live import train_followed
     from normlab.training.run import train, train_from_manifest
@@ -200,6 +202,12 @@ def _train(
     if from_manifest and (fields or follow):
         flags = ", ".join([*map(flag_of, fields), *["--follow"] * follow])
         raise NormlabError(f"--from-manifest sets the whole configuration; leave out {flags}")
+    if ranks != 1:
+        if follow:
+            raise NormlabError("--follow is of one process; leave out --ranks")
+        run_of = ["--from-manifest", from_manifest] if from_manifest else TrainConfig(**fields).to_arguments()
+        places = ["--out", out, *(["--cache-dir", cache_dir] if cache_dir else []), *["--quiet"] * quiet]
+        return start_ranks(ranks, ["train", *run_of, *places])
     if from_manifest:
         run = train_from_manifest(from_manifest, out, cache_dir=cache_dir, progress=not quiet)
     elif follow:

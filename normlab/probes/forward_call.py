@@ -246,8 +246,7 @@ class StagedArray(NamedTuple):
 
     statistic: str
     where: Place | NormRead
-    mask: int  # index of the mask
-    array: Tensor
+    array: Tensor  # (masks, ...)
 
 
 class Call:
@@ -274,13 +273,11 @@ class Call:
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
 
-    def begin_layer(self, block: nn.Module, index: int, x: Tensor, has_second_sequence: bool) -> int:
+    def begin_layer(self, block: nn.Module, index: int, x: Tensor) -> int:
         """The layer of a block that begins to run on `x`.
 
         That is its index. From the first block on that runs again in one call it is one more than the layer before.
         """
-        if not self.runs:
-            self.crosses = has_second_sequence and self.inputs.is_handed_states is not False
         repeats = block in self.runs or any(len(runs) > 1 for runs in self.runs.values())
         layer = self.layer + 1 if repeats else index
         self.runs.setdefault(block, []).append((x.data_ptr(), layer))
@@ -391,6 +388,16 @@ class Call:
             order = (self.past + torch.arange(length, device=device)).expand(batch, length)
             limit = self.past + length
         return layout.by_tokens(order[None])[0], limit
+
+    # -- what is measured --------------------------------------------------------------------------------------------
+
+    def stage(self, kind: str, where: Place | NormRead, values: Tensor, tokens: Sequence[int], width: int = 1) -> None:
+        """Keep statistics of `tokens`, of `width` features each, until the call ends."""
+        self.values.append(Staged(kind, where, values, width, tuple(tokens)))
+
+    def stage_array(self, statistic: str, where: Place | NormRead, arrays: Sequence[Tensor]) -> None:
+        """Keep an array for every mask until the call ends."""
+        self.arrays.append(StagedArray(statistic, where, torch.stack(list(arrays))))
 
     # -- the end of the call -----------------------------------------------------------------------------------------
 

@@ -309,7 +309,8 @@ class Observer:
         A spike of `loss`, or one that is not finite, is explained at once (`spike`).
         """
         self.end(step)
-        if self._spikes.score(float(loss)) > self._spikes.threshold:
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        if self._spikes.score(value) > self._spikes.threshold:
             self.spike = self.explain(step - RECENT * self._every)
         self.begin(step + 1)
 

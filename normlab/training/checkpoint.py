@@ -5,7 +5,6 @@
 `begun_alike(folder, ...)`  True if a checkpoint comes from the same text, versions and threads
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states
-                 shards/          with `fsdp`: weights and optimizer, one share per rank
                  stats.parquet    the log up to step N
                  begun.json       the run's manifest before its first step
                  stream.json      with `stream`: the position in the text

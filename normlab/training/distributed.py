@@ -12,7 +12,8 @@
 `uncompiled(error)`          turns `torch.compile` off for the rest of a run, with one line
 `memory_kept`                keeps what a step frees in the process until the run ends
 `shard`, `gathered`          a model split over the ranks (FSDP2); a whole copy of it
-`save`, `load`               checkpoints of a split model, which any number of ranks can read
+`start_ranks(n, command)`    a command of normlab in n processes of this machine
+`state_of`, `set_state`      its weights and optimizer's state as one process has them; the way back
 
 Weights, gradients, optimizer and residual stream stay in float32, and so does everything that is measured. Probes and
 held-out losses run the model itself, outside autocast and compilation. That is why autocast is not left to accelerate:
@@ -28,12 +29,14 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import signal
+import socket
 import statistics
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +78,60 @@ def accelerator_for(config: TrainConfig) -> Accelerator:
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         raise NormlabError("accelerate is configured to shard the model itself: take that out, and give --fsdp")
     return accelerator
+
+
+def start_ranks(ranks: int, arguments: list[str]) -> int:
+    """Run `normlab` with these arguments in `ranks` processes of this machine.
+
+    They end with this process, and with the first that fails. Each is in a session of its own, so that Ctrl-C reaches
+    this process alone. Returns the exit code of the first that fails, else 0. NormlabError: one was killed.
+    """
+    if ranks < 1:
+        raise NormlabError(f"ranks is {ranks}; it must be at least 1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared = os.environ | master | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "normlab", *arguments]
+    processes: list[subprocess.Popen] = []
+    codes: list[int | None] = [None]
+    with _ended_by() as signals:
+        try:
+            for rank in map(str, range(ranks)):
+                environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
+                processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            while not signals and None in codes and not any(codes):
+                time.sleep(0.05)
+                codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
+    if signals:
+        sys.exit(128 + signals[0])
+    code = min((code for code in codes if code), default=0)
+    if code < 0:
+        reason = signal.Signals(-code).name
+        raise NormlabError(f"rank {codes.index(code)} was ended by {reason}; the same command goes on from there")
+    return code
+
+
+@contextlib.contextmanager
+def _ended_by() -> Iterator[list[int]]:
+    """The signals to end that arrive, without those that the user has ignored (nohup)."""
+    came: list[int] = []
+    wanted = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    before = {number: signal.getsignal(number) for number in wanted}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def computes_bfloat16(device: torch.device) -> bool:
@@ -236,30 +293,18 @@ def gathered(model: NormlabForCausalLM) -> NormlabForCausalLM:
     return copy.train(model.training)
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write weights and optimizer state; every rank writes its share."""
-    import torch.distributed.checkpoint as dcp
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Whole weights and optimizer state on the CPU; empty in all ranks but the first. Every rank has to call it."""
     from torch.distributed.checkpoint import state_dict as states
 
-    weights, optimized = states.get_state_dict(model, optimizer)
-    with _alone() as alone:
-        dcp.save({"weights": weights, "optimizer": optimized}, checkpoint_id=folder, no_dist=alone)
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(zip(("model", "optimizer"), states.get_state_dict(model, optimizer, options=options), strict=True))
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read them into a model and its optimizer, split or whole."""
-    import torch.distributed.checkpoint as dcp
+def set_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give each rank its share of what `state_of` returned, all of which it has read."""
     from torch.distributed.checkpoint import state_dict as states
 
-    weights, optimized = states.get_state_dict(model, optimizer)
-    with _alone() as alone:
-        dcp.load({"weights": weights, "optimizer": optimized}, checkpoint_id=folder, no_dist=alone)
-    states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimized)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[bool]:
-    """True if this is the only process; PyTorch warns of it at every checkpoint."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield not dist.is_initialized()
+    weights, optimized = state["model"], state["optimizer"]
+    options = states.StateDictOptions(full_state_dict=True)
+    states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimized, options=options)

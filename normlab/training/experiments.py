@@ -84,10 +84,10 @@ def _deleting(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
 
 def _sequence_losses(model: Any, batches: list[dict[str, Any]]) -> torch.Tensor:
     """Mean token loss of each sequence, float64; all have the same number of labels."""
-    from normlab.probes.experiments import Runner, token_losses
+    from normlab.probes.experiments import Runner, evaluating, token_losses
 
     runner = Runner(model, batches, progress=False, title="")
-    with runner.evaluating():
+    with evaluating(model):
         found = [token_losses(runner.logits(batch), runner.labels(batch)) for batch in runner]
     return torch.cat(found).double().sum(1) / (found[0].shape[1] - 1)
 

@@ -34,7 +34,7 @@ from normlab.training.text.stream import StreamedBlocks
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-STATE, SHARDS = "state.pt", "shards"
+STATE = "state.pt"
 
 
 class Step(NamedTuple):
@@ -188,7 +188,7 @@ class Training:
             "random_cuda": torch.cuda.get_rng_state() if self.accelerator.device.type == "cuda" else None,
         }
         if self.config.fsdp:
-            distributed.save(folder / SHARDS, self.model, self.optimizer)
+            state |= distributed.state_of(self.model, self.optimizer)
         else:
             state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.accelerator.is_main_process:
@@ -198,7 +198,7 @@ class Training:
         """Continue after `done` steps, from what `save` wrote. Every rank has to call it."""
         state = torch.load(folder / STATE, weights_only=True, map_location="cpu")
         if self.config.fsdp:
-            distributed.load(folder / SHARDS, self.model, self.optimizer)
+            distributed.set_state(self.model, self.optimizer, state)
         else:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])

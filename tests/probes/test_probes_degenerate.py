@@ -9,7 +9,7 @@ from probe_zoo import values
 from torch import Tensor, nn
 
 from normlab.probes import block_trace, record
-from normlab.probes.record import TRIES
+from normlab.probes.block_trace import TRIES
 
 METRICS = ["relative_contribution", "token_l2_mean"]
 RATIO, SIZE = "relative_contribution", "token_l2_mean"

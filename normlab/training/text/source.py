@@ -17,7 +17,6 @@ manifest holds the content hash of its text.
 from __future__ import annotations
 
 import hashlib
-import logging
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, PackagePath, distribution
@@ -153,10 +152,11 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
 
     stream: the source's, if it is open already.
     """
-    logger = logging.getLogger("datasets")  # it also logs what it raises
-    level = logger.level
+    import datasets.utils.logging as log
+
+    level = log.get_verbosity()
     try:
-        logger.setLevel(logging.CRITICAL)
+        log.set_verbosity(log.CRITICAL)  # it also logs what it raises
         for document in open_documents(source, text_column) if stream is None else stream:
             text = document["text"]
             if text is None:  # a row without text, as many data sets have
@@ -172,7 +172,7 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
     except Exception as error:  # readers raise their own kinds: arrow, JSON, unicode, hub, network
         raise NormlabError(f"cannot read corpus {source!r}: {first_line(error)}") from error
     finally:
-        logger.setLevel(level)
+        log.set_verbosity(level)
 
 
 def is_held_out(key: str) -> bool:
