@@ -36,7 +36,6 @@ class TrainTheatre(PlotWidget):
         schemes: which to train, usually two; each takes a core.
         out: directory of runs.
         recipe: fields of `TrainConfig` for all of them, such as depth, width and steps.
-        metric: the layer profile to show first.
         cache_dir: for prepared corpora.
 
     Raises:
@@ -49,13 +48,10 @@ class TrainTheatre(PlotWidget):
         out: str | Path = "runs",
         recipe: Mapping[str, Any] | None = None,
         *,
-        metric: str = PROBE_METRICS[0],
         cache_dir: str | Path | None = None,
     ) -> None:
         if not schemes or len(set(schemes)) != len(schemes):
             raise NormlabError(f"schemes are {list(schemes)}: name one or more, each once")
-        if metric not in PROBE_METRICS:
-            raise NormlabError(f"unknown metric {metric!r}: runs measure {', '.join(PROBE_METRICS)}")
         fields = {"checkpoint_every": _CHECKPOINTS} | dict(recipe or {})
         self._changed, self._closed = threading.Event(), threading.Event()
         self._drawing_thread: threading.Thread | None = None
@@ -64,10 +60,10 @@ class TrainTheatre(PlotWidget):
             for name in schemes
         }
         self._depth = next(iter(self.runs.values())).config.depth
-        super().__init__(self._drawing, *self._make_controls(metric))
+        super().__init__(self._drawing, *self._make_controls())
         self.metric.observe(self.redraw, names="value")
 
-    def _make_controls(self, metric: str) -> list[widgets.Widget]:
+    def _make_controls(self) -> list[widgets.Widget]:
         def button(text: str, icon: str, act: Any) -> widgets.Button:
             made = widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="auto"))
             made.on_click(lambda _: act())
@@ -77,7 +73,7 @@ class TrainTheatre(PlotWidget):
         self.rest = button("pause", "pause", self.pause)
         self.end = button("stop", "stop", self.stop)
         options = [(f"{metric_row(name).label} ({name})", name) for name in PROBE_METRICS]
-        self.metric = widgets.Dropdown(options=options, value=metric, description="layers:")
+        self.metric = widgets.Dropdown(options=options, description="layers:")
         titles = {name: look.style_of(name).title for name in self.runs}
         room = max(map(len, titles.values()))
         self.bars = {

@@ -178,8 +178,6 @@ def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(thea
 def test_what_it_cannot_train_is_one_sentence(tmp_path: Path):
     with pytest.raises(NormlabError, match="each once"):
         TrainTheatre(["bhyt", "bhyt"], tmp_path)
-    with pytest.raises(NormlabError, match="unknown metric 'size'"):
-        TrainTheatre(SCHEMES, tmp_path, metric="size")
     with pytest.raises(NormlabError, match="recipe .* 'layers'"):
         TrainTheatre(SCHEMES, tmp_path, {"layers": 3})
     with pytest.raises(NormlabError, match="depth is 0"):

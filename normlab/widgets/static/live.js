@@ -146,22 +146,20 @@ class Panel {
 
   draw(change) {
     const { before, now, color } = this, changes = differs(change), gap = now.loss - before.loss;
-    const grey = "var(--soft)", xs = now.sizes.map((_, layer) => layer), blocks = xs.slice(1);
     const loss = value => (Number.isFinite(value) ? value.toFixed(3) : "not finite");
     const delta = `<b class="${gap > 0.0005 ? "worse" : ""}">${gap < 0 ? "−" : "+"}${Math.abs(gap).toFixed(3)}</b>`;
     this.head.querySelector(".loss").innerHTML = `loss <b>${loss(now.loss)}</b>${changes && Number.isFinite(gap) ? ` ${delta}` : ""}
       <small>${changes ? `nats a token; as trained ${loss(before.loss)}` : "nats a token, as trained"}</small>`;
-    const pair = (name, values, old) => [
-      ...(changes ? [{ name: "as trained", values: old, color: grey, dash: "5 4" }] : []), { name: changes ? name : "", about: name, values, color },
-    ];
-    chart(this.profile, { title: "size of the residual stream", y: "mean L2 norm of a token", xs, lines: pair("now", now.sizes, before.sizes) });
-    const bounded = now.shares.attn.some(Number.isFinite), lines = bounded ? [
-      ...pair("attention", now.shares.attn, before.shares.attn).map(line => ({ ...line, name: line.name || "attention" })), { name: "MLP", values: now.shares.mlp, color, dash: "2 3" },
-      { name: "bound", values: now.bounds.attn, color: "var(--ink)", dash: "1 4" },
-    ] : [];
+    const was = values => (changes ? [{ name: "as trained", values, color: "var(--soft)", dash: "5 4" }] : []);
+    const layers = now.sizes.map((_, layer) => layer);
+    this.width = this.profile.clientWidth || 320; // asked once: each answer after a drawing costs a layout of the page
+    chart(this.profile, { title: "size of the residual stream", y: "mean L2 norm of a token", xs: layers, width: this.width,
+                          lines: [...was(before.sizes), { name: "now", values: now.sizes, color, label: changes }] });
+    const shares = [...was(before.shares.attn), { name: "attention", values: now.shares.attn, color }, { name: "MLP", values: now.shares.mlp, color, dash: "2 3" },
+                    { name: "bound", values: now.bounds.attn, color: "var(--ink)", dash: "1 4" }].filter(({ values }) => values.some(Number.isFinite));
     const title = now.bounds.attn.some(Number.isFinite) ? "share of tanh inputs beyond λ" : "share of flat tanh inputs";
-    this.share.hidden = !bounded;
-    if (bounded) chart(this.share, { title, y: "of all inputs at a site", xs: blocks, percent: true, lines: lines.filter(line => line.values.some(Number.isFinite)) });
+    this.share.hidden = !shares.length;
+    if (shares.length) chart(this.share, { title, y: "of all inputs at a site", xs: layers.slice(1), width: this.width, percent: true, lines: shares });
     this.drawCosts();
     const most = 8; // nats at which a token is as dark as it gets
     [...this.text.children].forEach((word, place) => {
@@ -174,9 +172,10 @@ class Panel {
   }
 
   drawCosts() {
+    const blocks = this.before.sizes.slice(1).map((_, place) => place + 1);
     this.cost.classList.toggle("stale", this.stale);
-    chart(this.cost, { title: "what each block is worth", y: "nats a token lost without it", xs: this.now.sizes.slice(1).map((_, place) => place + 1),
-                       bars: [{ name: "cost", values: this.now.sizes.slice(1).map((_, place) => this.costs[place] ?? null), color: this.color }] });
+    chart(this.cost, { title: "what each block is worth", y: "nats a token lost without it", xs: blocks, width: this.width,
+                       bars: { name: "cost", values: blocks.map(block => this.costs[block - 1] ?? null), color: this.color } });
   }
 
   drawNext() {
