@@ -19,19 +19,19 @@ const COSTS_AFTER_MS = 150; // after a move, before the blocks' costs are measur
 /* Each step: a finding, the model that shows it, and a change that tries it. tests/widgets/test_widgets_live.py checks them. */
 const TOUR = [
   { title: "The first blocks build the stream", needs: "any", change: { layers: { 1: { block: 0 } } },
-    say: "Without block 1 this model has lost almost all it learned. Skip block 4 in its place, and you will hardly see it: the bars show what each block is worth.",
+    say: "Every block adds to a running sum, the residual stream. Without block 1 the model loses almost all it learned. Without block 4 you will hardly see a difference: try it with the sliders. The bars show what each block is worth.",
     act: "Skip block 1" },
   { title: "Half of every block is almost enough", needs: "any", change: { block: 0.5 },
-    say: "Let every block add half of what it learned to add. The stream shrinks, the loss stays close: the next norm divides by the stream's size, so only proportions count.",
+    say: "Let every block add half of what it learned to add. The stream shrinks, but the loss stays close: the next norm divides by the stream's size, so only proportions count.",
     act: "Halve every block" },
   { title: "A gain is not divided away", needs: "any", change: { gain: 0.5 },
-    say: "Now halve every gain. It acts after the division, so nothing makes up for it, and the loss rises several times as much as when every block was halved.",
+    say: "A norm divides by the stream's size, then multiplies by its gain γ. Halve every γ: nothing makes up for it, and the loss rises several times as much as when every block was halved.",
     act: "Halve every gain" },
   { title: "A carried statistic is good enough", needs: "carried", change: { exact: true },
-    say: "BHyT measures the stream once a block: the MLP's norm reuses attention's mean square. Let it measure again, and the layers hardly move, although the model was trained without.",
+    say: "BHyT measures the stream once a block: the MLP's norm reuses the mean square of attention's norm. Let it measure again, and the layers hardly move, although the model was trained without.",
     act: "Make the statistic exact" },
   { title: "κ is a bound and a gain", needs: "kappa", change: { kappa: 0.25 },
-    say: "At the κ it was trained with, no input of a tanh goes beyond λ. A quarter of it pushes inputs past λ. In attention, whose norm measures the stream itself, never more than the dotted bound 1/κ². The loss says what that costs.",
+    say: "BHyT divides the input of its tanh by κ. As trained, no input goes beyond λ. With a quarter of κ some do: in attention, whose norm measures the stream itself, never more than the dotted bound 1/κ². The loss says what that costs.",
     act: "Quarter κ" },
 ];
 
@@ -148,8 +148,9 @@ class Panel {
     const { before, now, color } = this, changes = differs(change), gap = now.loss - before.loss;
     const loss = value => (Number.isFinite(value) ? value.toFixed(3) : "not finite");
     const delta = `<b class="${gap > 0.0005 ? "worse" : ""}">${gap < 0 ? "−" : "+"}${Math.abs(gap).toFixed(3)}</b>`;
+    const guess = this.model.spec ? `; a guess costs ${Math.log(this.model.spec.vocab).toFixed(1)}` : "";
     this.head.querySelector(".loss").innerHTML = `loss <b>${loss(now.loss)}</b>${changes && Number.isFinite(gap) ? ` ${delta}` : ""}
-      <small>${changes ? `nats a token; as trained ${loss(before.loss)}` : "nats a token, as trained"}</small>`;
+      <small>nats a token${changes ? `; as trained ${loss(before.loss)}` : ", as trained"}${guess}</small>`;
     const was = values => (changes ? [{ name: "as trained", values, color: "var(--soft)", dash: "5 4" }] : []);
     const layers = now.sizes.map((_, layer) => layer);
     this.width = this.profile.clientWidth || 320; // asked once: each answer after a drawing costs a layout of the page
