@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,11 @@ class TrainTheatre(PlotWidget):
             for name in schemes
         }
         self._depth = next(iter(self.runs.values())).config.depth
-        super().__init__(self._drawing, *self._make_controls())
+        super().__init__(self._drawing, self._make_controls(), describe=self._sentences)
         self.metric.observe(self.redraw, names="value")
 
-    def _make_controls(self) -> list[widgets.Widget]:
-        def button(text: str, icon: str, act: Any) -> widgets.Button:
+    def _make_controls(self) -> widgets.Widget:
+        def button(text: str, icon: str, act: Callable[[], None]) -> widgets.Button:
             made = widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="auto"))
             made.on_click(lambda _: act())
             return made
@@ -74,21 +74,8 @@ class TrainTheatre(PlotWidget):
         self.end = button("stop", "stop", self.stop)
         options = [(f"{metric_row(name).label} ({name})", name) for name in PROBE_METRICS]
         self.metric = widgets.Dropdown(options=options, description="layers:")
-        titles = {name: look.style_of(name).title for name in self.runs}
-        room = max(map(len, titles.values()))
-        self.bars = {
-            name: widgets.IntProgress(
-                max=run.config.steps,
-                description=titles[name],
-                style={"description_width": f"{room}ch"},
-                layout=widgets.Layout(width=f"calc({room}ch + 220px)"),
-            )
-            for name, run in self.runs.items()
-        }
-        self.status = {name: widgets.HTML() for name in self.runs}
-        flow = widgets.Layout(flex_flow="row wrap")
-        rows = [widgets.HBox([self.bars[name], self.status[name]], layout=flow) for name in self.runs]
-        return [widgets.HBox([self.go, self.rest, self.end, self.metric], layout=flow), *rows]
+        row = [self.go, self.rest, self.end, self.metric]
+        return widgets.HBox(row, layout=widgets.Layout(flex_flow="row wrap"))
 
     # --- commands ---
 
@@ -160,14 +147,13 @@ class TrainTheatre(PlotWidget):
         figure = training_progress(self._progress(), metric, metric_row(metric).default_site, self._depth)
         return look.themed(figure, theme)
 
+    def _sentences(self) -> str:
+        return "<br>".join(_sentence(name, run, self.theme) for name, run in self.runs.items())
+
     def redraw(self, _: object = None) -> None:
         """Show the runs as they are now."""
         with self.lock:
             super().redraw()
-            for name, run in self.runs.items():
-                self.bars[name].value = run.step
-                self.bars[name].style.bar_color = look.ink(look.style_of(name).color, self.theme)
-                self.status[name].value = _sentence(run)
             states = {run.state for run in self.runs.values()}
             self.go.disabled = not any(_can_start(run) for run in self.runs.values())
             self.go.description = "start" if states == {READY} else "continue"
@@ -202,9 +188,12 @@ def _losses(run: BackgroundRun, split: str) -> list[tuple[int, float]]:
     return [(step, loss) for step, _, loss in run.points(split, "model", "loss")]
 
 
-def _sentence(run: BackgroundRun) -> str:
+def _sentence(name: str, run: BackgroundRun, theme: str) -> str:
     parts = [run.state.replace("_", " ") + (f": {run.reason}" if run.reason else "")]
     parts.append(f"step {run.step:,} of {run.config.steps:,}")
-    for name, split in (("training loss", "train"), ("held out", "eval")):
-        parts += [f"{name} {loss:.3f}" for _, loss in _losses(run, split)[-1:]]
-    return html.escape(", ".join(parts))
+    for label, split in (("training loss", "train"), ("held out", "eval")):
+        parts += [f"{label} {loss:.3f}" for _, loss in _losses(run, split)[-1:]]
+    style = look.style_of(name)
+    bar = f"<progress max={run.config.steps} value={run.step}></progress>"
+    title = f"<b style='color:{look.ink(style.color, theme)}'>{html.escape(style.title)}</b>"
+    return f"{title} {bar} {html.escape(', '.join(parts))}"

@@ -181,22 +181,6 @@ def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: P
     assert page.locator("details").is_hidden()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_page_draws_the_theory_that_the_library_computes(page: Any, way: str):
-    page.select_option("[name=way]", way)
-    slide(page, "depth", "End")
-    page.locator("[name=theory]").check()
-    view = View("token_l2_mean", "block_out", "all", 4, 20, tuple(SCHEMES), **WAYS[way])
-    reported = {line.scheme: line for line in Profiles(noisy(), configs_of(noisy())).predicted(view)}
-    assert set(reported) == set(SCHEMES)
-    for scheme, line in reported.items():
-        wait_for(page, f"{scheme} theory", line.values)
-    assert "with rings: theory, before training" in page.locator(".remarks").inner_text()
-    page.locator("[name=theory]").uncheck()
-    wait_for(page, "bhyt theory", None)
-    page.select_option("[name=way]", "absolute")
-
-
 def test_every_control_of_the_page_answers_the_keyboard(page: Any):
     slide(page, "depth", "Home")
     page.wait_for_function("() => document.querySelector('.plot').layout.xaxis.range[1] === 2")
