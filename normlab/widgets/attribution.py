@@ -12,7 +12,7 @@ import torch
 
 from normlab.figures import themed
 from normlab.figures.one_model import METHODS, logit_attribution
-from normlab.widgets.change import LayerChange, change_norm, slope_of
+from normlab.widgets.change import Change, change_norm, slope_of
 from normlab.widgets.plot import PlotWidget
 
 
@@ -60,7 +60,7 @@ class LogitAttribution(PlotWidget):
     def ask(self) -> tuple[dict[str, pd.DataFrame], str]:
         """By method, the attribution with the slope that the slider says; and how saturated the final norm is then."""
         with ExitStack() as undo:
-            change_norm(self._norm, LayerChange(lam=self.steepness.value).model_dump(), undo)
+            change_norm(self._norm, Change(lam=self.steepness.value).at(1).model_dump(), undo)
             asked = self.bridge, self.tokens, self.answers
             tables = {name: self._attribute(*asked, against=self.against, method=name) for name in METHODS}
             return tables, self._sentence()
