@@ -145,14 +145,6 @@ class Run:
         """Held-out loss after the last step, in nats per token; NaN for a diverged run."""
         return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
 
-    @property
-    def trigram_loss(self) -> float | None:
-        """Loss of a trigram model of the training text, in nats per token; None for schema version 1.
-
-        Blocks are those of `eval_loss` (`normlab.training.text.tokens`).
-        """
-        return self.manifest["trigram_loss"]
-
     def table(self) -> pd.DataFrame:
         """This run's rows of the long table (columns COLUMNS).
 

@@ -49,7 +49,6 @@ def _train(text: Path, *more: Any) -> list[str]:
 BAD_TRAIN = {
     "unknown scheme": (["--scheme", "nonorm"], list(SCHEMES)),
     "depth 0": (["--depth", "0"], ["depth is 0"]),
-    "heads that do not divide the width": (["--heads", "3"], ["3 heads do not divide width 32"]),
     "no number": (["--depth", "deep"], ["--depth", "'deep'"]),
     "unknown flag": (["--dept", "4"], ["--dept"]),
     "missing corpus": (["--corpus", "nowhere.txt"], ["nowhere.txt", "does not exist"]),

@@ -41,7 +41,7 @@ from normlab.schemes import BASELINE, REMOVABLE, get_scheme
 from normlab.training.fields import NOT_NEGATIVE, POSITIVE, SEED, THREADS, at_least, check, setting, shared
 from normlab.training.loop import block_order, parameter_groups
 from normlab.training.measure import mean_token_loss
-from normlab.training.text.corpus import Corpus, CorpusSpec, load_corpus
+from normlab.training.text.corpus import Corpus, CorpusSpec, corpus_of
 
 if TYPE_CHECKING:
     import pandas
@@ -224,7 +224,7 @@ def remove_norms(
     if other and BEGUN not in other:
         raise NormlabError(f"output directory {out} holds something else ({min(other)}); name an empty or new one")
     spec = {name: getattr(config, name) for name in ("corpus", "text_column", "characters", "block_length")}
-    corpus = load_corpus(tokenizer=source, cache_dir=cache_dir, progress=progress, **spec)
+    corpus = corpus_of(CorpusSpec(tokenizer=source, **spec), cache_dir, progress)
     out.mkdir(parents=True, exist_ok=True)
     with store.full_disk_named(out), store.exclusive(out / "removal.lock"):
         _begin(out, {"model": source, "config": dataclasses.asdict(config), "corpus": corpus.identity()})

@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from normlab.probes import statistics
 from normlab.probes.block_trace import BlockTrace
 from normlab.probes.decomposition import NormRead, additions, kind_counts
-from normlab.probes.forward_call import Call, Place, Staged, StagedArray
+from normlab.probes.forward_call import Call, Place
 from normlab.probes.layout import features_last
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32
@@ -181,6 +181,35 @@ def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:
 # -- statistics of what passes by ------------------------------------------------------------------------------------
 
 
+class Staged(NamedTuple):
+    """Per-token statistics that wait for their call to end."""
+
+    kind: str  # of a metric
+    where: Place | NormRead  # a norm's place may become known later
+    values: Tensor  # (statistics, tokens)
+    width: int  # features per token
+    tokens: tuple[int, ...]  # shape of the activation, without its features
+
+
+class StagedArray(NamedTuple):
+    """An array that waits for its call to end."""
+
+    statistic: str
+    where: Place | NormRead
+    array: Tensor  # (masks, ...)
+
+
+def _stage(
+    call: Call, kind: str, where: Place | NormRead, values: Tensor, tokens: Sequence[int], width: int = 1
+) -> None:
+    call.values.append(Staged(kind, where, values, width, tuple(tokens)))
+
+
+def _stage_arrays(call: Call, statistic: str, where: Place | NormRead, arrays: Sequence[Tensor]) -> None:
+    """Stage an array of every mask."""
+    call.arrays.append(StagedArray(statistic, where, torch.stack(list(arrays))))
+
+
 class Measurer:
     """Takes the statistics that the metrics need and stages them on the call. Never alters or keeps a tensor."""
 
@@ -196,7 +225,7 @@ class Measurer:
     def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
         """Measure h itself, at a block's output or a norm's input."""
         if "activation" in self.kinds:
-            call.stage("activation", where, self._token_statistics(call, x), x.shape[:-1], x.shape[-1])
+            _stage(call, "activation", where, self._token_statistics(call, x), x.shape[:-1], x.shape[-1])
         if "coordinate" in self.kinds and not isinstance(where, NormRead):
             self._stage_array(call, "coordinate_peak", where, x)
 
@@ -272,17 +301,23 @@ class Measurer:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if ms is not None and "carried" in self.kinds:
                 ratio = statistics.carried_ratio(view, ms)
-                call.stage("carried", read, ratio, tokens)
+                _stage(call, "carried", read, ratio, tokens)
                 if (masks := call.masks(x.device, tuple(tokens))) is not None:
                     positions, length = call.positions(x.device, tokens)
                     tables = [statistics.by_position(ratio[0], positions, mask, length) for mask in masks]
-                    call.stage_array("carried_position", read, tables)
+                    _stage_arrays(call, "carried_position", read, tables)
             if norm is not None and "tanh" in self.kinds:
-                call.stage("tanh", read, statistics.tanh_statistics(norm, view, ms), tokens, view.shape[-1])
+                _stage(call, "tanh", read, statistics.tanh_statistics(norm, view, ms), tokens, view.shape[-1])
             if norm is not None and "bounded" in self.kinds and hasattr(norm, "lam") and hasattr(norm, "kappa"):
-                call.stage("bounded", read, statistics.bound_statistics(norm, view, ms), tokens, view.shape[-1])
+                _stage(call, "bounded", read, statistics.bound_statistics(norm, view, ms), tokens, view.shape[-1])
 
     # -- blocks --------------------------------------------------------------------------------------------------
+
+    def block_start(self, trace: BlockTrace, x: Tensor, is_first: bool) -> None:
+        """Measure what a block reads, if no block's output was that; `x` holds the stream."""
+        if is_first:
+            self.activation(trace.call, ("block_out", trace.layer - 1), trace.entered)
+        self.gradient(trace.call, ("block_in", trace.layer), x, trace.known.channels_first)
 
     def block_end(self, trace: BlockTrace, out: Tensor) -> None:
         """Measure what the branches added to the stream, and how the block changed it."""
@@ -299,9 +334,9 @@ class Measurer:
             update = self._branches(trace, h, out) if "branch" in self.kinds else None
             values = statistics.block_statistics(h, out, update)
             if "branch" in self.kinds and trace.segments is not None:
-                call.stage("branch", place, values[:2], h.shape[:-1], h.shape[-1])
+                _stage(call, "branch", place, values[:2], h.shape[:-1], h.shape[-1])
             if "change" in self.kinds:
-                call.stage("change", place, values[2:], h.shape[:-1], h.shape[-1])
+                _stage(call, "change", place, values[2:], h.shape[:-1], h.shape[-1])
             if "spectrum" in self.kinds:
                 self._stage_array(call, "gram", place, at_least_float32(out) - at_least_float32(h))
 
@@ -329,7 +364,7 @@ class Measurer:
                 call.absent[f"{kind} {layer}"] = f"the block has {counts[kind]} branches of this kind in turn"
             elif kind in counts:
                 values = statistics.branch_statistics(streams[kind], adds)
-                call.stage("branch", (kind, layer), values, h.shape[:-1], h.shape[-1])
+                _stage(call, "branch", (kind, layer), values, h.shape[:-1], h.shape[-1])
         for run in trace.runs:
             if run.kind not in added and run.kind != "other":
                 call.absent[f"{run.kind} {layer}"] = trace.reason_without_part(run)
@@ -346,7 +381,7 @@ class Measurer:
                 entropy = statistics.router_entropy(routing, x.detach())
             tokens = trace.entered.shape[:-1]
             tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
-            trace.call.stage("router", ("mlp", trace.layer), entropy[None], tokens)
+            _stage(trace.call, "router", ("mlp", trace.layer), entropy[None], tokens)
 
     def experts(self, trace: BlockTrace, routing: Routing, values: Any) -> None:
         """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
@@ -359,19 +394,19 @@ class Measurer:
         trace.has_experts = True
         if (masks := trace.call.masks(chosen.device, tokens)) is not None:
             counts = [statistics.expert_counts(chosen, mask, routing.experts) for mask in masks]
-            trace.call.stage_array("expert_counts", ("mlp", trace.layer), counts)
+            _stage_arrays(trace.call, "expert_counts", ("mlp", trace.layer), counts)
 
     def streams(self, trace: BlockTrace, kind: str, rule: nn.Module, state: Tensor) -> None:
         """Measure the streams that a rule is about to mix."""
         with torch.autocast(state.device.type, enabled=False):
             values = statistics.stream_statistics(rule, state)
         if values is not None:
-            trace.call.stage("streams", (kind, trace.layer), values, state.shape[:-1])
+            _stage(trace.call, "streams", (kind, trace.layer), values, state.shape[:-1])
 
     def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
         if watch.scores is not None and trace.call.has_rows(watch.shape):
-            trace.call.stage("attention", ("attn", trace.layer), watch.scores, watch.shape)
+            _stage(trace.call, "attention", ("attn", trace.layer), watch.scores, watch.shape)
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""
@@ -383,7 +418,7 @@ class Measurer:
             shared = masks.all(0)
             common, (first, kept) = reduce(rows, shared), call.first_tokens(x.device, tokens)
             extra = [reduce(rows[first], (mask & ~shared)[first] & kept) for mask in masks]
-            call.stage_array(statistic, place, [MERGE[statistic](common, more) for more in extra])
+            _stage_arrays(call, statistic, place, [MERGE[statistic](common, more) for more in extra])
 
 
 def _stream_scale(trace: BlockTrace) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from normlab.probes.layout import Layout, is_activation, own_layout, row_layout,
 from normlab.probes.statistics import AttentionWatch
 
 if TYPE_CHECKING:
+    from normlab.probes.accumulate import Staged, StagedArray
     from normlab.probes.block_trace import BlockTrace
     from normlab.probes.decomposition import NormRead
 
@@ -231,24 +232,6 @@ Place = tuple[str, int]  # site, layer
 LossTokens = float | int | Tensor | Callable[[CallInputs], "float | Tensor | None"] | None
 
 
-class Staged(NamedTuple):
-    """Per-token statistics that wait for their call to end."""
-
-    kind: str  # of a metric
-    where: Place | NormRead  # a norm's place may become known later
-    values: Tensor  # (statistics, tokens)
-    width: int  # features per token
-    tokens: tuple[int, ...]  # shape of the activation, without its features
-
-
-class StagedArray(NamedTuple):
-    """An array that waits for its call to end."""
-
-    statistic: str
-    where: Place | NormRead
-    array: Tensor  # (masks, ...)
-
-
 class Call:
     """One forward call of the model, and what was measured until it is known to be whole."""
 
@@ -273,11 +256,13 @@ class Call:
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
 
-    def begin_layer(self, block: nn.Module, index: int, x: Tensor) -> int:
+    def begin_layer(self, block: nn.Module, index: int, x: Tensor, has_second_sequence: bool) -> int:
         """The layer of a block that begins to run on `x`.
 
         That is its index. From the first block on that runs again in one call it is one more than the layer before.
         """
+        if not self.runs:
+            self.crosses = has_second_sequence and self.inputs.is_handed_states is not False
         repeats = block in self.runs or any(len(runs) > 1 for runs in self.runs.values())
         layer = self.layer + 1 if repeats else index
         self.runs.setdefault(block, []).append((x.data_ptr(), layer))
@@ -388,16 +373,6 @@ class Call:
             order = (self.past + torch.arange(length, device=device)).expand(batch, length)
             limit = self.past + length
         return layout.by_tokens(order[None])[0], limit
-
-    # -- what is measured --------------------------------------------------------------------------------------------
-
-    def stage(self, kind: str, where: Place | NormRead, values: Tensor, tokens: Sequence[int], width: int = 1) -> None:
-        """Keep statistics of `tokens`, of `width` features each, until the call ends."""
-        self.values.append(Staged(kind, where, values, width, tuple(tokens)))
-
-    def stage_array(self, statistic: str, where: Place | NormRead, arrays: Sequence[Tensor]) -> None:
-        """Keep an array for every mask until the call ends."""
-        self.arrays.append(StagedArray(statistic, where, torch.stack(list(arrays))))
 
     # -- the end of the call -----------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
 """Find the activation in a module's call, its features, its rows and its tokens.
 
 `hidden_state`, `output_tensor`   the activation among a module's arguments or outputs
+`block_input`, `stream_of`        the same of a block; the stream that the block reads of it
 `features_last`                   a view of it with the features as the last dimension
 `Layout`, `row_layout`            which dimensions are the caller's rows and the tokens of a row
 `token_masks`                     the tokens that count
-`read_by`                         the stream that a block reads, where it is given several
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,6 @@ def with_argument(args: tuple, kwargs: dict[str, Any], name: int | str, x: Tenso
     if isinstance(name, str):
         return args, {**kwargs, name: x}
     return (*args[:name], x, *args[name + 1 :]), kwargs
-
-
-def has_second_sequence(args: tuple, kwargs: dict[str, Any], x: Tensor) -> bool:
-    """True if a block is given another sequence of vectors next to `x`, as a decoder is its encoder's."""
-    return x.ndim == 3 and any(is_activation(v) and v.ndim == 3 and v is not x for v in (*args, *kwargs.values()))
 
 
 def find_output(output: Any) -> Tensor | None:
@@ -268,3 +263,25 @@ def read_by(block: nn.Module, state: Tensor) -> Tensor:
     if split:
         cast(FSDPModule, block).reshard()
     return entered
+
+
+def stream_of(block: nn.Module, state: Tensor, channels_first: bool) -> Tensor:
+    """The stream that a block reads of `state`, features last."""
+    return features_last(read_by(block, state), channels_first)
+
+
+class BlockInput(NamedTuple):
+    """The activation that a block is called with."""
+
+    x: Tensor
+    name: int | str  # its position or keyword
+    channels_first: bool
+    has_second_sequence: bool  # another sequence of vectors is among them, as a decoder is given its encoder's
+
+
+def block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any], channels_first: bool | None) -> BlockInput:
+    """Find a block's activation; `channels_first` is None until it is known."""
+    x, name = hidden_state(args, kwargs)
+    others = (v for v in (*args, *kwargs.values()) if is_activation(v) and v.ndim == x.ndim == 3 and v is not x)
+    turned = is_channels_first(block, x) if channels_first is None else channels_first
+    return BlockInput(x, name, turned, any(True for _ in others))

@@ -16,15 +16,13 @@ from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import Call, LossTokens, Place
 from normlab.probes.layout import (
+    block_input,
     features_last,
     find_hidden_state,
     find_output,
-    has_second_sequence,
-    hidden_state,
-    is_channels_first,
     output_tensor,
-    read_by,
     same_tensor,
+    stream_of,
     with_argument,
 )
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
@@ -255,12 +253,12 @@ class Recorder:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def _block_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block):
-        x, name = hidden_state(args, kwargs)
-        if module not in self._known:
-            self._known[module] = KnownBlock(is_channels_first(module, x))
-        known = self._known[module]
+        known = self._known.get(module)
+        entry = block_input(module, args, kwargs, None if known is None else known.channels_first)
+        x, name, channels_first, crosses = entry
+        known = known or self._known.setdefault(module, KnownBlock(channels_first))
         if in_backward():
-            self._recomputed_block_in(module, x, known)
+            self._recomputed_block_in(module, x, channels_first)
             return None
         call = self._call
         if call is None or (call.implicit and block.index == 1):  # blocks run one by one: no padding is known
@@ -268,31 +266,27 @@ class Recorder:
             if self._has_gradients:
                 call.resolve_loss(self._loss_tokens)
         is_first, replaced = not call.runs, None
-        if is_first:
-            call.crosses = has_second_sequence(args, kwargs, x) and call.inputs.is_handed_states is not False
-        layer = call.begin_layer(module, block.index, x)
+        layer = call.begin_layer(module, block.index, x, crosses)
         if is_first and self._has_gradients:
             self._root = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 self._root = x.detach().requires_grad_()
                 x = self._root.clone()  # a leaf may not be written to in place, its copy may
                 replaced = with_argument(args, kwargs, name, x)
-        entered = features_last(read_by(module, x), known.channels_first)
-        if is_first:
-            self._measurer.activation(call, ("block_out", layer - 1), entered)
+        entered = stream_of(module, x, channels_first)
         call.trace = BlockTrace(call, block, layer, entered, known, "branch" in self._measurer.kinds)
-        self._measurer.gradient(call, ("block_in", layer), x, known.channels_first)
+        self._measurer.block_start(call.trace, x, is_first)
         if "attention" in self._measurer.kinds:
             call.watch = AttentionWatch()
             call.watch.__enter__()
         return replaced
 
-    def _recomputed_block_in(self, module: nn.Module, x: Tensor, known: KnownBlock) -> None:
+    def _recomputed_block_in(self, module: nn.Module, x: Tensor, channels_first: bool) -> None:
         """Hook the gradient at the input of a block that a checkpoint runs again in the backward pass."""
         latest = self._latest
         layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
         if layer is not None:
-            self._measurer.gradient(latest, ("block_in", layer), x, known.channels_first, is_recomputed=True)
+            self._measurer.gradient(latest, ("block_in", layer), x, channels_first, is_recomputed=True)
 
     def _block_out(self, output: Any, block: Block) -> None:
         call = self._call
@@ -304,7 +298,7 @@ class Recorder:
             return
         x = output_tensor(output)
         following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
-        out = features_last(read_by(following.module, x), trace.known.channels_first)
+        out = stream_of(following.module, x, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
         trace.finish(out)

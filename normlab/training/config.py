@@ -31,7 +31,7 @@ from normlab.training.fields import (
     setting,
     shared,
 )
-from normlab.training.text.corpus import HELD_OUT, CorpusSpec
+from normlab.training.text.corpus import PARTS, CorpusSpec
 
 if TYPE_CHECKING:
     from normlab.models import NormlabConfig
@@ -102,7 +102,7 @@ class TrainConfig:
     eval_every: int = setting(100, "steps between held-out losses; 0: none", NOT_NEGATIVE)
     eval_blocks: int = setting(128, "held-out blocks for the held-out loss", at_least(1))
     # One half is for choosing, the other for reporting.
-    held_out: str = setting("all", "held-out blocks to measure on: all, validation or test", one_of(*HELD_OUT))
+    held_out: str = setting("all", "held-out blocks to measure on: all, validation or test", one_of("all", *PARTS))
     experiment_blocks: int = setting(
         0, "held-out blocks for normlab.training.experiments, after the last step; 0: none", NOT_NEGATIVE
     )

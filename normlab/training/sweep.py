@@ -72,7 +72,7 @@ def sweep(
     store.check_root(out)
     workers, threads = share_cores(workers, threads)
     root = out if store.is_address(out) else Path(out)
-    with Progress("sweep", progress, None if isinstance(workers, Cluster) else workers) as bar:
+    with Progress("sweep", progress) as bar:
         job = _Job(root, workers, cache_dir, bar)
         if isinstance(what, list):
             configs = [dataclasses.replace(config, threads=threads) for config in what]

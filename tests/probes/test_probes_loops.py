@@ -9,7 +9,7 @@ import loop_recipes
 import pandas
 import pytest
 from loop_recipes import PLAIN, RECIPES
-from test_probes_ranks import run_with_descendants
+from probe_runs import run_with_descendants
 
 
 def values(table: pandas.DataFrame) -> dict:

@@ -235,11 +235,6 @@ def _runs(name: str) -> list[TrainConfig]:
     return [config for what, config in planned(get_preset(name)) if what == "runs"]
 
 
-def _cells(name: str, *fields: str) -> dict[tuple, int]:
-    """Seeds by (scheme, depth, lr) and further fields."""
-    return dict(Counter((c.scheme, c.depth, c.lr, *(getattr(c, field) for field in fields)) for c in _runs(name)))
-
-
 def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all() -> None:
     for name in ("gains", "depth_and_rate", "league", "tanh"):
         for what, config in planned(get_preset(name)):
@@ -248,28 +243,6 @@ def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all() -> None:
             searched = (config.held_out, config.seed == 1000) == ("validation", True)
             assert searched == (what == "search") and (searched or config.held_out == "test")
             assert config.gain_lr_ratio == 0.1 or name == "gains"
-
-
-def test_preset_gains_changes_two_schemes_in_two_ways_and_stops_half_way() -> None:
-    assert _cells("gains", "gain_lr_ratio") == {
-        (scheme, 4, lr, ratio): 12 if ratio == 1 else 6  # as it is, and with normalized queries and keys
-        for scheme, lr in (("bhyt_exact", 0.004), ("rmsnorm_gain", 0.016))
-        for ratio in (1.0, 0.1)
-    }
-    runs_of = _runs("gains")
-    assert len(runs_of) == 36 and sum(c.model == {"qk_norm": "rms_head"} for c in runs_of) == 12
-    assert {(c.stop_at, c.steps) for c in runs_of} == {(3000, 6000)} and {c.seed for c in runs_of} == set(range(6))
-
-
-def test_preset_depth_and_rate_has_two_schemes_at_equal_rates_deep_ones_first() -> None:
-    pair = ("pre_rmsnorm", "lns")
-    assert _cells("depth_and_rate") == {
-        **{(scheme, 16, lr): 4 for scheme in pair for lr in (0.001, 0.004, 0.008)},
-        **{(scheme, 4, lr): 4 for scheme in pair for lr in (0.004, 0.008)},
-        ("lns_gain", 16, 0.008): 4,
-    }
-    assert [c.depth for c in _runs("depth_and_rate")] == [16] * 28 + [4] * 16
-    assert {c.lr for c in _runs("depth_and_rate")[20:28]} == {0.001}, "what is cut first comes last"
 
 
 def test_preset_tanh_scales_the_bound_and_leaves_the_map_of_small_inputs_alone() -> None:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from tqdm import tqdm
 
 from normlab.errors import NormlabError, first_line
-from normlab.training.progress import can_redraw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,12 +67,9 @@ def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, title: str, progress: bool) -> list[np.ndarray]:
     """The ids of each document, an end-of-text token last."""
-    from tqdm import tqdm
-
     pieces: list[np.ndarray] = []
     starts = range(0, len(texts), TOKENIZED_AT_ONCE)
-    silent = not (progress and can_redraw())
-    for start in tqdm(starts, desc=title, unit="batch", disable=silent, leave=False, delay=1):
+    for start in tqdm(starts, desc=title, unit="batch", disable=not progress, leave=False, delay=1):
         for encoding in tokenizer.backend_tokenizer.encode_batch_fast(
             texts[start : start + TOKENIZED_AT_ONCE], add_special_tokens=False
         ):
