@@ -27,8 +27,8 @@ TEXT = Field(min_length=1)  # a length is that of UTF-8: what cannot be written 
 THREADS = Field(ge=1, le=1024)  # PyTorch crashes for numbers that no machine has
 
 
-def at_least(least: int) -> Any:
-    return Field(ge=least)
+def at_least(least: int, most: int = 2**40) -> Any:
+    return Field(ge=least, le=most)
 
 
 def one_of(*values: str) -> Any:

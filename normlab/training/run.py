@@ -81,6 +81,8 @@ def train(
             same name made from other text, or a number of ranks that does not divide the batch. A non-finite loss is no
             error: the run ends with status "diverged".
     """
+    if not isinstance(config, TrainConfig):
+        raise NormlabError(f"{config!r:.80} is no TrainConfig")
     place = store.Remote(out) if store.is_address(out) else None
     root = Path(out) if place is None else place.copy
     accelerator = accelerator_for(config)

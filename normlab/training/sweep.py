@@ -66,6 +66,8 @@ def sweep(
         NormlabError: bad input, before any run starts.
     """
     if not isinstance(what, str | Preset):
+        if not what:
+            raise NormlabError("there is nothing to train: give a preset, its name, or TrainConfigs")
         what = list(what)
         if wrong := [item for item in what if not isinstance(item, TrainConfig)]:
             raise NormlabError(f"{wrong[0]!r:.80} cannot be trained: give a preset, its name, or TrainConfigs")

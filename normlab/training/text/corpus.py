@@ -70,7 +70,7 @@ class CorpusSpec:
         TEXT,
     )
     tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE", TEXT)
-    vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1))
+    vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1, 2**20))
     block_length: int = setting(128, "tokens a block; also the context length and BHyT's T", at_least(2))
     text_column: str = setting("text", "column that holds the text", TEXT)
     characters: int = setting(100_000_000, "read at most so much of the corpus", at_least(1))
