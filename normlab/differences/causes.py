@@ -92,7 +92,7 @@ def _weights(e: Evidence) -> list[str]:
     only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
     is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(
         b
-    )  # what else a port keeps beside its blocks is not
+    )  # not a port's head
     if a and b and is_known and not (only_a and only_b):  # both: other forms of the same, as one matrix for three
         for name in (n for n in (*only_a, *only_b) if "inv_freq" not in n):
             kind = "bias" if "bias" in name else "parameter"
