@@ -160,7 +160,7 @@ def _names(path: str) -> str:
 @functools.cache
 def _fields_of(path: str) -> Any:
     """Flags for the fields of a configuration: a `TypedDict`, which holds those that are given."""
-    from normlab.training.fields import flag_of
+    from normlab.training.config import flag_of
 
     cls = _known(path)
     types, flags = get_type_hints(cls), {}
@@ -205,9 +205,8 @@ def _train(
     """
     from normlab.runs import COUNT_LOSSES
     from normlab.store import child
-    from normlab.training.config import TrainConfig
+    from normlab.training.config import TrainConfig, flag_of
     from normlab.training.distributed import start_ranks
-    from normlab.training.fields import flag_of
     from normlab.training.live import train_followed
     from normlab.training.run import train, train_from_manifest
 

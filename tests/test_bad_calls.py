@@ -13,8 +13,7 @@ import torch
 import normlab
 from normlab import NormlabError
 from normlab.experimental.norm_removal import RemovalConfig
-from normlab.training.config import TrainConfig
-from normlab.training.text.corpus import CorpusSpec
+from normlab.training.config import CorpusSpec, TrainConfig
 
 IDS = torch.zeros(1, 8, dtype=torch.long)
 FIELDS: list[tuple[Any, str, Any, str]] = [

@@ -38,10 +38,20 @@ from normlab.models.pretrained import load_whole, model_folder
 from normlab.norms import RMSNorm, TaperNorm
 from normlab.release import shipped_models
 from normlab.schemes import BASELINE, REMOVABLE, get_scheme
-from normlab.training.fields import NOT_NEGATIVE, POSITIVE, SEED, THREADS, at_least, check, setting, shared
+from normlab.training.config import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    THREADS,
+    CorpusSpec,
+    at_least,
+    check,
+    setting,
+    shared,
+)
 from normlab.training.loop import block_order, parameter_groups
 from normlab.training.measure import mean_token_loss
-from normlab.training.text.corpus import Corpus, CorpusSpec, corpus_of
+from normlab.training.text.corpus import Corpus, corpus_of
 
 if TYPE_CHECKING:
     import pandas

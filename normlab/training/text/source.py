@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CORPUS = "stdlib"
 SPLIT_BY_FILE = {"packages"}  # whose held-out halves are parts of their own: no file is in both
+PARTS = ("validation", "test")  # the halves of held-out text
 HELD_OUT_PERCENT = 5
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".json.gz": "json", ".parquet": "parquet"}
 WEB = ("http://", "https://")
