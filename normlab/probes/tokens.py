@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Batch, Runner, on_blocks
-from normlab.probes.layout import hidden_state, output_tensor, require_one_stream
+from normlab.probes.experiments import Batch, Runner, on_blocks, see_layers
+from normlab.probes.layout import hidden_state
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import AttentionWatch, at_least_float32
 
@@ -69,15 +69,7 @@ def massive_activations(
         for place in ((size > torch.clamp(ratio * median, min=least)) & kept[-1][..., None]).nonzero().tolist():
             rows.append((layer, *place, float(h[tuple(place)]), float(size[tuple(place)] / median)))
 
-    def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-        require_one_stream(before, after)
-        if layer == 1:
-            look(0, before)
-        look(layer, after)
-
-    with on_blocks(runner.sites, hook):
-        runner.logits(batch)
+    see_layers(runner, batch, look)
     return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, torch.zeros_like(kept[0]))
 
 
