@@ -155,6 +155,7 @@ class Run:
         import pandas as pd
 
         stats = packed.table(self.path, "stats") if packed.holds(self.path) else self._read(STATS)
+        assert stats is not None  # every run has them
         if list(stats.columns) != STATS_COLUMNS:
             raise NormlabError(
                 f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
