@@ -40,8 +40,8 @@ CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
 class Row:
     """A figure or table of a paper.
 
-    ours: a row of `differences`, or words. lower: whether the paper's value is lower than what it is compared with; None
-    for no direction. verdict: by default from `ours` and `lower`.
+    ours: a row of `differences`, or words. lower: True if the paper's value is below its base's, None for no direction.
+    verdict: by default what `ours` and `lower` say.
     """
 
     where: str
@@ -115,7 +115,7 @@ def curse_of_depth() -> list[Row]:
         Row(
             "Fig. 7",
             "leaving out a deep block costs more under LNS",
-            "\"more balanced\"",
+            '"more balanced"',
             _pair(costs, "deep", "skip_delta_loss"),
             f"Mean cost over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
             lower=False,
@@ -125,7 +125,7 @@ def curse_of_depth() -> list[Row]:
             "the variance of the stream grows less over the blocks under LNS",
             "claimed; no value at hand",
             _pair(growth(), "growth", "feature_var_mean"),
-            f"Variance after block 16 over that after block 1, LNS over Pre-LN. {unequal}; at 0.001 too, as in the paper",
+            f"Variance after block 16 over that after block 1, LNS over Pre-LN. {unequal}, at 0.001 too",
             lower=True,
         ),
         *(
@@ -202,9 +202,7 @@ def bhyt() -> list[Row]:
     end = chosen().query("depth == 4").groupby("scheme")["eval_loss"].mean()
     gap = _of_table(BHYT_PAPER, "Table 3", BHYT, PERI)[-1][1]
     ours = f"{signed(end[BHYT] - end[PERI])} (4 blocks, one seed of Peri-LN)"
-    rows.append(
-        Row("Table 3", "loss of BHyT minus Peri-LN's", f"{signed(gap, 3)} (3B)", ours, LEAGUE, verdict=MISSING)
-    )
+    rows.append(Row("Table 3", "loss of BHyT minus Peri-LN's", f"{signed(gap, 3)} (3B)", ours, LEAGUE, verdict=MISSING))
     return rows
 
 
@@ -249,7 +247,8 @@ def angles() -> pd.DataFrame:
     """Mean angle between the inputs and the outputs of blocks 9 to 15: one row per run of 16 blocks."""
     rows = experiments().query("metric == 'angular_distance' and depth == 16 and other == layer + 1")
     rows = rows[rows["other"].between(9, 15)]
-    return rows.groupby(["scheme", "seed"], observed=True)["value"].mean().rename("angle").reset_index().assign(depth=16)
+    means = rows.groupby(["scheme", "seed"], observed=True)["value"].mean()
+    return means.rename("angle").reset_index().assign(depth=16)
 
 
 def growth() -> pd.DataFrame:
