@@ -20,7 +20,6 @@ from normlab.training.presets import get_preset
 
 pytest_plugins = ["training_fixtures"]
 
-DATA = Path(__file__).parents[2] / "data"
 GRID = get_preset("gain_or_bound")
 CONFIGS = GRID.grid(GRID.parts[0], {})
 
@@ -126,16 +125,15 @@ def test_a_condition_with_one_of_the_two_schemes_is_left_out_and_none_is_an_erro
 def test_the_figure_of_differences_shows_the_intervals_and_tells_them_apart(variants):
     found = compare_variants(*variants, "bhyt", "bhyt_linear", ["bend"])
     found.loc[0, ["low", "high", "verdict"]] = [-0.3, 0.1, "undecided"]
-    figure = variant_differences(found, ["little", "much"], {1: "bent"})
+    figure = variant_differences(found.assign(condition=["little", "much"], group=["", "bent"]))
     little, much = figure.data
     assert (little.marker.symbol, much.marker.symbol) == ("circle-open", "circle")
     assert little.x[0] + little.error_x.array[0] == pytest.approx(0.1)
     assert little.x[0] - little.error_x.arrayminus[0] == pytest.approx(-0.3)
     words = [note.text for note in figure.layout.annotations]
     assert "-0.100 [-0.300, +0.100], 3 seeds" in words and "<b>bent</b>" in words
-    assert list(figure.layout.yaxis.ticktext) == ["little", "much"] and "No variant" in str(
-        variant_differences(found[:0], [])
-    )
+    assert list(figure.layout.yaxis.ticktext) == ["little", "much"]
+    assert "No variant" in str(variant_differences(found[:0]))
 
 
 def test_a_setting_is_drawn_with_every_seed_and_the_mean():
