@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -468,7 +468,7 @@ def _unmasked(e: Evidence) -> Trial:
         yield "", e.a, {name: value for name, value in e.inputs_a.items() if name != "attention_mask"}
 
 
-def _changed(e: Evidence, changes: dict[str, Callable[[nn.Module], Any]]) -> Trial:
+def _changed(e: Evidence, changes: Mapping[str, Callable[[nn.Module], Any]]) -> Trial:
     """A copy of A with the site's block changed, for each change, in words; none where it finds nothing to change."""
     name = e.block
     for words, change in changes.items() if name is not None else ():
