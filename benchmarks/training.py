@@ -26,8 +26,15 @@ from normlab.errors import NormlabError
 from normlab.models import NormlabForCausalLM
 from normlab.schemes import BASELINE, tagged
 from normlab.training.config import TrainConfig
-from normlab.training.distributed import accelerator_for, autocast, use_fast_attention
-from normlab.training.loop import Training, block_order, parameter_groups, refresh_interval
+from normlab.training.distributed import accelerator_for
+from normlab.training.loop import (
+    Training,
+    autocast,
+    block_order,
+    parameter_groups,
+    refresh_interval,
+    use_fast_attention,
+)
 from normlab.training.text.corpus import Corpus, corpus_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,16 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
-from normlab.errors import STOPPED, NormlabError, ends_at_once, fail, is_first_rank, show_warning, without_bars
+from normlab.errors import (
+    STOPPED,
+    NormlabError,
+    ends_at_once,
+    fail,
+    first_line,
+    is_first_rank,
+    show_warning,
+    without_bars,
+)
 
 
 class Command(NamedTuple):
@@ -61,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno is None:  # not the operating system's
             raise
         return fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except (MemoryError, RuntimeError) as error:  # PyTorch's are RuntimeErrors
+        if not isinstance(error, MemoryError) and "tried to allocate" not in str(error).lower():
+            raise
+        return fail(f"out of memory: {first_line(error)}; make the model or the batch smaller, or split it (--fsdp)")
     except KeyboardInterrupt:
         return fail(STOPPED, 130)
 
@@ -147,7 +160,7 @@ def _names(path: str) -> str:
 @functools.cache
 def _fields_of(path: str) -> Any:
     """Flags for the fields of a configuration: a `TypedDict`, which holds those that are given."""
-    from normlab.training.fields import flag_of
+    from normlab.training.config import flag_of
 
     cls = _known(path)
     types, flags = get_type_hints(cls), {}
@@ -181,18 +194,19 @@ def _train(
         flag("print measurements as lines of JSON; take pause, train and stop from standard input"),
         SWITCH,
     ] = False,
+    ranks: Annotated[Whole, flag("processes here that train it together, each on a GPU if there is one")] = 1,
     out: Annotated[str, flag(RUNS)] = "runs",
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
     """Train one model and measure its layers.
 
-    For several processes or GPUs: torchrun --nproc-per-node N -m normlab train ...; --batch-size is of all together.
+    On several machines: torchrun ... -m normlab train ...; --batch-size is of all processes together.
     """
     from normlab.runs import COUNT_LOSSES
     from normlab.store import child
-    from normlab.training.config import TrainConfig
-    from normlab.training.fields import flag_of
+    from normlab.training.config import TrainConfig, flag_of
+    from normlab.training.distributed import start_ranks
     from normlab.training.live import train_followed
     from normlab.training.run import train, train_from_manifest
 
@@ -200,6 +214,12 @@ def _train(
     if from_manifest and (fields or follow):
         flags = ", ".join([*map(flag_of, fields), *["--follow"] * follow])
         raise NormlabError(f"--from-manifest sets the whole configuration; leave out {flags}")
+    if ranks != 1:
+        if follow:
+            raise NormlabError("--follow is of one process; leave out --ranks")
+        run_of = ["--from-manifest", from_manifest] if from_manifest else TrainConfig(**fields).to_arguments()
+        places = ["--out", out, *(["--cache-dir", cache_dir] if cache_dir else []), *["--quiet"] * quiet]
+        return start_ranks(ranks, ["train", *run_of, *places])
     if from_manifest:
         run = train_from_manifest(from_manifest, out, cache_dir=cache_dir, progress=not quiet)
     elif follow:
@@ -273,6 +293,51 @@ def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
     if workers in CLUSTERS:
         return cluster(workers, **{name: value for name, value in options.items() if name in taken})
     return None if workers is None else whole(workers, "--workers")
+
+
+@command("league", "normlab.analysis.league")
+def _league(
+    *runs: Annotated[str, flag("directories of the sweep `league` (default: league)")],
+    add: Annotated[
+        list[str] | None,
+        flag("train this scheme first, under the same budget: a name, or FILE.py:NAME, a norm of your own"),
+        REPEATED,
+    ] = None,
+    tiny: Annotated[
+        bool, flag("with --add: in a minute, to see that it trains; its numbers mean nothing"), SWITCH
+    ] = False,
+    out: Annotated[str, flag("directory for the runs of --add, beside those of the table")] = "league",
+    csv: Annotated[str | None, flag("write the whole table to this CSV file")] = None,
+    workers: Annotated[Whole | None, flag("runs at once; default 2")] = None,
+    threads: Annotated[Whole | None, flag("CPU threads a run; default cores/workers")] = None,
+    cache_dir: Cache = None,
+    quiet: Quiet = False,
+) -> int:
+    """Rank schemes that were trained under one budget into sets; --add puts one more into the table."""
+    from normlab.analysis.league import load, printed, standings
+    from normlab.analysis.published import load_published
+
+    if tiny and not add:
+        raise NormlabError("--tiny would change nothing without --add")
+    failures: dict[str, str] = {}
+    if add:
+        from normlab.training import league
+        from normlab.training.presets import get_preset
+
+        preset = league.tiny(get_preset("league")) if tiny else None
+        options: dict[str, Any] = {"workers": workers, "threads": threads, "cache_dir": cache_dir}
+        for what in add:
+            failures |= league.enter(what, out, preset, **options, progress=not quiet).failures
+    folders = dict.fromkeys([*runs, *[out] * bool(add or not runs)])
+    table = standings(load(folders), load_published())
+    print(printed(table))
+    if csv:
+        Path(csv).parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(csv, index=False)
+        print(csv)
+    for name, reason in failures.items():
+        print(f"normlab: failed: {name}: {reason}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 @command("plan")
@@ -397,16 +462,10 @@ def _probe(
     """Measure the layers of any model on texts or images."""
     from normlab.report import probe_report
 
-    options: dict[str, Any] = {
-        "out": out,
-        "length": length,
-        "rows": rows,
-        "against": against,
-        "device": device,
-        "dtype": dtype,
-    }
+    models = [model] if against is None else [model, against]
     names = revisions.split(",") if revisions else ()
-    print(probe_report(model, text, revisions=names, progress=not quiet, **options))
+    options: dict[str, Any] = {"out": out, "length": length, "rows": rows, "device": device, "dtype": dtype}
+    print(probe_report(models, text, revisions=names, progress=not quiet, **options))
     return 0
 
 

@@ -14,7 +14,7 @@ load_configs, read_configs   each run's configuration: one row per run; as data
 read_run, read_manifest      one run, its manifest
 
 All but the last take addresses too. The table leaves out runs of `.partial`, `search` and `finals`.
-How runs are written: `normlab.store`.
+How runs are written: `normlab.store`. Many of them in one file: `normlab.packed`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
+from normlab import packed
 from normlab.errors import NormlabError, first_fault, first_line
 from normlab.store import EXPERIMENTS, MANIFEST, NOT_REPORTED, STATS, Remote, is_address
 
@@ -144,14 +145,6 @@ class Run:
         """Held-out loss after the last step, in nats per token; NaN for a diverged run."""
         return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
 
-    @property
-    def trigram_loss(self) -> float | None:
-        """Loss of a trigram model of the training text, in nats per token; None for schema version 1.
-
-        Blocks are those of `eval_loss` (`normlab.training.text.tokens`).
-        """
-        return self.manifest["trigram_loss"]
-
     def table(self) -> pd.DataFrame:
         """This run's rows of the long table (columns COLUMNS).
 
@@ -162,6 +155,8 @@ class Run:
         import pandas as pd
 
         stats = self._read(STATS)
+        if stats is None:
+            raise _unreadable(self.path, STATS, "it is missing")
         if list(stats.columns) != STATS_COLUMNS:
             raise NormlabError(
                 f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
@@ -181,11 +176,17 @@ class Run:
 
     def experiments(self) -> pd.DataFrame | None:
         """This run's rows of `load_experiments`; None if there were no experiments."""
-        return self._with_keys(self._read(EXPERIMENTS)) if (self.path / EXPERIMENTS).is_file() else None
+        table = self._read(EXPERIMENTS)
+        return None if table is None else self._with_keys(table)
 
-    def _read(self, file: str) -> pd.DataFrame:
+    def _read(self, file: str) -> pd.DataFrame | None:
+        """A table of the run; None if it has none of that name."""
         import pandas as pd
 
+        if packed.holds(self.path):
+            return packed.table(self.path, file.removesuffix(".parquet"))
+        if not (self.path / file).is_file():
+            return None
         try:
             return pd.read_parquet(self.path / file)
         except Exception as error:  # pyarrow raises several kinds, OSError among them
@@ -232,11 +233,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         NormlabError: no manifest, another schema version, or a damaged one. The line names file and field.
     """
-    file = folder / MANIFEST
-    if not file.is_file():
+    file, is_packed = folder / MANIFEST, packed.holds(folder)
+    if not (is_packed or file.is_file()):
         raise NormlabError(f"{folder} holds no run: {MANIFEST} is missing")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(packed.manifest(folder) if is_packed else file.read_text(encoding="utf-8"))
         version = manifest["schema"]
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise _unreadable(folder, MANIFEST, first_line(error)) from error
@@ -304,11 +305,15 @@ def find_runs(root: str | Path) -> list[Path]:
     if is_address(root):
         return Remote(root).fetch_tables()
     root = Path(root)
+    if packed.holds(root):
+        return [root]
     if not root.exists():
         raise NormlabError(f"{root} does not exist")
     if (root / MANIFEST).exists():
         return [root]
-    return sorted(p.parent for p in root.rglob(MANIFEST) if not NOT_REPORTED & set(p.relative_to(root).parts))
+    found = [path.parent for path in root.rglob(MANIFEST)]
+    found += [path.parent / name for path in root.rglob(packed.FILE) for name in packed.names(path.parent)]
+    return sorted(path for path in found if not NOT_REPORTED & set(path.relative_to(root).parts))
 
 
 def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:

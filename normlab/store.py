@@ -32,6 +32,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
+from normlab import packed
 from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, in_one_line
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def child(root: str | Path, name: str) -> str | Path:
 
 
 def is_run(path: str | Path) -> bool:
-    return Remote(path).has(MANIFEST) if is_address(path) else Path(path).exists()
+    return Remote(path).has(MANIFEST) if is_address(path) else Path(path).exists() or packed.holds(Path(path))
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -294,7 +295,8 @@ def check_root(root: str | Path) -> None:
     if not root.is_dir() or (root / PARTIAL).is_dir():
         return
     entries = list(root.iterdir())
-    if entries and not any((entry / MANIFEST).is_file() or entry.name in NOT_REPORTED for entry in entries):
+    ours = {*NOT_REPORTED, packed.FILE}
+    if entries and not any((entry / MANIFEST).is_file() or entry.name in ours for entry in entries):
         other = min(entry.name for entry in entries)
         raise NormlabError(f"output directory {root} holds something else ({other}); name an empty or new one")
 

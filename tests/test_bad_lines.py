@@ -14,10 +14,12 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from training_helpers import tiny, write_run, write_text
 
 from normlab import NormlabError, cli, errors, runs, store
+from normlab.training.presets import PRESETS
 from normlab.training.text import source
 from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Ray
@@ -26,10 +28,23 @@ HERE = Path(__file__)
 PROBE = ["probe", "no-such-model", "--text", HERE, "--quiet"]
 SWEEP = ["sweep", "--quiet", "--out", "out"]
 BAD: dict[str, tuple[list[Any], str]] = {
+    "unknown scheme": (["train", "--scheme", "nonorm"], "pre_rmsnorm"),
+    "depth 0": (["train", "--depth", 0], "depth is 0"),
+    "no number": (["train", "--depth", "deep"], "'deep'"),
+    "missing corpus": (["train", "--corpus", "nowhere.txt"], "'nowhere.txt' does not exist"),
+    "model field that is none": (["train", "--model", "lambda=2"], "unknown model fields lambda"),
+    "model field without a value": (["train", "--model", "kappa"], "FIELD=VALUE"),
+    "manifest and flags": (["train", "--from-manifest", "a", "--lr", 0.1, "--keep-weights"], "--lr, --keep-weights"),
+    "manifest that is not there": (["train", "--from-manifest", "nowhere"], "nowhere holds no run"),
+    "sweep to nowhere": (["sweep", "--preset", "tiny"], "--out"),
+    "unknown preset": ([*SWEEP, "--preset", "huge"], f"known are {', '.join(PRESETS)}"),
+    "unknown scheme of a sweep": ([*SWEEP, "--schemes", "no"], "unknown scheme 'no'"),
+    "workers in words": ([*SWEEP, "--workers", "many"], "--workers 'many' is no whole number"),
+    "no workers": ([*SWEEP, "--workers", 0], "workers is 0"),
+    "depths in words": ([*SWEEP, "--depths", "a"], "--depths 'a' is no whole number"),
+    "depths of 0": ([*SWEEP, "--depths", 0], "depth is 0"),
     "rows below one": ([*PROBE, "--rows", -1], "rows -1"),
-    "no rows": ([*PROBE, "--rows", 0], "rows 0"),
     "length below two": ([*PROBE, "--length", -3], "length is -3"),
-    "no length": ([*PROBE, "--length", 0], "length is 0"),
     "length of one": ([*PROBE, "--length", 1], "length is 1"),
     "revisions without names": ([*PROBE, "--revisions", ",,"], "revisions are '', '', ''"),
     "text that is not there": (["probe", "no-such-model", "--text", "nowhere.txt"], "nowhere.txt is not a file"),
@@ -38,11 +53,13 @@ BAD: dict[str, tuple[list[Any], str]] = {
         ["train", "--threads", 100_000_000],
         "threads is 100000000; it must be at most 1024",
     ),
+    "depth beyond all machines": (["train", "--depth", 10**30], "it must be at most 10000"),
+    "vocabulary beyond all machines": (["train", "--vocab-size", 10**9], "it must be at most 1048576"),
     "threads of a sweep": ([*SWEEP, "--threads", 100_000_000], "at most 1024"),
     "threads of a benchmark": (["bench", "--threads", 100_000_000], "at most 1024"),
+    "no ranks": (["train", "--ranks", 0], "ranks is 0"),
+    "ranks that would be followed": (["train", "--follow", "--ranks", 2], "leave out --ranks"),
     "seed beyond its generators": (["train", "--seed", 99999999999999999999], "seed is 99999999999999999999; it must"),
-    "infinite rate": (["train", "--lr", "inf"], "lr is inf; it must be finite"),
-    "infinite decay": (["train", "--weight-decay", "inf"], "weight_decay is inf"),
     "rate that is no number": (["remove-norms", "model", "--lr", "nan", "--out", "out"], "lr is nan"),
     "GPUs that are no number": ([*SWEEP, "--workers", "ray", "--gpus", "nan"], "gpus is nan"),
     "GPUs below none": ([*SWEEP, "--workers", "slurm", "--address", "local", "--gpus", -1], "gpus is -1.0"),
@@ -84,8 +101,6 @@ def test_a_bad_command_line_is_one_line(
 
 WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no configuration": ({"config": None}, "config is None"),
-    "rate in words": ({"lr": "0.1"}, "config.lr is '0.1'"),
-    "no model fields": ({"model": None}, "config.model is None"),
     "depth between": ({"depth": 2.5}, "config.depth is 2.5"),
     "no steps": ({"steps": 0}, "steps is 0; it must be at least 1"),
     "a word for a truth": ({"compile": "no"}, "compile is 'no'"),
@@ -151,6 +166,14 @@ def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch: pytest.Mon
     assert shown == [False, before] and logging.is_progress_bar_enabled() == before
 
 
+def test_too_large_a_model_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*, quiet: bool = False) -> None:
+        torch.empty(2**60)
+
+    monkeypatch.setattr(cli, "_export", too_large)
+    assert "out of memory: " in refused(capsys, "export")
+
+
 class Silent(MemoryFileSystem):
     """A store that never answers one of the questions."""
 
@@ -193,6 +216,24 @@ def test_an_address_of_text_that_does_not_answer_is_one_line(
         address = f"http://127.0.0.1:{server.getsockname()[1]}/text.txt"
         where = ["--out", tmp_path / "out", "--cache-dir", tmp_path / "cache", "--quiet"]
         assert address in refused(capsys, "train", "--corpus", address, *where)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["probe", "no/where", "--text", HERE], ["train", "--corpus", "no/where"], ["diff", "no/where", "b"]]
+)
+def test_a_hub_that_does_not_answer_is_one_line(
+    arguments: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(errors, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        where = ["--text", HERE] if "diff" in arguments else []
+        assert "no/where" in refused(capsys, *arguments, *where, "--quiet")
+    assert not constants.HF_HUB_OFFLINE
 
 
 def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:

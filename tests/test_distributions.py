@@ -78,21 +78,10 @@ def test_one_wheel_holds_both_packages_with_types_licence_and_published_values(w
     assert licence == (ROOT / "LICENSE").read_bytes()
 
 
-def test_no_requirement_is_a_distribution_that_lies_in_this_checkout(wheel: Path):
-    (metadata,) = (data.decode() for name, data in contents(wheel).items() if name.endswith(".dist-info/METADATA"))
-    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
-    assert any("torch" in line for line in required)
-    assert not [line for line in required if "normlab-kernels" in line or "@" in line]
-
-
-def test_the_kernels_alone_are_the_same_package_with_the_same_licence_and_requirements(
-    wheel: Path, kernels_wheel: Path
-):
+def test_the_kernels_alone_are_the_same_package_with_the_same_requirements(wheel: Path, kernels_wheel: Path):
     alone = contents(kernels_wheel)
     package = {name: data for name, data in alone.items() if ".dist-info/" not in name}
     assert package == {name: data for name, data in contents(wheel).items() if name.startswith("normlab_kernels/")}
-    (licence,) = (data for name, data in alone.items() if name.endswith(".dist-info/licenses/LICENSE"))
-    assert licence == (ROOT / "LICENSE").read_bytes()
     ours, theirs = requirements(ROOT), requirements(KERNELS)
     assert set(theirs[""]) <= set(ours[""])
     assert theirs["gpu"] == ours["gpu"]
@@ -176,16 +165,6 @@ def test_uninstalling_the_kernels_beside_normlab_says_how_to_get_them_back(
         environment.install(wheel)
         assert environment.python(NORMLAB_WORKS).startswith(f"works {environment.folder}")
         environment.uninstall("normlab")
-
-
-@pytest.mark.slow
-def test_uninstalling_normlab_takes_the_kernels_until_they_are_installed_again(
-    environment: Environment, wheel: Path, kernels_wheel: Path
-):
-    environment.install(kernels_wheel)
-    environment.install(wheel)
-    environment.uninstall("normlab")
-    assert environment.python("import normlab_kernels") == "ModuleNotFoundError: No module named 'normlab_kernels'"
     environment.install(kernels_wheel)
     assert environment.python(KERNELS_WORK).startswith(f"works {environment.folder}")
 

@@ -1,4 +1,4 @@
-"""What is declared about the package agrees (dependencies, extras, conda, citation), and importing it is quiet."""
+"""What is declared about the package agrees (dependencies, extras, citation), and importing it is quiet."""
 
 from __future__ import annotations
 
@@ -48,16 +48,6 @@ def distribution(requirement: str) -> str:
     return name[0].lower()
 
 
-def test_the_conda_environment_installs_what_pyproject_declares():
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
-    plain = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
-    (pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    assert pip == ["-e .[all]"]
-    assert sorted(distribution(entry) for entry in plain) == ["pip", "python"], "packages are pyproject's to name"
-    (python_entry,) = [entry for entry in plain if entry.startswith("python")]
-    assert PYPROJECT["project"]["requires-python"] in python_entry
-
-
 def test_what_the_library_imports_is_declared_and_what_is_declared_is_used():
     imported: dict[str, str] = {}
     for path in sorted((ROOT / "normlab").rglob("*.py")):
@@ -92,12 +82,6 @@ def test_what_a_command_lacks_is_one_line_that_names_the_extra(
         [line] = capsys.readouterr().err.splitlines()
         assert line.endswith(f"training needs {lacking}: pip install --upgrade 'normlab[train]'")
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_kernels_alone_ask_for_no_other_python_or_torch():
-    assert KERNELS["requires-python"] == PYPROJECT["project"]["requires-python"]
-    torch = [entry for entry in PYPROJECT["project"]["dependencies"] if distribution(entry) == "torch"]
-    assert KERNELS["dependencies"] == torch
 
 
 def test_one_version_everywhere():
@@ -156,28 +140,14 @@ def test_the_core_works_with_its_core_dependencies_alone_and_asks_for_nothing_el
 
 
 STATE = """
-import json, logging, os, random, signal, sys, threading, warnings
-import numpy, pandas, pyarrow, torch, transformers
-from transformers.models.llama import modeling_llama
-
+import json, logging, os, random, signal, threading, warnings
+import numpy, pandas, torch, transformers
 def state():
-    return {
-        "torch RNG": torch.get_rng_state().sum().item(),
-        "numpy RNG": str(numpy.random.get_state()[1][:4]),
-        "random": str(random.getstate()[1][:4]),
-        "dtype": str(torch.get_default_dtype()),
-        "grad": torch.is_grad_enabled(),
-        "threads": torch.get_num_threads(),
-        "running threads": threading.active_count(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "environment": dict(os.environ),
-        "directory": os.getcwd(),
-        "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
-        "root log": [logging.getLogger().level, len(logging.getLogger().handlers)],
-        "warnings": len(warnings.filters),
-        "pandas options": pandas.get_option("display.max_rows"),
-        "printing": str(torch._tensor_str.PRINT_OPTS),
-    }
+    return [torch.get_rng_state().sum().item(), str(numpy.random.get_state()[1][:4]), str(random.getstate()[1][:4]),
+        str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_num_threads(), threading.active_count(),
+        torch.are_deterministic_algorithms_enabled(), dict(os.environ), os.getcwd(), len(warnings.filters),
+        [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)], logging.getLogger().level,
+        len(logging.getLogger().handlers), pandas.get_option("display.max_rows"), str(torch._tensor_str.PRINT_OPTS)]
 """
 
 
@@ -196,20 +166,6 @@ def test_importing_any_module_changes_no_setting_and_prints_nothing():
         f"{STATE}\nimport importlib, {third_party}\nbefore = state()\n"
         f"for name in {modules!r}:\n    importlib.import_module(name)\n"
         "after = state()\n"
-        "print(json.dumps({key: [before[key], after[key]] for key in before if before[key] != after[key]}))"
+        "print(json.dumps([pair for pair in zip(before, after) if pair[0] != pair[1]]))"
     )
-    assert json.loads(python(code)) == {}
-
-
-def test_the_public_names_resolve():
-    for name in normlab.__all__:
-        assert getattr(normlab, name) is not None
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = normlab.no_such_name
-
-
-def test_a_connection_to_elsewhere_is_refused():
-    import socket
-
-    with pytest.raises(OSError, match="no network"):
-        socket.create_connection(("192.0.2.1", 80), timeout=1)
+    assert json.loads(python(code)) == []

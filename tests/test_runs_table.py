@@ -12,9 +12,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from normlab import NormlabError, load_runs, runs, store
+from normlab import NormlabError, load_runs, packed, runs, store
 from normlab.analysis.selection import summarize
-from normlab.runs import read_manifest
 from normlab.training.config import TrainConfig, require_same
 
 
@@ -133,7 +132,7 @@ def make_run_of_schema_1(root: Path) -> Path:
 def test_a_run_of_schema_1_is_read_with_the_status_it_was_written_with(tmp_path: Path) -> None:
     path = make_run_of_schema_1(tmp_path)
     run = runs.read_run(path)
-    assert run.trigram_loss is None and run.manifest["bigram_loss"] is None and run.status == "finished"
+    assert run.manifest["trigram_loss"] is None and run.manifest["bigram_loss"] is None and run.status == "finished"
     assert run.manifest["schema"] == runs.SCHEMA_VERSION
     assert run.manifest["corpus"]["train_tokens"] == 800 and run.manifest["epochs"] == 2.0
     with warnings.catch_warnings():
@@ -221,19 +220,6 @@ def test_experiments_of_a_damaged_run_are_left_out(tmp_path: Path) -> None:
         assert set(runs.load_experiments(tmp_path).run) == {"good"}
 
 
-def test_a_folder_without_runs_has_no_configurations(tmp_path: Path) -> None:
-    with pytest.raises(NormlabError, match="no runs in"):
-        runs.load_configs(tmp_path)
-
-
-def test_every_shipped_manifest_reads_and_keeps_its_run_id() -> None:
-    folders = [path.parent for path in (Path(__file__).parents[1] / "data").rglob(runs.MANIFEST)]
-    assert folders
-    for folder in folders:
-        manifest = read_manifest(folder)
-        assert TrainConfig.from_dict(manifest["config"]).run_id == manifest["run"]
-
-
 def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path: Path) -> None:
     path = make_run(tmp_path, "good")
     (make_run(tmp_path, "bad") / runs.MANIFEST).write_text("{")
@@ -242,13 +228,6 @@ def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path: Path)
         assert runs.read_configs(tmp_path) == {run.name: run.manifest["config"]}
     assert runs.read_configs([path]) == {run.name: run.manifest["config"]}
     assert not load_runs(path).attrs
-
-
-def test_whole_runs_load_without_a_warning(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_runs(tmp_path)
 
 
 def test_a_place_without_runs_is_refused(tmp_path: Path) -> None:
@@ -315,11 +294,48 @@ def test_shipped_runs_of_every_schema_can_be_read() -> None:
             warnings.simplefilter("error")
             table = load_runs(data / name)
         assert set(table.status) <= set(runs.STATUSES)
-        written = json.loads((runs.find_runs(data / name)[0] / runs.MANIFEST).read_text())
-        assert written["schema"] == schema
+        first = runs.find_runs(data / name)[0]
+        written = packed.manifest(first) if packed.holds(first) else (first / runs.MANIFEST).read_text()
+        assert json.loads(written)["schema"] == schema
 
 
 def test_a_copied_run_is_still_the_run(tmp_path: Path) -> None:
     path = make_run(tmp_path)
     shutil.copytree(path, tmp_path / "elsewhere" / "renamed")
     assert load_runs(tmp_path / "elsewhere").run.unique().tolist() == [path.name]
+
+
+def test_packed_runs_are_read_as_their_directories_were(tmp_path: Path) -> None:
+    tables = ("schema", "other")
+    for name in (*tables, "third"):
+        path = make_run(tmp_path / "search", name)
+        (path / runs.WEIGHTS).unlink()
+        if name in tables:
+            rows = [("skip_delta_loss", "block", layer, None, 0.5 + layer, 0.25) for layer in (1, 2)]
+            frame = pd.DataFrame(rows, columns=runs.EXPERIMENT_COLUMNS).astype({"layer": "Int64", "other": "Int64"})
+            frame.to_parquet(path / runs.EXPERIMENTS, index=False)
+    folder = tmp_path / "search"
+    read = (load_runs, runs.load_experiments, runs.load_configs)
+    before = [load(folder) for load in read]
+    manifests = {path.name: runs.read_run(path).manifest for path in runs.find_runs(folder)}
+    file = packed.pack(folder)
+    assert list(folder.iterdir()) == [file]
+    for load, table in zip(read, before, strict=True):
+        pd.testing.assert_frame_equal(load(folder), table)
+    assert {path.name: runs.read_run(path).manifest for path in runs.find_runs(folder)} == manifests
+    assert load_runs(folder / "third").run.unique().tolist() == ["third"]
+    assert store.is_run(folder / "third") and not store.is_run(folder / "fourth")
+    store.check_root(folder)
+    assert runs.find_runs(tmp_path) == []  # a search is not reported, packed or not
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(NormlabError, match=r"packed_runs.parquet cannot be read"):
+        load_runs(folder)
+
+
+def test_only_runs_without_weights_are_packed(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with pytest.raises(NormlabError, match="bhyt-a keeps its weights"):
+        packed.pack(tmp_path)
+    assert (tmp_path / "bhyt-a").is_dir()
+    with pytest.raises(NormlabError, match="has no run to pack"):
+        packed.pack(tmp_path / "bhyt-a")

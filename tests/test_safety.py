@@ -15,7 +15,7 @@ from training_helpers import tiny
 import normlab
 from normlab import NormlabError, store
 from normlab.report.inputs import load
-from normlab.training.loop import STATE
+from normlab.training.checkpoint import STATE
 from normlab.training.run import RunStopped
 
 pytest_plugins = ["training_fixtures"]

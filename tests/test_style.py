@@ -36,16 +36,6 @@ def test_long_sentences_and_words_to_avoid_are_found_with_their_line(
     assert found(style, page, capsys) == ["3: 31 words: The word wor", "12: avoid 'of its own': A"]
 
 
-def test_docstrings_are_read_by_argument_and_by_their_first_line(
-    style: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = f"    Args:\n        x: {LONG[:60]}.\n        y: {LONG[:60]}.\n"
-    (module := tmp_path / "module.py").write_text(
-        f'"""Read a file."""\n\n\ndef f():\n    """Whether it is one.\n\n{arguments}    """\n'
-    )
-    assert found(style, module, capsys) == ["5: first line 'Whether it"]
-
-
 # Words per sentence, and the share of sentences with three separators or more. Lower a bound when a room improves.
 GOAL = (14.0, 0.15)
 BOUNDS = {

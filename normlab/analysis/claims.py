@@ -28,6 +28,7 @@ from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
 DEEP = 0.5  # the deep blocks are the last half of them
+SIZE = "token_l2_mean"  # of the stream
 MOMENTS = (("before training", 0), ("after training", None))
 
 
@@ -71,23 +72,19 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     return table.rename_axis(index="scheme", columns="depth")
 
 
-def extremes(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
-    """The schemes with the largest and the smallest value after the last block, per depth, before and after training.
+def extremes(runs: pd.DataFrame) -> pd.DataFrame:
+    """The schemes with the largest and the smallest stream after the last block, per depth, before and after training.
 
-    Values are geometric means over seeds, at the learning rate that the schemes of the depth share.
+    Values are L2 norms of a token: geometric means over seeds, at the learning rate that schemes of the depth share.
 
     Returns:
         Columns `depth learning_rate when largest smallest factor`; factor is largest over smallest. Depths with fewer
         than two schemes are left out.
-
-    Raises:
-        NormlabError: a metric that is not compared as a ratio.
     """
-    _require_ratio(metric)
     chosen = choose(runs, depth=None, same_rate=True)
     found = []
     for when, step in MOMENTS:
-        values = last_values(chosen, metric, step=step)
+        values = last_values(chosen, SIZE, step=step)
         sizes = np.log(values["value"].where(values["value"] > 0)).groupby([values["depth"], values["scheme"]]).mean()
         for depth, own in np.exp(sizes.dropna()).groupby(level="depth"):
             if len(own) < 2:
@@ -106,7 +103,7 @@ def against(
     runs: pd.DataFrame,
     scheme: str,
     others: Sequence[str],
-    metric: str = "token_l2_mean",
+    metric: str = SIZE,
     *,
     depth: int | None = None,
 ) -> pd.DataFrame:
@@ -128,21 +125,17 @@ def against(
     return judged(rows) if len(rows) else pd.DataFrame()
 
 
-def growth(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
-    """Layer L over layer 1 after training, one row per scheme and depth: geometric means over the seeds.
+def growth(runs: pd.DataFrame) -> pd.DataFrame:
+    """L2 norm of a token at layer L over that at layer 1 after training: geometric means, per scheme and depth.
 
     Returns:
         Columns `depth a metric kind seeds estimate low high sd df p p_holm margin verdict one_block first_half`.
         `one_block`: the largest increase from a layer to the next, embeddings (layer 0) included, over layer L's value.
         `first_half`: the share of the growth's logarithm in the first half of the blocks (0.5: a constant factor per
         block). Both are means over the seeds.
-
-    Raises:
-        NormlabError: a metric that is not compared as a ratio.
     """
-    _require_ratio(metric)
     chosen = choose(runs, depth=None, same_rate=True)
-    layers = [last_values(chosen, metric, layer=layer) for layer in range(max(chosen.depths) + 1)]
+    layers = [last_values(chosen, SIZE, layer=layer) for layer in range(max(chosen.depths) + 1)]
     values = []
     for depth in chosen.depths:
         rows = layers[depth][layers[depth]["depth"] == depth]
@@ -157,7 +150,7 @@ def growth(runs: pd.DataFrame, metric: str = "token_l2_mean") -> pd.DataFrame:
     table = pd.concat(values)
     shares = table.groupby(["depth", "scheme"])[["one_block", "first_half"]].mean()
     shares = shares.rename_axis(["depth", "a"]).reset_index()
-    return judged(means(table, metric)).merge(shares, on=["depth", "a"])
+    return judged(means(table, SIZE)).merge(shares, on=["depth", "a"])
 
 
 def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None = None) -> pd.DataFrame:
@@ -271,11 +264,6 @@ def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     titled = rows.assign(a=table["scheme"].to_numpy())
     table["verdict"] = [in_words(row) if "b" in rows else _against_none(row) for row in titled.itertuples()]
     return table.reset_index(drop=True)
-
-
-def _require_ratio(metric: str) -> None:
-    if not metric_row(metric).is_ratio:
-        raise NormlabError(f"{metric} is not a positive size: it is not compared as a ratio")
 
 
 def _against_none(row: Any) -> str:

@@ -79,7 +79,6 @@ class Profiles:
     Args:
         runs: the table of `normlab.load_runs`.
         configs: each run's configuration (`normlab.read_configs`), for theory's predictions.
-        theory: rows of `normlab.analysis.theory.predict`, in place of predictions for the runs.
 
     Attributes:
         chosen: the runs that are shown, None where there are none.
@@ -89,15 +88,10 @@ class Profiles:
         NormlabError: `runs` is no such table.
     """
 
-    def __init__(
-        self,
-        runs: pd.DataFrame,
-        configs: Mapping[str, Mapping[str, Any]] | None = None,
-        theory: pd.DataFrame | None = None,
-    ) -> None:
+    def __init__(self, runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.chosen: Selection | None = None
         self.missing = ""
-        self._configs, self._theory = configs or {}, theory
+        self._configs = configs or {}
         self._places: dict[tuple[str, str, str, int], np.ndarray] = {}
         self._measured, self._by_step = cache(self._read), cache(self._compute)
         self._predictions = cache(self._predict)
@@ -209,12 +203,10 @@ class Profiles:
 
     def _predict(self, depth: int) -> dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]]:
         """Theory's profiles for a depth: by (site, metric, mask) and scheme, (layers, values)."""
-        rows = self._theory
-        if rows is None and self.chosen:
-            rows = predict_runs(self.chosen.runs, depth, self._configs)
+        rows = predict_runs(self.chosen.runs, depth, self._configs) if self.chosen else None
         found: dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]] = {}
-        if rows is not None and len(rows):
-            for key, part in rows[rows["depth"] == depth].groupby(["site", "metric", "mask", "scheme"]):
+        if rows is not None:
+            for key, part in rows.groupby(["site", "metric", "mask", "scheme"]):
                 line = part["layer"].to_numpy(dtype=np.int64), part["value"].to_numpy(dtype=float)
                 found.setdefault((key[0], key[1], key[2]), {})[key[3]] = line
         return found

@@ -65,10 +65,10 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
     return sorted(int(depth) for depth in counts.index[counts == counts.max()])
 
 
-def deepest(table: pd.DataFrame, schemes: int = 3) -> int:
-    """The deepest depth at which at least so many schemes were run, or the deepest of those with most."""
+def deepest(table: pd.DataFrame) -> int:
+    """The deepest depth at which three schemes or more were run, or the deepest of those with most."""
     counts = table.groupby("depth")["scheme"].nunique()
-    return int(counts.index[counts >= min(schemes, counts.max())].max())
+    return int(counts.index[counts >= min(3, counts.max())].max())
 
 
 def of_depth(table: pd.DataFrame, depth: int | None) -> pd.DataFrame:

@@ -26,7 +26,7 @@ from normlab.experimental.graph_sites import GraphSites, Watch, graph_sites, roo
 from normlab.probes import CallInputs, LayerStats, Metric, Sites, sites
 from normlab.probes.accumulate import empty_moments, moments_table, with_batch
 from normlab.probes.callback import DEFAULT, LayerStatsCallback, UpdateRatio, loss_scales
-from normlab.probes.forward_call import LossTokens
+from normlab.probes.forward_call import LossTokens, Place
 from normlab.probes.layout import hidden_state, output_tensor, read_by, token_masks
 from normlab.probes.metrics import KIND_STATISTICS, METRICS, resolve_metrics
 from normlab.probes.statistics import at_least_float32, row_statistics
@@ -101,17 +101,17 @@ def _per_token(masks: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Accumulators:
-    """The running moments of one watched tensor: (4, 1, masks, statistics) each."""
+class _Accumulator:
+    """The running moments of one kind at one place: (4, 1, masks, statistics)."""
 
-    watch: Watch
-    activation: Tensor
-    gradient: Tensor
+    kind: str
+    place: Place
+    width: int
+    state: Tensor
 
     def clear(self) -> None:
-        for state in (self.activation, self.gradient):
-            state[:3] = 0
-            state[3] = -torch.inf
+        self.state[:3] = 0
+        self.state[3] = -torch.inf
 
 
 class CompiledRecorder:
@@ -143,10 +143,12 @@ class CompiledRecorder:
         self.sites, self.metrics = where, tuple(metrics)
         self._mask_names, self._loss_tokens = tuple(masks), loss_tokens
         needed = {metric.statistic for metric in metrics}
-        self._statistics = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
-        self._gradient = any(metric.kind == "gradient" for metric in metrics)
+        self._statistics = {
+            kind: tuple(name for name in KIND_STATISTICS[kind] if name in needed) for kind in ("activation", "gradient")
+        }
+        self._gradient = bool(self._statistics["gradient"])
         self._handles: list[Any] = []
-        self._accumulators: list[_Accumulators] = []
+        self._accumulators: list[_Accumulator] = []
         self._arguments: dict[str, Any] = {}  # of the call that runs
         self._masks: Tensor | None = None  # of the call that runs: (masks, batch, length)
         self._factor: Any = None
@@ -184,15 +186,14 @@ class CompiledRecorder:
         self._handles.append(root.register_forward_pre_hook(_alone_uncompiled(self._enter), with_kwargs=True))
         self._handles.append(owner.register_forward_pre_hook(_alone_uncompiled(self._begin)))
         for watch in self._graph.watches:
-            parameters = watch.module.parameters()
-            layer_device = next((parameter.device for parameter in parameters), device)
-            states = [
-                empty_moments(1, len(self._mask_names), size, layer_device) for size in (len(self._statistics), 1)
-            ]
-            accumulators = _Accumulators(watch, *states)
-            self._accumulators.append(accumulators)
-            static += states
-            self._handles.append(self._hook(accumulators))
+            layer_device = next((parameter.device for parameter in watch.module.parameters()), device)
+            states: dict[str, Tensor] = {}
+            for kind, place in (("activation", watch.place), ("gradient", watch.gradient)):
+                if place is not None and (names := self._statistics[kind]):
+                    state = states[kind] = empty_moments(1, len(self._mask_names), len(names), layer_device)
+                    self._accumulators.append(_Accumulator(kind, place, watch.width, state))
+            static += states.values()
+            self._handles.append(self._hook(watch, states))
         for tensor in static:
             torch._dynamo.mark_static_address(tensor)  # else CUDA graphs would refuse a graph that writes to it
         self._handles.append(owner.register_forward_hook(_alone_uncompiled(self._end)))
@@ -251,34 +252,33 @@ class CompiledRecorder:
         inputs.arguments = arguments
         return self._loss_tokens(inputs)
 
-    def _hook(self, accumulators: _Accumulators) -> Any:
-        watch = accumulators.watch
-        if watch.is_output:
-            return watch.module.register_forward_hook(
-                _alone_uncompiled(lambda module, args, output: self._measure(accumulators, output_tensor(output)))
-            )
-        return watch.module.register_forward_pre_hook(
-            _alone_uncompiled(lambda module, args, kwargs: self._measure(accumulators, hidden_state(args, kwargs)[0])),
-            with_kwargs=True,
-        )
+    def _hook(self, watch: Watch, states: dict[str, Tensor]) -> Any:
+        def entered(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            self._measure(watch, states, hidden_state(args, kwargs)[0])
 
-    def _measure(self, accumulators: _Accumulators, x: Tensor) -> None:
+        def left(module: nn.Module, args: tuple, output: Any) -> None:
+            self._measure(watch, states, output_tensor(output))
+
+        if watch.is_output:
+            return watch.module.register_forward_hook(_alone_uncompiled(left))
+        return watch.module.register_forward_pre_hook(_alone_uncompiled(entered), with_kwargs=True)
+
+    def _measure(self, watch: Watch, states: dict[str, Tensor], x: Tensor) -> None:
         masks = self._masks
         if masks is None:  # outside of a training call, as when a checkpoint recomputes a block
             return
-        watch = accumulators.watch
-        if self._statistics and watch.places:
+        if "activation" in states:
             with torch.no_grad():
                 h = x.detach() if watch.reader is None else read_by(watch.reader, x.detach())
-                values = row_statistics(h.reshape(-1, h.shape[-1]), self._statistics)
-                _accumulate(accumulators.activation, values, _per_token(masks, h))
-        if self._gradient and watch.gradients:
-            _await_gradient(x, accumulators.gradient, masks, self._factor)
+                values = row_statistics(h.reshape(-1, h.shape[-1]), self._statistics["activation"])
+                _accumulate(states["activation"], values, _per_token(masks, h))
+        if "gradient" in states:
+            _await_gradient(x, states["gradient"], masks, self._factor)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
     def stats(self, step: int | None = None) -> LayerStats:
-        """The statistics of all calls since the last one. One transfer per device.
+        """The statistics of all calls since the last one.
 
         Raises:
             NormlabError: no call has been counted, or no gradient has arrived.
@@ -289,44 +289,30 @@ class CompiledRecorder:
                 "no training step was counted: call the model in training mode between start() and stats()"
             )
         absent = dict(self._graph.absent)
-        tables = [self._read("activation", self._statistics, absent)] if self._statistics else []
-        if self._gradient:
-            gradients = self._read("gradient", KIND_STATISTICS["gradient"], absent)
-            if gradients.empty:
-                raise NormlabError("grad_* metrics were asked for but no backward pass ran through the compiled blocks")
-            tables.append(gradients)
+        tables = {kind: self._read(kind, absent) for kind, names in self._statistics.items() if names}
+        if self._gradient and tables["gradient"].empty:
+            raise NormlabError("grad_* metrics were asked for but no backward pass ran through the compiled blocks")
         details = manifest(self.sites, self.metrics, self._mask_names, calls)
         details |= {"layers": self.sites.depth, "absent": absent, "compiled": True}
         if self._gradient:
             details["loss_tokens"] = float(self._loss_labels)
-        for accumulators in self._accumulators:
-            accumulators.clear()
+        for accumulator in self._accumulators:
+            accumulator.clear()
         self._calls.zero_()
         self._loss_labels.zero_()
-        moments = pandas.concat(tables, ignore_index=True)
+        moments = pandas.concat(tables.values(), ignore_index=True)
         return LayerStats(moments, tuple(metric.name for metric in self.metrics), details, step)
 
-    def _read(self, kind: str, names: Sequence[str], absent: dict[str, str]) -> pandas.DataFrame:
-        by_device: dict[torch.device, list[_Accumulators]] = {}
-        for accumulators in self._accumulators:
-            by_device.setdefault(accumulators.gradient.device, []).append(accumulators)
-        tables = []
-        for group in by_device.values():
-            states = torch.cat([getattr(accumulators, kind) for accumulators in group], dim=1).cpu()
-            watches = [accumulators.watch for accumulators in group]
-            rows = [
-                (row, place, watch.width)
-                for row, watch in enumerate(watches)
-                for place in (watch.places if kind == "activation" else watch.gradients)
-            ]
-            has_counted = states[0].flatten(1).any(1)
-            absent |= {
-                f"{site} {layer}": "no gradient arrived here" for i, (site, layer), _ in rows if not has_counted[i]
-            }
-            rows = [row for row in rows if has_counted[row[0]]]
-            places, widths = [place for _, place, _ in rows], [width for *_, width in rows]
-            tables.append(moments_table(states[:, [i for i, *_ in rows]], places, widths, self._mask_names, names))
-        return pandas.concat(tables, ignore_index=True)
+    def _read(self, kind: str, absent: dict[str, str]) -> pandas.DataFrame:
+        mine = [accumulator for accumulator in self._accumulators if accumulator.kind == kind]
+        states = torch.cat([accumulator.state.cpu() for accumulator in mine], dim=1)
+        counted = states[0].flatten(1).any(1).tolist()
+        lost = [accumulator.place for accumulator, has_tokens in zip(mine, counted, strict=True) if not has_tokens]
+        absent |= {f"{site} {layer}": "no gradient arrived here" for site, layer in lost}
+        kept = [(i, accumulator) for i, accumulator in enumerate(mine) if counted[i]]
+        places, widths = [each.place for _, each in kept], [each.width for _, each in kept]
+        states = states[:, [i for i, _ in kept]]
+        return moments_table(states, places, widths, self._mask_names, self._statistics[kind])
 
 
 class CompiledStatsCallback(LayerStatsCallback):

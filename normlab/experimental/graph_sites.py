@@ -7,8 +7,7 @@ found once, by a pass of a few random tokens through the uncompiled model. Where
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,32 +16,33 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes import Sites, record
+from normlab.probes.experiments import evaluating, hooked
 from normlab.probes.forward_call import IGNORED_LABEL, Place, labels_averaged, loss_and_logits
-from normlab.probes.layout import find_hidden_state, find_output, read_by, same_tensor
-from normlab.probes.metrics import GRADIENT_SITES, SITES
+from normlab.probes.layout import find_hidden_state
+from normlab.probes.metrics import GRADIENT_SITES
 
 ROWS, LENGTH, UNLABELLED, ITEMS = 2, 16, 3, 7  # 28 labels when they are shifted, 29 when not; none of them is 7
 
 
 @dataclass(frozen=True, eq=False)
 class Watch:
-    """One tensor of the residual stream, and the places that it is at.
+    """A tensor of the residual stream at one place.
 
     Args:
         module: whose tensor it is.
         is_output: what the module returns; else what it is called with.
         reader: the block that reads one stream of it, where it holds several.
         width: features per token.
-        places: (site, layer) of h.
-        gradients: (site, layer) of dLoss/dh.
+        place: site and layer of h; None where its gradient alone is measured.
+        gradient: site and layer of dLoss/dh; None where h alone is measured.
     """
 
     module: nn.Module
     is_output: bool
     reader: nn.Module | None
     width: int
-    places: tuple[Place, ...]
-    gradients: tuple[Place, ...]
+    place: Place | None
+    gradient: Place | None
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,21 @@ def graph_sites(where: Sites) -> GraphSites:
             (batch, length, ..., features).
     """
     model = root_of(where)
-    batch = _batch(model)
-    notes: list[_Note] = []
-    with _evaluating(model), torch.no_grad(), record(where, ["token_l2_mean"], masks=["all"]) as recorder:
-        with _noting(where, notes):
+    batch, blocks = _batch(model), [block.module for block in where.blocks]
+    norms = [norm for block in where.blocks for norm in (*block.norms, *block.inner_norms)]
+    ran: list[nn.Module] = []
+    shapes: dict[nn.Module, tuple[int, ...]] = {}  # of what blocks and norms read
+
+    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        ran.append(module)
+        if (state := find_hidden_state(args, kwargs)) is not None:
+            shapes[module] = tuple(state[0].shape)
+
+    with evaluating(model), torch.no_grad():
+        with (
+            record(where, ["token_l2_mean"], masks=["all"]) as recorder,
+            hooked(*((module, note) for module in (*blocks, *norms, *where.outer_norms))),
+        ):
             try:
                 output = model(**batch)
             except TypeError as error:
@@ -110,14 +121,16 @@ def graph_sites(where: Sites) -> GraphSites:
                 ) from error
         averaging = _averaging(model, batch, output)
     stats = recorder.stats()
-    ran = [note.module for note in notes if note.is_block and not note.is_output]
-    if ran != [block.module for block in where.blocks]:
+    if [module for module in ran if module in blocks] != blocks:
         raise NormlabError("compiled statistics need every block to run once in a call, in order: use record")
-    norm_sites = {norm: place for norm, place in recorder.norm_sites.items() if place[0] in SITES}
-    final = [note.module for note in notes if note.module in where.outer_norms]
-    if "final_norm_in" in set(stats.moments["site"]) and final:
-        norm_sites[final[-1]] = ("final_norm_in", where.depth)
-    return GraphSites(tuple(_watches(where, notes, norm_sites)), averaging, dict(stats.manifest["absent"]))
+    for module in (*blocks, *recorder.norm_sites):
+        if shapes[module][:2] != (ROWS, LENGTH) or len(shapes[module]) < 3:
+            raise NormlabError(
+                f"compiled statistics need activations of (batch, length, features), not {shapes[module]} for "
+                f"{ROWS} x {LENGTH} tokens: use record"
+            )
+    widths = {(row.site, row.layer): row.width for row in stats.moments.itertuples()}
+    return GraphSites(tuple(_watches(blocks, recorder.norm_sites, widths)), averaging, dict(stats.manifest["absent"]))
 
 
 def _batch(model: nn.Module) -> dict[str, Tensor]:
@@ -134,89 +147,18 @@ def _batch(model: nn.Module) -> dict[str, Tensor]:
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, because branches do not add up with dropout; every module's former mode after."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@dataclass(eq=False)
-class _Note:
-    """A tensor that passed by, and its version at that time."""
-
-    module: nn.Module
-    is_block: bool
-    is_output: bool
-    reader: nn.Module | None
-    x: Tensor
-    version: int
-
-    def same_as(self, other: _Note) -> bool:
-        return self.reader is other.reader and self.version == other.version and same_tensor(self.x, other.x)
-
-
-@contextmanager
-def _noting(where: Sites, notes: list[_Note]) -> Iterator[None]:
-    """Note every block's input and output and every norm's input."""
-    blocks = [block.module for block in where.blocks]
-    readers = {block: block if hasattr(block, "enter") else None for block in blocks}
-    norms = [norm for block in where.blocks for norm in (*block.norms, *block.inner_norms)]
-    handles = []
-
-    def note(module: nn.Module, x: Tensor | None, is_output: bool = False) -> None:
-        if x is not None:
-            index = blocks.index(module) if module in readers else 0
-            reader = readers.get(blocks[min(index + is_output, len(blocks) - 1)] if module in readers else module)
-            notes.append(_Note(module, module in readers, is_output, reader, x, x._version))
-
-    def entered(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        state = find_hidden_state(args, kwargs)
-        note(module, None if state is None else state[0])
-
-    for module in (*blocks, *norms, *where.outer_norms):
-        handles.append(module.register_forward_pre_hook(entered, with_kwargs=True))
-    for module in blocks:
-        handles.append(module.register_forward_hook(lambda m, args, output: note(m, find_output(output), True)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _watches(where: Sites, notes: Sequence[_Note], norm_sites: Mapping[nn.Module, Place]) -> Iterator[Watch]:
-    """One watch for all notes of the same tensor, at the first of them."""
-    layers = {block.module: block.index for block in where.blocks}
-    groups: list[tuple[_Note, list[Place], list[Place]]] = []
-    for note in notes:
-        layer, outputs, inputs = layers.get(note.module, 0), [], []
-        if not note.is_block:
-            outputs = inputs = [norm_sites[note.module]] if note.module in norm_sites else []
-        elif note.is_output:
-            outputs = [("block_out", layer)]
-        else:
-            outputs, inputs = ([("block_out", 0)] if layer == 1 else []), [("block_in", layer)]
-        group = next((group for group in groups if group[0].same_as(note)), None)
-        if group is None:
-            groups.append(group := (note, [], []))
-        group[1].extend(outputs)
-        group[2].extend((GRADIENT_SITES[site], at) for site, at in inputs)
-    for note, places, gradients in groups:
-        if not places and not gradients:
-            continue
-        if tuple(note.x.shape[:2]) != (ROWS, LENGTH) or note.x.ndim < 3:
-            raise NormlabError(
-                f"compiled statistics need activations of (batch, length, features), not {tuple(note.x.shape)} for "
-                f"{ROWS} x {LENGTH} tokens: use record"
-            )
-        view = note.x if note.reader is None else read_by(note.reader, note.x)
-        yield Watch(note.module, note.is_output, note.reader, view.shape[-1], tuple(places), tuple(gradients))
+def _watches(
+    blocks: list[nn.Module], norm_sites: Mapping[nn.Module, Place], widths: Mapping[Place, int]
+) -> Iterator[Watch]:
+    readers = [block if hasattr(block, "enter") else None for block in blocks]
+    for i, (block, following) in enumerate(zip(blocks, [*readers[1:], readers[-1]], strict=True)):
+        before, after = ("block_out", i), ("block_out", i + 1)
+        entered = before if i == 0 else None  # the others are the output of the block before
+        yield Watch(block, False, readers[i], widths[before], entered, ("block_in_grad", i + 1))
+        yield Watch(block, True, following, widths[after], after, None)
+    for norm, (site, layer) in norm_sites.items():
+        if site in GRADIENT_SITES:
+            yield Watch(norm, False, None, widths[site, layer], (site, layer), (GRADIENT_SITES[site], layer))
 
 
 def _averaging(model: nn.Module, batch: Mapping[str, Tensor], output: Any) -> Averaging | None:

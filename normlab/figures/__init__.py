@@ -25,21 +25,15 @@ except ImportError as error:  # pragma: no cover - needs an environment without 
     raise ImportError("figures need plotly: pip install 'normlab[figures]'") from error
 
 from normlab.figures.depth import depth_scaling, trains_at_depth
-from normlab.figures.growth import gradient_growth, growth_before_after, layer_growth
+from normlab.figures.growth import growth_before_after, layer_growth
 from normlab.figures.kernels import call_times, copy_share, one_call, registers_by_width
 from normlab.figures.layers import by_layer, by_pair
-from normlab.figures.one_model import by_tool, future_effect, logit_attribution, shares_and_effects, skip_cost
+from normlab.figures.one_model import logit_attribution, shares_and_effects
 from normlab.figures.profile import profile
 from normlab.figures.published import published_ratios
 from normlab.figures.registry import FIGURES, FigureRow, draw_all, register
-from normlab.figures.settings import (
-    by_setting,
-    carried_ratio,
-    condition_differences,
-    loss_over_gain,
-    saturation,
-    variant_differences,
-)
+from normlab.figures.report import layer_figure
+from normlab.figures.settings import by_setting, saturation, variant_differences
 from normlab.figures.theme import message_figure, themed
 from normlab.figures.training import loss_curves
 from normlab.probes.metrics import ALL_METRICS as METRICS
@@ -51,20 +45,15 @@ __all__ = [
     "by_layer",
     "by_pair",
     "by_setting",
-    "by_tool",
     "call_times",
-    "carried_ratio",
-    "condition_differences",
     "copy_share",
     "depth_scaling",
     "draw_all",
-    "future_effect",
-    "gradient_growth",
     "growth_before_after",
+    "layer_figure",
     "layer_growth",
     "logit_attribution",
     "loss_curves",
-    "loss_over_gain",
     "message_figure",
     "one_call",
     "profile",
@@ -73,7 +62,6 @@ __all__ = [
     "registers_by_width",
     "saturation",
     "shares_and_effects",
-    "skip_cost",
     "themed",
     "trains_at_depth",
     "variant_differences",

@@ -52,9 +52,6 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
     Right: one row per scheme and one panel per depth, drawn where both schemes learned, with 95% intervals. All
     differences shown are one family (`normlab.analysis.verdicts`). Discs are different, squares equivalent, rings
     undecided.
-
-    Args:
-        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
     """
     shown = selected(runs, depth=None)
     points = _depth_points(shown)
@@ -192,9 +189,6 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     `BEYOND` above the unigram entropy, as are losses above that. Gradients are of the batch at each block's input
     (``grad_l2_total``), the stream is its L2 norm per token (``token_l2_mean``). Both are geometric means over seeds.
     Each row of a profile spans its first layer to its last.
-
-    Args:
-        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
     """
     shown = selected(runs)
     table = outcomes(shown.runs)

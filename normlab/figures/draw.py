@@ -89,20 +89,25 @@ def interval_bars(middle: Any, low: Any, high: Any, **look: Any) -> dict[str, An
     return dict(type="data", symmetric=False, array=up, arrayminus=down, thickness=1, width=3) | look
 
 
-def panels(names: Sequence[str], titles: Sequence[str], columns: int, **grid: Any) -> tuple[go.Figure, list[dict]]:
-    """A grid with one panel per name, and each one's `row` and `col`. Titles begin at the panel's left edge."""
+def panels(
+    names: Sequence[str], titles: Sequence[str], across: str, columns: int, height: int, gap: int, **grid: Any
+) -> tuple[go.Figure, list[dict], int]:
+    """A grid with one panel per name, each one's `row` and `col`, and the height of all, in pixels.
+
+    Titles begin at the panel's left edge. The lowest panel of a column has the title `across` below it.
+    """
     columns = max(1, min(columns, len(names)))
-    figure = make_subplots(rows=-(-len(names) // columns), cols=columns, subplot_titles=titles, **grid)
+    rows = -(-len(names) // columns)
+    inner = rows * height + (rows - 1) * gap
+    grid |= dict(vertical_spacing=gap / inner if rows > 1 else 0.0)
+    figure = make_subplots(rows=rows, cols=columns, subplot_titles=titles, **grid)
     cells = [dict(row=index // columns + 1, col=index % columns + 1) for index in range(len(names))]
-    for title, cell in zip(figure.layout.annotations, cells, strict=True):
+    for index, (title, cell) in enumerate(zip(figure.layout.annotations, cells, strict=True)):
         title.x = figure.get_subplot(**cell).xaxis.domain[0]
+        below = across if index + columns >= len(names) else None
+        figure.update_xaxes(title_text=below, showticklabels=True, **cell)
     figure.update_annotations(xanchor="left", align="left", font=dict(size=13), yshift=2)
-    return figure, cells
-
-
-def is_lowest(cell: dict, cells: Sequence[dict]) -> bool:
-    """True if no panel is below this one."""
-    return dict(row=cell["row"] + 1, col=cell["col"]) not in cells
+    return figure, cells, inner
 
 
 def axis_bounds(values: Iterable[float], log: bool, pad: float = 0.06) -> Bounds | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,8 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.selection import NothingToShow, Selection, mean_of
 from normlab.analysis.verdicts import differences
 from normlab.figures import theme
-from normlab.figures.draw import add_line, axis_bounds, beside, footnote, is_lowest, panels, selected, short, value_axis
+from normlab.figures.draw import add_line, axis_bounds, beside, footnote, panels, selected, short, value_axis
+from normlab.figures.published import published_points, published_source, published_trace
 from normlab.figures.registry import register
 from normlab.probes.metrics import Metric, metric_row, site_label
 
@@ -29,42 +29,39 @@ _TEXTS = {"before": 16, "after": 112, "published": 272}
 @register("token_l2_growth", "B1", "L2 norm of a token by layer and training step", overlays=True)
 @register("variance_growth", "B1, C1", "variance over features by layer and training step", overlays=True,
           metric="feature_var_mean")  # fmt: skip
+@register("gradient_total_growth", "B3", "gradient norm of the batch by layer and training step",
+          metric="grad_l2_total", log=True)  # fmt: skip
+@register("gradient_token_growth", "B3", "gradient norm of a token by layer and training step",
+          metric="grad_l2_mean", log=True)  # fmt: skip
 def layer_growth(
     runs: pd.DataFrame | Selection,
     metric: str = "token_l2_mean",
     *,
-    site: str = "block_out",
     published: pd.DataFrame | None = None,
     log: bool = False,
 ) -> go.Figure:
     """A metric against layer at several training steps, one panel per scheme (BHyT Fig. 3, The Curse of Depth).
 
     Lines are means (geometric for sizes) over seeds; step 0, before training, is dashed. All schemes of a depth have
-    one learning rate where they share one.
+    one learning rate where they share one. A gradient at layer l is that at the input of block l, of the loss summed
+    over tokens: values do not depend on how batches are cut.
 
     Args:
-        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
-        metric: a name of `METRICS` that was measured at `site`.
+        metric: a name of `METRICS`; it is shown where its row there says.
         published: table of `normlab.load_published`; values of the same metric are drawn as diamonds with their reading
             error.
         log: one logarithmic value axis for all panels, to compare sizes; else a linear one for each, to see its growth.
     """
     row, shown = metric_row(metric), selected(runs, same_rate=True)
+    site = row.default_site
     rows = _mean_over_seeds(shown.rows(site, metric, "all"), metric)
     if rows.empty:
         raise NothingToShow(f"{metric} was not measured at: {site_label(site)}.")
-    points = _published_points(published if site == "block_out" else None, metric, shown.schemes)
+    points = published_points(published, metric, shown.schemes, site)
     schemes = [name for name in shown.schemes if name in set(rows["scheme"])]
-    lines = -(-len(schemes) // _COLUMNS)
-    inner = lines * _PANEL + (lines - 1) * _GAP
-    figure, cells = panels(
-        schemes,
-        [_panel_title(shown, rows[rows["scheme"] == name], name) for name in schemes],
-        _COLUMNS,
-        shared_yaxes=log,
-        horizontal_spacing=0.022 if log else 0.05,
-        vertical_spacing=_GAP / inner if lines > 1 else 0.0,
-    )
+    titles = [_panel_title(shown, rows[rows["scheme"] == name], name) for name in schemes]
+    grid = dict(shared_yaxes=log, horizontal_spacing=0.022 if log else 0.05)
+    figure, cells, inner = panels(schemes, titles, "layer", _COLUMNS, _PANEL, _GAP, **grid)
     last = float(rows["step"].max())
     deepest = int(max([*rows["layer"], *points["layer"]]))
     layers = [0, deepest + 0.3 if len(points) else deepest]
@@ -73,12 +70,11 @@ def layer_growth(
         held = [rows, points] if log else [mine, printed]
         bounds = axis_bounds(pd.concat([table["value"].astype(float) for table in held]), log)
         figure.update_yaxes(**value_axis(bounds, log), **cell)
-        for step in shown_steps([int(s) for s in mine["step"].unique()]):
+        for step in _shown_steps({int(s) for s in mine["step"].unique()}):
             _add_step(figure, mine[mine["step"] == step], step, last, row, cell)
         if len(printed):
-            figure.add_trace(_diamond(printed, row), **cell)
-        title = "layer" if is_lowest(cell, cells) else None
-        figure.update_xaxes(title_text=title, showticklabels=True, range=layers, nticks=6, **cell)
+            figure.add_trace(published_trace(printed, row.name), **cell)
+        figure.update_xaxes(range=layers, nticks=6, **cell)
     figure.update_yaxes(title_text=row.axis, col=1)
     figure.add_trace(_step_bar(last), row=1, col=1)
     if len(points):
@@ -104,18 +100,6 @@ def _range_of_growth(rows: pd.DataFrame) -> str:
     return f": {low} to {high} from layer 1 to {wide.columns.max()}"
 
 
-@register("gradient_total_growth", "B3", "gradient norm of the batch by layer and training step")
-@register("gradient_token_growth", "B3", "gradient norm of a token by layer and training step", metric="grad_l2_mean")
-def gradient_growth(
-    runs: pd.DataFrame | Selection, metric: str = "grad_l2_total", *, site: str = "block_in_grad", log: bool = True
-) -> go.Figure:
-    """Gradient norm by layer at several training steps (B3); layer l: the gradient at the input of block l.
-
-    The loss is summed over tokens, so values do not depend on how batches are cut. Arguments as for `layer_growth`.
-    """
-    return layer_growth(runs, metric, site=site, log=log)
-
-
 def _mean_over_seeds(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Columns scheme, step, layer, value, low, high, seeds; non-finite values are left out of the mean."""
     finite = rows[np.isfinite(rows["value"].astype(float)) & rows["layer"].notna()]
@@ -124,20 +108,12 @@ def _mean_over_seeds(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     return grouped.agg(value=mean, low="min", high="max", seeds="count").reset_index()
 
 
-def shown_steps(steps: Sequence[int], most: int = MOST_STEPS) -> list[int]:
-    """At most `most` of the measured steps, the first and the last among them, evenly spread over the list."""
-    steps = sorted(set(steps))
-    if len(steps) <= most:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
-
-
-def _published_points(published: pd.DataFrame | None, metric: str, schemes: Sequence[str]) -> pd.DataFrame:
-    """Published values of these schemes at a layer."""
-    if published is None:
-        return pd.DataFrame(columns=["scheme", "layer", "value"])
-    keep = (published["metric"] == metric) & published["scheme"].isin(schemes) & published["layer"].notna()
-    return published[keep]
+def _shown_steps(steps: set[int]) -> list[int]:
+    """At most `MOST_STEPS` of the measured steps, the first and the last among them, evenly spread over the list."""
+    ordered = sorted(steps)
+    if len(ordered) <= MOST_STEPS:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]
 
 
 def _panel_title(shown: Selection, rows: pd.DataFrame, name: str) -> str:
@@ -175,23 +151,6 @@ def _add_step(figure: go.Figure, rows: pd.DataFrame, step: int, last: float, row
     )
 
 
-def _diamond(points: pd.DataFrame, row: Metric) -> go.Scatter:
-    text = [f"{p.paper} (arXiv {p.arxiv}), {p.where}<br>{p.model}, {p.method}: {p.note}" for p in points.itertuples()]
-    errors = (points["value"] * points["relative_error"].fillna(0.0)).astype(float).tolist()
-    return go.Scatter(
-        x=points["layer"].astype(int).tolist(),
-        y=points["value"].astype(float).tolist(),
-        error_y=dict(type="data", array=errors, thickness=1.2, width=3),
-        mode="markers",
-        cliponaxis=False,
-        name="published",
-        meta=dict(published=True),
-        text=text,
-        marker=dict(symbol="diamond-open", size=7, color=theme.NEUTRAL, line=dict(width=1.4)),
-        hovertemplate=f"published: %{{y}}<br>%{{text}}<br><i>{row.name}: {row.definition}</i><extra></extra>",
-    )
-
-
 def _step_bar(last: float) -> go.Scatter:
     """A colour bar for the training step, on a trace that draws nothing."""
     bar = dict(title=dict(text="step<br>&nbsp;", side="top", font=dict(size=12)), tickfont=dict(size=12), thickness=10)
@@ -199,13 +158,6 @@ def _step_bar(last: float) -> go.Scatter:
     scale = [list(stop) for stop in theme.STEPS]
     marker = dict(color=[0.0], cmin=0.0, cmax=max(last, 1.0), colorscale=scale, showscale=True, colorbar=bar)
     return go.Scatter(x=[None], y=[None], mode="markers", hoverinfo="skip", name="training step", marker=marker)
-
-
-def published_source(points: pd.DataFrame) -> str:
-    """The sources of published values, and the error of reading them off a plot."""
-    sources = sorted({f"{p.paper} {p.where}, {p.model}" for p in points.itertuples()})
-    error = points["relative_error"].max()
-    return "; ".join(sources) + (f", read off the plot ±{error:.0%}" if error > 0 else "")
 
 
 @register("growth_before_after", "N1", "last layer before and after training, with both controls", overlays=True)
@@ -218,7 +170,6 @@ def growth_before_after(
     seed; the 95% interval (`normlab.analysis.verdicts`) is in brackets. Control schemes are always among the rows.
 
     Args:
-        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
         published: table of `normlab.load_published`. Its ratios at the same metric are listed next to ours; a footnote
             names the model.
     """
@@ -228,7 +179,7 @@ def growth_before_after(
     if table["end"].notna().sum() == 0:
         raise NothingToShow(f"{metric} was not measured at: {site_label('block_out')}.")
     base = shown.schemes[0]
-    points = _published_points(published, metric, shown.schemes).drop_duplicates("scheme")
+    points = published_points(published, metric, shown.schemes).drop_duplicates("scheme")
     points = points if row.is_ratio and base in set(points["scheme"]) else points.iloc[:0]
     printed = points.set_index("scheme")["value"].astype(np.float64)
     everyone = shown.of_all_schemes()

@@ -30,8 +30,8 @@ _DASHED = dict(color=theme.NEUTRAL, width=1.2, dash="dash")
 
 
 @drawing
-def registers_by_width(builds: pd.DataFrame, functions: Sequence[str], target: str, dtype: str = "bf16") -> go.Figure:
-    """Registers per thread against width, forward and backward, one line per function; dashed: the most there are.
+def registers_by_width(builds: pd.DataFrame, functions: Sequence[str], target: str) -> go.Figure:
+    """Registers per thread in bf16 by width, forward and backward, one line per function; dashed: the most there are.
 
     A kernel that needs more spills them to memory.
 
@@ -40,9 +40,9 @@ def registers_by_width(builds: pd.DataFrame, functions: Sequence[str], target: s
         functions: those to draw, at most as many as the palette has colours.
         target: "sm_90" and the like.
     """
-    rows = builds[(builds["target"] == target) & (builds["dtype"] == dtype) & builds["function"].isin(functions)]
+    rows = builds[(builds["target"] == target) & (builds["dtype"] == "bf16") & builds["function"].isin(functions)]
     if rows.empty:
-        raise NothingToShow(f"Nothing was compiled for {target} in {dtype}.")
+        raise NothingToShow(f"Nothing was compiled for {target} in bf16.")
     sides = ("forward", "backward")
     figure = make_subplots(1, 2, subplot_titles=sides, horizontal_spacing=0.17)
     bounds = (0.0, 1.04 * MOST_REGISTERS)
@@ -77,7 +77,7 @@ def registers_by_width(builds: pd.DataFrame, functions: Sequence[str], target: s
     figure.add_hline(y=MOST_REGISTERS, line=_DASHED)
     figure.update_yaxes(range=bounds, title_text="registers per thread")
     figure.update_layout(showlegend=False, margin=dict(l=70, r=label_room(labels), t=112, b=60))
-    about = f"compiled ahead of time for {target}, {dtype}; dashed: the most there are, {MOST_REGISTERS}"
+    about = f"compiled ahead of time for {target}, bf16; dashed: the most there are, {MOST_REGISTERS}"
     return theme.titled(figure, "Registers per thread by width", about, 460)
 
 

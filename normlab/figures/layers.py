@@ -12,7 +12,7 @@ from normlab.analysis.selection import NothingToShow, depths_of_most, experiment
 from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
 from normlab.figures import theme
-from normlab.figures.draw import SEQUENTIAL_SCALE, add_line, axis_bounds, finite, is_lowest, panels, value_axis, whole
+from normlab.figures.draw import SEQUENTIAL_SCALE, add_line, axis_bounds, finite, panels, value_axis, whole
 from normlab.figures.registry import register
 
 # metric -> (title, axis)
@@ -90,22 +90,21 @@ def by_layer(
     table["low"] = table["low"].clip(lower=bottom)
     names = in_order(table.dropna(subset="estimate")["scheme"])
     remarks += [f"grey: {theme.style_of(names[0]).title}"] if len(names) > 1 else []
-    lines = math.ceil(len(names) / 4)
-    inner = lines * _PANEL + (lines - 1) * _GAP
+    start, end = int(table["depth"].min()), int(table["depth"].max())
+    word = "block" if start else "layer"
     titles = [f"<b style='color:{style.color}'>{style.title}</b>" for style in map(theme.style_of, names)]
-    grid = dict(shared_yaxes=True, horizontal_spacing=0.022, vertical_spacing=_GAP / inner if lines > 1 else 0.0)
-    figure, cells = panels(names, titles, 4, **grid)
+    grid = dict(shared_yaxes=True, horizontal_spacing=0.022)
+    figure, cells, inner = panels(names, titles, word, 4, _PANEL, _GAP, **grid)
     grey = dict(color=theme.NEUTRAL, width=1.2)
     first = table[table["scheme"] == names[0]]
-    start, end = int(table["depth"].min()), int(table["depth"].max())
     ticks = list(range(start, end + 1, max(1, round((end - start) / 6))))
-    x, word = dict(range=[start - 0.4, end + 0.4], tickvals=ticks, showticklabels=True), "block" if start else "layer"
+    x = dict(range=[start - 0.4, end + 0.4], tickvals=ticks)
     for name, cell in zip(names, cells, strict=True):
         if name != names[0]:
             figure.add_scatter(x=whole(first["depth"]), y=finite(first["estimate"]), mode="lines", line=grey,
                                name="reference", hoverinfo="skip", **cell)  # fmt: skip
         _add_scheme(figure, table[table["scheme"] == name], rows[rows["scheme"] == name], metric, cell)
-        figure.update_xaxes(title_text=word if is_lowest(cell, cells) else None, **x, **cell)
+        figure.update_xaxes(**x, **cell)
     figure.update_yaxes(**value_axis(bounds, log)).update_yaxes(title_text=axis, col=1)
     figure.update_layout(showlegend=False, margin=_MARGIN)
     height = inner + _MARGIN["t"] + _MARGIN["b"]
@@ -169,24 +168,22 @@ def by_pair(experiments: pd.DataFrame, metric: str = "angular_distance", *, dept
     if rows.empty:
         raise NothingToShow(f"No run measured {metric}.")
     names = in_order(rows["scheme"])
-    lines = math.ceil(len(names) / 3)
     titles = [theme.style_of(name).title for name in names]
-    grid = dict(shared_xaxes=True, shared_yaxes=True, horizontal_spacing=0.04, vertical_spacing=0.26 / lines)
-    figure, cells = panels(names, titles, 3, **grid)
+    grid = dict(shared_xaxes=True, shared_yaxes=True, horizontal_spacing=0.04)
+    figure, cells, inner = panels(names, titles, across, 3, 244, 74, **grid)
     for name, text, cell in zip(names, titles, cells, strict=True):
         wide = rows[rows["scheme"] == name].pivot_table(index="layer", columns="other", values="value")
         hover = f"<b>{text}</b><br>{upwards} %{{y}}, {across} %{{x}}: %{{z:.3f}} ({unit})<extra></extra>"
         z = [finite(row) for row in wide.to_numpy(float)]
         figure.add_heatmap(x=whole(wide.columns), y=whole(wide.index), z=z, coloraxis="coloraxis", hovertemplate=hover,
                            **cell)  # fmt: skip
-        figure.update_xaxes(title_text=across if is_lowest(cell, cells) else None, **cell)
     high = float(np.nanquantile(rows["value"], 0.995))
     bar = dict(title=dict(text=unit, side="top"), thickness=10, outlinewidth=0)
     figure.update_layout(coloraxis=dict(colorscale=SEQUENTIAL_SCALE, cmin=0.0, cmax=high, colorbar=bar))
-    figure.update_xaxes(showgrid=False, showticklabels=True)
+    figure.update_xaxes(showgrid=False)
     figure.update_yaxes(showgrid=False).update_yaxes(title_text=upwards, col=1)
     figure.update_layout(margin=dict(l=72, r=60, t=130, b=58))
-    return theme.titled(figure, title, f"{about} · means over seeds", 150 + 300 * lines)
+    return theme.titled(figure, title, f"{about} · means over seeds", inner + 188)
 
 
 def _of_depth(experiments: pd.DataFrame, metric: str, part: str, depth: int | None) -> tuple[pd.DataFrame, str]:

@@ -2,15 +2,13 @@
 
 logit_attribution    shares of a logit by component, by two methods
 shares_and_effects   what was attributed to a component against what a small change of it does
-by_tool              a metric by layer, as several tools measured it
 intervention         a model as it is and when changed: layers, saturation, next token
-skip_cost            loss added by skipping a block (C2)
-future_effect        what later blocks do then (D2)
-skip_map             both, and one block's column
+skip_map             loss added by skipping a block, what later blocks do then, one block's column
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,15 +23,11 @@ from normlab.figures import theme
 from normlab.figures.draw import (
     LEGEND_ABOVE,
     SEQUENTIAL_SCALE,
-    EndLabel,
     add_line,
     axis_bounds,
     finite,
     interval_bars,
-    label_ends,
-    label_room,
     note,
-    value_axis,
     whole,
 )
 from normlab.figures.registry import drawing
@@ -46,7 +40,6 @@ METHODS = {
 # The third method is for comparison only. In `shares_and_effects` each method has its symbol.
 _LINEAR = ("#8a8f98", "tanh taken for its argument")
 _SYMBOLS = {"frozen": "square-open", "jacobian": "circle", "linear": "x-thin-open"}
-_TOOLS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _NO_SHARES = "Nothing was attributed: pass tables of direct_logit_attribution."
 BEFORE, AFTER = "as it is", "intervened"
 _TOP = 8  # tokens of the next-token distribution that are shown
@@ -127,33 +120,6 @@ def shares_and_effects(tables: Mapping[str, pd.DataFrame], effects: pd.DataFrame
     name = next(iter(tables.values())).attrs.get("name", "logit")
     about = f"one dot per component · on the dotted line, its share of the {name} is its measured effect"
     return theme.titled(figure, "What a small change of a component does, and what was attributed to it", about, 500)
-
-
-@drawing
-def by_tool(table: pd.DataFrame, metric: str) -> go.Figure:
-    """A metric by layer as several tools measured it: the first a line, the others rings on it where they agree.
-
-    Args:
-        table: columns `tool layer value`, the tools in the order in which they are drawn.
-        metric: a name of `METRICS`, for the axis.
-    """
-    if table.empty:
-        raise NothingToShow("No tool measured anything.")
-    row, figure = metric_row(metric), go.Figure()
-    tools = list(dict.fromkeys(table["tool"]))
-    for number, tool in enumerate(tools):
-        rows, color = table[table["tool"] == tool].sort_values("layer"), _TOOLS[number % len(_TOOLS)]
-        ring = dict(color=color, size=11 + 4 * number, symbol="circle-open", line=dict(width=2))
-        look = dict(mode="markers", marker=ring) if number else dict(mode="lines", line=dict(color=color, width=2.2))
-        hover = f"<b>{tool}</b>, layer %{{x}}: %{{y:.4~g}}<extra></extra>"
-        x, y = whole(rows["layer"]), finite(rows["value"])
-        figure.add_scatter(x=x, y=y, name=str(tool), hovertemplate=hover, **look)
-    every = max(1, round(int(table["layer"].max()) / 12))
-    figure.update_xaxes(title_text="layer (0 = embeddings)", dtick=every)
-    figure.update_yaxes(title_text=row.axis, **value_axis(axis_bounds(table["value"], row.log), row.log))
-    figure.update_layout(legend=LEGEND_ABOVE)
-    about = "one stream, measured by " + " and by ".join(map(str, tools))
-    return theme.titled(figure, f"{row.label[0].upper()}{row.label[1:]} by layer", about, 420)
 
 
 @dataclass(frozen=True)
@@ -238,69 +204,6 @@ def _hover(name: str, metric: str) -> str:
     return f"{name}<br>layer %{{x}}: %{{y:.4~g}}<br><i>{metric_row(metric).definition}</i>"
 
 
-@drawing
-def skip_cost(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Loss with block l skipped minus loss of the whole model, by layer, one line per model with its 95% interval.
-
-    Args:
-        tables: by scheme (or any name of a model), what `normlab.skip_sensitivity` returns.
-    """
-    rows = {name: table[table["part"] == "block"].sort_values("layer") for name, table in tables.items() if len(table)}
-    if not any(len(table) for table in rows.values()):
-        raise NothingToShow("No block was skipped: pass tables of normlab.skip_sensitivity.")
-    figure, ends = go.Figure(), []
-    for name, table in rows.items():
-        style, mean = theme.style_of(name), table["skip_delta_loss"].to_numpy(float)
-        hover = (
-            "<br>block %{x} skipped: %{y:+.4f} nats per token"
-            "<br><i>skip_delta_loss: loss with the block as identity minus loss of the whole</i>"
-        )
-        bars = interval_bars(mean, table["low"], table["high"])
-        add_line(figure, name, whole(table["layer"]), mean, hover, mode="lines+markers", error_y=bars)
-        ends.append(EndLabel(float(mean[-1]), style.title, style.color))
-    height, margin = 480, dict(l=72, r=label_room(ends), t=96, b=58)
-    held = [value for table in rows.values() for value in (*table["low"], *table["high"], *table["skip_delta_loss"])]
-    bounds = axis_bounds([0.0, *map(float, held)], False) or (-1.0, 1.0)
-    figure.update_yaxes(range=bounds, title_text="nats per token")
-    figure.update_xaxes(title_text="skipped block", dtick=max(1, max(len(table) for table in rows.values()) // 12))
-    figure.add_hline(y=0, line=dict(color=theme.NEUTRAL, width=1.2, dash="dot"))
-    label_ends(figure, ends, bounds, height - margin["t"] - margin["b"], False)
-    figure.update_layout(showlegend=False, margin=margin)
-    about = "the others keep their place and their scales · bars: 95% interval"
-    return theme.titled(figure, "Loss added by skipping a block", about, height)
-
-
-@drawing
-def future_effect(table: pd.DataFrame) -> go.Figure:
-    """Relative change of block l's update when block s is skipped, as a heat map: s across, l upwards.
-
-    Args:
-        table: what `normlab.probes.skip_future_effect` returns.
-    """
-    if not len(table):
-        raise NothingToShow("No pair of blocks: that needs a model of two blocks or more.")
-    known = table["value"][np.isfinite(table["value"])]
-    wide = table.pivot(index="layer", columns="skipped", values="value")
-    figure = go.Figure(
-        go.Heatmap(
-            x=whole(wide.columns),
-            y=whole(wide.index),
-            z=[finite(row) for row in wide.to_numpy(float)],
-            colorscale=SEQUENTIAL_SCALE,
-            zmin=0.0,
-            zmax=float(known.max()) if len(known) else 1.0,
-            colorbar=dict(title=dict(text="relative<br>change", side="top"), thickness=10, outlinewidth=0),
-            hovertemplate="block %{x} skipped: block %{y}'s update changes by %{z:.3f} of its size"
-            "<br><i>skip_future_effect: mean over tokens of ‖u' − u‖/‖u‖</i><extra></extra>",
-        )
-    )
-    every = max(1, len(wide) // 12)
-    figure.update_xaxes(title_text="skipped block", showgrid=False, dtick=every)
-    figure.update_yaxes(title_text="later block", showgrid=False, dtick=every)
-    about = "change of a later block's update, relative to its size"
-    return theme.titled(figure, "What later blocks do when one is skipped", about, 480)
-
-
 def skip_map(cost: pd.DataFrame, effect: pd.DataFrame, chosen: int, name: str = "model") -> go.Figure:
     """Loss added by skipping each block, a heat map of what later blocks then change, the chosen block's column.
 
@@ -313,13 +216,27 @@ def skip_map(cost: pd.DataFrame, effect: pd.DataFrame, chosen: int, name: str = 
     titles = ["loss added by skipping it", "change of later blocks' updates", "that column"]
     figure = make_subplots(rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.12)
     figure.update_annotations(font=dict(size=13))
-    accent, depth = theme.style_of(name).color, int(cost["layer"].max())
-    figure.add_trace(skip_cost({name: cost}).data[0].update(name="cost"), row=1, col=1)
-    heat = future_effect(effect).data[0] if len(effect) else go.Heatmap()
-    figure.add_trace(heat.update(name="effect", colorbar=dict(x=0.63, len=0.9, title=None)), row=1, col=2)
+    cost, depth = cost[cost["part"] == "block"].sort_values("layer"), int(cost["layer"].max())
+    bars = interval_bars(cost["skip_delta_loss"], cost["low"], cost["high"])
+    hover = (
+        "<br>block %{x} skipped: %{y:+.4f} nats per token"
+        "<br><i>skip_delta_loss: loss with the block as identity minus loss of the whole</i>"
+    )
+    add_line(figure, name, whole(cost["layer"]), cost["skip_delta_loss"], hover, name="cost", mode="lines+markers",
+             error_y=bars, row=1, col=1)  # fmt: skip
+    wide = effect.pivot(index="layer", columns="skipped", values="value")
+    hover = (
+        "block %{x} skipped: block %{y}'s update changes by %{z:.3f} of its size"
+        "<br><i>skip_future_effect: mean over tokens of ‖u' − u‖/‖u‖</i><extra></extra>"
+    )
+    z = [finite(row) for row in wide.to_numpy(float)] or None
+    most = max(filter(math.isfinite, effect["value"]), default=1.0)
+    bar = dict(x=0.63, len=0.9, thickness=10, outlinewidth=0)
+    figure.add_heatmap(name="effect", x=whole(wide.columns), y=whole(wide.index), z=z, zmin=0.0, zmax=most,
+                       colorbar=bar, colorscale=SEQUENTIAL_SCALE, hovertemplate=hover, row=1, col=2)  # fmt: skip
     column = effect[effect["skipped"] == chosen].sort_values("layer")
-    x, y = whole(column["layer"]), finite(column["value"])
-    figure.add_scatter(name="column", mode="lines+markers", x=x, y=y, line=dict(color=accent), row=1, col=3)
+    x, y, line = whole(column["layer"]), finite(column["value"]), dict(color=theme.style_of(name).color)
+    figure.add_scatter(name="column", mode="lines+markers", x=x, y=y, line=line, row=1, col=3)
     ring = dict(symbol="circle-open", size=15, color="#d55e00")
     y = finite(cost.loc[cost["layer"] == chosen, "skip_delta_loss"])
     figure.add_scatter(name="chosen", mode="markers", marker=ring, x=[chosen], y=y, row=1, col=1)

@@ -16,13 +16,13 @@ from normlab.analysis.profiles import LEVEL, Profile, Profiles, View, default_vi
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.figures.draw import EndLabel, axis_bounds, label_trace, value_axis
+from normlab.figures.published import published_points, published_trace
 from normlab.probes.metrics import MASKS, metric_row, site_label
 
 HEIGHT = 520
 _MARGIN = dict(l=72, r=170, t=104, b=58)
 _PANEL = HEIGHT - _MARGIN["t"] - _MARGIN["b"]
 _LINE = 92  # characters of a definition that fit above a plot of half a page
-_THEORY = "theory"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def profile(
     log: bool = False,
     theme: str = "light",
     published: pd.DataFrame | None = None,
-    theory: Mapping[str, Mapping[str, Any]] | pd.DataFrame | None = None,
+    theory: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> go.Figure:
     """A metric by layer at one training step, one line per scheme; with `reference`, ratios or differences by pairs.
 
@@ -69,12 +69,10 @@ def profile(
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
         log: logarithmic value axis; ratios to a reference have one in any case.
-        theory: a thin line with rings a scheme, what theory predicts before training: rows of
-            `normlab.analysis.theory.predict`, or what the runs were configured with (`normlab.read_configs`). Nothing
-            where it says nothing.
+        theory: the runs' configurations (`normlab.read_configs`): a thin line with rings per scheme is then what
+            theory predicts before training, where it says anything.
     """
-    rows, configs = (theory, None) if isinstance(theory, pd.DataFrame) else (None, theory)
-    profiles = Profiles(runs, configs, rows)
+    profiles = Profiles(runs, theory)
     view = default_view(profiles, schemes)
     if view is None:
         return look.message_figure(profiles.missing)
@@ -113,17 +111,19 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     printed = _published(options.published, view)
     bands = [line for line in lines if options.band and np.isfinite(line.low).any()]
     span = _span(lines, bands) if options.one_step else profiles.span(view)
-    span += [] if printed is None else [*printed["value"]]
+    span += [*printed["value"]]
     span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
     log = log_axis(view, options.log) and (row.log or min(span, default=1.0) > 0)  # of sizes, zeros are left out
     bounds = axis_bounds(span, log)
     traces = [_band(line, options.theme) for line in bands]
-    traces += [_prediction(line, view, options.theme) for line in predicted]
+    traces += [_line(line, view, options.theme, is_theory=True) for line in predicted]
     traces += [_line(line, view, options.theme) for line in lines]
-    traces += [] if printed is None else [_markers(printed, row.name, options.theme)]
+    if len(printed):
+        colors = [look.ink(look.style_of(str(scheme)).color, options.theme) for scheme in printed["scheme"]]
+        traces.append(published_trace(printed, row.name, colors))
     labels = label_trace([_end(line, options.theme) for line in lines], bounds, _PANEL, log)
     traces += [] if labels is None else [labels]
-    deepest = max(view.depth, 0 if printed is None else int(printed["layer"].max()))
+    deepest = int(max([view.depth, *printed["layer"]]))
     words = _title(view, profiles.rate(view.depth), bool(bands))
     title = dict(text=words, y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD))
     layout = _layout(view, deepest, bounds, log, options.theme) | {"title": title}
@@ -156,7 +156,7 @@ def theory_remark(profiles: Profiles, view: View) -> str:
 
 def published_remark(published: pd.DataFrame | None, view: View) -> str:
     """Explain the diamonds, or say that there are none."""
-    if _published(published, view) is not None:
+    if len(_published(published, view)):
         return "diamonds: published values, of larger models"
     return f"no published value stands beside this view of the {metric_row(view.metric).label}"
 
@@ -183,34 +183,20 @@ def _band(line: Profile, theme: str) -> dict[str, Any]:
     )
 
 
-def _line(line: Profile, view: View, theme: str) -> dict[str, Any]:
+def _line(line: Profile, view: View, theme: str, is_theory: bool = False) -> dict[str, Any]:
+    """A scheme's line; a thin one with rings for what theory predicts."""
     style = look.style_of(line.scheme)
+    color = look.ink(style.color, theme)
     spread = f"%{{customdata[0]:.4~g}} to %{{customdata[1]:.4~g}}, {line.seeds} seeds" if line.seeds > 1 else "1 seed"
-    trace = dict(
-        type="scatter",
-        mode="lines",
-        name=line.scheme,
-        meta=dict(scheme=line.scheme),
-        line=dict(color=look.ink(style.color, theme), dash=style.dash, width=2.2),
-        hovertemplate=_hover(view, style.title, spread),
-        x=line.layers,
-        y=line.values,
-    )
+    trace = dict(type="scatter", name=line.scheme, x=line.layers, y=line.values)
+    if is_theory:
+        trace |= dict(name=f"{line.scheme} theory", mode="lines+markers", line=dict(color=color, width=1))
+        hover = _hover(view, style.title, "theory, before training")
+        return trace | dict(marker=dict(symbol="circle-open", size=5), hovertemplate=hover)
+    look_of = dict(color=color, dash=style.dash, width=2.2)
+    trace |= dict(mode="lines", meta=dict(scheme=line.scheme), line=look_of)
+    trace |= dict(hovertemplate=_hover(view, style.title, spread))
     return trace if line.seeds == 1 else trace | dict(customdata=np.stack([line.low, line.high], axis=1))
-
-
-def _prediction(line: Profile, view: View, theme: str) -> dict[str, Any]:
-    style = look.style_of(line.scheme)
-    return dict(
-        type="scatter",
-        mode="lines+markers",
-        name=f"{line.scheme} {_THEORY}",
-        line=dict(color=look.ink(style.color, theme), width=1),
-        marker=dict(symbol="circle-open", size=5),
-        hovertemplate=_hover(view, style.title, "theory, before training"),
-        x=line.layers,
-        y=line.values,
-    )
 
 
 def _hover(view: View, title: str, about: str) -> str:
@@ -220,30 +206,10 @@ def _hover(view: View, title: str, about: str) -> str:
     return f"<b>{title}</b>{where}<br>{about}<br><i>{row.name}: {what}</i><extra></extra>"
 
 
-def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame | None:
-    """Published values that are comparable with an absolute view of block outputs."""
-    if published is None or view.relative or view.reference is not None or view.site != "block_out":
-        return None
-    keep = (published["metric"] == view.metric) & published["scheme"].isin(view.schemes) & published["layer"].notna()
-    return published[keep] if keep.any() else None
-
-
-def _markers(published: pd.DataFrame, metric: str, theme: str) -> dict[str, Any]:
-    rows = list(published.itertuples())
-    reading = [float(row.value) * float(row.relative_error) for row in rows]
-    colors = [look.ink(look.style_of(str(row.scheme)).color, theme) for row in rows]
-    return dict(
-        type="scatter",
-        mode="markers",
-        name="published",
-        cliponaxis=False,
-        x=np.array([int(row.layer) for row in rows]),
-        y=np.array([float(row.value) for row in rows]),
-        error_y=dict(type="data", array=reading, thickness=1.2),
-        marker=dict(symbol="diamond-open", size=8, color=colors),
-        text=[f"{row.paper} (arXiv {row.arxiv}), {row.where}<br>{row.model}, {row.method}: {row.note}" for row in rows],
-        hovertemplate=f"published {metric}: %{{y}}<br>%{{text}}<extra></extra>",
-    )
+def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame:
+    """Published values that are comparable with an absolute view."""
+    is_absolute = not view.relative and view.reference is None
+    return published_points(published if is_absolute else None, view.metric, view.schemes, view.site)
 
 
 def _end(line: Profile, theme: str) -> EndLabel:

@@ -1,8 +1,16 @@
-"""Ratios to a base scheme in one figure: the papers', and those of these runs."""
+"""What papers print: diamonds over the figures of layers, and ratios to a base scheme next to those of these runs.
+
+published_points    the values of a metric that stand for a layer
+published_trace     them as diamonds with their reading error
+published_source    their papers, in words
+published_ratios    ratios to a base scheme, theirs and ours
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -25,6 +33,43 @@ THEIRS = ("x-thin-open", "cross-thin-open", "asterisk-open", "y-up-open", "hourg
 BROKEN = {"perplexity": 3.0}  # a model so many times worse than the base did not train: marked, not drawn to scale
 _NO_VALUES = pd.DataFrame(columns=["paper", "where", "model", "metric", "scheme", "value", "relative_error"])
 _MARK = 13  # pixels from a mark of a scheme to the next
+
+
+def published_points(
+    published: pd.DataFrame | None, metric: str, schemes: Sequence[str], site: str = "block_out"
+) -> pd.DataFrame:
+    """Published values of these schemes at a layer, comparable with what was measured at `site`: block outputs only."""
+    if published is None or site != "block_out":
+        return pd.DataFrame(columns=["scheme", "layer", "value"])
+    keep = (published["metric"] == metric) & published["scheme"].isin(schemes) & published["layer"].notna()
+    return published[keep]
+
+
+def published_trace(points: pd.DataFrame, metric: str, color: str | Sequence[str] = theme.NEUTRAL) -> dict[str, Any]:
+    """Diamonds with the error of reading them off a plot, as plain data; paper and model are one hover away."""
+    row = metric_row(metric)
+    text = [f"{p.paper} (arXiv {p.arxiv}), {p.where}<br>{p.model}, {p.method}: {p.note}" for p in points.itertuples()]
+    errors = (points["value"] * points["relative_error"].fillna(0.0)).astype(float).tolist()
+    return dict(
+        type="scatter",
+        x=points["layer"].to_numpy(int),
+        y=points["value"].to_numpy(float),
+        error_y=dict(type="data", array=errors, thickness=1.2, width=3),
+        mode="markers",
+        cliponaxis=False,
+        name="published",
+        meta=dict(published=True),
+        text=text,
+        marker=dict(symbol="diamond-open", size=7, color=color, line=dict(width=1.4)),
+        hovertemplate=f"published: %{{y}}<br>%{{text}}<br><i>{row.name}: {row.definition}</i><extra></extra>",
+    )
+
+
+def published_source(points: pd.DataFrame) -> str:
+    """The sources of published values, and the error of reading them off a plot."""
+    sources = sorted({f"{p.paper} {p.where}, {p.model}" for p in points.itertuples()})
+    error = points["relative_error"].max()
+    return "; ".join(sources) + (f", read off the plot ±{error:.0%}" if error > 0 else "")
 
 
 @register("published_ratios", "N1", "ratios to the base scheme, the papers' and ours", overlays=True)

@@ -1,19 +1,17 @@
 """Figures of recordings: one model, or the same metric of several models, texts or revisions.
 
-layer_figure     a metric against layer, one line per site
-layer_heatmap    all metrics and sites against layer
-recorded_lines   a metric against layer, one line per model, text or revision
-recorded_map     the same as a heat map
-skip_costs       loss added by leaving out parts
-lens             KL from each layer's prediction to the last
-angles           angle between the stream after two layers
+layer_figure       a metric against layer, one line per site, model, text or revision
+layer_heatmap      all metrics and sites against layer
+recorded_map       a metric against layer and model, text or revision
+skip_costs         loss added by leaving out parts
+lens               KL from each layer's prediction to the last
+angles             angle between the stream after two layers
 difference_figure  where two models part, site by site
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from textwrap import wrap
 
 import numpy as np
@@ -32,41 +30,28 @@ LOG_DECADES = 1.5  # a logarithmic axis from this many decades on
 WHOLE_TICKS = 32  # layers up to which each has a tick
 
 
-def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all") -> go.Figure:
-    """`metric` against layer, one line per site.
+def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all", by: str = "site") -> go.Figure:
+    """`metric` against layer, one line per value of `by`: sites, or models, texts, revisions at one site.
 
     Args:
-        table: columns `site layer metric mask value`.
+        table: columns `site layer metric mask value`, and `by`.
         mask: of the tokens.
 
     Raises:
         NormlabError: the table has no such rows.
     """
     rows, row = _measured(table, metric, mask), metric_row(metric)
-    values = rows["value"]
-    log = bool((values > 0).all()) and values.max() > values.min() * 10**LOG_DECADES
-    figure = _lines(((str(site), line) for site, line in rows.groupby("site", sort=False)), 6)
-    title = f"{row.label[0].upper()}{row.label[1:]} by layer"
-    figure.update_yaxes(exponentformat="power", **value_axis(axis_bounds(values, log), log))
-    return _titled(figure, title, f"{metric}: {row.definition}", row.axis, 450)
+    where = "by layer" if by == "site" else f"by layer, {site_label(rows['site'].iloc[0])}"
+    title = f"{row.label[0].upper()}{row.label[1:]} {where}"
+    return _lines(rows, by, title, f"{metric}: {row.definition}", row.axis)
 
 
-def recorded_lines(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Figure:
-    """A metric at a site against layer, one line per value of `by`: a model, a text or a revision.
+def recorded_map(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Figure:
+    """A metric at a site as a heat map, one column per value of `by`; the logarithm of a metric that spans decades.
 
     Args:
         lines: columns `by`, layer, value.
     """
-    row, names = metric_row(metric), list(dict.fromkeys(lines[by]))
-    colors = [theme.step_color(i, max(1, len(names) - 1)) for i in range(len(names))] if by == "revision" else COLORS
-    figure = _lines(((str(name), lines[lines[by] == name]) for name in names), 5, colors)
-    log = row.log and bool((lines["value"] > 0).all())
-    figure.update_yaxes(exponentformat="power", **value_axis(axis_bounds(lines["value"], log), log))
-    return _titled(figure, f"{row.label}, {site_label(site)}", row.definition, row.axis)
-
-
-def recorded_map(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Figure:
-    """The same as a heat map, one column per value of `by`; the logarithm of a metric that spans decades."""
     row = metric_row(metric)
     grid = lines.pivot_table(index="layer", columns=by, values="value", sort=False).sort_index()
     grid = grid.reindex(columns=list(dict.fromkeys(lines[by])))
@@ -143,46 +128,43 @@ def _share(values: np.ndarray, log: bool) -> np.ndarray:
     return (finite - low) / (high - low) if high > low else np.where(np.isnan(finite), np.nan, 0.5)
 
 
-def _lines(named: Iterable[tuple[str, pd.DataFrame]], size: int, colors: Iterable[str] = COLORS) -> go.Figure:
-    """One line with markers per name; tables have columns layer, value."""
-    figure, colors = go.Figure(), list(colors)
-    for i, (name, line) in enumerate(named):
-        line = line.sort_values("layer")
+def _lines(rows: pd.DataFrame, by: str, title: str, words: str, axis: str) -> go.Figure:
+    """One line with markers per value of `by`; tables have columns `by`, layer, value, and perhaps low and high."""
+    figure, names = go.Figure(), list(dict.fromkeys(rows[by]))
+    is_series = by == "revision" and len(names) > 1
+    colors = [theme.step_color(i, len(names) - 1) for i in range(len(names))] if is_series else COLORS
+    for i, name in enumerate(names):
+        line = rows[rows[by] == name].sort_values("layer")
+        bars = interval_bars(line["value"], line["low"], line["high"]) if "low" in rows else None
         figure.add_scatter(
             x=whole(line["layer"]),
             y=line["value"].tolist(),
-            name=name,
+            error_y=bars,
+            name=str(name),
             mode="lines+markers",
             line={"color": colors[i % len(colors)]},
-            marker={"size": size},
+            marker={"size": 6},
             hovertemplate=f"{name}, layer %{{x}}: %{{y:.4g}}<extra></extra>",
         )
-    return figure.update_layout(showlegend=True)
-
-
-def _titled(figure: go.Figure, title: str, definition: str, axis: str, height: int = 430) -> go.Figure:
-    last = max(max(trace.x) for trace in figure.data)
-    figure.update_xaxes(title_text="layer", dtick=1 if last <= WHOLE_TICKS else None)
-    figure.update_yaxes(title_text=axis, exponentformat="power")
-    return theme.titled(figure, title, "<br>".join(wrap(definition, 100)), height)
+    held = rows[["value", *({"low", "high"} & set(rows))]].to_numpy(float)
+    log = bool((held > 0).all()) and held.max() > held.min() * 10**LOG_DECADES
+    figure.update_yaxes(title_text=axis, exponentformat="power", **value_axis(axis_bounds(held.ravel(), log), log))
+    figure.update_xaxes(title_text="layer", dtick=1 if rows["layer"].max() <= WHOLE_TICKS else None)
+    figure.update_layout(showlegend=len(names) > 1)
+    return theme.titled(figure, title, "<br>".join(wrap(words, 100)), 450)
 
 
 def skip_costs(table: pd.DataFrame) -> go.Figure:
     """Loss added by leaving out a part of a block: the table of `normlab.probes.skip_sensitivity`."""
-    parts = [(str(part), line) for part, line in table.groupby("part", sort=False)]
-    figure = _lines(((part, line.rename(columns={"skip_delta_loss": "value"})) for part, line in parts), 6)
-    for trace, (_, line) in zip(figure.data, parts, strict=True):
-        line = line.sort_values("layer")
-        trace.error_y = interval_bars(line["skip_delta_loss"], line["low"], line["high"])
     words = "skip_delta_loss: loss with the part skipped minus loss of the whole model; bars: 95% interval"
-    return _titled(figure, "Loss added by leaving out a part", words, "nats per token")
+    rows = table.rename(columns={"skip_delta_loss": "value"})
+    return _lines(rows, "part", "Loss added by leaving out a part", words, "nats per token")
 
 
 def lens(table: pd.DataFrame) -> go.Figure:
     """KL from the prediction of each layer to the last: the table of `normlab.probes.logit_lens_kl`."""
     words = "logit_lens_kl: KL(prediction from the layer || final prediction)"
-    figure = _lines([("KL", table)], 6).update_layout(showlegend=False)
-    return _titled(figure, BY_LAYER["logit_lens_kl"][0], words, "nats")
+    return _lines(table.assign(line="KL"), "line", BY_LAYER["logit_lens_kl"][0], words, "nats")
 
 
 def angles(table: pd.DataFrame) -> go.Figure:
@@ -190,9 +172,10 @@ def angles(table: pd.DataFrame) -> go.Figure:
     bar = {"exponentformat": "power", "outlinewidth": 0}
     layers = dict(x=whole(table.columns), y=whole(table.index))
     figure = go.Figure(go.Heatmap(**layers, z=table.values.tolist(), colorscale="Viridis", zmin=0, colorbar=bar))
-    figure.update_yaxes(dtick=1 if len(table) <= WHOLE_TICKS else None)
+    ticks = dict(title_text="layer", dtick=1 if len(table) <= WHOLE_TICKS else None)
+    figure.update_xaxes(**ticks).update_yaxes(**ticks)
     words = "angular_distance: arccos(cos(h_l, h_m))/pi, mean over tokens; 0 = embeddings"
-    return _titled(figure, BY_PAIR["angular_distance"][0], words, "layer", 480)
+    return theme.titled(figure, BY_PAIR["angular_distance"][0], words, 480)
 
 
 def difference_figure(table: pd.DataFrame) -> go.Figure:

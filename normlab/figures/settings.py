@@ -1,17 +1,14 @@
-"""A setting: a metric against it (B7), the difference of two schemes under each (N1), and what BHyT's own change (N2).
+"""A setting: a metric against it (B7), the difference of two schemes under each (N1), and what BHyT's κ changes (N2).
 
-variant_differences     two schemes under each variant of a sweep, paired by seed
-condition_differences   the same for the conditions of `normlab.analysis.notebook_tables.gain_or_bound`
-by_setting              quantities against a setting, each seed a dot
-saturation              the share of BHyT's tanh inputs beyond lambda, below Chebyshev's bound
-carried_ratio           the exact statistic over the carried one by layer
-loss_over_gain          BHyT's loss over its gain and the gamma it starts with
+variant_differences   two schemes under each variant of a sweep, paired by seed
+by_setting            quantities against a setting, each seed a dot
+saturation            the share of BHyT's tanh inputs beyond lambda, below Chebyshev's bound
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +27,6 @@ from normlab.figures.draw import (
     beside,
     interval_bars,
     value_axis,
-    whole,
 )
 from normlab.figures.registry import drawing
 from normlab.probes.metrics import metric_row
@@ -42,17 +38,14 @@ _ROW = 30  # pixels of a variant
 
 
 @drawing
-def variant_differences(
-    table: pd.DataFrame, labels: Sequence[str], heads: Mapping[int, str] | None = None
-) -> go.Figure:
-    """Scheme a minus scheme b with its 95% interval, one row per variant.
+def variant_differences(table: pd.DataFrame) -> go.Figure:
+    """Scheme a minus scheme b with its 95% interval, one row per variant, under the heading of its group.
 
     A disc is different, a square equivalent, a ring undecided (`normlab.analysis.verdicts`); all rows are one family.
 
     Args:
-        table: what `normlab.compare_variants` returns.
-        labels: names of its rows.
-        heads: headings to put above rows, by the row's number.
+        table: what `normlab.compare_variants` returns, with columns `condition` (the rows' names) and `group` (their
+            headings; rows of a group follow each other).
     """
     if table.empty:
         raise NothingToShow("No variant to compare.")
@@ -60,32 +53,26 @@ def variant_differences(
     metric = metric_row(str(table["metric"].iloc[0]))
     is_ratio = table["kind"].iloc[0] == "ratio"
     neutral = 1.0 if is_ratio else 0.0
+    heads, names = table["group"], table["condition"]
+    is_first = heads.ne(heads.shift(fill_value=""))
+    positions = [number + shift for number, shift in enumerate(is_first.cumsum())]  # a heading takes a row
     figure = go.Figure()
-    position, ticks = 0, []
-    for number, (row, label) in enumerate(zip(table.itertuples(), labels, strict=True)):
-        if heads and number in heads:
-            beside(figure, position, -10, f"<b>{heads[number]}</b>", theme.NEUTRAL, left=True)
-            position += 1
-        _add_interval(figure, row, label, position, a.color)
+    for position, head in zip(positions, heads.where(is_first, ""), strict=True):
+        if head:
+            beside(figure, position - 1, -10, f"<b>{head}</b>", theme.NEUTRAL, left=True)
+    for position, row, name in zip(positions, table.itertuples(), names, strict=True):
+        _add_interval(figure, row, name, position, a.color)
         beside(figure, position, 16, _numbers(row, is_ratio), a.color)
-        ticks.append((position, label))
-        position += 1
     figure.add_vline(x=neutral, line=dict(color=theme.NEUTRAL, width=1.2, dash="dot"))
-    positions, names = zip(*ticks, strict=True)
-    figure.update_yaxes(tickvals=positions, ticktext=names, range=[position - 0.4, -0.8], showgrid=False, ticks="")
+    ticks = dict(tickvals=positions, ticktext=names.tolist(), ticks="")
+    figure.update_yaxes(range=[positions[-1] + 0.6, -0.8], showgrid=False, **ticks)
     bounds = axis_bounds(map(float, [neutral, *table["estimate"], *table["low"], *table["high"]]), is_ratio)
     words = f"ratio of {metric.label}" if is_ratio else f"difference in {metric.axis}"
     figure.update_xaxes(title_text=words, **value_axis(bounds, is_ratio))
     figure.update_layout(showlegend=False, margin=dict(l=250, r=300, t=100, b=62))
     title = f"{a.title} against {b.title}: {metric.label}"
     about = f"paired by seed · 95% interval · Holm over {len(table)} · {theme.VERDICT_KEY}"
-    return theme.titled(figure, title, about, 190 + _ROW * position)
-
-
-def condition_differences(table: pd.DataFrame) -> go.Figure:
-    """`variant_differences` with one row per condition of `gain_or_bound.conditions`, headed by its group."""
-    heads = {int(row.Index): str(row.group) for row in table.drop_duplicates("group").itertuples()}
-    return variant_differences(table, list(table["condition"]), heads)
+    return theme.titled(figure, title, about, 190 + _ROW * (positions[-1] + 1))
 
 
 def _add_interval(figure: go.Figure, row: Any, label: str, position: int, color: str) -> None:
@@ -110,10 +97,6 @@ def _numbers(row: Any, is_ratio: bool) -> str:
     return f"{text}, {row.seeds} seed{'s' if row.seeds != 1 else ''}"
 
 
-def _geometric(values: pd.Series) -> float:
-    return float(np.exp(np.log(values).mean()))
-
-
 @drawing
 def by_setting(values: pd.DataFrame, setting: str, panels: Mapping[str, str], title: str, subtitle: str) -> go.Figure:
     """Values against a setting on a log axis, one panel per quantity.
@@ -132,7 +115,7 @@ def by_setting(values: pd.DataFrame, setting: str, panels: Mapping[str, str], ti
         shown, log = values[values["panel"] == panel], kind == "log"
         for name in in_order(shown["scheme"].unique()):
             rows, style = shown[shown["scheme"] == name].sort_values("setting"), theme.style_of(name)
-            mean = rows.groupby("setting")["value"].agg(_geometric if log else "mean")
+            mean = rows.groupby("setting")["value"].agg((lambda v: np.exp(np.log(v).mean())) if log else "mean")
             hover = f"<br>{setting} %{{x:g}}: %{{y:.4~g}}"
             look: dict[str, Any] = dict(
                 name=style.title, legendgroup=name, meta=dict(scheme=name, panel=panel), row=1, col=column
@@ -174,65 +157,3 @@ def saturation(shares: pd.DataFrame, width: int) -> go.Figure:
     zeros = " · shares of zero are not drawn" if shares["share"].eq(0).any() else ""
     title = "Saturation against κ: the share of tanh inputs beyond λ"
     return theme.titled(figure, title, f"dotted: κ = √{width}, beyond which no input exceeds λ{zeros}", 460)
-
-
-def carried_ratio(stages: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Exact over carried mean square at the MLP's norm by layer, one line per stage of training. At 1 they agree.
-
-    Args:
-        stages: by name, columns `layer value` (`carried_var_ratio`).
-    """
-    figure = go.Figure()
-    for dash, (stage, rows) in zip(_DASHES[::-1][-len(stages) :], stages.items(), strict=True):
-        add_line(figure, BOUNDED, whole(rows["layer"]), rows["value"], f"<br>{stage}<br>layer %{{x}}: %{{y:.3f}}",
-                 name=stage, mode="lines+markers", line=dict(dash=dash))  # fmt: skip
-    figure.add_hline(y=1, line=dict(color=theme.NEUTRAL, dash="dot"))
-    bounds = axis_bounds([1.0, *(value for rows in stages.values() for value in rows["value"])], True, 0.1)
-    figure.update_xaxes(title_text="layer", dtick=1)
-    figure.update_yaxes(title_text="exact / carried", **value_axis(bounds, True))
-    figure.update_layout(legend=LEGEND_ABOVE, margin=dict(l=72, r=30, t=110, b=58))
-    return theme.titled(figure, "The carried statistic at the MLP's norm", "dotted: exact and carried agree", 420)
-
-
-@drawing
-def loss_over_gain(configs: pd.DataFrame) -> go.Figure:
-    """Held-out loss of BHyT over its gain g = lambda/kappa and the gamma it starts with, means over seeds.
-
-    Only runs at the smallest width and without planted outliers are shown.
-
-    Args:
-        configs: table of `normlab.load_configs` with a column `g`.
-    """
-    plain = configs[configs["scheme"].eq(BOUNDED) & configs["outlier_channels"].eq(0)]
-    plain = plain[plain["width"].eq(plain["width"].min())]
-    if plain.empty:
-        raise NothingToShow("No run of BHyT.")
-    mean = plain.groupby(["g", "gamma0"])["eval_loss"].agg(["mean", "count"]).reset_index()
-    product, grey = float(mean["g"].min() * mean["gamma0"].max()), dict(color=theme.NEUTRAL, dash="dash")
-    along = [float(mean["g"].min()) / 1.4, float(mean["g"].max()) * 1.4]
-    figure = go.Figure()
-    figure.add_scatter(
-        x=along, y=[product / g for g in along], mode="lines", line=grey, hoverinfo="skip", name="g · γ₀"
-    )
-    colors = dict(color=mean["mean"].tolist(), colorscale="Viridis", colorbar=dict(title="nats", thickness=10))
-    figure.add_scatter(
-        x=mean["g"].tolist(),
-        y=mean["gamma0"].tolist(),
-        mode="markers+text",
-        name="held-out loss",
-        text=[f"{loss:.3f}" for loss in mean["mean"]],
-        textposition="top right",
-        marker=dict(size=18, **colors),
-        customdata=mean["count"].tolist(),
-        hovertemplate="g %{x:g}, γ₀ %{y:g}: %{text} nats, %{customdata} seed(s)<extra></extra>",
-    )
-    for update, values, name in (
-        (figure.update_xaxes, mean["g"], "g = λ/κ at the attention norm"),
-        (figure.update_yaxes, mean["gamma0"], "γ₀"),
-    ):
-        axis = value_axis(axis_bounds(values, True, 0.15), True)
-        ticks = sorted(values.unique())
-        update(title_text=name, **axis | dict(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks]))
-    figure.update_layout(showlegend=False, margin=dict(l=72, r=30, t=96, b=58))
-    about = f"dashed: g · γ₀ = {product:g}, BHyT's own small-signal map · {int(configs['steps'].max())} steps"
-    return theme.titled(figure, "Held-out loss over λ/κ and γ₀", about, 460)

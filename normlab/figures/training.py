@@ -45,9 +45,6 @@ def loss_curves(runs: pd.DataFrame | Selection) -> go.Figure:
     Lines are means over seeds, thin ones single seeds. Dotted lines are held-out losses of models that only count: the
     unigram entropy, and the bigram and trigram losses where the runs have them. A scheme whose runs did not end below
     the lowest of them is marked "not learned".
-
-    Args:
-        runs: what `normlab.choose` returns, or the table of `normlab.load_runs`.
     """
     shown = selected(runs)
     train, held_out = (_by_step(shown, split) for split in ("train", "eval"))

@@ -12,7 +12,7 @@ runs the norm and shows what it computes. The hooks are `hook_in`, `hook_out` an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from normlab.errors import NormlabError
 from normlab.models.block import is_llama_but_for_norms
 from normlab.norms import Norm
 from normlab.norms.base import mean_square as exact_mean_square
-from normlab.schemes import get_scheme
 
 try:
     from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
@@ -76,26 +75,46 @@ class NormBridge(GeneralizedComponent):
 
 
 class _Block(BlockBridge):
-    """TransformerLens's block, as another type because a Post-LN block has no norm before its MLP."""
+    """TransformerLens's block, as another type because a Post-LN block has no norm before its MLP.
+
+    TransformerLens's usual hook names stand for the hooks of this block's layout.
+    """
+
+    def set_original_component(self, original_component: torch.nn.Module) -> None:
+        super().set_original_component(original_component)
+        layout: Any = original_component.layout
+        self.hook_aliases = dict(self.hook_aliases) | {
+            "hook_resid_mid": "ln2.hook_out" if layout.attn_sum else "ln2.hook_in",  # Post-LN: what the MLP adds to
+            "hook_attn_out": "ln1_post.hook_out" if layout.attn_out else "attn.hook_out",
+            "hook_mlp_out": "ln2_post.hook_out" if layout.mlp_out else "mlp.hook_out",
+        }
 
 
 class NormlabArchitectureAdapter(LlamaArchitectureAdapter):
-    """Llama's parts, with the norms of our blocks (set by `to_bridge`, which knows the model's scheme)."""
+    """Llama's parts, with the norms of our blocks.
+
+    TransformerLens finds it by the entry point `transformer_lens.architectures` of an installed normlab.
+    """
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         self.supports_fold_ln = False  # there is a tanh between gamma and the divisor
         self.supports_center_writing_weights = False  # neither RMS nor tanh ignores a shift
 
-    def use_norms(self, attributes: dict[str, str]) -> None:
-        """Wrap the norms of a block, given TransformerLens's name -> attribute in our block.
-
-        Some blocks may lack them (Mix-LN).
-        """
+    def prepare_model(self, hf_model: Any) -> None:
+        """Wrap the norms of the model's blocks, some of which a block may lack (Mix-LN)."""
+        if not is_llama_but_for_norms(hf_model.config):
+            scheme = hf_model.config.scheme
+            raise NormlabError(
+                f"scheme {scheme} changes more than a block's norms: TransformerLens's parts of Llama do not fit it"
+            )
+        hf_model.set_attn_implementation("eager")
         mapping: Any = self.component_mapping
         parts = {name: component for name, component in mapping["blocks"].submodules.items() if name in ("attn", "mlp")}
         norms = {
-            name: NormBridge(name=attribute, config=self.cfg, optional=True) for name, attribute in attributes.items()
+            NAMES[place]: NormBridge(name=attribute, config=self.cfg, optional=True)
+            for block in hf_model.model.layers
+            for place, attribute in block.layout.places()
         }
         mapping["blocks"] = _Block(name="model.layers", submodules=norms | parts)
         mapping["ln_final"] = NormBridge(name="model.norm", config=self.cfg)
@@ -119,41 +138,9 @@ def to_bridge(model: Any, tokenizer: Any = None) -> Any:
         raise NormlabError(
             f"to_bridge takes a {ARCHITECTURE}, not {type(model).__name__}: for others use TransformerLens itself"
         )
-    config = model.config
-    scheme = get_scheme(config.scheme)
-    if not is_llama_but_for_norms(config):
-        raise NormlabError(
-            f"scheme {scheme.name} changes more than a block's norms: TransformerLens's parts of Llama do not fit it"
-        )
-    depth = config.num_hidden_layers
-    layouts = [scheme.layout_at(layer, config) for layer in range(1, depth + 1)]
-    attributes = {NAMES[place]: attribute for layout in layouts for place, attribute in layout.places()}
-
-    ArchitectureAdapterFactory.register_adapter(ARCHITECTURE, NormlabArchitectureAdapter)
-    model.set_attn_implementation("eager")
-    bridge = build_bridge_from_module(
-        model,
-        ARCHITECTURE,
-        hf_config=config,
-        tokenizer=tokenizer,
-        post_adapter_hook=lambda adapter: cast(Any, adapter).use_norms(attributes),
-    )
-    for block, layout in zip(bridge.blocks, layouts, strict=True):
-        _name_hooks(block, layout)
-    return bridge
-
-
-def _name_hooks(block: Any, layout: Any) -> None:
-    """Map TransformerLens's usual hook names to this layout's hooks."""
-    mid = "ln2.hook_out" if layout.attn_sum else "ln2.hook_in"  # Post-LN: the MLP adds to the normalised sum
-    attention = "ln1_post.hook_out" if layout.attn_out else "attn.hook_out"
-    mlp = "ln2_post.hook_out" if layout.mlp_out else "mlp.hook_out"
-    block.hook_aliases = dict(block.hook_aliases) | {
-        "hook_resid_mid": mid,
-        "hook_attn_out": attention,
-        "hook_mlp_out": mlp,
-    }
-    block._register_aliases()
+    ArchitectureAdapterFactory.discover_entry_points()
+    ArchitectureAdapterFactory.register_adapter(ARCHITECTURE, NormlabArchitectureAdapter)  # also where not installed
+    return build_bridge_from_module(model, ARCHITECTURE, hf_config=model.config, tokenizer=tokenizer)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """From tensors that pass by to running statistics, kept on the layers' devices.
 
 `Measurer`     takes the statistics that the chosen metrics need and stages them on the call
-`Gradients`    reduces gradients the moment they arrive
 `Accumulator`  merges what whole calls have staged; its size depends on the number of sites, not of batches
 
 A statistic is streamed as (count, mean, M2, max), merged by Chan's rule.
@@ -12,9 +11,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from normlab.probes import statistics
 from normlab.probes.block_trace import BlockTrace
 from normlab.probes.decomposition import NormRead, additions, kind_counts
-from normlab.probes.forward_call import Call, Place, Staged, StagedArray
+from normlab.probes.forward_call import Call, Place
 from normlab.probes.layout import features_last
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32
@@ -88,6 +87,23 @@ def moments_table(
     return pandas.DataFrame(table | {"width": [width for width in widths for _ in range(each)]})
 
 
+class _Moments:
+    """Running moments of one kind on one device, with a row per place."""
+
+    def __init__(self, masks: int, statistics: int, device: torch.device):
+        self.rows: dict[Place, int] = {}
+        self.state = empty_moments(0, masks, statistics, device)
+
+    def add(self, values: Mapping[Place, Tensor], masks: Tensor) -> None:
+        """Merge the (statistics, tokens) of each place; `masks`: (masks, tokens)."""
+        at = torch.as_tensor([self.rows.setdefault(place, len(self.rows)) for place in values], device=masks.device)
+        _, present, masked, statistics = self.state.shape
+        if present < len(self.rows):
+            new = empty_moments(len(self.rows) - present, masked, statistics, self.state.device)
+            self.state = torch.cat([self.state, new], dim=1)
+        self.state[:, at] = with_batch(self.state[:, at], torch.stack(list(values.values())), masks)
+
+
 class Accumulator:
     """Running statistics by kind and device."""
 
@@ -95,10 +111,9 @@ class Accumulator:
         self.masks = tuple(masks)
         self.statistics = statistics
         self.kinds: set[str] = set()  # that have been measured
-        self._moments: dict[tuple[str, torch.device], Tensor] = {}
-        self._rows: dict[tuple[str, torch.device], dict[Place, int]] = defaultdict(dict)
+        self._moments: dict[tuple[str, torch.device], _Moments] = {}
         self._widths: dict[tuple[str, Place], int] = {}
-        self._arrays: dict[tuple[str, Place, int], Tensor] = {}
+        self._arrays: dict[tuple[str, Place], Tensor] = {}  # (masks, ...)
 
     def add(self, call: Call, values: Iterable[Staged], arrays: Iterable[StagedArray] = ()) -> None:
         """Merge what one call has staged. What a norm without a site has read is left out.
@@ -121,96 +136,127 @@ class Accumulator:
                 group[place] = staged.values
             for (kind, _, tokens), group in groups.items():
                 self._merge(call, kind, group, tokens)
-            for statistic, where, mask, array in arrays:
+            for statistic, where, array in arrays:
                 place = _place(where)
-                if place is None:
-                    continue
-                self.kinds.add(statistic)
-                key = statistic, place, mask
-                self._arrays[key] = MERGE[statistic](self._arrays[key], array) if key in self._arrays else array.clone()
+                if place is not None:
+                    self.kinds.add(statistic)
+                    before = self._arrays.get((statistic, place))
+                    merged = array.clone() if before is None else MERGE[statistic](before, array)
+                    self._arrays[statistic, place] = merged
 
     def _merge(self, call: Call, kind: str, group: dict[Place, Tensor], tokens: tuple[int, ...]) -> None:
-        values = torch.stack(list(group.values()))
-        masks = call.masks(values.device, tokens)
+        device = next(iter(group.values())).device
+        masks = call.masks(device, tokens)
         if masks is None:
             return
         self.kinds.add(kind)
-        key, rows = (kind, values.device), self._rows[kind, values.device]
-        index = [rows.setdefault(place, len(rows)) for place in group]
-        shape = len(self.masks), len(self.statistics[kind])
-        state = self._moments.get(key)
-        missing = len(rows) - (0 if state is None else state.shape[1])
-        if missing:
-            room = empty_moments(missing, *shape, values.device)
-            state = room if state is None else torch.cat([state, room], dim=1)
-        assert state is not None
-        at = torch.as_tensor(index, device=values.device)
-        state[:, at] = with_batch(state[:, at], values, masks)
-        self._moments[key] = state
+        if (kind, device) not in self._moments:
+            self._moments[kind, device] = _Moments(len(self.masks), len(self.statistics[kind]), device)
+        self._moments[kind, device].add(group, masks)
 
     def results(self) -> tuple[pandas.DataFrame, dict[tuple[str, int, str, str], Tensor]]:
         """Everything so far, on the CPU: the moments as a table, and arrays by (site, layer, mask, statistic)."""
         import pandas
 
-        tables = [
-            moments_table(
-                state,
-                list(self._rows[kind, device]),
-                [self._widths[kind, place] for place in self._rows[kind, device]],
-                self.masks,
-                self.statistics[kind],
-            )
-            for (kind, device), state in self._moments.items()
-        ]
-        if not tables:
-            tables = [moments_table(torch.empty(4, 0, 0, 0), (), (), (), ())]
+        tables = [moments_table(torch.empty(4, 0, 0, 0), (), (), (), ())] if not self._moments else []
+        for (kind, _), moments in self._moments.items():
+            widths = [self._widths[kind, place] for place in moments.rows]
+            tables.append(moments_table(moments.state, list(moments.rows), widths, self.masks, self.statistics[kind]))
         arrays = {
-            (site, layer, self.masks[mask], statistic): array.cpu()
-            for (statistic, (site, layer), mask), array in self._arrays.items()
+            (*place, mask, statistic): array
+            for (statistic, place), of_masks in self._arrays.items()
+            for mask, array in zip(self.masks, of_masks.cpu(), strict=True)
         }
         return pandas.concat(tables, ignore_index=True), arrays
 
 
-def _place(where: Place | NormRead) -> Place | None:
-    """The place of a statistic; None if that is no site."""
-    place = where.place if isinstance(where, NormRead) else where
-    return None if place is None or place[0] not in SITES else place
+def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:
+    """The site and layer under which a statistic is listed; None if that is no site."""
+    site, layer = (where.site, where.layer) if isinstance(where, NormRead) else where
+    if is_gradient and site is not None:
+        site = GRADIENT_SITES.get(site)
+    return None if site is None or site not in SITES else (site, layer)
 
 
-# -- gradients -------------------------------------------------------------------------------------------------------
+# -- statistics of what passes by ------------------------------------------------------------------------------------
 
 
-def gradient_place(where: Place | NormRead) -> Place | None:
-    """The gradient's site; None of a norm that turned out to be at none."""
-    place = where.place if isinstance(where, NormRead) else where
-    if place is None or place[0] not in GRADIENT_SITES:
-        return None
-    return GRADIENT_SITES[place[0]], place[1]
+class Staged(NamedTuple):
+    """Per-token statistics that wait for their call to end."""
+
+    kind: str  # of a metric
+    where: Place | NormRead  # a norm's place may become known later
+    values: Tensor  # (statistics, tokens)
+    width: int  # features per token
+    tokens: tuple[int, ...]  # shape of the activation, without its features
 
 
-class Gradients:
-    """The gradients of one recording that have arrived and are not merged yet."""
+class StagedArray(NamedTuple):
+    """An array that waits for its call to end."""
 
-    def __init__(self, wanted: bool):
-        self._wanted = wanted
+    statistic: str
+    where: Place | NormRead
+    array: Tensor  # (masks, ...)
+
+
+def _stage(
+    call: Call, kind: str, where: Place | NormRead, values: Tensor, tokens: Sequence[int], width: int = 1
+) -> None:
+    call.values.append(Staged(kind, where, values, width, tuple(tokens)))
+
+
+def _stage_arrays(call: Call, statistic: str, where: Place | NormRead, arrays: Sequence[Tensor]) -> None:
+    """Stage an array of every mask."""
+    call.arrays.append(StagedArray(statistic, where, torch.stack(list(arrays))))
+
+
+class Measurer:
+    """Takes the statistics that the metrics need and stages them on the call. Never alters or keeps a tensor."""
+
+    def __init__(self, metrics: Sequence[Metric]):
+        self.kinds = {metric.kind for metric in metrics}
+        self.statistics = dict(KIND_STATISTICS)
+        needed = {metric.statistic for metric in metrics}
+        self.statistics["activation"] = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
+        self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
         self._lock = threading.Lock()
-        self._arrived: list[tuple[Call, Sequence[Place | NormRead], Staged]] = []
+        self._arrived: list[tuple[Call, Sequence[Place | NormRead], Staged]] = []  # gradients that are not merged yet
 
-    def watch(
+    def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
+        """Measure h itself, at a block's output or a norm's input."""
+        if "activation" in self.kinds:
+            _stage(call, "activation", where, self._token_statistics(call, x), x.shape[:-1], x.shape[-1])
+        if "coordinate" in self.kinds and not isinstance(where, NormRead):
+            self._stage_array(call, "coordinate_peak", where, x)
+
+    def _token_statistics(self, call: Call, x: Tensor) -> Tensor:
+        """The statistics of x, computed once for a block's output that is also a norm's input."""
+        version = None if x.is_inference() else x._version  # counts writes in place
+        last = call.measured
+        if last is not None and version is not None and last[0] is x and last[1] == version:
+            return last[2]
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            values = statistics.token_statistics(x.detach(), self.statistics["activation"])
+        call.measured = None if version is None else (x, version, values)
+        return values
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def gradient(
         self,
-        x: Tensor,
-        where: Place | NormRead,
         call: Call | None,
+        where: Place | NormRead,
+        x: Tensor,
         channels_first: bool = False,
         norm: nn.Module | None = None,
         is_recomputed: bool = False,
     ) -> None:
         """Have the gradient at `x` reduced when it arrives; `is_recomputed`: by a checkpoint, in the backward pass."""
-        if not self._wanted or call is None or not x.requires_grad:
+        if "gradient" not in self.kinds or call is None or not x.requires_grad:
             return
         if not isinstance(where, NormRead):
-            place = gradient_place(where)
-            if place is None or (is_recomputed and place in map(gradient_place, call.watched)):
+            place = _place(where, is_gradient=True)
+            if place is None or (is_recomputed and place in {_place(other, True) for other in call.watched}):
                 return  # a checkpoint hands the recomputation a tensor that has its hook already
         call.watched.add(where)
         if call.hooked is not None and call.hooked[0] is x:
@@ -231,103 +277,72 @@ class Gradients:
 
         x.register_hook(reduce)
 
-    def take(self) -> Iterator[tuple[Call, list[Staged]]]:
-        """The gradients that have arrived, by call."""
+    def take_gradients(self) -> dict[Call, list[Staged]]:
+        """The gradients that have arrived since the last time, by call."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
         by_call: dict[Call, list[Staged]] = defaultdict(list)
         for call, places, staged in arrived:
-            known = (place for place in map(gradient_place, places) if place is not None)
+            known = (place for where in places if (place := _place(where, is_gradient=True)) is not None)
             by_call[call] += [staged._replace(where=place) for place in known]
-        yield from by_call.items()
+        return by_call
 
+    # -- norms ---------------------------------------------------------------------------------------------------
 
-# -- statistics of what passes by ------------------------------------------------------------------------------------
-
-
-def _stream_scale(trace: BlockTrace) -> float:
-    """The factor from a block's input to its share of the output; 1 if a norm of the sum comes between."""
-    segments = trace.segments or ()
-    if any(following.before is not segment.after for segment, following in pairwise(segments)):
-        return 1.0
-    return math.prod(segment.made.carry for segment in segments)
-
-
-class Measurer:
-    """Takes the statistics that the metrics need and stages them on the call. Never alters or keeps a tensor."""
-
-    def __init__(self, metrics: Sequence[Metric]):
-        self.kinds = {metric.kind for metric in metrics}
-        self.statistics = dict(KIND_STATISTICS)
-        needed = {metric.statistic for metric in metrics}
-        self.statistics["activation"] = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
-        self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
-
-    def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
-        """Measure h itself, at a block's output or a norm's input."""
-        if "activation" in self.kinds:
-            self._stage(call, "activation", where, self._token_statistics(call, x), x)
-        if "coordinate" in self.kinds and not isinstance(where, NormRead) and where[0] == "block_out":
-            self._stage_array(call, "coordinate_peak", where, x)
-
-    def _token_statistics(self, call: Call, x: Tensor) -> Tensor:
-        """The statistics of x, computed once for a block's output that is also a norm's input."""
-        version = None if x.is_inference() else x._version  # counts writes in place
-        last = call.measured
-        if last is not None and version is not None and last[0] is x and last[1] == version:
-            return last[2]
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            values = statistics.token_statistics(x.detach(), self.statistics["activation"])
-        call.measured = None if version is None else (x, version, values)
-        return values
-
-    def norm_input(self, call: Call, read: NormRead, x: Tensor, mean_square: Tensor | None) -> None:
-        """Measure what a norm reads, and the statistic that it is handed, if any."""
-        self.activation(call, read, x)
+    def norm_input(
+        self, call: Call, read: NormRead, x: Tensor, view: Tensor, mean_square: Tensor | None, channels_first: bool
+    ) -> None:
+        """Measure what a norm reads: `x`, with features last in `view`, and the statistic it is handed, if any."""
+        self.activation(call, read, view)
+        self.gradient(call, read, x, channels_first, read.norm)
         norm = statistics.tanh_norm(read.norm) if {"tanh", "bounded"} & self.kinds else None
-        carries = "carried" in self.kinds and mean_square is not None
-        if not carries and norm is None:
-            return
+        ms = None if mean_square is None else mean_square.detach().reshape(*view.shape[:-1], 1)
+        tokens, view = view.shape[:-1], view.detach()
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            x, ms = x.detach(), None if mean_square is None else mean_square.detach().reshape(*x.shape[:-1], 1)
-            if carries and ms is not None:
-                ratio, tokens = statistics.carried_ratio(x, ms), tuple(x.shape[:-1])
-                call.values.append(Staged("carried", read, ratio, 1, tokens))
-                masks = call.masks(x.device, tokens)
-                if masks is not None:
+            if ms is not None and "carried" in self.kinds:
+                ratio = statistics.carried_ratio(view, ms)
+                _stage(call, "carried", read, ratio, tokens)
+                if (masks := call.masks(x.device, tuple(tokens))) is not None:
                     positions, length = call.positions(x.device, tokens)
-                    for index, mask in enumerate(masks):
-                        table = statistics.by_position(ratio[0], positions, mask, length)
-                        call.arrays.append(StagedArray("carried_position", read, index, table))
+                    tables = [statistics.by_position(ratio[0], positions, mask, length) for mask in masks]
+                    _stage_arrays(call, "carried_position", read, tables)
             if norm is not None and "tanh" in self.kinds:
-                self._stage(call, "tanh", read, statistics.tanh_statistics(norm, x, ms), x)
+                _stage(call, "tanh", read, statistics.tanh_statistics(norm, view, ms), tokens, view.shape[-1])
             if norm is not None and "bounded" in self.kinds and hasattr(norm, "lam") and hasattr(norm, "kappa"):
-                self._stage(call, "bounded", read, statistics.bound_statistics(norm, x, ms), x)
+                _stage(call, "bounded", read, statistics.bound_statistics(norm, view, ms), tokens, view.shape[-1])
 
-    def block_end(self, call: Call, trace: BlockTrace, out: Tensor) -> None:
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    def block_start(self, trace: BlockTrace, x: Tensor, is_first: bool) -> None:
+        """Measure what a block reads, if no block's output was that; `x` holds the stream."""
+        if is_first:
+            self.activation(trace.call, ("block_out", trace.layer - 1), trace.entered)
+        self.gradient(trace.call, ("block_in", trace.layer), x, trace.known.channels_first)
+
+    def block_end(self, trace: BlockTrace, out: Tensor) -> None:
         """Measure what the branches added to the stream, and how the block changed it."""
         if not {"branch", "change", "spectrum"} & self.kinds:
             return
         trace.check_entered()
-        place = ("block", trace.layer)
+        call, place = trace.call, ("block", trace.layer)
+        h, out = trace.entered.detach(), out.detach()
+        if h.shape != out.shape:
+            reason = f"the block changes the stream from {tuple(h.shape)} to {tuple(out.shape)}"
+            call.absent[f"block {trace.layer}"] = reason
+            return
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-            h, out = trace.entered.detach(), out.detach()
-            if h.shape != out.shape:
-                reason = f"the block changes the stream from {tuple(h.shape)} to {tuple(out.shape)}"
-                call.absent[f"block {trace.layer}"] = reason
-                return
-            update = self._branches(call, trace, h, out) if "branch" in self.kinds else None
+            update = self._branches(trace, h, out) if "branch" in self.kinds else None
             values = statistics.block_statistics(h, out, update)
             if "branch" in self.kinds and trace.segments is not None:
-                self._stage(call, "branch", place, values[:2], h)
+                _stage(call, "branch", place, values[:2], h.shape[:-1], h.shape[-1])
             if "change" in self.kinds:
-                self._stage(call, "change", place, values[2:], h)
+                _stage(call, "change", place, values[2:], h.shape[:-1], h.shape[-1])
             if "spectrum" in self.kinds:
                 self._stage_array(call, "gram", place, at_least_float32(out) - at_least_float32(h))
 
-    def _branches(self, call: Call, trace: BlockTrace, h: Tensor, out: Tensor) -> Tensor | None:
+    def _branches(self, trace: BlockTrace, h: Tensor, out: Tensor) -> Tensor | None:
         """Stage every branch of a block that adds up; return the sum of what they add."""
-        layer = trace.layer
+        call, layer = trace.call, trace.layer
         if trace.segments is None:
             call.absent |= {f"{branch.kind} {layer}": trace.why for branch in trace.block.branches}
             return None
@@ -348,7 +363,8 @@ class Measurer:
             if counts.get(kind, 0) > 1:
                 call.absent[f"{kind} {layer}"] = f"the block has {counts[kind]} branches of this kind in turn"
             elif kind in counts:
-                self._stage(call, "branch", (kind, layer), statistics.branch_statistics(streams[kind], adds), h)
+                values = statistics.branch_statistics(streams[kind], adds)
+                _stage(call, "branch", (kind, layer), values, h.shape[:-1], h.shape[-1])
         for run in trace.runs:
             if run.kind not in added and run.kind != "other":
                 call.absent[f"{run.kind} {layer}"] = trace.reason_without_part(run)
@@ -358,56 +374,56 @@ class Measurer:
         first, *others = added.values()
         return sum(others, first)
 
-    def router(self, call: Call, trace: BlockTrace, routing: Routing, x: Tensor) -> None:
+    def router(self, trace: BlockTrace, routing: Routing, x: Tensor) -> None:
         """Measure what a router reads."""
         if "router" in self.kinds:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 entropy = statistics.router_entropy(routing, x.detach())
-            tokens = tuple(trace.entered.shape[:-1])
-            if math.prod(tokens) != len(entropy):
-                tokens = (len(entropy),)
-            call.values.append(Staged("router", ("mlp", trace.layer), entropy[None], 1, tokens))
+            tokens = trace.entered.shape[:-1]
+            tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
+            _stage(trace.call, "router", ("mlp", trace.layer), entropy[None], tokens)
 
-    def experts(self, call: Call, trace: BlockTrace, routing: Routing, values: Any) -> None:
+    def experts(self, trace: BlockTrace, routing: Routing, values: Any) -> None:
         """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
         tokens = tuple(trace.entered.shape[:-1])
-        chosen = None
-        if "load" in self.kinds and not trace.has_experts:
-            chosen = statistics.taken_experts(values, math.prod(tokens))
+        if "load" not in self.kinds or trace.has_experts:
+            return
+        chosen = statistics.taken_experts(values, math.prod(tokens))
         if chosen is None:
             return
         trace.has_experts = True
-        masks = call.masks(chosen.device, tokens)
-        for index, mask in enumerate(masks if masks is not None else ()):
-            counts = statistics.expert_counts(chosen, mask, routing.experts)
-            call.arrays.append(StagedArray("expert_counts", ("mlp", trace.layer), index, counts))
+        if (masks := trace.call.masks(chosen.device, tokens)) is not None:
+            counts = [statistics.expert_counts(chosen, mask, routing.experts) for mask in masks]
+            _stage_arrays(trace.call, "expert_counts", ("mlp", trace.layer), counts)
 
-    def streams(self, call: Call, trace: BlockTrace, kind: str, rule: nn.Module, state: Tensor) -> None:
+    def streams(self, trace: BlockTrace, kind: str, rule: nn.Module, state: Tensor) -> None:
         """Measure the streams that a rule is about to mix."""
         with torch.autocast(state.device.type, enabled=False):
             values = statistics.stream_statistics(rule, state)
         if values is not None:
-            call.values.append(Staged("streams", (kind, trace.layer), values, 1, tuple(state.shape[:-1])))
+            _stage(trace.call, "streams", (kind, trace.layer), values, state.shape[:-1])
 
-    def attention(self, call: Call, layer: int, watch: AttentionWatch) -> None:
+    def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
-        if watch.scores is not None and call.has_rows(watch.shape):
-            call.values.append(Staged("attention", ("attn", layer), watch.scores, 1, watch.shape))
-
-    def _stage(self, call: Call, kind: str, where: Place | NormRead, values: Tensor, x: Tensor) -> None:
-        call.values.append(Staged(kind, where, values, x.shape[-1], tuple(x.shape[:-1])))
+        if watch.scores is not None and trace.call.has_rows(watch.shape):
+            _stage(trace.call, "attention", ("attn", trace.layer), watch.scores, watch.shape)
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""
-        reduce = statistics.gram if statistic == "gram" else statistics.coordinate_peak
+        reduce, tokens = getattr(statistics, statistic), tuple(x.shape[:-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            tokens = tuple(x.shape[:-1])
             rows, masks = x.detach().reshape(-1, x.shape[-1]), call.masks(x.device, tokens)
             if masks is None:
                 return
             shared = masks.all(0)
-            common = reduce(rows, shared)
-            first, kept = call.first_tokens(x.device, tokens)
-            for index, mask in enumerate(masks):
-                extra = reduce(rows[first], (mask & ~shared)[first] & kept)
-                call.arrays.append(StagedArray(statistic, place, index, MERGE[statistic](common, extra)))
+            common, (first, kept) = reduce(rows, shared), call.first_tokens(x.device, tokens)
+            extra = [reduce(rows[first], (mask & ~shared)[first] & kept) for mask in masks]
+            _stage_arrays(call, statistic, place, [MERGE[statistic](common, more) for more in extra])
+
+
+def _stream_scale(trace: BlockTrace) -> float:
+    """The factor from a block's input to its share of the output; 1 if a norm of the sum comes between."""
+    segments = trace.segments or ()
+    if any(following.before is not segment.after for segment, following in pairwise(segments)):
+        return 1.0
+    return math.prod(segment.made.carry for segment in segments)

@@ -7,75 +7,91 @@ branch is measured, the norm that reads the block's input is named by what comes
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.decomposition import BranchRun, NormRead, Reading, Segment, find_reading
-from normlab.probes.layout import same_tensor
+from normlab.probes.layout import features_last, same_tensor
 from normlab.probes.sites import Block, Branch
 from normlab.probes.stream_sums import SLACK, Rows, count_different, same
 
+if TYPE_CHECKING:
+    from normlab.probes.forward_call import Call
+
 FEW = 6  # different tokens below which a sum that is not a plain one may not be told
+TRIES = 3  # calls after which a block that does not add up is given up: the search for a reading takes long
+
+
+@dataclass(eq=False)
+class KnownBlock:
+    """What earlier calls told about a block."""
+
+    channels_first: bool
+    sites: dict[nn.Module, str] | None = None  # of its norms, once its stream has added up
+    failures: list[str] = field(default_factory=list)  # why it did not, one per call
 
 
 class BlockTrace:
     """One block during one forward pass. Holds a few of its activations until it ends.
 
     Args:
-        block, layer: the block, and its layer in this call.
+        call, block, layer: the call, the block that runs in it, and its layer there.
         entered: the stream that it reads.
-        keeps_branches: what branches add is measured.
-        known_sites: its norms' sites from an earlier call; if no branch is measured, nothing is traced then.
-        given_up: why no reading is looked for any more.
+        known: what earlier calls told, and this one will add to.
+        keeps_branches: what branches add is measured. Otherwise nothing is traced once the norms' sites are known.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        layer: int,
-        entered: Tensor,
-        keeps_branches: bool,
-        known_sites: dict[nn.Module, str] | None = None,
-        given_up: str | None = None,
-    ):
-        self.block, self.layer, self.entered, self.width = block, layer, entered, entered.shape[-1]
+    def __init__(self, call: Call, block: Block, layer: int, entered: Tensor, known: KnownBlock, keeps_branches: bool):
+        self.call, self.block, self.layer = call, block, layer
+        self.entered, self.width, self.known = entered, entered.shape[-1], known
         self.keeps_branches = keeps_branches
         self.entered_version = None if entered.is_inference() else entered._version
         self.events: list[NormRead | BranchRun] = []
         self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
         self.why = ""  # it was not
-        self.is_hopeless = False  # there were tokens enough, and no reading
         self.lost: dict[str, str] = {}  # sites whose norm has run and is not measured, and why
         self.has_experts = False  # the experts that a mixture took are known
-        self._known_sites, self._given_up = None if keeps_branches else known_sites, given_up
-        self._inputs: dict[nn.Module, tuple[Tensor | None, Tensor | None]] = {}
+        self._known_sites = None if keeps_branches else known.sites
+        self._inputs: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
         if self._known_sites is None:
             self.rows = Rows(entered)
 
-    def norm_starts(self, norm: nn.Module, x: Tensor, is_norm: bool = True) -> NormRead | None:
+    def view(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """`x` with its features last: what a branch, or `norm`, reads or returns."""
+        if norm is None or norm in self.block.activations:
+            return features_last(x, self.known.channels_first, width=self.width)
+        return features_last(x, self.known.channels_first, norm)
+
+    def norm_starts(self, norm: nn.Module, x: Tensor) -> NormRead | None:
         """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
         if self._known_sites is not None:
             site = self._known_sites.get(norm)
             return None if site is None else NormRead(norm, self.layer, site=site)
         if x.shape[-1] != self.width:
             return None
+        is_norm = norm not in self.block.activations
         read = NormRead(norm, self.layer, x, self.rows.of(x), is_norm=is_norm)
         self.events.append(read)
-        return read
+        return read if is_norm else None
 
     def norm_done(self, norm: nn.Module, output: Tensor) -> None:
         """Note what a norm has returned."""
         for read in reversed(self._reads):
             if read.norm is norm and read.out is None:
-                read.out, read.out_rows = output, self.rows.of(output)
+                read.out = self.view(output, norm)
+                read.out_rows = self.rows.of(read.out)
                 if self.keeps_branches and any(same_tensor(run.out, read.x) for run in self.runs):
-                    read.kept = output.detach().clone()
+                    read.kept = read.out.detach().clone()
                 return
 
-    def branch_starts(self, branch: Branch, x: Tensor | None) -> None:
+    def branch_starts(self, branch: Branch, x: Tensor) -> None:
         """Note that a branch is about to read `x`."""
         if self._known_sites is None:
-            self._inputs[branch.module] = (x, self.rows.of(x))
+            view = self.view(x)
+            self._inputs[branch.module] = (view, self.rows.of(view))
 
     def branch_done(self, branch: Branch, output: Tensor) -> None:
         """Note what a branch has returned, or the part that holds it.
@@ -84,6 +100,7 @@ class BlockTrace:
         """
         if self._known_sites is not None:
             return
+        output = self.view(output)
         self.rows.note_rounding(output)
         x, read = self._inputs.pop(branch.module, (None, None))
         rows = self.rows.of(output)
@@ -134,14 +151,16 @@ class BlockTrace:
         self._settle_sites()
         if reading is None:
             self._note_lost_sites()
+        else:
+            self.known.sites = self.sites
 
     def _find_reading(self, last: Tensor | None) -> Reading | None:
         if last is None:
             self.why = "the block changes the stream's shape"
         elif not bool(self.rows.first.any()):
             self.why = "the stream is zero"  # with and without it are the same
-        elif self._given_up is not None:
-            self.why = self._given_up
+        elif len(self.known.failures) >= TRIES:
+            self.why = self.known.failures[-1]
         elif not self.runs:
             self.why = "no branch was found in the block"
         else:
@@ -189,13 +208,14 @@ class BlockTrace:
         if self._same(first, last):
             return f"what {kinds} add is lost in the rounding of the stream"
         count = count_different(first)
-        self.is_hopeless = count >= FEW
-        if not self.is_hopeless:
+        if count < FEW:
             return f"the block's output is not its input + {kinds}, as far as {count} different tokens tell"
         advice = "if other modules add to it, name them: sites(model, attention=..., mlp=...)"
         if self.block.module.training:
             advice = f"in training one may have been dropped, by stochastic depth: try model.eval(); {advice}"
-        return f"the block's output is not its input + {kinds} ({advice})"
+        why = f"the block's output is not its input + {kinds} ({advice})"
+        self.known.failures.append(why)
+        return why
 
     def reason_without_part(self, run: BranchRun) -> str:
         """The reason that a branch which has run is no part of the reading."""

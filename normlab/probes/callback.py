@@ -197,10 +197,7 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
 
 CELL, WIDE, LABEL, GAP = 8, 480, 14, 6  # pixels of a layer, of all steps, of a panel's title, between panels
 # Anchors of the viridis colour map, dark to light.
-_VIRIDIS = np.array(
-    [(68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141), (39, 173, 129), (92, 200, 99),
-     (170, 220, 50), (253, 231, 37)], dtype=float,
-)  # fmt: skip
+_VIRIDIS = [list(bytes.fromhex(c)) for c in "440154 472c7a 3b518b 2c718e 21908d 27ad81 5cc863 aadc32 fde725".split()]
 _UNKNOWN = (200, 200, 200)
 
 
@@ -218,11 +215,11 @@ def _colours(values: np.ndarray) -> tuple[np.ndarray, str]:
         return np.full((*values.shape, 3), _UNKNOWN, dtype=np.uint8), "no values"
     low, high = float(known.min()), float(known.max())
     log = low > 0 and high / low >= 10
-    scaled = np.log(np.where(values > 0, values, np.nan)) if log else values
-    bottom, top = (np.log(low), np.log(high)) if log else (low, high)
-    share = (scaled - bottom) / (top - bottom) if top > bottom else np.zeros_like(scaled)
+    scale = np.log if log else np.asarray
+    with np.errstate(all="ignore"):
+        share = (scale(values) - scale(low)) / (scale(high) - scale(low)) if high > low else 0 * values
     anchors = np.linspace(0, 1, len(_VIRIDIS))
-    channels = [np.interp(np.nan_to_num(share), anchors, channel) for channel in _VIRIDIS.T]
+    channels = [np.interp(np.nan_to_num(share), anchors, channel) for channel in zip(*_VIRIDIS, strict=True)]
     colours = np.stack(channels, axis=-1).round().astype(np.uint8)
     colours[~np.isfinite(share)] = _UNKNOWN
     return colours, f"{low:.3g} to {high:.3g}{', log' if log else ''}"

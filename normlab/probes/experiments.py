@@ -3,7 +3,7 @@
 `skip_sensitivity`                   how much the loss rises when a block, attention or MLP is skipped
 `skip_future_effect`                 how much each later block's update changes when a block is skipped
 `cheapest_spans`, `mergekit_config`  the span of blocks that costs least to drop, and how to drop it
-`Runner`, `row_means`                run a model over batches; means with intervals
+`Runner`, `row_means`, `table_of`    run a model over batches; means over rows, with intervals
 
 Skipping a block is a forward hook that returns the block's input. That equals deleting it, but every other layer keeps
 its index (LNS's scales stay). Skipping attention or the MLP adds zero in its place, after the branch's output norm
@@ -15,7 +15,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -45,41 +46,34 @@ Hook = Callable[..., Any]
 # -- means over rows -------------------------------------------------------------------------------------------------
 
 
-class RowMeans:
-    """Ratio estimates sum(values)/sum(counts) over rows, any number of them at once, with their standard errors.
+def mean_and_error(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(estimates,) ratio estimates sum(values)/sum(counts) over rows, and their standard errors.
 
     A row is a sequence. Its tokens are correlated, so it is one observation. The error is that of a ratio estimator:
     sqrt(R/(R-1) sum_r (v_r - mean n_r)^2) / sum n_r. NaN below two rows.
+
+    Args:
+        values: (estimates, rows), sums over a row's tokens.
+        counts: (rows,), how many tokens.
     """
-
-    def __init__(self) -> None:
-        self._rows: list[Tensor] = []
-        self._counts: list[Tensor] = []
-
-    def add(self, values: Tensor, counts: Tensor) -> None:
-        """Add a batch. `values`: (estimates, rows), sums over a row's tokens; `counts`: (rows,), how many tokens."""
-        kept = counts > 0
-        self._rows.append(values[:, kept].detach().double().cpu())
-        self._counts.append(counts[kept].detach().double().cpu())
-
-    @property
-    def tokens(self) -> int:
-        """Tokens counted so far."""
-        return int(sum(float(count.sum()) for count in self._counts))
-
-    def mean_and_error(self) -> tuple[Tensor, Tensor]:
-        """(estimates,) means and standard errors."""
-        values, counts = torch.cat(self._rows, dim=1), torch.cat(self._counts)
-        total, rows = counts.sum(), len(counts)
-        mean = values.sum(1) / total
-        spread = (values - mean[:, None] * counts).square().sum(1)
-        error = (spread * rows / (rows - 1)).sqrt() / total if rows > 1 else torch.full_like(mean, torch.nan)
-        return mean, error
+    total, rows = counts.sum(), len(counts)
+    mean = values.sum(1) / total
+    spread = (values - mean[:, None] * counts).square().sum(1)
+    error = (spread * rows / (rows - 1)).sqrt() / total if rows > 1 else torch.full_like(mean, torch.nan)
+    return mean, error
 
 
 def interval(mean: float, error: float) -> dict[str, float]:
     """Columns `standard_error`, `low`, `high`: the normal 95% interval."""
     return {"standard_error": error, "low": mean - Z95 * error, "high": mean + Z95 * error}
+
+
+def table_of(rows: Iterable[dict[str, int]], mean: Tensor, error: Tensor) -> pandas.DataFrame:
+    """`rows` with the columns `value standard_error low high`."""
+    import pandas
+
+    numbers = zip(rows, mean.tolist(), error.tolist(), strict=True)
+    return pandas.DataFrame([row | {"value": m} | interval(m, e) for row, m, e in numbers])
 
 
 # -- running a model -------------------------------------------------------------------------------------------------
@@ -97,7 +91,7 @@ class Runner:
         accepted = inspect.signature(self.model.forward).parameters
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
-        self._shifted: bool | str | None = "unknown"
+        self._shifted: tuple[bool | None] | None = None  # once it has been found out
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches on the model's device. Raises `NormlabError` without one."""
@@ -141,7 +135,7 @@ class Runner:
 
         Found once, by comparing its loss with its logits.
         """
-        if self._shifted == "unknown":
+        if self._shifted is None:
             inputs = {self._renamed.get(k, k): v for k, v in batch.items()}
             try:
                 loss, logits = loss_and_logits(self.model(**inputs, **self._options))
@@ -155,32 +149,39 @@ class Runner:
                         "the returned loss is no mean cross-entropy of the returned logits, shifted or not: leave out "
                         "`labels` to measure on the next token"
                     )
-            self._shifted = None if averaged is None else averaged[1]
-        return self._shifted  # type: ignore[return-value]
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluation mode inside, every module's former mode after."""
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+            self._shifted = (None if averaged is None else averaged[1],)
+        return self._shifted[0]
 
     def counted(self, batch: Batch, tokens: tuple[int, ...], mask: str = "all") -> Tensor:
         """(batch, length) bool: the tokens that count."""
         return token_masks(batch.get("attention_mask"), tokens, self.device, [mask], cached=False)[0].reshape(tokens)
 
 
-def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) -> RowMeans:
-    """Estimates over all batches, in evaluation mode; `sums` gives what `RowMeans.add` takes of one batch."""
-    means = RowMeans()
-    with runner.evaluating():
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, every module's former mode after."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
+    """(means, standard errors, tokens) over all batches, in evaluation mode.
+
+    `sums` gives the values and counts of one batch's rows, as `mean_and_error` takes them.
+    """
+    values, counts = [], []
+    with evaluating(runner.model):
         for batch in runner:
-            means.add(*sums(batch))
-    return means
+            summed, count = sums(batch)
+            values.append(summed[:, count > 0].detach().double().cpu())
+            counts.append(count[count > 0].detach().double().cpu())
+    total = torch.cat(counts)
+    return *mean_and_error(torch.cat(values, dim=1), total), int(total.sum())
 
 
 def _with_progress(items: Iterable, progress: bool, title: str) -> Iterable:
@@ -202,6 +203,11 @@ def hooked(*hooks: tuple[nn.Module, Hook]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def on_blocks(where: Sites, hook: Hook) -> AbstractContextManager[None]:
+    """`hooked` with one hook (layer, module, args, kwargs, output) on every block."""
+    return hooked(*((block.module, partial(hook, block.index)) for block in where.blocks))
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -330,14 +336,13 @@ def skip_sensitivity(
             values.append(torch.where(counted, token_kl(whole, skipped), 0).sum(1))
         return torch.stack(values), counted.sum(1)
 
-    means = row_means(runner, sums)
-    mean, error = (numbers.tolist() for numbers in means.mean_and_error())
-    rows = []
+    means, errors, tokens = row_means(runner, sums)
+    mean, error, rows = means.tolist(), errors.tolist(), []
     for i, (part, layer) in enumerate(skips):
         delta, kl = 1 + 2 * i, 2 + 2 * i
         row = {"part": part, "layer": layer, "span": span, "loss": mean[0], "skip_delta_loss": mean[delta]}
         row |= interval(mean[delta], error[delta])
-        rows.append(row | {"output_kl": mean[kl], "output_kl_error": error[kl], "tokens": means.tokens})
+        rows.append(row | {"output_kl": mean[kl], "output_kl_error": error[kl], "tokens": tokens})
     return pandas.DataFrame(rows)
 
 
@@ -356,47 +361,39 @@ def skip_future_effect(
     Raises:
         NormlabError: no batch, one block only, several residual streams.
     """
-    import pandas
-
     runner = Runner(model, batches, progress, "skip future effect")
     depth = runner.sites.depth
-    pairs = [(s, layer) for s in range(1, depth) for layer in range(s + 1, depth + 1)]
+    pairs = [{"skipped": s, "layer": layer} for s in range(1, depth) for layer in range(s + 1, depth + 1)]
     if not pairs:
         raise NormlabError("skip_future_effect compares later blocks: the model has only one")
 
+    def updates(batch: Batch, skipped: int | None = None) -> list[Tensor]:
+        """h_l - h_{l-1} of every block, with block `skipped` made the identity."""
+        kept: list[Tensor] = []
+
+        def keep(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            before, after = hidden_state(args, kwargs)[0], output_tensor(output)
+            require_one_stream(before, after)
+            kept.append(after - before)
+
+        skips = [] if skipped is None else [(runner.sites.blocks[skipped - 1].module, return_input)]
+        with hooked(*skips), on_blocks(runner.sites, keep):
+            runner.logits(batch)
+        return kept
+
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        whole = _updates(runner, batch, None)
+        whole = updates(batch)
         counted = runner.counted(batch, tuple(whole[0].shape[:-1]))
         values = []
         for skipped in range(1, depth):
-            changed = _updates(runner, batch, skipped)
-            for layer in range(skipped + 1, depth + 1):
-                u, v = whole[layer - 1].float(), changed[layer - 1].float()
-                relative = torch.linalg.vector_norm(v - u, dim=-1) / torch.linalg.vector_norm(u, dim=-1)
+            for u, changed in list(zip(whole, updates(batch, skipped), strict=True))[skipped:]:
+                u, difference = u.float(), changed.float() - u.float()
+                relative = torch.linalg.vector_norm(difference, dim=-1) / torch.linalg.vector_norm(u, dim=-1)
                 values.append(torch.where(counted, relative, 0).sum(1))
         return torch.stack(values), counted.sum(1)
 
-    mean, error = (numbers.tolist() for numbers in row_means(runner, sums).mean_and_error())
-    numbers = zip(pairs, mean, error, strict=True)
-    return pandas.DataFrame(
-        [{"skipped": s, "layer": layer, "value": m} | interval(m, e) for (s, layer), m, e in numbers]
-    )
-
-
-def _updates(runner: Runner, batch: Batch, skipped: int | None) -> list[Tensor]:
-    """h_l - h_{l-1} of every block, with block `skipped` made the identity."""
-    updates: list[Tensor] = []
-
-    def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-        require_one_stream(before, after)
-        updates.append(after - before)
-
-    blocks = runner.sites.blocks
-    skipping = nullcontext() if skipped is None else hooked((blocks[skipped - 1].module, return_input))
-    with skipping, hooked(*((block.module, keep) for block in blocks)):
-        runner.logits(batch)
-    return updates
+    mean, error, _ = row_means(runner, sums)
+    return table_of(pairs, mean, error)
 
 
 # -- what to cut -----------------------------------------------------------------------------------------------------

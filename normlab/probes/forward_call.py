@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from normlab.probes.layout import Layout, is_activation, own_layout, row_layout,
 from normlab.probes.statistics import AttentionWatch
 
 if TYPE_CHECKING:
+    from normlab.probes.accumulate import Staged, StagedArray
     from normlab.probes.block_trace import BlockTrace
     from normlab.probes.decomposition import NormRead
 
@@ -231,25 +232,6 @@ class CallInputs:
 
 Place = tuple[str, int]  # site, layer
 LossTokens = float | int | Tensor | Callable[[CallInputs], "float | Tensor | None"] | None
-
-
-class Staged(NamedTuple):
-    """Per-token statistics that wait for their call to end."""
-
-    kind: str  # of a metric
-    where: Place | NormRead  # a norm's place may become known later
-    values: Tensor  # (statistics, tokens)
-    width: int  # features per token
-    tokens: tuple[int, ...]  # shape of the activation, without its features
-
-
-class StagedArray(NamedTuple):
-    """An array that waits for its call to end."""
-
-    statistic: str
-    where: Place | NormRead
-    mask: int  # index of the mask
-    array: Tensor
 
 
 class Call:

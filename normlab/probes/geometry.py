@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,33 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Z95, Batch, Hook, Runner, hooked, interval, row_means, token_kl
+from normlab.probes.experiments import Z95, Batch, Runner, on_blocks, row_means, table_of, token_kl
 from normlab.probes.layout import hidden_state, output_tensor, require_one_stream, with_argument
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import at_least_float32
 
 if TYPE_CHECKING:
     import pandas
-
-Keep = Callable[[int, Tensor], None]
-
-
-def _layer_outputs(runner: Runner, batch: Batch, keep: Keep, one_stream: bool = False) -> Tensor:
-    """Run the model; `keep(layer, h)` sees h_0 .. h_L. Returns the logits. `one_stream`: refuse several."""
-
-    def after(layer: int) -> Hook:
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            before, h = hidden_state(args, kwargs)[0], output_tensor(output)
-            if one_stream:
-                require_one_stream(before, h)
-            if layer == 1:
-                keep(0, before)
-            keep(layer, h)
-
-        return hook
-
-    with hooked(*((block.module, after(block.index)) for block in runner.sites.blocks)):
-        return runner.logits(batch)
 
 
 def _counted(runner: Runner, batch: Batch, shape: tuple[int, ...], tokens: str) -> Tensor:
@@ -89,7 +69,15 @@ def angular_distance(
                 kept.append(chosen.new_empty(count, *chosen.shape))
             torch.div(chosen, torch.linalg.vector_norm(chosen, dim=-1, keepdim=True), out=kept[1][layer])
 
-        _layer_outputs(runner, batch, keep, one_stream=True)
+        def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            before, after = hidden_state(args, kwargs)[0], output_tensor(output)
+            require_one_stream(before, after)
+            if layer == 1:
+                keep(0, before)
+            keep(layer, after)
+
+        with on_blocks(runner.sites, hook):
+            runner.logits(batch)
         counted, units = kept
         row_of, rows = counted.nonzero()[:, 0].cpu(), len(counted)
         values = torch.zeros(len(pairs), rows, dtype=torch.float64)
@@ -98,7 +86,7 @@ def angular_distance(
         return values, counted.sum(1).cpu()
 
     tables = []
-    for numbers in row_means(runner, sums).mean_and_error():
+    for numbers in row_means(runner, sums)[:2]:
         square = torch.zeros(count, count, dtype=torch.float64)
         for (i, j), value in zip(pairs, numbers.tolist(), strict=True):
             square[i, j] = square[j, i] = value
@@ -129,8 +117,6 @@ def jacobian_identity(
     Raises:
         NormlabError: probes < 1, no batch, several residual streams, or called under inference_mode.
     """
-    import pandas
-
     if probes < 1:
         raise NormlabError(f"probes is {probes}: one random vector or more is needed")
     if torch.is_inference_mode_enabled():
@@ -142,47 +128,27 @@ def jacobian_identity(
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         gaps: dict[int, list[float]] = {}
         sizes: dict[int, int] = {}
-        with _probed_blocks(runner, batch, probes, generator, gaps, sizes):
+        inside: list[int] = []
+
+        def probe(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if inside:  # the block's second run, started below
+                return
+            inside.append(layer)
+            x, name = hidden_state(args, kwargs)
+            counted = runner.counted(batch, tuple(x.shape[:-1]))
+            sizes[layer] = int(counted.sum()) * x.shape[-1]
+            vectors = (torch.randn(x.shape, generator=generator).to(x) * counted[..., None] for _ in range(probes))
+            gaps[layer] = _identity_gaps(module, args, kwargs, x, name, vectors)
+            inside.clear()
+
+        with on_blocks(runner.sites, probe):
             runner.logits(batch)
         return torch.tensor([gaps[layer] for layer in layers]), torch.tensor([sizes[layers[0]]] * probes)
 
     with torch.no_grad():
-        squared, squared_error = row_means(runner, sums).mean_and_error()
+        squared, squared_error, _ = row_means(runner, sums)
     mean = squared.sqrt()
-    numbers = zip(layers, mean.tolist(), (squared_error / (2 * mean)).tolist(), strict=True)
-    return pandas.DataFrame([{"layer": layer, "value": m} | interval(m, e) for layer, m, e in numbers])
-
-
-@contextmanager
-def _probed_blocks(
-    runner: Runner,
-    batch: Batch,
-    probes: int,
-    generator: torch.Generator,
-    gaps: dict[int, list[float]],
-    sizes: dict[int, int],
-) -> Iterator[None]:
-    """While active, every block also runs its vector-Jacobian products, on a detached copy of its input."""
-    inside: list[int] = []
-
-    def probe(layer: int) -> Hook:
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            if inside:  # the block's second run, started below
-                return
-            inside.append(layer)
-            try:
-                x, name = hidden_state(args, kwargs)
-                counted = runner.counted(batch, tuple(x.shape[:-1]))
-                sizes[layer] = int(counted.sum()) * x.shape[-1]
-                vectors = (torch.randn(x.shape, generator=generator).to(x) * counted[..., None] for _ in range(probes))
-                gaps[layer] = _identity_gaps(module, args, kwargs, x, name, vectors)
-            finally:
-                inside.pop()
-
-        return hook
-
-    with hooked(*((block.module, probe(block.index)) for block in runner.sites.blocks)):
-        yield
+    return table_of([{"layer": layer} for layer in layers], mean, squared_error / (2 * mean))
 
 
 def _identity_gaps(
@@ -212,19 +178,20 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
         One row per layer 0..L: `layer value standard_error low high` (0 at layer L). Arguments as for
         `skip_sensitivity`.
     """
-    import pandas
-
     runner = Runner(model, batches, progress, "logit lens")
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         states: list[Tensor] = []
         extras: dict[nn.Module, tuple | None] = {}
 
-        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        def keep(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             extras[module] = None if isinstance(output, Tensor) else tuple(output[1:])
+            if layer == 1:
+                states.append(hidden_state(args, kwargs)[0])
+            states.append(output_tensor(output))
 
-        with hooked(*((block.module, note) for block in runner.sites.blocks)):
-            final = _layer_outputs(runner, batch, lambda layer, h: states.append(h))
+        with on_blocks(runner.sites, keep):
+            final = runner.logits(batch)
         counted = runner.counted(batch, tuple(states[0].shape[:-1]))
         values = []
         for h in states:
@@ -233,9 +200,8 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
             values.append(torch.where(counted, token_kl(lens, final), 0).sum(1))
         return torch.stack(values), counted.sum(1)
 
-    mean, error = (numbers.tolist() for numbers in row_means(runner, sums).mean_and_error())
-    numbers = enumerate(zip(mean, error, strict=True))
-    return pandas.DataFrame([{"layer": layer, "value": m} | interval(m, e) for layer, (m, e) in numbers])
+    mean, error, _ = row_means(runner, sums)
+    return table_of([{"layer": layer} for layer in range(len(mean))], mean, error)
 
 
 def _pass_on(h: Tensor, extra: tuple | None, *args: Any, **kwargs: Any) -> Any:

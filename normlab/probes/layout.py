@@ -1,11 +1,10 @@
 """Find the activation in a module's call, its features, its rows and its tokens.
 
 `hidden_state`, `output_tensor`   the activation among a module's arguments or outputs
-`block_input`                     the same of a block, with how it lies
+`block_input`, `stream_of`        the same of a block; the stream that the block reads of it
 `features_last`                   a view of it with the features as the last dimension
 `Layout`, `row_layout`            which dimensions are the caller's rows and the tokens of a row
 `token_masks`                     the tokens that count
-`read_by`                         the stream that a block reads, where it is given several
 """
 
 from __future__ import annotations
@@ -266,6 +265,11 @@ def read_by(block: nn.Module, state: Tensor) -> Tensor:
     return entered
 
 
+def stream_of(block: nn.Module, state: Tensor, channels_first: bool) -> Tensor:
+    """The stream that a block reads of `state`, features last."""
+    return features_last(read_by(block, state), channels_first)
+
+
 class BlockInput(NamedTuple):
     """The activation that a block is called with."""
 
@@ -274,14 +278,10 @@ class BlockInput(NamedTuple):
     channels_first: bool
     has_second_sequence: bool  # another sequence of vectors is among them, as a decoder is given its encoder's
 
-    def stream(self, block: nn.Module, x: Tensor | None = None) -> Tensor:
-        """The stream that the block reads of `x` (its activation by default), features last."""
-        return features_last(read_by(block, self.x if x is None else x), self.channels_first)
-
 
 def block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any], channels_first: bool | None) -> BlockInput:
     """Find a block's activation; `channels_first` is None until it is known."""
     x, name = hidden_state(args, kwargs)
-    others = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim == x.ndim == 3 and v is not x)
+    others = (v for v in (*args, *kwargs.values()) if is_activation(v) and v.ndim == x.ndim == 3 and v is not x)
     turned = is_channels_first(block, x) if channels_first is None else channels_first
-    return BlockInput(x, name, turned, any(v.is_floating_point() for v in others))
+    return BlockInput(x, name, turned, any(True for _ in others))

@@ -149,9 +149,9 @@ class Readings:
             s = 1.4826 median |d| (1 + 24 / n), over the n readings before
             z = d / (s + 0.03)
 
-        A series leaves where |z| is above 6 in two readings in a row, with one sign, or above 12 in one. At least 8 values
-        of d must be known. A value that is not finite leaves at once. Of the sites that leave at one step the largest |z|
-        is named, of equal ones the first in forward order. Metrics of branches are compared as they are.
+        A series leaves where |z| is above 6 in two readings in a row, with one sign, or above 12 in one. At least 8
+        values of d must be known. A value that is not finite leaves at once. Of the sites that leave at one step the
+        largest |z| is named, of equal ones the first in forward order. Metrics of branches are compared as they are.
 
         How often it is right: "How often it names the right layer" in docs/compare.md.
         """
@@ -337,7 +337,8 @@ class Observer:
         A spike of `loss`, or one that is not finite, is explained at once (`spike`).
         """
         self.end(step)
-        if self._spikes.score(float(loss)) > self._spikes.threshold:
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        if self._spikes.score(value) > self._spikes.threshold:
             self.spike = self.explain(step - RECENT * self._every)
         self.begin(step + 1)
 

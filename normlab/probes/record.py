@@ -11,27 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.accumulate import Accumulator, Gradients, Measurer
-from normlab.probes.block_trace import BlockTrace
+from normlab.probes.accumulate import Accumulator, Measurer
+from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import Call, LossTokens, Place
 from normlab.probes.layout import (
-    BlockInput,
     block_input,
     features_last,
     find_hidden_state,
     find_output,
     output_tensor,
-    read_by,
     same_tensor,
+    stream_of,
     with_argument,
 )
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Branch, Sites, sites
 from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
 from normlab.probes.stats import LayerStats, manifest
-
-TRIES = 3  # calls after which a block that does not add up is given up: the search for a reading takes long
 
 
 def record(
@@ -116,7 +113,6 @@ class Recorder:
         self.branches = self._measurer.branches
         self._accumulator = Accumulator(masks, self._measurer.statistics)
         self._has_gradients = "gradient" in self._measurer.kinds
-        self._gradients = Gradients(self._has_gradients)
         self._loss_tokens = loss_tokens
         self._handles: list[Any] = []
         self._eager: AbstractContextManager = nullcontext()
@@ -124,9 +120,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._root: Tensor | None = None  # where `backward` ends
         self._latest: Call | None = None
-        self._channels_first: dict[nn.Module, bool] = {}
-        self._known_sites: dict[int, dict[nn.Module, str]] = {}  # block -> sites of its norms
-        self._failures: dict[int, list[str]] = {}  # block -> why its stream did not add up, one per call
+        self._known: dict[nn.Module, KnownBlock] = {}
         self._finished: list[Call] = []
         self._calls = 0
         self._idle_calls = 0
@@ -202,10 +196,10 @@ class Recorder:
         return getattr(self._local, "call", None)
 
     @property
-    def _running(self) -> tuple[Call, BlockTrace] | None:
-        """The call and the block that run in a forward pass of the caller's; a checkpoint's recomputation is none."""
+    def _trace(self) -> BlockTrace | None:
+        """The block that runs in a forward pass of the caller's; a checkpoint's recomputation is none."""
         call = self._call
-        return None if call is None or call.trace is None or in_backward() else (call, call.trace)
+        return None if call is None or in_backward() else call.trace
 
     def _enter_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if in_backward():
@@ -240,7 +234,9 @@ class Recorder:
         self._local.call = None
         if complete and call.layer:
             for read in call.final:
-                if read.layer != call.layer:
+                if read.layer == call.layer:
+                    self.norm_sites[read.norm] = ("final_norm_in", call.layer)
+                else:
                     read.site = None  # it read an earlier block's output: no final norm
             if self._has_gradients:
                 call.resolve_loss(self._loss_tokens)
@@ -257,44 +253,40 @@ class Recorder:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def _block_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block):
-        entry = block_input(module, args, kwargs, self._channels_first.get(module))
+        known = self._known.get(module)
+        entry = block_input(module, args, kwargs, None if known is None else known.channels_first)
+        x, name, channels_first, crosses = entry
+        known = known or self._known.setdefault(module, KnownBlock(channels_first))
         if in_backward():
-            self._recomputed_block_in(module, entry)
+            self._recomputed_block_in(module, x, channels_first)
             return None
         call = self._call
         if call is None or (call.implicit and block.index == 1):  # blocks run one by one: no padding is known
             call = self._open_call(implicit=True)
             if self._has_gradients:
                 call.resolve_loss(self._loss_tokens)
-        is_first = not call.runs
-        layer = call.begin_layer(module, block.index, entry.x, entry.has_second_sequence)
-        self._channels_first[module] = entry.channels_first
-        x, replaced = entry.x, None
+        is_first, replaced = not call.runs, None
+        layer = call.begin_layer(module, block.index, x, crosses)
         if is_first and self._has_gradients:
             self._root = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 self._root = x.detach().requires_grad_()
                 x = self._root.clone()  # a leaf may not be written to in place, its copy may
-                replaced = with_argument(args, kwargs, entry.name, x)
-        entered = entry.stream(module, x)
-        if is_first:
-            self._measurer.activation(call, ("block_out", layer - 1), entered)
-        failures = self._failures.get(block.index, [])
-        given_up = failures[-1] if len(failures) >= TRIES else None
-        keeps_branches, known_sites = "branch" in self._measurer.kinds, self._known_sites.get(block.index)
-        call.trace = BlockTrace(block, layer, entered, keeps_branches, known_sites, given_up)
-        self._gradients.watch(x, ("block_in", layer), call, entry.channels_first)
+                replaced = with_argument(args, kwargs, name, x)
+        entered = stream_of(module, x, channels_first)
+        call.trace = BlockTrace(call, block, layer, entered, known, "branch" in self._measurer.kinds)
+        self._measurer.block_start(call.trace, x, is_first)
         if "attention" in self._measurer.kinds:
             call.watch = AttentionWatch()
             call.watch.__enter__()
         return replaced
 
-    def _recomputed_block_in(self, module: nn.Module, entry: BlockInput) -> None:
+    def _recomputed_block_in(self, module: nn.Module, x: Tensor, channels_first: bool) -> None:
         """Hook the gradient at the input of a block that a checkpoint runs again in the backward pass."""
         latest = self._latest
-        layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, entry.x)
+        layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
         if layer is not None:
-            self._gradients.watch(entry.x, ("block_in", layer), latest, entry.channels_first, is_recomputed=True)
+            self._measurer.gradient(latest, ("block_in", layer), x, channels_first, is_recomputed=True)
 
     def _block_out(self, output: Any, block: Block) -> None:
         call = self._call
@@ -306,72 +298,71 @@ class Recorder:
             return
         x = output_tensor(output)
         following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
-        out = features_last(read_by(following.module, x), self._channels_first[block.module])
+        out = stream_of(following.module, x, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
         trace.finish(out)
         self.norm_sites |= {norm: (site, layer) for norm, site in trace.sites.items()}
-        if trace.segments is not None:
-            self._known_sites[block.index] = trace.sites
-        elif trace.is_hopeless:
-            self._failures.setdefault(block.index, []).append(trace.why)
         call.absent |= {f"{site} {layer}": reason for site, reason in trace.lost.items()}
-        self._measurer.block_end(call, trace, out)
+        self._measurer.block_end(trace, out)
         if watch is not None:
-            self._measurer.attention(call, layer, watch)
+            self._measurer.attention(trace, watch)
         trace.release()
         call.last_out = x
         if call.implicit and block.index == self.sites.depth:
             self._end_call(call, complete=True)
 
-    # -- norms and branches --------------------------------------------------------------------------------------
-
-    def _features_last(self, x: Tensor, block: Block, **how: Any) -> Tensor:
-        return features_last(x, self._channels_first.get(block.module, False), **how)
+    # -- inside a block ------------------------------------------------------------------------------------------
 
     def _norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block) -> None:
-        state = find_hidden_state(args, kwargs)
+        trace, state = self._trace, find_hidden_state(args, kwargs)
         if state is None:
             return
-        x, turned = state[0], self._channels_first.get(block.module, False)
-        if in_backward():
-            if norm in self.norm_sites:
-                site, layer = self.norm_sites[norm]
-                layer = getattr(self._local, "recomputed", None) or layer
-                self._gradients.watch(x, (site, layer), self._latest, turned, norm, is_recomputed=True)
-            return
-        running = self._running
-        if running is None:
-            return
-        call, trace = running
-        if norm in block.activations:
-            trace.norm_starts(norm, features_last(x, turned, width=trace.width), is_norm=False)
-            return
-        view = features_last(x, turned, norm)
-        read = trace.norm_starts(norm, view)
-        if read is not None:
-            self._measurer.norm_input(call, read, view, kwargs.get("mean_square"))
-            self._gradients.watch(x, read, call, turned, norm)
+        x = state[0]
+        if trace is not None:
+            view = trace.view(x, norm)
+            read = trace.norm_starts(norm, view)
+            if read is not None:
+                ms, channels_first = kwargs.get("mean_square"), trace.known.channels_first
+                self._measurer.norm_input(trace.call, read, x, view, ms, channels_first)
+        elif in_backward() and norm in self.norm_sites:
+            site, layer = self.norm_sites[norm]
+            layer = getattr(self._local, "recomputed", None) or layer
+            channels_first = self._known[block.module].channels_first
+            self._measurer.gradient(self._latest, (site, layer), x, channels_first, norm, is_recomputed=True)
 
     def _norm_out(self, output: Any, norm: nn.Module) -> None:
-        running, x = self._running, find_output(output)
-        if running is not None and x is not None:
-            trace = running[1]
-            how = {"width": trace.width} if norm in trace.block.activations else {"norm": norm}
-            trace.norm_done(norm, self._features_last(x, trace.block, **how))
+        trace, x = self._trace, find_output(output)
+        if trace is not None and x is not None:
+            trace.norm_done(norm, x)
 
     def _branch_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], branch: Branch) -> None:
-        running = self._running
-        if running is not None:
-            trace, state = running[1], find_hidden_state(args, kwargs)
-            x = None if state is None else self._features_last(state[0], trace.block, width=trace.width)
-            trace.branch_starts(branch, x)
+        trace, state = self._trace, find_hidden_state(args, kwargs)
+        if trace is not None and state is not None:
+            trace.branch_starts(branch, state[0])
 
     def _branch_out(self, output: Any, branch: Branch) -> None:
-        running, x = self._running, find_output(output)
-        if running is not None and x is not None:
-            trace = running[1]
-            trace.branch_done(branch, self._features_last(x, trace.block, width=trace.width))
+        trace, x = self._trace, find_output(output)
+        if trace is not None and x is not None:
+            trace.branch_done(branch, x)
+
+    def _router_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
+        trace, state = self._trace, find_hidden_state(args, kwargs)
+        if trace is not None and state is not None and state[0].shape[-1] == routing.scores.shape[1]:
+            self._measurer.router(trace, routing, state[0])
+
+    def _experts_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
+        self._experts_out([*args, *kwargs.values()], routing)
+
+    def _experts_out(self, output: Any, routing: Routing) -> None:
+        if (trace := self._trace) is not None:
+            self._measurer.experts(trace, routing, output)
+
+    def _streams_in(self, rule: nn.Module, args: tuple, kwargs: dict[str, Any], kind: str) -> None:
+        if (trace := self._trace) is not None:
+            self._measurer.streams(trace, kind, rule, args[0])
+
+    # -- outside the blocks --------------------------------------------------------------------------------------
 
     def _outer_norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         call, state = self._call, find_hidden_state(args, kwargs)
@@ -380,31 +371,12 @@ class Recorder:
         last = self.sites.blocks[-1].module
         x, joins_streams = state[0], hasattr(last, "enter")  # then the norm reads one stream, made of several
         if same_tensor(x, call.last_out) or joins_streams:
-            turned = x.ndim > 3 and self._channels_first.get(last, False)
-            view = features_last(x, turned, norm)
+            channels_first = x.ndim > 3 and self._known[last].channels_first
             read = NormRead(norm, call.layer, site="final_norm_in")
             call.final.append(read)
-            self._measurer.norm_input(call, read, view, kwargs.get("mean_square"))
-            self._gradients.watch(x, read, call, turned, norm)
+            view = features_last(x, channels_first, norm)
+            self._measurer.norm_input(call, read, x, view, kwargs.get("mean_square"), channels_first)
             call.last_out = None
-
-    # -- routers and streams -------------------------------------------------------------------------------------
-
-    def _router_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
-        running, state = self._running, find_hidden_state(args, kwargs)
-        if running is not None and state is not None and state[0].shape[-1] == routing.scores.shape[1]:
-            self._measurer.router(*running, routing, state[0])
-
-    def _experts_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
-        self._experts_out([*args, *kwargs.values()], routing)
-
-    def _experts_out(self, output: Any, routing: Routing) -> None:
-        if (running := self._running) is not None:
-            self._measurer.experts(*running, routing, output)
-
-    def _streams_in(self, rule: nn.Module, args: tuple, kwargs: dict[str, Any], kind: str) -> None:
-        if (running := self._running) is not None:
-            self._measurer.streams(*running, kind, rule, args[0])
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -463,6 +435,6 @@ class Recorder:
                     self._loss_labels = self._loss_labels + call.loss_tokens
                 self.absent |= call.absent
                 call.values, call.arrays = [], []
-            for call, gradients in self._gradients.take():
+            for call, gradients in self._measurer.take_gradients().items():
                 self._accumulator.add(call, gradients)
                 self.absent |= call.absent

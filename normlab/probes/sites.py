@@ -13,8 +13,9 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from torch import nn
 
@@ -150,7 +151,7 @@ def sites(
         chosen = list(blocks)
         if not chosen or any(module not in set(model.modules()) for module in chosen):
             raise NormlabError("`blocks` must be a non-empty list of modules that belong to the model")
-    return _sites(model, chosen, attention, mlp, norms)
+    return _sites(model, chosen, {"attn": attention, "mlp": mlp}, norms)
 
 
 def stacks(model: nn.Module) -> dict[str, Sites]:
@@ -161,27 +162,30 @@ def stacks(model: nn.Module) -> dict[str, Sites]:
     Raises:
         NormlabError: no stack of blocks.
     """
-    return {name: _sites(model, blocks, None, None, None) for name, blocks in _named_stacks(model).items()}
+    return {name: _sites(model, list(blocks.values())) for name, blocks in _required_stacks(model).items()}
 
 
 def _sites(
     model: nn.Module,
     chosen: list[nn.Module],
-    attention: str | None,
-    mlp: str | None,
-    norms: Sequence[str] | None,
+    branches: Mapping[str, str | None] = MappingProxyType({}),
+    norms: Sequence[str] | None = None,
 ) -> Sites:
+    """The sites of the chosen blocks; `branches`, by kind, and `norms` are those that the caller named."""
     names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
     blocks = []
     for index, module in enumerate(chosen, start=1):
-        named = {kind: _inside(module, names, name) for kind, name in (("attn", attention), ("mlp", mlp)) if name}
-        inner = None if norms is None else [_inside(module, names, n) for n in norms]
-        blocks.append(_block(index, names[module], module, named, inner))
+        named = {kind: _inside(module, names, name) for kind, name in branches.items() if name}
+        named_norms = None if norms is None else [_inside(module, names, name) for name in norms]
+        blocks.append(_block(index, names[module], module, named, named_norms))
     inside = {module for block in chosen for module in block.modules()}
     mine = [names[block] for block in chosen]
-    others = [name for pairs in stacks_of(model).values() if not inside & {m for _, m in pairs} for name, _ in pairs]
+    others = [name for stack in stacks_of(model).values() if not inside & set(stack.values()) for name in stack]
     outer = tuple(m for m in norms_below(model) if m not in inside and _is_for(names[m], mine, others))
-    return Sites(tuple(blocks), outer, _ancestors(model, names[chosen[0]]), names)
+    above = mine[0].split(".")[:-1]
+    path = [model.get_submodule(".".join(above[:i])) for i in range(len(above) + 1)]
+    ancestors = [m for m in path if m is model or not isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    return Sites(tuple(blocks), outer, tuple(ancestors), names)
 
 
 def _is_for(norm: str, mine: list[str], others: list[str]) -> bool:
@@ -203,31 +207,32 @@ def _block(
     index: int, name: str, module: nn.Module, named: dict[str, nn.Module], named_norms: list[nn.Module] | None
 ) -> Block:
     """Sort a block's parts. `named` and `named_norms` are those that the caller gave by name."""
-    branches = [Branch(kind, kind, part, part) for kind, part in named.items()]
-    found = branches_of(module)
-    branches = [b for b in found if b.kind not in named and not {b.module, b.whole} & set(named.values())] + branches
-    if named_norms is None:
-        norms = [part for _, part in parts_of(module) if is_norm(part)]
-        added = {norm for b in branches for norm in norms_below(b.module)}
-        for branch in branches:
-            if branch.module is not branch.whole:  # the norm of its residual sum is in the branch, as in BERT
-                norms += [norm for norm in norms_below(branch.whole) if norm not in added]
-        inner = [norm for norm in norms_below(module) if norm not in norms]
-    else:
-        norms, inner = named_norms, []
-    attention = [b.module for b in branches if b.kind == "attn"]
-    mlps = [b.module for b in branches if b.kind == "mlp"]
+    given = set(named.values())
+    branches = [b for b in branches_of(module) if b.kind not in named and not {b.module, b.whole} & given]
+    branches += [Branch(kind, kind, part, part) for kind, part in named.items()]
+    norms, inner = _norms_of(module, branches) if named_norms is None else (named_norms, [])
+    first, last = ({b.kind: b.module for b in some} for some in (reversed(branches), branches))
     return Block(
         index,
         name,
         module,
-        attention[0] if attention else None,
-        mlps[-1] if mlps else None,  # a bare MLP ends in its down projection
+        first.get("attn"),
+        last.get("mlp"),  # a bare MLP ends in its down projection
         tuple(norms),
         tuple(branches),
         tuple(inner),
         tuple(part for part_name, part in module.named_children() if is_nonlinearity(part_name, part)),
     )
+
+
+def _norms_of(block: nn.Module, branches: Sequence[Branch]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The norms at the branches' sides, and those inside the branches."""
+    norms = [part for _, part in parts_of(block) if is_norm(part)]
+    inside = {norm for branch in branches for norm in norms_below(branch.module)}
+    for branch in branches:
+        if branch.module is not branch.whole:  # the norm of its residual sum is in the branch, as in BERT
+            norms += [norm for norm in norms_below(branch.whole) if norm not in inside]
+    return norms, [norm for norm in norms_below(block) if norm not in norms]
 
 
 def _inside(block: nn.Module, names: dict[nn.Module | None, str], name: str) -> nn.Module:
@@ -243,45 +248,31 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def _named_stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    result = {name: [module for _, module in pairs] for name, pairs in stacks_of(model).items()}
+def _required_stacks(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
+    result = stacks_of(model)
     if not result:
         raise NormlabError(f"no stack of blocks was found in {type(model).__name__}: {_candidates(model)}")
     return result
 
 
 def _largest_stack(model: nn.Module) -> list[nn.Module]:
-    stacks = _named_stacks(model)
-    sizes = {name: sum(p.numel() for block in blocks for p in block.parameters()) for name, blocks in stacks.items()}
+    stacks = _required_stacks(model)
+    sizes = {name: sum(map(_size, blocks.values())) for name, blocks in stacks.items()}
     first, *rest = stacks
     rivals = [name for name in rest if sizes[name] > SECOND_STACK_SHARE * sizes[first]]
     if rivals:
-        choices = " or ".join(f"blocks='{_pattern(model, stacks[name])}'" for name in [first, *rivals])
+        patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", next(iter(stacks[name]))) for name in (first, *rivals)]
+        choices = " or ".join(f"blocks='{pattern}'" for pattern in patterns)
         raise NormlabError(
             f"{type(model).__name__} has several stacks of blocks: choose one with {choices}, or from stacks(model)"
         )
-    return stacks[first]
-
-
-def _pattern(model: nn.Module, blocks: list[nn.Module]) -> str:
-    """The pattern that names these blocks: the first one's name with a star for every index."""
-    name = next(name for name, module in model.named_modules() if module is blocks[0])
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return list(stacks[first].values())
 
 
 def _candidates(model: nn.Module) -> str:
     lists = [name for name, module in model.named_modules() if _is_list(module) and name]
     likely = [f"{name}.*" for name in lists] or [name for name, module in model.named_children() if has_matrix(module)]
     return f"pass blocks='<pattern>' (likely: {', '.join(likely[:5]) or 'none, it has no parts with weights'})"
-
-
-def _ancestors(model: nn.Module, block_name: str) -> tuple[nn.Module, ...]:
-    path, module = [model], model
-    for part in block_name.split(".")[:-1]:
-        module = getattr(module, part)
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            path.append(module)
-    return tuple(path)
 
 
 # -- what a module is ------------------------------------------------------------------------------------------------
@@ -428,13 +419,13 @@ def _is_block_list(module: nn.Module) -> bool:
     )
 
 
-def _blocks_of_stage(stage: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """The blocks of a stage; None when the item is itself a block.
+def _blocks_of_stage(stage: nn.Module) -> dict[str, nn.Module] | None:
+    """The blocks of a stage by name; None when the item is itself a block.
 
     A stage has a list of blocks, and nothing next to the list is a branch of a residual block.
     """
     if isinstance(stage, nn.ModuleList):  # no forward of its own, so no block
-        return list(stage.named_children())
+        return dict(stage.named_children())
     for name, child in stage.named_modules():
         if not name or not _is_block_list(child):
             continue
@@ -442,32 +433,34 @@ def _blocks_of_stage(stage: nn.Module) -> list[tuple[str, nn.Module]] | None:
         outside = [(n.split(".")[-1], m) for n, m in stage.named_modules() if n and m not in inside]
         # A nonlinearity outside the list bends the sum of a block (ResNet).
         if not any(kind_of(n, m) in ("attn", "cross") or is_nonlinearity(n, m) for n, m in outside):
-            return [(f"{name}.{inner}", item) for inner, item in child.named_children()]
+            return {f"{name}.{inner}": item for inner, item in child.named_children()}
     return None
 
 
-def _flattened(name: str, items: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    blocks = []
-    for inner, item in items:
+def _flattened(name: str, items: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    blocks = {}
+    for inner, item in items.items():
         below = _blocks_of_stage(item)
         full_name = f"{name}.{inner}" if name else inner
-        blocks += [(full_name, item)] if below is None else _flattened(full_name, below)
-    return [(n, m) for n, m in blocks if has_matrix(m)]
+        blocks |= {full_name: item} if below is None else _flattened(full_name, below)
+    return {name: block for name, block in blocks.items() if has_matrix(block)}
 
 
-def stacks_of(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def stacks_of(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
     """Module lists whose items all hold a matrix and have parts, outermost only, those with most parameters first.
 
-    Returns (name, block) pairs by the list's name, with stages flattened.
+    Returns the blocks of each by name, with stages flattened.
     """
-    stacks: dict[str, list[tuple[str, nn.Module]]] = {}
-    size: dict[str, int] = {}
+    stacks: dict[str, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if not _is_list(module) or len(module) == 0:
             continue
         if not all(has_matrix(item) and any(True for _ in item.children()) for item in module.children()):
             continue
         if not any(name.startswith(f"{outer}.") or not outer for outer in stacks):
-            stacks[name] = _flattened(name, list(module.named_children()))
-            size[name] = sum(parameter.numel() for parameter in module.parameters())
-    return dict(sorted(stacks.items(), key=lambda pair: -size[pair[0]]))
+            stacks[name] = _flattened(name, dict(module.named_children()))
+    return dict(sorted(stacks.items(), key=lambda pair: -_size(model.get_submodule(pair[0]))))

@@ -256,12 +256,8 @@ class LayerStats:
             numbers: dict[str, Any] = dict.fromkeys(NUMBER_NAMES) | {"width": array.shape[-1]}
             rows.append(dict(zip(KEY_NAMES, key, strict=True)) | numbers | {"array": array.double().flatten().tolist()})
         head = {"format": FORMAT, "metrics": self.metrics, "manifest": self.manifest, "step": self.step}
-        fields = [(name, pyarrow.string()) for name in KEY_NAMES] + [(n, pyarrow.float64()) for n in NUMBER_NAMES]
-        types = dict(fields) | {
-            "layer": pyarrow.int64(),
-            "width": pyarrow.int64(),
-            "array": pyarrow.list_(pyarrow.float64()),
-        }
+        types = dict.fromkeys(KEY_NAMES, pyarrow.string()) | dict.fromkeys(NUMBER_NAMES, pyarrow.float64())
+        types |= dict.fromkeys(("layer", "width"), pyarrow.int64()) | {"array": pyarrow.list_(pyarrow.float64())}
         table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(types))
         path = Path(path)
         pyarrow.parquet.write_table(table.replace_schema_metadata({"normlab.stats": json.dumps(head)}), path)

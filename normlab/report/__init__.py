@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
 from normlab.report.inputs import Batches, Loaded, batches, check_input, load
@@ -19,25 +19,15 @@ if TYPE_CHECKING:
 Paths = str | Path | Sequence[str | Path]
 
 
-@dataclass(frozen=True)
-class Case:
-    """The name of a recording in a comparison, its model's loader and its text or images."""
-
-    name: str
-    load: Callable[[], Loaded]
-    path: Path
-
-
 def probe_report(
-    model: str | nn.Module,
+    model: str | nn.Module | Sequence[str | nn.Module],
     text: Paths,
     *,
+    revisions: Sequence[str] = (),
     tokenizer: Any = None,
     out: str | Path | None = None,
     length: int = 256,
     rows: int = 16,
-    against: str | nn.Module | None = None,
-    revisions: Sequence[str] = (),
     device: str | None = None,
     dtype: str | None = None,
     progress: bool = True,
@@ -53,18 +43,17 @@ def probe_report(
         report.html                 the page; it reads plotly.min.js next to it
 
     A model of several stacks (an encoder and a decoder) has a column `stack` in the table. Names of the other files
-    then begin with a stack's name. Several texts, another model `against`, or `revisions` give one page and one table
-    instead. Its first column is `text`, `model` or `revision`.
+    then begin with a stack's name. Several models, texts or revisions give one page and one table instead, whose first
+    column is `model`, `text` or `revision`.
 
     Args:
-        model: directory or hub name, or a model (then give `tokenizer`).
+        model: directory or hub name, or a model (then give `tokenizer`); one or several.
         text: UTF-8 text files, or folders of images; one or several.
+        revisions: of a hub model (`step1000` ...), or folders in the directory `model`: its layers over training.
         tokenizer: or image processor; default: the one saved with the model.
         out: directory; default `probe-<model name>`.
         length, rows: the first `rows` pieces of `length` tokens are used, or the first `rows` images. Both are less if
             the text or the model's context is shorter.
-        against: another model, measured on the same text: before and after fine-tuning, released and swapped.
-        revisions: of a hub model (`step1000` ...), or folders in the directory `model`: its layers over training.
         device, dtype: as `normlab.report.inputs.load` takes them; "auto" spreads the model over devices.
         progress: show progress bars.
 
@@ -80,33 +69,37 @@ def probe_report(
         raise NormlabError(f"length is {length}, rows {rows}: give at least 2 tokens a row, and at least 1 row")
     if not all(revision.strip() for revision in revisions):
         raise NormlabError(f"revisions are {', '.join(map(repr, revisions))}: give each a name")
+    models = [model] if isinstance(model, str | nn.Module) else list(model)
     paths = [Path(text)] if isinstance(text, str | Path) else [Path(path) for path in text]
     if not paths:
         raise NormlabError("there is nothing to measure on: give a text file")
     for path in paths:
         check_input(path)
-
-    def loader(model: str | nn.Module, revision: str | None = None) -> Callable[[], Loaded]:
-        return lambda: load(model, tokenizer, revision=revision, device=device, dtype=dtype)
-
-    compared = {"several texts": len(paths) > 1, "--against": against is not None, "--revisions": bool(revisions)}
-    if sum(compared.values()) > 1:
-        names = " and ".join(name for name, is_given in compared.items() if is_given)
-        raise NormlabError(f"{names} cannot be compared at once: choose one")
-    if revisions and not isinstance(model, str):
+    several = {"model": len(models) > 1, "revision": bool(revisions), "text": len(paths) > 1}
+    compared = [name for name, is_several in several.items() if is_several]
+    if len(compared) > 1:
+        raise NormlabError(f"several {'s and '.join(compared)}s cannot be compared at once: choose one")
+    if revisions and not isinstance(models[0], str):
         raise NormlabError("revisions are of a model with a name: give a hub name or a directory")
-    name = _name(model)
+    named: list[str | None] = [*revisions] or [None]
+    name = _name(models[0])
     folder = Path(out) if out is not None else Path(f"probe-{Path(name).name}")
-    if revisions:
-        by, cases = "revision", [Case(revision, loader(model, revision), paths[0]) for revision in revisions]
-    elif against is not None:
-        by, cases = "model", [Case(_name(one), loader(one), paths[0]) for one in (model, against)]
-    elif len(paths) > 1:
-        loaded = loader(model)()
-        by, cases = "text", [Case(path.name, lambda: loaded, path) for path in paths]
-    else:
-        return _single(loader(model)(), paths[0], folder, length, rows, progress)
-    return _series(by, cases, folder, name, length, rows, progress)
+
+    def cases() -> Iterator[tuple[dict[str, Any], Loaded, Path]]:
+        """Each loaded model with each text, one model in memory at a time."""
+        for one in models:
+            for revision in named:
+                loaded = load(one, tokenizer, revision=revision, device=device, dtype=dtype)
+                for path in paths:
+                    yield {"model": _name(one), "revision": revision, "text": path.name}, loaded, path
+
+    if not compared:
+        ((_, loaded, path),) = cases()
+        return _single(loaded, path, folder, length, rows, progress)
+    (by,) = compared
+    labelled = ((label[by], loaded, path) for label, loaded, path in cases())
+    bar = tqdm(labelled, f"{by}s", max(len(models), len(revisions), len(paths)), disable=not progress, delay=1)
+    return _series(by, bar, folder, name, length, rows)
 
 
 def _name(model: str | nn.Module) -> str:
@@ -145,28 +138,26 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
     return _summary(lines, folder, page)
 
 
-def _series(by: str, cases: list[Case], folder: Path, name: str, length: int, rows: int, progress: bool) -> str:
-    """Record every case in turn, with one model in memory at a time. Returns the summary."""
+def _series(by: str, cases: Iterable[tuple[str, Loaded, Path]], folder: Path, name: str, length: int, rows: int) -> str:
+    """Record every case in turn. Returns the summary."""
     import pandas
-    from tqdm.auto import tqdm
 
     from normlab.report.page import left_out, series_parts, write_page
 
     tables: list[pandas.DataFrame] = []
     losses: dict[str, float | None] = {}
     missing: list[str] = []
-    about = f"{len(cases)} texts."
-    for case in tqdm(cases, desc="models", disable=not progress, delay=1):
-        loaded = case.load()
-        data = batches(loaded, case.path, length, rows)
+    about = ""
+    for case, loaded, path in cases:
+        data = batches(loaded, path, length, rows)
         stacks = measure(loaded, data)
-        label = case.name if case.name not in losses else f"{case.name} ({len(losses) + 1})"  # two of one name
+        label = case if case not in losses else f"{case} ({len(losses) + 1})"  # two of one name
         missing += [f"{label}, {words}" for stack in stacks for words in left_out(stack)]
         losses[label] = stacks[0].loss
         table = _table(stacks, keep_stack=True)
         table.insert(0, by, label)
         tables.append(table)
-        about = about if by == "text" else _about(data, case.path, None)
+        about = f"{len(losses)} texts." if by == "text" else _about(data, path, None)
     table = pandas.concat(tables, ignore_index=True)
     parts = series_parts(table, by, losses, missing, about)
     _write_table(table if table["stack"].nunique() > 1 else table.drop(columns="stack"), folder)

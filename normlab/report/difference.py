@@ -10,7 +10,7 @@ import torch
 
 from normlab.differences import Difference, diff
 from normlab.errors import NormlabError
-from normlab.report.inputs import batches, check_input, load
+from normlab.report.inputs import batches, check_input, float_type, load
 
 ARRAYS = (".npz", ".safetensors")
 
@@ -45,14 +45,13 @@ def difference_report(
     is_file = Path(b).suffix in ARRAYS
     if is_file and gradients:
         raise NormlabError("gradients are compared between two models: leave out --gradients")
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise NormlabError(f"{dtype!r} is no float type: choose float32, bfloat16 or float16")
+    computed_in = None if dtype is None else float_type(dtype)
     loaded = load(a, device=device)
     if loaded.task != "causal":
         raise NormlabError(f"{a} is a {loaded.task} model: this compares causal language models")
     batch = {"input_ids": torch.cat([part["input_ids"] for part in batches(loaded, text, length, rows)])}
     other: Any = b if is_file else load(b, loaded.reader, device=device).model
-    result = diff(loaded.model, other, batch, gradients=gradients, dtype=getattr(torch, dtype) if dtype else None)
+    result = diff(loaded.model, other, batch, gradients=gradients, dtype=computed_in)
     if out is not None:
         write_difference(result, Path(out), f"{Path(a).name} and {Path(b).name}")
     return result

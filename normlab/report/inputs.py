@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normlab.errors import NormlabError, first_line, in_one_line, loads_quietly, require_fit
+from normlab.errors import NormlabError, first_line, hub_or_cache, in_one_line, loads_quietly, require_fit
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASKED_SHARE = 0.15  # of the tokens of a masked language model's batch, as BERT was trained
@@ -78,22 +78,29 @@ def load(
         import normlab.models  # noqa: F401  registers them
     source, options = _source(model, revision)
     what = "model"
-    wanted = _dtype(dtype)
+    wanted = "auto" if dtype is None else float_type(dtype)
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
-        task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
-        auto = getattr(transformers, TASKS[task][0])
-        spread = {"device_map": "auto"} if device == "auto" else {}
-        loaded: Any
-        with loads_quietly():
-            loaded, info = auto.from_pretrained(
-                source, dtype=wanted, trust_remote_code=False, output_loading_info=True, **options, **spread
-            )
-        require_fit(source, info["missing_keys"], filter(_of_a_block, info["unexpected_keys"]))
-        if reader is None:
-            what = "image processor" if task == "image" else "tokenizer"
-            kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
-            reader = kind.from_pretrained(source, trust_remote_code=False, **options)
+        with hub_or_cache(source):
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+            task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
+            auto = getattr(transformers, TASKS[task][0])
+            spread = {"device_map": "auto"} if device == "auto" else {}
+            loaded: Any
+            with loads_quietly():
+                loaded, info = auto.from_pretrained(
+                    source,
+                    dtype=wanted,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **options,
+                    **spread,
+                )
+            require_fit(source, info, _of_a_block)
+            if reader is None:
+                what = "image processor" if task == "image" else "tokenizer"
+                kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
+                reader = kind.from_pretrained(source, trust_remote_code=False, **options)
     except NormlabError:
         raise
     except Exception as error:  # a configuration that a class cannot be built from may raise any
@@ -115,7 +122,8 @@ def _source(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
     if folder.is_dir():
         return str(folder), {}
     if Path(model).is_dir():
-        raise NormlabError(f"{model} holds no folder {revision!r}: it has {', '.join(_folders(Path(model))) or 'none'}")
+        there = sorted(item.name for item in Path(model).iterdir() if item.is_dir())[:8]
+        raise NormlabError(f"{model} holds no folder {revision!r}: it has {', '.join(there) or 'none'}")
     return model, {"revision": revision}
 
 
@@ -127,13 +135,10 @@ def _of_a_block(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
-def _folders(path: Path) -> list[str]:
-    return sorted(item.name for item in path.iterdir() if item.is_dir())[:8]
-
-
-def _dtype(name: str | None) -> Any:
-    found = "auto" if name is None else getattr(torch, name, None)
-    if found != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+def float_type(name: str) -> torch.dtype:
+    """The type of that name. NormlabError for a name that is none."""
+    found = getattr(torch, name, None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise NormlabError(f"{name!r} is no float type: choose float32, bfloat16 or float16")
     return found
 

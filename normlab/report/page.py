@@ -23,7 +23,6 @@ from normlab.figures.report import (
     layer_figure,
     layer_heatmap,
     lens,
-    recorded_lines,
     recorded_map,
     skip_costs,
 )
@@ -149,7 +148,7 @@ def series_parts(
             found = set(lines["site"])
             site = next(s for s in (metric_row(str(metric)).default_site, *sorted(found)) if s in found)
             lines = lines[lines["site"] == site].sort_values("layer")
-            parts.append(recorded_lines(lines, by, str(metric), site))
+            parts.append(layer_figure(lines, str(metric), by=by))
             if by == "revision" and len(losses) > 1:
                 parts.append(recorded_map(lines, by, str(metric), site))
     return parts

@@ -1,6 +1,6 @@
 """Training: a text, one run, many runs.
 
-config.py         TrainConfig, which decides a run's numbers; fields.py: a field's default, meaning and range
+config.py         TrainConfig, which decides a run's numbers
 text/             text as packed blocks of token ids
 loop.py           the training loop, from a fresh model to the last step
 run.py            train: from a configuration to a run on disk; checkpoint.py: how it resumes

@@ -5,7 +5,6 @@
 `begun_alike(folder, ...)`  True if a checkpoint comes from the same text, versions and threads
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states
-                 shards/          with `fsdp`: weights and optimizer, one share per rank
                  stats.parquet    the log up to step N
                  begun.json       the run's manifest before its first step
                  stream.json      with `stream`: the position in the text
@@ -20,13 +19,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from normlab import store
 from normlab.errors import NormlabError, first_line
 from normlab.training.config import TrainConfig
-from normlab.training.loop import STATE, Training
+from normlab.training.loop import Training
 from normlab.training.measure import RunLog
 
-STREAM, BEGUN = "stream.json", "begun.json"
+STATE, STREAM, BEGUN = "state.pt", "stream.json", "begun.json"
 
 
 def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> Path:
@@ -38,11 +39,11 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
         accelerator.wait_for_everyone()
-        training.save(staging)
+        _save(training, staging)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            store.write_json(staging / BEGUN, manifest)
             store.write_stats(staging / store.STATS, log.frame())
+            store.write_json(staging / BEGUN, manifest)
             if training.stream is not None:
                 store.write_json(staging / STREAM, training.stream.position._asdict())
             store.list_files(staging)
@@ -60,7 +61,7 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
 def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
     """Continue from a checkpoint. Every rank has to call this. NormlabError: it is whole, but holds something else."""
     try:
-        training.load(checkpoint, store.checkpoint_step(checkpoint.name))
+        _load(training, checkpoint)
         log.restore(checkpoint / store.STATS)
         if training.stream is not None:
             training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
@@ -68,6 +69,49 @@ def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
         raise NormlabError(
             f"{checkpoint} cannot be resumed ({first_line(error)}); delete it and start again"
         ) from error
+
+
+def _save(training: Training, folder: Path) -> None:
+    """Write the state of weights, optimizer, schedule, loss scaler and random numbers: whole, by rank 0."""
+    model, optimizer, accelerator = training.model, training.optimizer, training.accelerator
+    state: dict[str, Any] = {
+        "schedule": training.schedule.state_dict(),
+        "scaler": None if training.scaler is None else training.scaler.state_dict(),
+        "random": torch.get_rng_state(),
+        "random_cuda": torch.cuda.get_rng_state() if accelerator.device.type == "cuda" else None,
+    }
+    if training.config.fsdp:  # on the CPU, and empty in all ranks but the first
+        from torch.distributed.checkpoint import state_dict as states
+
+        options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, optimized = states.get_state_dict(model, optimizer, options=options)
+        state |= {"model": weights, "optimizer": optimized}
+    else:
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if accelerator.is_main_process:
+        torch.save(state, folder / STATE)
+
+
+def _load(training: Training, folder: Path) -> None:
+    """Continue from what `_save` wrote, on any number of ranks. Each one reads all and takes its share."""
+    model, optimizer = training.model, training.optimizer
+    state = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+    weights, optimized = state["model"], state["optimizer"]
+    if training.config.fsdp:
+        from torch.distributed.checkpoint import state_dict as states
+
+        options = states.StateDictOptions(full_state_dict=True)
+        states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimized, options=options)
+    else:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(optimized)
+    training.schedule.load_state_dict(state["schedule"])
+    if training.scaler is not None:
+        training.scaler.load_state_dict(state["scaler"])
+    torch.set_rng_state(state["random"])
+    if state["random_cuda"] is not None and training.accelerator.device.type == "cuda":
+        torch.cuda.set_rng_state(state["random_cuda"])
+    training.resume_at(store.checkpoint_step(folder.name))
 
 
 def begun_alike(checkpoint: Path, manifest: dict[str, Any]) -> bool:

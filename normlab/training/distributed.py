@@ -1,22 +1,12 @@
-"""Devices, precision, ranks: what one training step runs on.
+"""The processes and devices that train a run, and the precision that they take.
 
-`accelerator_for(config)`    the processes that train a run together, and their devices
-`fastest_dtype(device)`      bfloat16 where the device computes it in hardware, else float32: what dtype "auto" becomes
-`device_of(config)`          the device that a run takes here
-`settled(config, device)`    a configuration with its dtype "auto" replaced by that
-`why_dtype(device)`          the reason for it, in words
-`warn_if_emulated`           one warning, with the measured factor, where bfloat16 was asked for and is emulated
-`autocast(dtype)`            the context of a training step's forward pass
-`scaler_of(dtype)`           the loss scaler of float16
-`use_fast_attention`         keeps attention's core in float32 where bfloat16 would be slower
-`uncompiled(error)`          turns `torch.compile` off for the rest of a run, with one line
-`memory_kept`                keeps what a step frees in the process until the run ends
-`shard`, `gathered`          a model split over the ranks (FSDP2); a whole copy of it
-`save`, `load`               checkpoints of a split model, which any number of ranks can read
-
-Weights, gradients, optimizer and residual stream stay in float32, and so does everything that is measured. Probes and
-held-out losses run the model itself, outside autocast and compilation. That is why autocast is not left to accelerate:
-it would wrap the model's own forward.
+`accelerator_for(config)`   the processes that train a run together, and their devices
+`device_of(config)`         the device that a run takes here
+`fastest_dtype(device)`     what dtype "auto" becomes; `why_dtype` says why
+`settled(config, device)`   a configuration with its dtype "auto" replaced by that
+`process_settings(config)`  settings of the process for the time of a run
+`shard`, `gathered`         a model split over the ranks (FSDP2); a whole copy of it
+`start_ranks(n, command)`   a command of normlab in n processes of this machine
 
 Models are split by `torch.distributed.fsdp.fully_shard` itself, on CPUs and GPUs alike. With accelerate this works on
 GPUs only, for blocks that its own configuration names.
@@ -28,19 +18,19 @@ import contextlib
 import ctypes
 import dataclasses
 import os
-import statistics
+import signal
+import socket
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from normlab.errors import NormlabError, in_one_line
+from normlab.errors import NormlabError, without_bars
 from normlab.training import require_training
 
 if TYPE_CHECKING:
@@ -49,14 +39,15 @@ if TYPE_CHECKING:
     from normlab.models import NormlabForCausalLM
     from normlab.training.config import TrainConfig
 
-ATTENTION_IN_FLOAT32 = "sdpa_float32"
 # Of glibc's mallopt: trim the heap's top only beyond as much as this, and map nothing that is smaller by itself.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 2**31 - 1), (-3, 2**30)
 
 
 def accelerator_for(config: TrainConfig) -> Accelerator:
-    """The processes that train this run together: one, unless a launcher started more. NormlabError for a GPU that is
-    not there."""
+    """The processes that train this run together: one, unless a launcher started more.
+
+    NormlabError: a GPU that is not there, or a number of ranks that does not divide the batch.
+    """
     require_training()
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from accelerate.state import AcceleratorState
@@ -74,7 +65,67 @@ def accelerator_for(config: TrainConfig) -> Accelerator:
     )
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         raise NormlabError("accelerate is configured to shard the model itself: take that out, and give --fsdp")
+    if config.batch_size % (accelerator.num_processes * config.accumulate):
+        parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
+        raise NormlabError(
+            f"{accelerator.num_processes} ranks{parts} do not divide batch_size {config.batch_size}, the blocks that "
+            "all of them together take a step: change one of the two"
+        )
     return accelerator
+
+
+def start_ranks(ranks: int, arguments: list[str]) -> int:
+    """Run `normlab` with these arguments in `ranks` processes of this machine.
+
+    They end with this process, and with the first that fails. Each has its own session, so that Ctrl-C reaches
+    this process alone. Returns the exit code of the first that fails, else 0. NormlabError: one was killed.
+    """
+    if ranks < 1:
+        raise NormlabError(f"ranks is {ranks}; it must be at least 1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared = os.environ | master | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "normlab", *arguments]
+    processes: list[subprocess.Popen] = []
+    codes: list[int | None] = [None]
+    with _ended_by() as signals:
+        try:
+            for rank in map(str, range(ranks)):
+                environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
+                processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            while not signals and None in codes and not any(codes):
+                time.sleep(0.05)
+                codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
+    if signals:
+        sys.exit(128 + signals[0])
+    code = min((code for code in codes if code), default=0)
+    if code < 0:
+        reason = signal.Signals(-code).name
+        raise NormlabError(f"rank {codes.index(code)} was ended by {reason}; the same command goes on from there")
+    return code
+
+
+@contextlib.contextmanager
+def _ended_by() -> Iterator[list[int]]:
+    """The signals to end that arrive, without those that the user has ignored (nohup)."""
+    came: list[int] = []
+    wanted = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    before = {number: signal.getsignal(number) for number in wanted}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def computes_bfloat16(device: torch.device) -> bool:
@@ -115,84 +166,21 @@ def why_dtype(device: torch.device) -> str:
     return f"training in {fastest_dtype(device)}: {name} {has}"
 
 
-def warn_if_emulated(config: TrainConfig, device: torch.device) -> None:
-    """Warn, with the measured factor, if a run in bfloat16 was asked for on a device that emulates it."""
-    if config.dtype == "bfloat16" and not computes_bfloat16(device):
-        warnings.warn(
-            f"bfloat16 is emulated here: a matrix product takes {slowdown(config, device):.1f} times as long as in "
-            'float32; dtype "auto" takes the faster one',
-            stacklevel=2,
-        )
-
-
-def slowdown(config: TrainConfig, device: torch.device, rounds: int = 5) -> float:
-    """Seconds of the MLP's first matrix product in bfloat16 over seconds in float32: the median of `rounds` ratios."""
-    shapes = (config.tokens_per_step, config.width), (config.width, config.intermediate or config.width)
-    pairs = [
-        [torch.ones(shape, dtype=dtype, device=device) for shape in shapes] for dtype in (torch.bfloat16, torch.float32)
-    ]
-
-    def seconds(a: Tensor, b: Tensor) -> float:
-        started = time.perf_counter()
-        (a @ b).sum().item()  # waits for the device
-        return time.perf_counter() - started
-
-    for pair in pairs:
-        seconds(*pair)
-    return statistics.median(seconds(*pairs[0]) / seconds(*pairs[1]) for _ in range(rounds))
-
-
-def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager:
-    """Autocast to `dtype` on the device's kind; nothing for float32."""
-    if dtype == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, getattr(torch, dtype))
-
-
-def scaler_of(dtype: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """The loss scaler of float16, whose gradients would vanish; None for other dtypes.
-
-    The loss is multiplied by a scale. A step whose gradients overflow is skipped and halves the scale.
-    """
-    return torch.amp.GradScaler(device.type) if dtype == "float16" else None
-
-
-def _attention_in_float32(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    with torch.autocast(query.device.type, enabled=False):
-        out, weights = sdpa_attention_forward(module, query.float(), key.float(), value.float(), *args, **kwargs)
-    return out.to(query.dtype), weights
-
-
-def use_fast_attention(model: Any, dtype: str, device: torch.device) -> None:
-    """Run attention's core in float32 for half precision on a CPU. Its output is rounded all the same.
-
-    PyTorch's backward of it takes six times as long in bfloat16: 14.6 against 2.2 ms for 8 x 4 heads x 128 x 32 on one
-    core.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    if dtype == "float32" or device.type != "cpu":
-        return
-    AttentionInterface.register(ATTENTION_IN_FLOAT32, _attention_in_float32)
-    AttentionMaskInterface.register(ATTENTION_IN_FLOAT32, sdpa_mask)
-    model.set_attn_implementation(ATTENTION_IN_FLOAT32)
-
-
-def uncompiled(error: Exception) -> None:
-    """Run compiled functions as they were written from now on, and warn why."""
-    torch.compiler.set_stance("force_eager")
-    warnings.warn(f"training continues uncompiled, torch.compile fails here: {in_one_line(error)}", stacklevel=2)
-
-
 @contextlib.contextmanager
-def compile_again() -> Iterator[None]:
-    """Undo `uncompiled` at the end: another run of the process may compile."""
+def process_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Settings of the process while a run trains: threads, memory, no bars of transformers' own between ours.
+
+    Warns if bfloat16 was asked for on a device that emulates it. If compiling failed, another run may compile again.
+    """
+    if config.dtype == "bfloat16" and not computes_bfloat16(device):
+        warnings.warn('bfloat16 is emulated here, slower than float32; dtype "auto" takes the faster one', stacklevel=3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
     try:
-        yield
+        with without_bars(), memory_kept():
+            yield
     finally:
+        torch.set_num_threads(threads)
         torch.compiler.set_stance("default")
 
 
@@ -234,32 +222,3 @@ def gathered(model: NormlabForCausalLM) -> NormlabForCausalLM:
     copy.load_state_dict(weights)
     copy.to(device=model.device)  # type: ignore[call-arg]
     return copy.train(model.training)
-
-
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write weights and optimizer state; every rank writes its share."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as states
-
-    weights, optimized = states.get_state_dict(model, optimizer)
-    with _alone() as alone:
-        dcp.save({"weights": weights, "optimizer": optimized}, checkpoint_id=folder, no_dist=alone)
-
-
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read them into a model and its optimizer, split or whole."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as states
-
-    weights, optimized = states.get_state_dict(model, optimizer)
-    with _alone() as alone:
-        dcp.load({"weights": weights, "optimizer": optimized}, checkpoint_id=folder, no_dist=alone)
-    states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimized)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[bool]:
-    """True if this is the only process; PyTorch warns of it at every checkpoint."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield not dist.is_initialized()

@@ -39,8 +39,9 @@ from normlab import runs, store
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM
 from normlab.training.config import TrainConfig
-from normlab.training.distributed import autocast, device_of, settled
+from normlab.training.distributed import device_of, settled
 from normlab.training.grids import Preset, planned
+from normlab.training.loop import autocast
 from normlab.training.progress import steps_in_all
 from normlab.training.run import train
 from normlab.training.workers import Cluster, share_cores
@@ -227,7 +228,6 @@ def needs(
     config: TrainConfig,
     gpus: int = 1,
     *,
-    vocab_size: int | None = None,
     mfu: float = MFU,
     tflops: float = PEAK_TFLOPS,
     memory_gib: float = MEMORY_GIB,
@@ -235,7 +235,6 @@ def needs(
     """Needs of `config` on `gpus` ranks.
 
     Args:
-        vocab_size: of the tokenizer, if the configuration's model does not say.
         mfu: share of `tflops` that training reaches.
         tflops: a GPU's peak, in 10^12 FLOPs per second.
         memory_gib: a GPU's. A step is computed in as few parts as keep the peak below it.
@@ -247,8 +246,7 @@ def needs(
         raise NormlabError(f"{gpus} GPUs do not divide batch_size {config.batch_size}: change one of the two")
     if not (0 < mfu <= 1 and tflops > 0 and memory_gib > 0):
         raise NormlabError(f"mfu {mfu}, tflops {tflops}, memory {memory_gib}: the first in (0, 1], all positive")
-    vocab_size = vocab_size or config.model.get("vocab_size") or config.vocab_size
-    model_config = config.model_config(vocab_size, 0)
+    model_config = config.model_config(config.model.get("vocab_size") or config.vocab_size, 0)
     parameters = count_parameters(model_config)
     held = held_when_split(model_config, gpus) if config.fsdp and gpus > 1 else Held(parameters)
     each = config.batch_size // gpus

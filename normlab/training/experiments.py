@@ -21,17 +21,24 @@ is measured, not how models of other seeds differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas
 import torch
 
 from normlab.models import NormlabForCausalLM, moves_blocks, without_blocks
+from normlab.probes import (
+    angular_distance,
+    jacobian_identity,
+    logit_lens_kl,
+    record,
+    skip_future_effect,
+    skip_sensitivity,
+)
+from normlab.probes.experiments import Runner, evaluating, token_losses
 from normlab.runs import EXPERIMENT_COLUMNS as COLUMNS
 from normlab.schemes import get_scheme
-
-if TYPE_CHECKING:
-    import pandas
 
 ROWS = 8  # sequences a batch: a layer's activations of one batch fit the cache of a core
 Row = tuple[str, str, "int | None", "int | None", float, float]
@@ -39,8 +46,6 @@ Row = tuple[str, str, "int | None", "int | None", float, float]
 
 def experiments(model: NormlabForCausalLM, blocks: np.ndarray) -> pandas.DataFrame:
     """All of the above on `blocks`, (sequences, tokens) ids. Every token but a sequence's first is a label."""
-    import pandas
-
     device = next(model.parameters()).device
     parts = (blocks[start : start + ROWS] for start in range(0, len(blocks), ROWS))
     batches = [{"input_ids": torch.from_numpy(part).to(device)} for part in parts]
@@ -54,8 +59,6 @@ def _has_one_stream(model: Any) -> bool:
 
 
 def _skipping(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
-    from normlab.probes import skip_future_effect, skip_sensitivity
-
     depth = len(model.model.layers)
     table = skip_sensitivity(model, batches, parts=("block", "attention", "mlp"), progress=False)
     spans = skip_sensitivity(model, batches, span=depth // 4, progress=False) if depth >= 8 else table.iloc[:0]
@@ -79,26 +82,19 @@ def _deleting(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
     for layer in range(1, depth + 1):
         with without_blocks(model, [layer]):
             added = _sequence_losses(model, batches) - whole
-        yield ("skip_delta_loss", "deleted", layer, None, float(added.mean()), _error(added))
+        error = float(added.std() / len(added) ** 0.5)
+        yield ("skip_delta_loss", "deleted", layer, None, float(added.mean()), error)
 
 
 def _sequence_losses(model: Any, batches: list[dict[str, Any]]) -> torch.Tensor:
     """Mean token loss of each sequence, float64; all have the same number of labels."""
-    from normlab.probes.experiments import Runner, token_losses
-
     runner = Runner(model, batches, progress=False, title="")
-    with runner.evaluating():
+    with evaluating(model):
         found = [token_losses(runner.logits(batch), runner.labels(batch)) for batch in runner]
     return torch.cat(found).double().sum(1) / (found[0].shape[1] - 1)
 
 
-def _error(values: torch.Tensor) -> float:
-    return float(values.std() / len(values) ** 0.5)
-
-
 def _geometry(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
-    from normlab.probes import angular_distance, jacobian_identity, logit_lens_kl
-
     tables = {"logit_lens_kl": logit_lens_kl(model, batches, progress=False)}
     if _has_one_stream(model):
         angles = angular_distance(model, batches, progress=False)
@@ -113,17 +109,10 @@ def _geometry(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def _carried(model: Any, batches: list[dict[str, Any]]) -> Iterator[Row]:
-    from normlab.probes import record
-
     if not any(block.carried for block in model.model.layers):
         return
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), record(model, ["carried_var_ratio"], masks=["all"]) as recorder:
-            for batch in batches:
-                model(**batch, use_cache=False)
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad(), record(model, ["carried_var_ratio"], masks=["all"]) as recorder:
+        for batch in batches:
+            model(**batch, use_cache=False)
     for row in recorder.stats().carried_by_position().itertuples():
         yield ("carried_var_ratio", "mlp", row.layer, row.position, row.value, float("nan"))

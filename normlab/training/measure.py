@@ -36,10 +36,11 @@ from torch.nn import functional
 
 from normlab.models.block import whole
 from normlab.probes import record
+from normlab.probes.experiments import evaluating
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
-from normlab.training.loop import block_order, is_due
-from normlab.training.text.corpus import Corpus, MeasuredOn
+from normlab.training.loop import block_order
+from normlab.training.text.corpus import Corpus
 
 EVAL_TOKENS = 4096  # at most in one forward pass; every rank has room for them
 NEARLY = 0.98  # of uniform attention's entropy: above it, attention counts as uniform
@@ -83,34 +84,32 @@ class RunLog:
 class Measurements:
     """Everything that a run measures on its model.
 
-    on: the held-out blocks. log: where rows are added.
+    Attributes:
+        on: the held-out blocks.
+        log: where rows are added.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, on: MeasuredOn, log: RunLog) -> None:
-        self.config, self.corpus, self.on, self.log = config, corpus, on, log
+    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
+        self.config, self.corpus, self.log = config, corpus, RunLog(config.tokens_per_step)
+        self.on = corpus.measured_on(config)
         self.batch_size = max(1, min(config.batch_size // config.accumulate, EVAL_TOKENS // config.block_length))
 
     def at(self, model: nn.Module, step: int) -> None:
         """Measure what is due after `step` optimizer steps."""
         config = self.config
-        if is_due(step, config.probe_every, config.last_step):
+        if config.is_due(step, config.probe_every):
             self.layers(model, step)
-        if is_due(step, config.eval_every, config.last_step):
+        if config.is_due(step, config.eval_every):
             self.log.add(step, "eval", "loss", mean_token_loss(model, self.on.eval, self.batch_size))
-        if config.store_all and is_due(step, config.probe_every, config.last_step):
+        if config.store_all and config.is_due(step, config.probe_every):
             self.stored(model, step)
 
     def layers(self, model: nn.Module, step: int) -> None:
         """Layer statistics. Gradients are of the summed token loss, towards block 1's input by `autograd.grad`."""
         ids = torch.from_numpy(self.on.probe).to(device_of(model))
-        training = model.training
-        model.eval()
-        try:
-            with torch.enable_grad(), record(model, metrics=self.config.probe_metrics()) as recorder:
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-                recorder.backward(loss)
-        finally:
-            model.train(training)
+        with evaluating(model), torch.enable_grad(), record(model, metrics=self.config.probe_metrics()) as recorder:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            recorder.backward(loss)
         self.log.add(step, "probe", "loss", loss.item())
         table = recorder.stats().to_pandas()
         for row in table[["site", "layer", "metric", "mask", "value"]].itertuples(index=False):
@@ -148,32 +147,29 @@ class Measurements:
             self.log.add(step, "eval", "file_tokens", counts[file], path)
 
 
-@torch.no_grad()
+def _batches(model: nn.Module, blocks: np.ndarray, batch_size: int) -> Iterator[torch.Tensor]:
+    for start in range(0, len(blocks), batch_size):
+        yield torch.from_numpy(blocks[start : start + batch_size]).to(device_of(model))
+
+
 def mean_token_loss(model: nn.Module, blocks: np.ndarray, batch_size: int) -> float:
     """Mean cross-entropy per token over all blocks, in nats. All blocks have equally many labels."""
-    training = model.training
-    model.eval()
     total = 0.0
-    for start in range(0, len(blocks), batch_size):
-        ids = torch.from_numpy(blocks[start : start + batch_size]).to(device_of(model))
-        total += model(input_ids=ids, labels=ids, use_cache=False).loss.item() * len(ids)
-    model.train(training)
+    with evaluating(model), torch.no_grad():
+        for ids in _batches(model, blocks, batch_size):
+            total += model(input_ids=ids, labels=ids, use_cache=False).loss.item() * len(ids)
     return total / len(blocks)
 
 
-@torch.no_grad()
 def token_losses(model: nn.Module, blocks: np.ndarray, batch_size: int) -> np.ndarray:
     """(blocks, tokens - 1) cross-entropies in nats: of each token but a row's first."""
-    training = model.training
-    model.eval()
-    batches = []
-    for start in range(0, len(blocks), batch_size):
-        ids = torch.from_numpy(blocks[start : start + batch_size]).to(device_of(model))
-        logits, labels = model(input_ids=ids, use_cache=False).logits[:, :-1].float(), ids[:, 1:]
-        losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        batches.append(losses.view_as(labels))
-    model.train(training)
-    return torch.cat(batches).double().cpu().numpy()
+    losses = []
+    with evaluating(model), torch.no_grad():
+        for ids in _batches(model, blocks, batch_size):
+            logits, labels = model(input_ids=ids, use_cache=False).logits[:, :-1].float(), ids[:, 1:]
+            each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            losses.append(each.view_as(labels))
+    return torch.cat(losses).double().cpu().numpy()
 
 
 def device_of(model: nn.Module) -> torch.device:

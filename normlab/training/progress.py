@@ -3,7 +3,6 @@
 `Reporter`               writes a run's progress to a small file in its working directory
 `steps_in_all(config)`   a run's work in optimizer steps, measurements included
 `Progress`               reads the reports and forecasts the end: a bar in a terminal, a line per minute in a log file
-`one_run(config, ...)`   the same for one run
 `can_redraw()`           True if a bar may move: stderr is a terminal or a notebook
 
 Reports are files, so runs of this process, of its workers and of a cluster are all followed in this way.
@@ -13,18 +12,17 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import heapq
 import json
 import math
 import os
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm import tqdm
 
 from normlab import store
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 REPORT = "progress"  # not *.json, which is published with every checkpoint
 EVERY_SECONDS = 1.0  # between two reports of a run, and between two looks at them
 FIRST_LINE, LINES = 10.0, 60.0  # seconds: until a log file's first line, and between its lines
-HALF_LIFE = 300.0  # seconds: measured speed this old weighs half
 NAMED = 2  # runs in progress that are named; of more, the number
 FORWARD = 1 / 3  # a forward pass, in optimizer steps
 
@@ -51,12 +48,28 @@ class Report(NamedTuple):
     tokens_per_s: float | None = None
 
 
-def write_report(work: Path, report: Report) -> None:
-    """Replace the run's report in its working directory. A failure is ignored, as training does not depend on it."""
-    temporary = work / f".{REPORT}.writing"
-    with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(report._asdict()))
-        os.replace(temporary, work / REPORT)
+class Reporter:
+    """Reports one run about once per second, in its working directory; with None nowhere.
+
+    A failure is ignored, as training does not depend on it.
+    """
+
+    def __init__(self, work: Path | None, began: int) -> None:
+        self.work, self.began = work, began
+        self.write(Report(began, began))
+
+    def step(self, number: int, loss: float | None, tokens_per_s: float | None, now: bool = False) -> None:
+        """loss: the last one logged. now: report even if the last report was a moment ago."""
+        if now or number == self.began + 1 or time.perf_counter() - self.reported >= EVERY_SECONDS:
+            self.write(Report(self.began, number, loss, tokens_per_s))
+
+    def write(self, report: Report) -> None:
+        self.reported = time.perf_counter()
+        if self.work is not None:
+            temporary = self.work / f".{REPORT}.writing"
+            with contextlib.suppress(OSError):
+                temporary.write_text(json.dumps(report._asdict()))
+                os.replace(temporary, self.work / REPORT)
 
 
 def read_report(work: Path) -> Report | None:
@@ -67,34 +80,13 @@ def read_report(work: Path) -> Report | None:
         return None
 
 
-class Reporter:
-    """Reports one run about once per second. work: its working directory; None reports nothing.
-
-    loss: the last training loss logged. A report at a step comes before that step's loss.
-    """
-
-    def __init__(self, work: Path | None, began: int) -> None:
-        self.work, self.began = work, began
-        self.loss: float | None = None
-        self.write(began)
-
-    def step(self, number: int, tokens_per_s: float | None) -> None:
-        if number == self.began + 1 or time.perf_counter() - self.reported >= EVERY_SECONDS:
-            self.write(number, tokens_per_s)
-
-    def write(self, number: int, tokens_per_s: float | None = None) -> None:
-        self.reported = time.perf_counter()
-        if self.work is not None:
-            write_report(self.work, Report(self.began, number, self.loss, tokens_per_s))
-
-
 # --- work ---
 
 
 def steps_until(config: TrainConfig, step: int) -> float:
     """Work of the first `step` steps and of the measurements until then, in steps.
 
-    On a CPU a forward pass takes a third of a step, and layer statistics of a batch take a step.
+    A forward pass on a CPU takes a third of a step. Layer statistics of a batch take a step.
     """
 
     def batches(every: int, blocks: int) -> float:
@@ -127,21 +119,16 @@ def _work(config: TrainConfig) -> float:
 # --- the forecast and the bar ---
 
 
-@dataclass
-class _Running:
-    """A run in progress. done: its work up to the last report. begun, at: when the first and the last report came."""
+class _Running(NamedTuple):
+    """A run in progress and its last report."""
 
     name: str
     config: TrainConfig
     report: Report
-    done: float
-    begun: float
-    at: float
-    stepped: bool
 
     @property
-    def left(self) -> float:
-        return _work(self.config) - self.done
+    def done(self) -> float:
+        return _step_work(self.config) * steps_until(self.config, self.report.step)
 
     def in_words(self) -> str:
         said = f"{self.name} step {self.report.step}/{self.config.last_step}"
@@ -155,31 +142,26 @@ class _Running:
 class Progress:
     """A context that shows the progress of runs, about once per second.
 
-    The forecast divides the work left by the speed of the recent past. A run before its first step also takes the time
-    that others needed for it: compilation, and measurements before training.
+    The forecast divides the work left by the speed of all runs together since the first step that was seen. What an
+    earlier process did and what a failed run left undone does not count as speed.
 
-    title: of the bar. show: False keeps silent. slots: runs at once; None: as many as are seen in progress.
+    title: of the bar. show: False keeps silent.
     """
 
-    def __init__(self, title: str, show: bool, slots: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.title, self.show = title, show
-        self._slots, self._clock = slots, clock
+    def __init__(self, title: str, show: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.title, self.show, self._clock = title, show, clock
         self._bar: Any = None
-        self._began = self._measured_at = clock()
-        self._next_line = FIRST_LINE
+        self._began, self._next_line = clock(), FIRST_LINE
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._ahead: list[float] = []  # work of each run that has not begun
         self._watched: dict[str, tuple[TrainConfig, list[Path]]] = {}
         self._running: dict[str, _Running] = {}
-        self._ended = self._failed = 0
-        self._done = 0.0  # work of runs that have ended
-        self._work = self._seconds = 0.0  # measured in the recent past: work, and the seconds of runs that it took
-        self._starts: list[float] = []
+        self._runs = self._ended = self._failed = 0
+        self._work = self._ended_work = 0.0
+        self._since: float | None = None  # when the first step was seen
+        self._untimed = 0.0  # work that is done or given up, and that no time since then was spent on
 
     def __enter__(self) -> Progress:
-        from tqdm import tqdm
-
         if self.show and can_redraw():
             self._bar = tqdm(total=1.0, desc=self.title, bar_format="{l_bar}{bar}|")
         if self.show:
@@ -201,7 +183,8 @@ class Progress:
     def expect(self, configs: Sequence[TrainConfig]) -> None:
         """More runs ahead."""
         with self._lock:
-            self._ahead += map(_work, configs)
+            self._runs += len(configs)
+            self._work += sum(map(_work, configs))
 
     def watch(self, configs: Sequence[TrainConfig], root: str | Path) -> None:
         """These runs may begin below `root` at any time from now on."""
@@ -217,31 +200,26 @@ class Progress:
     def skip(self, config: TrainConfig) -> None:
         """Take a run that was finished before out of what is ahead."""
         with self._lock:
-            self._take(config)
+            self._runs -= 1
+            self._work -= _work(config)
 
     def end(self, config: TrainConfig, failed: bool = False) -> None:
         with self._lock:
             self._watched.pop(config.run_id, None)
-            run = self._running.pop(config.run_id, None)
-            if run is None:
-                self._take(config)
-            elif run.report.step == config.last_step:
-                self._measure(run.left, run.at)
+            run, work = self._running.pop(config.run_id, None), _work(config)
             self._ended += 1
             self._failed += failed
-            self._done += _work(config)
+            self._ended_work += work
+            if run is not None and run.report.step < config.last_step:
+                self._untimed += work - run.done
+            elif run is None and failed:
+                self._untimed += work
+            elif self._since is None:  # reports are out of sight
+                self._since = self._began
 
     def say(self, line: str) -> None:
-        from tqdm import tqdm
-
         if self.show:
             tqdm.write(line)
-
-    def _take(self, config: TrainConfig) -> None:
-        """Take a run of that work out of what is ahead. Planned runs may differ from it in learning rate."""
-        if self._ahead:
-            work = _work(config)
-            self._ahead.remove(min(self._ahead, key=lambda one: abs(one - work)))
 
     # --- what is seen of them ---
 
@@ -256,58 +234,29 @@ class Progress:
                 for work in works:
                     report = read_report(work)
                     if report is not None:
-                        self._see(config, work.name, report)
+                        self._see(_Running(work.name, config, report))
             self._draw()
 
-    def _see(self, config: TrainConfig, name: str, report: Report) -> None:
-        now, done = self._clock(), _step_work(config) * steps_until(config, report.step)
-        run = self._running.get(config.run_id)
-        if run is None:
-            self._take(config)
-            stepped = report.step > report.began
-            self._running[config.run_id] = _Running(name, config, report, done, now, now, stepped)
-        elif report.step != run.report.step:
-            if run.stepped:
-                self._measure(done - run.done, run.at)
-            else:
-                self._starts.append(now - run.begun)
-            run.report, run.done, run.at, run.stepped = report, done, now, True
+    def _see(self, run: _Running) -> None:
+        if run.config.run_id not in self._running:
+            self._untimed += run._replace(report=Report(run.report.began, run.report.began)).done
+        self._running[run.config.run_id] = run
+        if self._since is None and run.report.step > run.report.began:
+            self._since, self._untimed = self._clock(), self._done()
 
-    def _measure(self, work: float, since: float) -> None:
-        """Note a run's work since a time. Work is negative if its process died and it resumed: not measured."""
-        now = self._clock()
-        if work > 0:
-            kept = 0.5 ** ((now - self._measured_at) / HALF_LIFE)
-            self._work = self._work * kept + work
-            self._seconds = self._seconds * kept + now - since
-            self._measured_at = now
+    def _done(self) -> float:
+        return self._ended_work + sum(run.done for run in self._running.values())
 
     def share(self) -> float:
         """The share of all work that is done. A resumed run's includes what was done before."""
-        done = self._done + sum(run.done for run in self._running.values())
-        work = done + sum(run.left for run in self._running.values()) + sum(self._ahead)
-        return done / work if work else 0.0
+        return self._done() / self._work if self._work else 0.0
 
     def seconds_left(self) -> float | None:
-        """Seconds until the last run ends; None before any speed is known. Free slots take the next run."""
-        now = self._clock()
-        slots = self._slots or len(self._running) or 1
-        if self._seconds > 0:
-            speed = self._work / self._seconds
-        elif self._done and now > self._began:  # reports are out of sight
-            speed = self._done / (now - self._began) / slots
-        else:
+        """Seconds until the last run ends; None before any speed is known."""
+        timed = self._done() - self._untimed
+        if self._since is None or timed <= 0:
             return None
-        start = statistics.mean(self._starts) if self._starts else 0.0
-        ends = [
-            max(0.0, run.left / speed + (0.0 if run.stepped else start) - (now - run.at))
-            for run in self._running.values()
-        ]
-        ends += [0.0] * (slots - len(ends))
-        heapq.heapify(ends)
-        for work in self._ahead:
-            heapq.heapreplace(ends, ends[0] + work / speed + start)
-        return max(ends)
+        return (self._work - self._done()) * (self._clock() - self._since) / timed
 
     def _draw(self) -> None:
         gone = self._clock() - self._began
@@ -320,27 +269,14 @@ class Progress:
             print(f"{self.title}: {100 * self.share():3.0f}% | {self._in_words(gone)}", file=sys.stderr, flush=True)
 
     def _in_words(self, gone: float) -> str:
-        from tqdm import tqdm
-
         left = self.seconds_left()
         said = f"{tqdm.format_interval(gone)} gone, {'?' if left is None else tqdm.format_interval(left)} left"
-        count = self._ended + len(self._running) + len(self._ahead)
-        if count > 1:
-            said += f" | {self._ended} of {count} runs" + (f", {self._failed} failed" if self._failed else "")
+        if self._runs > 1:
+            said += f" | {self._ended} of {self._runs} runs" + (f", {self._failed} failed" if self._failed else "")
         if self._running:
             words = [run.in_words() for run in self._running.values()]
             said += f" | now {', '.join(words[:NAMED])}" + (f" and {len(words) - NAMED} more" if words[NAMED:] else "")
         return said
-
-
-@contextlib.contextmanager
-def one_run(config: TrainConfig, root: str | Path, show: bool) -> Iterator[None]:
-    """A context around one run's training: `Progress` of it alone."""
-    with Progress("train", show, slots=1) as progress:
-        progress.expect([config])
-        progress.watch([config], root)
-        yield
-        progress.tick()  # the last report, which goes with the working directory
 
 
 def can_redraw() -> bool:

@@ -22,24 +22,32 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from tqdm import tqdm
 
 from normlab import __version__, runs, store
 from normlab.errors import NormlabError
 from normlab.models.block import whole
-from normlab.training import distributed
 from normlab.training.checkpoint import begun_alike, restore, resumable, write_checkpoint
 from normlab.training.config import AUTO, TrainConfig, require_same
+from normlab.training.distributed import (
+    accelerator_for,
+    fastest_dtype,
+    gathered,
+    process_settings,
+    settled,
+    why_dtype,
+)
 from normlab.training.experiments import experiments
-from normlab.training.loop import Training, is_due
-from normlab.training.measure import Measurements, RunLog
-from normlab.training.progress import Reporter, one_run
-from normlab.training.text.corpus import Corpus, MeasuredOn, corpus_of
+from normlab.training.loop import Training
+from normlab.training.measure import Measurements
+from normlab.training.progress import Progress, Reporter
+from normlab.training.text.corpus import Corpus, corpus_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -73,17 +81,20 @@ def train(
             same name made from other text, or a number of ranks that does not divide the batch. A non-finite loss is no
             error: the run ends with status "diverged".
     """
+    if not isinstance(config, TrainConfig):
+        raise NormlabError(f"{config!r:.80} is no TrainConfig")
     place = store.Remote(out) if store.is_address(out) else None
     root = Path(out) if place is None else place.copy
-    accelerator = distributed.accelerator_for(config)
-    _check_ranks(config, accelerator.num_processes, place)
-    is_first = accelerator.is_main_process
+    store.check_root(root)
+    accelerator = accelerator_for(config)
+    is_first, ranks = accelerator.is_main_process, accelerator.num_processes
+    if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
+        raise NormlabError("ranks on several machines resume from one directory: name one that all see as --out")
     with accelerator.main_process_first():  # it prepares the text; the others find it in the cache
-        store.check_root(root)
         corpus = corpus_of(config, cache_dir, progress and is_first)
-    asked = config.dtype
-    config = _settled(config, root, place, corpus, accelerator)
-    manifest = manifest_of(config, corpus.identity())
+    text = corpus.identity()
+    asked, config = config, _settled(config, root, place, text, accelerator)
+    manifest = manifest_of(config, text)
     final, work = root / config.run_id, root / store.PARTIAL / config.run_id
     if place is None and final.exists():  # without the lock: the directory may be read-only
         return _finished(final, work, config, manifest)
@@ -98,12 +109,15 @@ def train(
         else:
             if is_first:
                 work.mkdir(parents=True, exist_ok=True)
-            if progress and is_first and asked == AUTO:
-                _say_precision(config, accelerator.device)
-            distributed.warn_if_emulated(config, accelerator.device)
-            shown = one_run(config, root, progress and is_first)
-            with _settings(config.threads), distributed.memory_kept(), distributed.compile_again(), shown:
+            device, bar = accelerator.device, Progress("train", progress and is_first)
+            if bar.show and asked.dtype == AUTO:
+                begun = f"training in {config.dtype}, as this run was begun"
+                tqdm.write(why_dtype(device) if config.dtype == fastest_dtype(device) else begun, file=sys.stderr)
+            bar.expect([config])
+            bar.watch([config], root)
+            with bar, process_settings(config, device):
                 _run(config, corpus, accelerator, work, final, manifest, watch, place)
+                bar.tick()  # the last report, which goes with the working directory
             if is_first:
                 shutil.rmtree(work)
         if place is not None and is_first:
@@ -137,37 +151,31 @@ def _run(
     watch: Watch | None,
     place: store.Remote | None,
 ) -> None:
-    started = time.perf_counter()
-    measured_on = corpus.measured_on(config)
-    training, log = Training(config, corpus, accelerator), RunLog(config.tokens_per_step)
-    newest = broadcast_object_list([resumable(work, manifest) if accelerator.is_main_process else None])[0]
+    """Train, and write the run to `final`. Every rank has to call this."""
+    started, is_first = time.perf_counter(), accelerator.is_main_process
+    training, measurements = Training(config, corpus, accelerator), Measurements(config, corpus)
+    log = measurements.log
+    newest = broadcast_object_list([resumable(work, manifest) if is_first else None])[0]
     if newest is not None:
         restore(newest, training, log)
     resumed_from = training.done
 
     def checkpoint() -> None:
         written = write_checkpoint(training, log, manifest, work)
-        if place is not None and accelerator.is_main_process:
+        if place is not None and is_first:
             place.publish_checkpoint(written)
 
-    report = Reporter(work if accelerator.is_main_process else None, resumed_from)
-    diverged = _train_steps(training, log, Measurements(config, corpus, measured_on, log), report, checkpoint, watch)
+    report = Reporter(work if is_first else None, resumed_from)
+    diverged = _train_steps(training, measurements, report, checkpoint, watch)
     model = training.model
     if config.fsdp:
-        model = distributed.gathered(model)
+        model = gathered(model)
         model.set_schedules(training.done, config.steps)
     after = None
     if config.experiment_blocks and not diverged:
-        after = experiments(model, measured_on.experiments)
-    if not accelerator.is_main_process:
+        after = experiments(model, measurements.on.experiments)
+    if not is_first:
         return
-    manifest = manifest | _results(config, corpus, measured_on, training, log, diverged)
-    manifest["measured"] = {
-        "wall_s": time.perf_counter() - started,
-        "tokens_per_s": training.tokens_per_s(),
-        "compiled": training.compiled,
-        "resumed_from_step": resumed_from,
-    }
     staged = work / "final"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir()
@@ -177,14 +185,20 @@ def _run(
     store.write_stats(staged / store.STATS, log.frame())
     if after is not None:
         store.write_stats(staged / store.EXPERIMENTS, after)
-    store.write_json(staged / store.MANIFEST, manifest)
+    measured = {
+        "wall_s": time.perf_counter() - started,
+        "tokens_per_s": training.tokens_per_s(),
+        "compiled": training.compiled,
+        "resumed_from_step": resumed_from,
+    }
+    results = _results(training, measurements, diverged)
+    store.write_json(staged / store.MANIFEST, {**manifest, **results, "measured": measured})
     runs.read_run(staged).table()  # read back, before the checkpoints go
     store.publish(staged, final)
 
 
 def _train_steps(
     training: Training,
-    log: RunLog,
     measurements: Measurements,
     report: Reporter,
     checkpoint: Callable[[], None],
@@ -194,67 +208,40 @@ def _train_steps(
 
     RunStopped if the watcher asks for it, once a checkpoint is written.
     """
-    config, model = training.config, training.model
+    config, model, log = training.config, training.model, measurements.log
     if training.done == 0:
         measurements.at(model, 0)
-    shown = len(log.rows)
+    shown, loss = len(log.rows), None
     if watch is not None and not watch(training.done, log.rows[:]):
         raise RunStopped
     for number, grad_norm, learning_rate, overflowed in training.steps():
-        report.step(number, training.tokens_per_s())
+        report.step(number, loss, training.tokens_per_s())
         measurements.at(model, number)
         if training.scaler is not None:
             log.add(number, "train", "loss_scale", training.scaler.get_scale())
             log.add(number, "train", "skipped_step", overflowed)
         stops = False
         if number % config.log_every == 0:
-            loss = report.loss = training.mean_loss()
+            loss = training.mean_loss()
             log.add(number, "train", "loss", loss)
             log.add(number, "train", "grad_norm", whole(grad_norm).item())
             log.add(number, "train", "learning_rate", learning_rate)
             continues = watch is None or watch(number, log.rows[shown:])
             shown = len(log.rows)
             if not math.isfinite(loss):
-                report.write(number, training.tokens_per_s())
+                report.step(number, loss, training.tokens_per_s(), now=True)
                 return True
             stops = not continues and number < config.last_step
-        if stops or is_due(number, config.checkpoint_every, config.last_step):
+        if stops or config.is_due(number, config.checkpoint_every):
             checkpoint()
         if stops:
             raise RunStopped
-    report.write(training.done, training.tokens_per_s())
+    report.step(training.done, loss, training.tokens_per_s(), now=True)
     return False
 
 
-def _check_ranks(config: TrainConfig, ranks: int, place: store.Remote | None) -> None:
-    if config.batch_size % (ranks * config.accumulate):
-        parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
-        raise NormlabError(
-            f"{ranks} ranks{parts} do not divide batch_size {config.batch_size}, the blocks that all of "
-            "them together take a step: change one of the two"
-        )
-    if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
-        raise NormlabError("ranks on several machines resume from one directory: name one that all see as --out")
-
-
-@contextlib.contextmanager
-def _settings(threads: int) -> Iterator[None]:
-    """The process's thread count for the time of a run, and no bars of transformers' own between ours."""
-    from transformers.utils import logging
-
-    before, bars = torch.get_num_threads(), logging.is_progress_bar_enabled()
-    torch.set_num_threads(threads)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def _settled(
-    config: TrainConfig, root: Path, place: store.Remote | None, corpus: Corpus, accelerator: Accelerator
+    config: TrainConfig, root: Path, place: store.Remote | None, text: dict[str, Any], accelerator: Accelerator
 ) -> TrainConfig:
     """`config` with dtype "auto" replaced: by the precision of a run that is finished or can be resumed, else by the
     fastest of the device. All ranks take rank 0's."""
@@ -263,22 +250,14 @@ def _settled(
         name = candidate.run_id
         if place is not None and (place.has(f"{name}/{store.MANIFEST}") or place.has(f"{store.PARTIAL}/{name}")):
             return True
-        begun = manifest_of(candidate, corpus.identity())
+        begun = manifest_of(candidate, text)
         checkpoints = store.checkpoints(root / store.PARTIAL / name)
         return store.is_run(root / name) or any(begun_alike(path, begun) for path in checkpoints)
 
     if config.dtype != AUTO:
         return config
     existing = filter(exists, config.candidates())
-    return broadcast_object_list([next(existing, distributed.settled(config, accelerator.device))])[0]
-
-
-def _say_precision(config: TrainConfig, device: torch.device) -> None:
-    from tqdm import tqdm
-
-    kept = config.dtype != distributed.fastest_dtype(device)
-    line = f"training in {config.dtype}, as this run was begun" if kept else distributed.why_dtype(device)
-    tqdm.write(line, file=sys.stderr)
+    return broadcast_object_list([next(existing, settled(config, accelerator.device))])[0]
 
 
 def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, Any]) -> runs.Run:
@@ -307,29 +286,28 @@ def manifest_of(config: TrainConfig, corpus: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _results(
-    config: TrainConfig, corpus: Corpus, measured_on: MeasuredOn, training: Training, log: RunLog, diverged: bool
-) -> dict[str, Any]:
+def _results(training: Training, measurements: Measurements, diverged: bool) -> dict[str, Any]:
     """The results of a run: its end, its tokens, and its model.
 
     `status` is explained in `Run.status`. `eval_loss` is the last held-out loss: None if it is not finite or was never
     measured. A run whose held-out loss was never measured counts as learned.
     """
-    loss = log.last("loss", "eval")
+    config, loss = training.config, measurements.log.last("loss", "eval")
+    count_losses = measurements.on.count_losses
     if diverged or (loss is not None and not math.isfinite(loss)):
         status, loss = runs.DIVERGED, None
     else:
-        learned = loss is None or loss < measured_on.count_losses["trigram_loss"]
+        learned = loss is None or loss < count_losses["trigram_loss"]
         status = runs.FINISHED if learned else runs.NOT_LEARNED
     tokens = training.done * config.tokens_per_step
     facts = training.model.config.to_diff_dict()
     return {
         "status": status,
         "eval_loss": loss,
-        **measured_on.count_losses,
+        **count_losses,
         "steps": training.done,
         "tokens": tokens,
-        "epochs": None if config.stream else tokens / corpus.train_tokens,
+        "epochs": None if config.stream else tokens / training.corpus.train_tokens,
         # Saving a model writes these two fields into its configuration.
         "model": {name: value for name, value in facts.items() if name not in ("architectures", "dtype")},
         "parameters": sum(p.numel() for p in training.model.parameters()),

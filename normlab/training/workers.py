@@ -108,7 +108,7 @@ def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Gener
     """
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
-        min(workers, len(left)), mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
+        min(workers, len(left)), mp_context=multiprocessing.get_context("spawn"), initializer=start_worker
     )
     running: dict[Future, TrainConfig] = {}
     try:
@@ -131,7 +131,7 @@ def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Gener
     return list(running.values())
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
     """Let Ctrl-C end a worker without a traceback, and end it with its parent. Warnings take one line."""
     warnings.showwarning = show_warning  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_DFL)

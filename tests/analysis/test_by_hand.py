@@ -15,7 +15,6 @@ import pytest
 from scipy import stats
 
 import normlab
-from normlab.analysis import claims
 from normlab.analysis.compare import compare
 
 RUNS = Path(__file__).resolve().parents[2] / "data" / "runs"
@@ -78,26 +77,3 @@ def test_ratios_of_sizes(runs: pd.DataFrame, manifests: pd.DataFrame):
     for scheme in ("lns", "bhyt"):
         row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=16).iloc[0]
         assert interval_of(row) == pytest.approx(np.exp(paired(table, scheme, "pre_rmsnorm")))
-
-
-def test_what_more_blocks_buy(runs: pd.DataFrame, manifests: pd.DataFrame):
-    shallow, deep = (cells(manifests[manifests["depth"] == depth], "loss") for depth in (4, 16))
-    gains = (shallow - deep).dropna(axis=1)
-    rows = claims.depth_gain(runs, 4, 16).set_index("a")
-    for scheme in gains:
-        assert interval_of(rows.loc[scheme]) == pytest.approx(student(gains[scheme], list(gains.var())))
-
-
-def test_what_a_deep_block_costs(manifests: pd.DataFrame):
-    def cost(path: Path) -> float:
-        rows = pd.read_parquet(path / "experiments.parquet").query("metric == 'skip_delta_loss' and part == 'block'")
-        return float(rows.loc[rows["layer"] > 8, "value"].mean())
-
-    here = manifests[manifests["depth"] == 16]
-    table = cells(here.assign(cost=here["path"].map(cost)), "cost")
-    experiments = normlab.load_experiments(RUNS)
-    own = claims.depth_use(experiments, 16).set_index("a")
-    against = claims.depth_use(experiments, 16, reference="pre_rmsnorm").set_index("a")
-    for scheme in ("lns", "lns_gain"):
-        assert interval_of(own.loc[scheme]) == pytest.approx(student(table[scheme], list(table.var())))
-        assert interval_of(against.loc[scheme]) == pytest.approx(paired(table, scheme, "pre_rmsnorm"))

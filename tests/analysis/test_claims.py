@@ -179,7 +179,7 @@ def test_the_deepest_depth_at_which_schemes_can_be_compared():
             for depth, many in ((2, 4), (4, 3), (8, 2))
         ]
     )
-    assert [deepest(runs), deepest(runs, 2), deepest(runs, 4)] == [4, 8, 2]
+    assert deepest(runs) == 4 and deepest(runs[runs["depth"] < 4]) == 2
     assert deepest(runs[runs["scheme"] == "lns"]) == 8
 
 
@@ -195,8 +195,6 @@ def test_questions_that_the_runs_cannot_answer_say_so():
         claims.depth_gain(table(SCHEMES, depths=(2,)), 2, 2)
     assert claims.depth_gain(table(SCHEMES, depths=(2,))).empty
     assert "nothing to compare" in claims.shown(claims.depth_gain(table(SCHEMES, depths=(2,))))["verdict"][0]
-    with pytest.raises(NormlabError, match="not a positive size"):
-        claims.growth(table(SCHEMES), "loss")
 
 
 def test_the_extremes_are_the_geometric_means_of_the_last_layer():

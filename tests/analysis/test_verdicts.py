@@ -199,13 +199,6 @@ def test_a_scheme_that_scatters_far_more_does_not_widen_the_others_intervals():
         assert found[["low", "high", "p"]].tolist() == pytest.approx(pair[["low", "high", "p"]].tolist())
 
 
-def test_rows_shown_together_are_one_family():
-    runs = table(depths=(2, 4, 8))
-    found = compare(runs, "lns", "pre_rmsnorm")
-    assert found["p_holm"].tolist() == pytest.approx(holm(found["p"].to_numpy()))
-    assert len(compare(runs, "lns", "pre_rmsnorm", depth=4)) == 1
-
-
 def test_means_of_sizes_are_geometric_so_that_their_quotient_is_the_ratio():
     found = compare(table(), "bhyt", "lns", "token_l2_mean", depth=4).iloc[0]
     assert found["estimate"] == pytest.approx(found["mean_a"] / found["mean_b"])

@@ -196,10 +196,8 @@ def test_a_loss_that_cannot_be_told_must_be_given():
     with pytest.raises(NormlabError, match="pass loss_tokens"):
         recorder_of(model)
     found = {}
-    for name, given in {
-        "number": 6.0,
-        "function": lambda inputs: (inputs.arguments["labels"] != -100).sum() / 2,
-    }.items():
+    choices = {"number": 6.0, "function": lambda inputs: (inputs.arguments["labels"] != -100).sum() / 2}
+    for name, given in choices.items():
         recorder = recorder_of(model, ["grad_l2_mean"], loss_tokens=given)
         model(**batch)["loss"].backward()
         found[name] = values(recorder.stats())
@@ -244,14 +242,8 @@ def test_a_reading_is_of_all_steps_since_the_last_one(tmp_path):
 
 def test_a_resumed_trainer_goes_on_measuring_and_its_checkpoint_holds_no_statistics(tmp_path):
     whole = tables(tmp_path / "whole", 1, 4, compiled=True)
-    train(
-        tiny_llama(num_hidden_layers=1),
-        tmp_path / "cut",
-        [CompiledStatsCallback()],
-        max_steps=4,
-        save_strategy="steps",
-        save_steps=2,
-    )
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    train(tiny_llama(num_hidden_layers=1), tmp_path / "cut", [CompiledStatsCallback()], **saving)
     callback = CompiledStatsCallback(every=1, metrics=IN_GRAPH)
     model = tiny_llama(num_hidden_layers=1)
     names = list(model.state_dict())

@@ -25,8 +25,9 @@ from normlab.experimental.norm_removal import (
     remove_norm,
     remove_norms,
 )
+from normlab.training.config import CorpusSpec
 from normlab.training.measure import mean_token_loss
-from normlab.training.text.corpus import Corpus, load_corpus
+from normlab.training.text.corpus import Corpus, corpus_of
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": True}
@@ -40,7 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(text: Path) -> Corpus:
-    return load_corpus(str(text), vocab_size=300, block_length=16, cache_dir=text.parent / "cache")
+    return corpus_of(CorpusSpec(str(text), vocab_size=300, block_length=16), text.parent / "cache")
 
 
 def saved(corpus: Corpus, folder: Path, stock: bool = False) -> Path:
@@ -69,9 +70,8 @@ def test_every_norm_goes_in_turn_and_what_is_left_has_the_last_loss(stock, text,
     table = removed(text, folder, tmp_path / "out")
     assert list(table["site"]) == SITES and list(table["step"]) == [1, 2, 3]
     assert list(table["loss_before"][1:]) == list(table["loss_tuned"][:-1])
-    assert (table["loss_removed"] != table["loss_before"]).all() and (
-        table["loss_tuned"] != table["loss_removed"]
-    ).all()
+    assert (table["loss_removed"] != table["loss_before"]).all()
+    assert (table["loss_tuned"] != table["loss_removed"]).all()
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "out" / "removal.parquet"), table)
     assert not list((tmp_path / "out").glob("norm-*"))
     load = AutoModelForCausalLM.from_pretrained if stock else normlab.load_model

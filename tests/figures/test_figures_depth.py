@@ -100,13 +100,6 @@ def test_where_a_cross_stands_and_in_what_unit_a_panel_is_are_said():
     assert len(values) > 1 and [float(text) for text in stream.colorbar.ticktext] == pytest.approx(values)
 
 
-def test_a_loss_within_the_noise_of_the_unigram_entropy_is_no_training():
-    runs = mixed()
-    runs["value"] = runs["value"].mask(runs["value"] == 5.0, UNIGRAM - 0.04)  # what was lns's loss
-    (stalled,) = [t for t in trains_at_depth(runs).data if t.meta and t.meta.get("outcome") == "stalls"]
-    assert "lns" in stalled.meta["schemes"]
-
-
 def test_profiles_run_from_the_first_layer_to_the_last_in_the_rows_order():
     figure = trains_at_depth(mixed())
     gradient, stream = (t for t in figure.data if t.type == "heatmap")

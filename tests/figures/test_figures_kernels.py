@@ -29,6 +29,15 @@ def test_the_newest_time_of_a_call_counts_and_one_that_failed_does_not(tmp_path)
         kernels.read_times(tmp_path / "nowhere")
 
 
+def test_ratios_of_models_are_read_with_their_intervals(tmp_path):
+    row = {"device": "GPU", "section": "step", "function": "bhyt", "peer": "normlab", "rows": 8192, "steps": 40}
+    row |= {"against": "pre_rmsnorm normlab", "ratio": 1.016, "ratio_low": 1.012, "ratio_high": 1.02}
+    pd.DataFrame([row, row | {"ratio": None}]).to_csv(tmp_path / "step_gpu.csv", index=False)
+    (found,) = kernels.read_ratios(tmp_path).itertuples()
+    assert (found.call, found.tokens, found.ratio, found.low, found.high) == ("bhyt", 8192, 1.016, 1.012, 1.02)
+    assert kernels.read_ratios(tmp_path / "nowhere").empty
+
+
 def test_builds_of_launches_that_were_only_tried_are_left_out(tmp_path):
     rows = [build(registers=40), build(registers=50), build(registers=99, launch="stages=2")]
     pd.DataFrame(rows).to_csv(tmp_path / "aot.csv", index=False)

@@ -1,4 +1,4 @@
-"""Shares against measured effects, one stream by two tools, titles inside the page."""
+"""Shares against measured effects, titles inside the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from normlab.analysis.notebook_tables.attribution import judged_methods
-from normlab.figures import by_tool, shares_and_effects, themed
+from normlab.figures import shares_and_effects, themed
 from normlab.figures.theme import LINES_PAD, in_one, template, titled
 
 PLACES = [("embed", 0), ("attn", 1), ("mlp", 1)]
@@ -37,14 +37,6 @@ def test_shares_stand_against_the_effects_of_the_same_components():
     assert list(frozen.x) == list(jacobian.x) == [0.1, 0.2, -0.4] and list(frozen.y) == [1.0, 2.0, 3.0]
     assert themed(shares_and_effects(TABLES, EFFECTS), "dark").layout.template == template("dark")
     assert "Nothing was attributed" in shares_and_effects({}, EFFECTS).layout.annotations[0].text
-
-
-def test_the_first_tool_is_a_line_and_the_second_rings():
-    rows = [("one", 0, 0.1), ("one", 1, 10.0), ("two", 0, 0.1), ("two", 1, 10.0)]
-    table = pd.DataFrame(rows, columns=["tool", "layer", "value"])
-    one, two = by_tool(table, "token_l2_mean").data
-    assert (one.mode, two.mode) == ("lines", "markers") and list(one.y) == list(two.y) == [0.1, 10.0]
-    assert "No tool" in by_tool(table.iloc[:0], "token_l2_mean").layout.annotations[0].text
 
 
 def test_a_title_of_several_lines_stays_inside_the_page():

@@ -7,7 +7,7 @@ import pytest
 from figures_helpers import text_of
 
 from normlab.analysis.notebook_tables import gain_or_bound as gain
-from normlab.figures import condition_differences, saturation
+from normlab.figures import saturation, variant_differences
 
 
 def test_shares_of_zero_are_said_not_to_be_drawn():
@@ -54,7 +54,7 @@ def test_conditions_are_named_grouped_and_judged_together(sweep):
     assert size["group"].tolist() == [gain.GROUPS[0], gain.GROUPS[0], gain.GROUPS[1], gain.GROUPS[2], gain.GROUPS[3]]
     assert size["condition"].tolist()[0] == "g = 0.2, γ₀ = 1" and size["condition"].tolist()[-1].endswith(", width 32")
     assert size["verdict"].tolist()[1] == "different" and size["estimate"][1] == pytest.approx(0.2, rel=0.02)
-    figure = condition_differences(size)
+    figure = variant_differences(size)
     heads = [note.text for note in figure.layout.annotations if note.text.startswith("<b>")]
     assert heads == [f"<b>{group}</b>" for group in gain.GROUPS] and len(figure.data) == len(size)
     loss = gain.conditions(*sweep, "bhyt", "bhyt_linear")

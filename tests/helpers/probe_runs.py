@@ -26,19 +26,11 @@ def train(model, tmp_path, callbacks, **options):
         "max_steps": 3,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-    } | options
+        "save_strategy": "no",
+    }
+    settings |= {"learning_rate": 1e-3, "report_to": [], "use_cpu": True, "logging_steps": 1, "seed": 0, **options}
     resume = settings.pop("resume", None)
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        report_to=settings.pop("report_to", []),
-        use_cpu=True,
-        save_strategy=settings.pop("save_strategy", "no"),
-        logging_steps=1,
-        disable_tqdm=True,
-        seed=0,
-        **settings,
-    )
+    args = TrainingArguments(output_dir=str(tmp_path), disable_tqdm=True, **settings)
     trainer = Trainer(model=model, args=args, train_dataset=data(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -47,13 +39,8 @@ def train(model, tmp_path, callbacks, **options):
 def run_with_descendants(command: list[str], timeout: float) -> tuple[int, str]:
     """Exit code and error output. After `timeout` seconds all its descendants are killed with it: torchrun starts ranks
     in sessions of their own, out of reach of a signal to the group."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **streams)
     try:
         errors = process.communicate(timeout=timeout)[1]
         return process.returncode, errors

@@ -21,52 +21,33 @@ _COMMON = dict(
 _GROUPED = dict(_COMMON, num_key_value_heads=2)
 
 
-def _gpt2():
-    config = hf.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=WIDTH,
-        n_layer=DEPTH,
-        n_head=4,
-        n_positions=64,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return hf.GPT2LMHeadModel(config)
-
-
-def _opt():
-    config = hf.OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, ffn_dim=48, num_hidden_layers=DEPTH, num_attention_heads=4,
-        word_embed_proj_dim=WIDTH, max_position_embeddings=64, init_std=0.2,
-    )  # fmt: skip
-    return hf.OPTForCausalLM(config)
-
-
-def _vit():
-    config = hf.ViTConfig(
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-    )
-    return hf.ViTForImageClassification(config)
-
-
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)),
-    "gpt2": _gpt2,
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=DEPTH, n_head=4, n_positions=64, initializer_range=0.2,
+            bos_token_id=1, eos_token_id=2,
+        )
+    ),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_GROUPED, head_dim=8)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**_GROUPED, head_dim=8, sliding_window=8)),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_GROUPED)),
     "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_GROUPED, num_local_experts=4)),
     "neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**_COMMON)),
-    "opt": _opt,
+    "opt": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, ffn_dim=48, num_hidden_layers=DEPTH, num_attention_heads=4,
+            word_embed_proj_dim=WIDTH, max_position_embeddings=64, init_std=0.2,
+        )
+    ),
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**_COMMON)),
-    "vit": _vit,
-}
+    "vit": lambda: hf.ViTForImageClassification(
+        hf.ViTConfig(
+            hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=DEPTH, num_attention_heads=4, image_size=16,
+            patch_size=4,
+        )
+    ),
+}  # fmt: skip
 
 
 def build(name: str) -> torch.nn.Module:
@@ -131,18 +112,9 @@ def trained_step(model, batch, metrics, **options) -> dict[tuple[str, int, str, 
 
 def ours(scheme: str, **options) -> normlab.NormlabForCausalLM:
     torch.manual_seed(0)
-    config = normlab.NormlabConfig(
-        scheme=scheme,
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        initializer_range=0.3,
-        **{"num_hidden_layers": 2, **options},
-    )
-    return normlab.NormlabForCausalLM(config).eval()
+    fields = {**_GROUPED, "pad_token_id": None, "initializer_range": 0.3, "num_hidden_layers": 2, **options}
+    fields = {"max_position_embeddings": 16, **fields}
+    return normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme=scheme, **fields)).eval()
 
 
 def run(model, batch, metrics) -> dict:

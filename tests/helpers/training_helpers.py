@@ -9,10 +9,12 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+from normlab.errors import NormlabError
 from normlab.training.config import TrainConfig
 
 WORDS = "the residual stream grows with depth because every block adds its branch to what it was given before".split()
@@ -77,11 +79,25 @@ def write_run(
     return Path(out) / config.run_id
 
 
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for a condition. AssertionError if it does not come true."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
 # What workers do in tests of the sweep; in a module of their own, so that a fresh process can import them.
 
 
 def work_at_once(config: TrainConfig, out: str, cache_dir: str | None) -> str:
     return str(write_run(config, out, corpus={"unigram_entropy": 6.5}))
+
+
+def fail_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
+    if config.seed == 1:
+        raise NormlabError("this one cannot")
+    return work_at_once(config, out, cache_dir)
 
 
 def die_the_first_time(config: TrainConfig, out: str, cache_dir: str | None) -> str:

@@ -4,6 +4,10 @@ attribution."""
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,3 +229,27 @@ def test_what_cannot_be_bridged_or_attributed_is_refused(ids):
         direct_logit_attribution(bridge, ids, answers, method="path")
     with pytest.raises(NormlabError, match=r"answers \(3,\)"):
         direct_logit_attribution(bridge, ids, torch.tensor([1, 2, 3]))
+
+
+def test_transformer_lens_finds_the_adapter_by_what_pip_installs(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    built = f"from hatchling.build import build_editable; build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", built], cwd=root, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    code = """if True:
+        import sys, torch, normlab
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+        shape = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+        model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme="bhyt", **shape)).eval()
+        model.set_attn_implementation("eager")
+        ids = torch.randint(0, 61, (2, 10))
+        assert "normlab.models.lens" not in sys.modules
+        with torch.no_grad():
+            expected = model(ids).logits
+            bridge = build_bridge_from_module(model, "NormlabForCausalLM", hf_config=model.config)
+            print(type(bridge.adapter).__name__, torch.equal(bridge(ids), expected))
+    """
+    path = os.pathsep.join([str(wheel), *sys.path])
+    found = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert found.stdout.split() == [b"NormlabArchitectureAdapter", b"True"], found.stderr.decode()
+    assert b"entry point" not in found.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, widgets_in
+from notebook_helpers import NOTEBOOKS, figures_in, printed, widgets_in
 from notebook_twice import Executed, once_and_twice, row_of, rows_in
 
 BENCH = NOTEBOOKS.parent / "data" / "bench"
@@ -53,35 +53,3 @@ def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path: Path, e
         assert shown["time"] == [list(rows["peer"]), list(rows["microseconds"])] and len(rows) > 1
         floor = rows["floor_bytes"] / rows["copy_gigabytes_per_second"] / 1e3
         assert shown["floor"] == [list(rows["peer"]), pytest.approx(list(floor))]
-
-
-@pytest.mark.slow
-def test_the_kernels_notebook_tells_a_device_that_traffic_rules_from_one_where_it_does_not(tmp_path: Path):
-    """A made-up GPU at nine tenths of the copy rate, beside the CPU as it was measured."""
-    bench = tmp_path / "bench"
-    bench.mkdir()
-    (bench / "aot.csv").write_bytes((BENCH / "aot.csv").read_bytes())
-    table = pd.read_csv(BENCH / "rows_cpu_1_thread.csv")
-    table.to_csv(bench / "rows_cpu_1_thread.csv", index=False)
-    copy = table["floor_bytes"] / table["copy_gigabytes_per_second"] / 1e3
-    table.assign(device="Made-up GPU", microseconds=copy / 0.9, share_of_copy=0.9).to_csv(
-        bench / "rows_gpu.csv", index=False
-    )
-    step = {"device": "Made-up GPU", "section": "step", "function": "bhyt", "peer": "normlab", "rows": 8192}
-    step |= {"against": "pre_rmsnorm normlab", "steps": 40, "microseconds": 9.0, "note": None}
-    interval = {"ratio": [1.016, None], "ratio_low": [1.012, None], "ratio_high": [1.02, None]}
-    pd.DataFrame(step | interval).to_csv(bench / "step_gpu.csv", index=False)
-    notebook = execute("05_kernels", tmp_path, BENCH=str(bench))
-    assert not [row for row in rows_in(notebook) if row[-1] == "not tested"]
-    took = ["Made-up GPU", "step", "8192", "bhyt", "normlab", "pre_rmsnorm normlab", "1.016", "1.012", "1.02", "40"]
-    assert row_of(notebook, "Made-up GPU", "step") == took
-    verdicts = {row[2]: row[3:] for row in rows_in(notebook) if row[1:2] == ["the bytes set the time"]}
-    assert verdicts["Made-up GPU"] == [
-        "up to 1.0 times the time for the same bytes; 90% to 90% of the copy rate",
-        "holds",
-    ]
-    assert verdicts["cpu_1_thread"][1] == "does not hold, nor is it claimed of a CPU"
-    ratio = table[(table["pass"] == "both") & (table["peer"] == "normlab") & (table["width"] == 2048)]
-    ratio = ratio[ratio["floor_bytes"] == ratio["floor_bytes"].min()]["microseconds"]
-    shown = row_of(notebook, "cpu_1_thread", "4096 x 2048", "167.8")
-    assert float(shown[-1]) == pytest.approx(ratio.max() / ratio.min(), abs=0.05)

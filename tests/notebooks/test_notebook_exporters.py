@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from figures_helpers import table
 from nbformat import NotebookNode
-from notebook_helpers import NOTEBOOKS, PLOTLY, WIDGET
+from notebook_helpers import PLOTLY, WIDGET
 from PIL import Image
 from plotly.offline import get_plotlyjs
 
 from normlab.errors import NormlabError
 from normlab.figures import loss_curves
-from normlab.notebook.exporters import ImageNotebook, NotebookPage, claim_of, share_plotly
+from normlab.notebook.exporters import ImageNotebook, NotebookPage, share_plotly
 from normlab.widgets import NormExplorer, explorer_page
 
 
@@ -113,9 +113,3 @@ def test_the_cell_that_installs_is_left_out_of_pages_and_kept_in_the_notebook():
     assert "figure" not in re.sub(r"<style.*?</style>", "", page_of(notebook), flags=re.DOTALL)
     kept = nbformat.reads(ImageNotebook().from_notebook_node(notebook)[0], 4)
     assert [cell.source for cell in kept.cells[1:]] == ["figure"]
-
-
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_every_notebook_has_a_title_and_a_claim_for_the_index(path: Path):
-    title, claim = claim_of(nbformat.read(path, as_version=4))
-    assert title and claim.startswith("**Claim") and "\n" not in claim

@@ -8,7 +8,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from browser_helpers import PLOT, jupyter_lab, line, page_of, run_all, set_theme, shoot, slider
+from browser_helpers import PLOT, jupyter_lab, page_of, run_all, set_theme, shoot, slider
 from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation
 from notebook_helpers import NOTEBOOKS, write_runs
 
@@ -25,7 +25,7 @@ print("busy for", seconds)"""
 def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("lab")
     runs = write_runs(folder / "data" / "runs")
-    for name in ("00_start_here", "03_norm_explorer", "06_your_own_model"):
+    for name in ("00_start_here", "06_your_own_model"):
         notebook = (NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8")
         (folder / f"{name}.ipynb").write_text(notebook.replace("../data/runs", json.dumps(str(runs))[1:-1]))
     notebook = nbformat.read(folder / "00_start_here.ipynb", as_version=4)
@@ -48,20 +48,6 @@ def wait_for(page: Any, scheme: str, values: list[float], plot: str = PLOT) -> N
         return y.length === values.length && y.every((v, i) => Math.abs(v - values[i]) <= 1e-3 * Math.abs(values[i]));
     }}"""
     page.wait_for_function(agrees, arg=[scheme, values], timeout=20_000)
-
-
-def drag(page: Any, handle: Any, distance: float) -> None:
-    """Take a slider's handle with the mouse and move it sideways by some pixels."""
-    box = handle.bounding_box()
-    middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    page.mouse.move(*middle)
-    page.mouse.down()
-    page.mouse.move(middle[0] + distance, middle[1], steps=8)
-    page.mouse.up()
-
-
-def button(page: Any, name: str) -> Any:
-    return page.locator(".explorer button").filter(has_text=name).first
 
 
 @pytest.mark.timeout(300)
@@ -91,74 +77,10 @@ def test_start_here_moves_with_the_keyboard(address: str, chromium: str):
         page.locator(".scheme input[value=lns]").focus()
         page.keyboard.press("Space")
         wait_for(page, "lns", [])
-        assert errors == []
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.slow  # what each control does is tested in test_widgets_explorer.py, without JupyterLab
-def test_the_explorer_answers_every_control(address: str, chromium: str):
-    with page_of(chromium, width=1920, height=1080) as (page, errors):
-        run_all(page, address, "03_norm_explorer.ipynb")
-        wait_for(page, "lns", expected("lns", 4, 20))
-        shoot(page, "03_norm_explorer-1920")
-        # Play begins anew from its end and shows every step.
-        button(page, "play").click()
-        wait_for(page, "bhyt", expected("bhyt", 4, 20))
-        drag(page, slider(page, "step"), -600)
-        wait_for(page, "lns", expected("lns", 4, 0))
-        drag(page, slider(page, "depth"), -300)
-        wait_for(page, "lns", expected("lns", 2, 0))
-        page.locator("[name=way]").first.focus()
-        page.keyboard.type("rel")
-        wait_for(page, "lns", [value / expected("lns", 2, 0)[1] for value in expected("lns", 2, 0)])
-        page.keyboard.press("ArrowDown")  # against Pre-LN
-        page.keyboard.press("ArrowDown")  # against LNS
-        ratio = [a / b for a, b in zip(expected("bhyt", 2, 0), expected("lns", 2, 0), strict=True)]
-        wait_for(page, "bhyt", ratio)
-        page.locator("[name=way]").first.select_option("absolute")
-        wait_for(page, "bhyt", expected("bhyt", 2, 0))
-        page.locator("[name=metric]").first.select_option(index=1)
-        page.wait_for_function(f"() => {PLOT}.layout.title.text.startsWith('Variance')", timeout=20_000)
-        for box, key, before, after in (
-            ("log axis", "yaxis.type", "linear", "log"),
-            ("published values", "published", False, True),
-            ("seeds / interval", "bhyt band", True, False),
-        ):
-            shown = f"{PLOT}.layout.{key}" if "." in key else f"{PLOT}.data.some(trace => trace.name === '{key}')"
-            assert page.evaluate(f"() => {shown}") == before
-            page.get_by_text(box, exact=True).first.click()
-            page.wait_for_function(f"after => {shown} === after", arg=after, timeout=20_000)
-        page.get_by_text("theory", exact=True).first.click()
-        page.get_by_text("with rings: theory, before training").wait_for(timeout=20_000)
-        page.wait_for_function(f"() => {PLOT}.data.some(trace => trace.name === 'bhyt theory')", timeout=20_000)
-        page.locator("[name=metric]").first.select_option(index=2)
-        page.wait_for_function(f"() => {PLOT}.layout.title.text.startsWith('Gradient')", timeout=20_000)
-        assert len(line(page, "bhyt")) == 2
-        # A second view in half the width each, with controls of its own.
-        button(page, "compare two views").click()
-        second = "[...document.querySelectorAll('.explorer .js-plotly-plot')][1]"
-        half = "plot => plot.querySelector('.main-svg')?.getBoundingClientRect().width < 800"
-        page.wait_for_function(
-            f"() => {{ const plots = [...document.querySelectorAll('.explorer .js-plotly-plot')];"
-            f" return plots.length === 2 && plots.every({half}); }}"
-        )
-        first = line(page, "lns")
-        page.locator("[name=step]").nth(1).focus()
-        page.keyboard.press("End")
-        wait_for(page, "lns", expected("lns", 2, 20)[1:], plot=second)
-        assert line(page, "lns") == first == pytest.approx(expected("lns", 2, 0)[1:]), page.evaluate(
-            f"() => {PLOT}.layout.title.text"
-        )
-        button(page, "code").click()
-        page.get_by_text('normlab.figures.profile(runs, "grad_l2_mean"').wait_for(timeout=20_000)
-        with page.expect_download() as download:
-            button(page, "CSV").click()
-        assert download.value.suggested_filename == "grad_l2_mean-block_in_grad-depth2-step0.csv"
         # The plots follow JupyterLab's theme.
         set_theme(page, "JupyterLab Dark")
         dark = f"{PLOT}.layout.template.layout.paper_bgcolor === '#14171b'"
         page.wait_for_function(f"() => {dark} && document.body.dataset.jpThemeLight === 'false'", timeout=20_000)
-        shoot(page, "03_norm_explorer-1920-dark")
         assert errors == []
 
 

@@ -4,19 +4,24 @@ Trainer logs."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
-from probe_runs import data, train
-from probe_zoo import build, near, tiny_llama
+from probe_runs import train
+from probe_zoo import build, near, tiny_llama, values
 
 from normlab.errors import NormlabError
-from normlab.probes import record
+from normlab.probes import CallInputs, record
 from normlab.probes.callback import LayerStatsCallback, UpdateRatio
 from normlab.probes.observe import LossSpikes
 
 METRICS = ["token_l2_mean", "grad_l2_mean", "grad_l2_total"]
+
+
+def by_place(table: pandas.DataFrame) -> dict:
+    return table.set_index(["site", "layer", "metric", "mask"])["value"].to_dict()
 
 
 def test_the_table_of_a_measured_step_is_that_of_its_whole_batch_before_the_step(tmp_path):
@@ -34,11 +39,7 @@ def test_the_table_of_a_measured_step_is_that_of_its_whole_batch_before_the_step
     with record(model, METRICS) as rec:
         for kwargs in seen[:2]:
             rec.backward(model(input_ids=kwargs["input_ids"], labels=kwargs["labels"]).loss)
-    expected = rec.stats(step=0).to_pandas().set_index(["site", "layer", "metric", "mask"])["value"]
-    found = table[(table["step"] == 0) & table["metric"].isin(METRICS)].set_index(["site", "layer", "metric", "mask"])[
-        "value"
-    ]
-    assert found.to_dict() == near(expected.to_dict())
+    assert by_place(table[(table["step"] == 0) & table["metric"].isin(METRICS)]) == near(values(rec.stats()))
 
 
 def test_a_model_that_ignores_num_items_in_batch_is_corrected_for_accumulation(tmp_path):
@@ -59,15 +60,9 @@ def test_a_model_that_ignores_num_items_in_batch_is_corrected_for_accumulation(t
     found = []
     for steps, size in ((1, 4), (2, 2)):
         callback = LayerStatsCallback(every=1, metrics=METRICS, update_ratio=False)
-        train(
-            Plain(),
-            tmp_path,
-            [callback],
-            max_steps=1,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=steps,
-        )
-        found.append(callback.to_pandas().set_index(["site", "layer", "metric", "mask"])["value"].to_dict())
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        train(Plain(), tmp_path, [callback], max_steps=1, **sizes)
+        found.append(by_place(callback.to_pandas()))
     assert found[0] == near(found[1], 800)
 
 
@@ -98,11 +93,8 @@ def test_update_ratios_are_in_the_table_by_matrix(tmp_path):
     callback = LayerStatsCallback(every=1, path=tmp_path / "layers.parquet")
     train(tiny_llama(), tmp_path, [callback])
     rows = callback.to_pandas().query("metric == 'update_ratio'")
-    assert (
-        set(rows["step"]) == {0, 1, 2}
-        and (rows["value"] >= 0).all()
-        and "model.layers.0.mlp.up_proj.weight" in set(rows["site"])
-    )
+    assert set(rows["step"]) == {0, 1, 2} and (rows["value"] >= 0).all()
+    assert "model.layers.0.mlp.up_proj.weight" in set(rows["site"])
     assert pandas.read_parquet(tmp_path / "layers.parquet").shape == callback.to_pandas().shape
 
 
@@ -120,27 +112,7 @@ def test_bad_arguments_are_refused():
         LayerStatsCallback(metrics=["loss"])
 
 
-def test_the_two_line_recipe_for_a_bare_loop_gives_a_table():
-    from contextlib import nullcontext
-
-    model, tables = tiny_llama(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, row in enumerate(data(4)):
-        batch = {name: value[None] for name, value in row.items()}
-        with record(model, METRICS) if step % 2 == 0 else nullcontext() as rec:
-            model(**batch).loss.backward()
-        if rec:
-            tables.append(rec.stats(step=step).to_pandas())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert set(pandas.concat(tables)["step"]) == {0, 2}
-
-
 def test_the_trainers_divisions_and_scalings_of_the_loss_are_undone():
-    from types import SimpleNamespace
-
-    from normlab.probes import CallInputs
-
     callback = LayerStatsCallback()
     arguments = SimpleNamespace(gradient_accumulation_steps=4, average_tokens_across_devices=True, world_size=2)
     scaled = SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda: 1024.0))
@@ -148,8 +120,7 @@ def test_the_trainers_divisions_and_scalings_of_the_loss_are_undone():
     inputs.labels_averaged = 2  # labels
     assert float(callback._summed_loss_factor(arguments, None, inputs)) == 2 * 4  # two labels, a quarter of the mean
     assert float(callback._summed_loss_factor(arguments, scaled, inputs)) == 2 * 4 / 1024
-    inputs.arguments["num_items_in_batch"] = inputs.labels_averaged = torch.tensor(
-        100
-    )  # of both ranks, and the loss was doubled
+    items = torch.tensor(100)  # of both ranks, and the loss was doubled
+    inputs.arguments["num_items_in_batch"] = inputs.labels_averaged = items
     assert float(callback._summed_loss_factor(arguments, None, inputs)) == 50
     assert callback._summed_loss_factor(arguments, None, CallInputs()) is None

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from probe_zoo import values
+from probe_toys import Stack, measured
 from torch import Tensor, nn
 
 from normlab.probes import block_trace, record
-from normlab.probes.record import TRIES
 
 METRICS = ["relative_contribution", "token_l2_mean"]
 RATIO, SIZE = "relative_contribution", "token_l2_mean"
@@ -69,41 +68,22 @@ class Block(nn.Module):
         return self.step(h, self.norm2, self.mlp)[-1]
 
 
-class Model(nn.Module):
-    def __init__(self, width: int, how: str, zero: str = ""):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Block(width, how, zero)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def model_of(width: int, how: str, zero: str = "") -> Stack:
+    return Stack(lambda: Block(width, how, zero)).eval()
 
 
 def tokens(kind: str, width: int) -> Tensor:
     generator = torch.Generator().manual_seed(5)
-    rows, length, equal = {
-        "many": (2, 10, False),
-        "one": (1, 1, False),
-        "two": (1, 2, False),
-        "equal": (2, 8, True),
-    }[kind]
+    shapes = {"many": (2, 10, False), "one": (1, 1, False), "two": (1, 2, False), "equal": (2, 8, True)}
+    rows, length, equal = shapes[kind]
     x = torch.randn(rows, 1 if equal else length, width, generator=generator)
     return (x[:1].expand(rows, length, width) if equal else x).clone()
 
 
-def recorded(model: nn.Module, x: Tensor):
-    """(values, absent) of a recording."""
-    with record(model, METRICS) as rec, torch.no_grad():
-        model(x)
-    return values(rec.stats()), rec.stats().manifest["absent"]
-
-
 @torch.no_grad()
-def complaints(model: Model, x: Tensor) -> list[str]:
+def complaints(model: Stack, x: Tensor) -> list[str]:
     """What is wrong in the first block, or missing without a word."""
-    found, absent = recorded(model, x)
+    found, absent = measured(model, METRICS, x)
     wrong = []
     for kind, (stream, adds, read, _) in zip(("attn", "mlp"), model.layers[0].steps(x), strict=True):
         right = {(kind, RATIO): float((adds.norm(dim=-1) / stream.norm(dim=-1)).mean())}
@@ -127,15 +107,14 @@ PAIRS = [(how, zero) for how in HOWS for zero in ("attn", "mlp", "attn mlp")] + 
 
 @pytest.mark.parametrize(("how", "zero"), [*PAIRS, *((how, "") for how in HOWS)])
 def test_little_evidence_gives_no_wrong_reading(how, zero):
-    reported = {case: complaints(Model(case[0], how, zero), tokens(case[1], case[0])) for case in CASES}
+    reported = {case: complaints(model_of(case[0], how, zero), tokens(case[1], case[0])) for case in CASES}
     assert not any(reported.values()), {case: words for case, words in reported.items() if words}
 
 
 @pytest.mark.parametrize(("how", "zero"), PAIRS)
 def test_zero_branches_and_gates_at_zero_are_measured_as_adding_nothing(how, zero):
     """As at initialisation: zeroed output projections, ReZero, LayerScale."""
-    model = Model(16, how, zero)
-    found, absent = recorded(model, tokens("many", 16))
+    found, absent = measured(model_of(16, how, zero), METRICS, tokens("many", 16))
     assert not absent
     for kind in ("attn", "mlp"):
         assert (found[kind, 1, RATIO, "all"] < 5e-6) == (kind in zero or zero == "gate"), kind
@@ -143,13 +122,13 @@ def test_zero_branches_and_gates_at_zero_are_measured_as_adding_nothing(how, zer
 
 @pytest.mark.parametrize("how", ["plain", "post", "peri", "parallel"])
 def test_plain_sums_are_told_from_a_single_token(how):
-    found, absent = recorded(Model(16, how), tokens("one", 16))
+    found, absent = measured(model_of(16, how), METRICS, tokens("one", 16))
     assert not absent
     assert {("attn", 1, RATIO, "all"), ("mlp", 1, RATIO, "all")} <= set(found)
 
 
 def test_where_a_block_does_not_add_up_the_lost_norm_sites_are_named():
-    found, absent = recorded(Model(16, "bent").eval(), tokens("many", 16))
+    found, absent = measured(model_of(16, "bent"), METRICS, tokens("many", 16))
     assert ("attn_norm_in", 1, SIZE, "all") in found and ("mlp_norm_in", 1, SIZE, "all") not in found
     assert absent["mlp_norm_in 1"] == absent["mlp 1"] == DOES_NOT_ADD_UP
 
@@ -163,22 +142,22 @@ def test_where_a_block_does_not_add_up_the_lost_norm_sites_are_named():
     ],
 )
 def test_the_reason_says_what_the_evidence_lacks(how, zero, x, reason):
-    _, absent = recorded(Model(16, how, zero), x)
+    _, absent = measured(model_of(16, how, zero), METRICS, x)
     assert all(absent[site].endswith(reason) for site in ("attn 1", "mlp 1", "mlp_norm_in 1"))
 
 
 def test_gates_below_the_streams_rounding_are_said():
-    model = Model(16, "gate")
+    model = model_of(16, "gate")
     for layer in model.layers:
         nn.init.constant_(layer.gain, 1e-7)
-    _, absent = recorded(model, tokens("many", 16))
+    _, absent = measured(model, METRICS, tokens("many", 16))
     assert absent["attn 1"] == "what attn + mlp add is lost in the rounding of the stream"
 
 
 def test_what_was_absent_in_either_recording_is_absent_in_their_merge():
     recordings = []
     for how in ("plain", "bent"):
-        with record(Model(16, how), METRICS) as rec, torch.no_grad():
+        with record(model_of(16, how), METRICS) as rec, torch.no_grad():
             rec.sites.model(tokens("many", 16))
         recordings.append(rec.stats())
     whole, part = recordings
@@ -188,8 +167,8 @@ def test_what_was_absent_in_either_recording_is_absent_in_their_merge():
 def test_a_block_that_does_not_add_up_is_given_up_after_a_few_calls(monkeypatch):
     searched = []
     monkeypatch.setattr(block_trace, "find_reading", lambda *given: searched.append(given))
-    with record(Model(16, "bent").eval(), METRICS) as rec, torch.no_grad():
+    with record(model_of(16, "bent"), METRICS) as rec, torch.no_grad():
         for kind in ("one", *["many"] * 5):  # a single token proves nothing
             rec.sites.model(tokens(kind, 16))
-    assert len(searched) == 1 + TRIES
+    assert len(searched) == 1 + block_trace.TRIES
     assert rec.stats().manifest["absent"]["attn 1"] == DOES_NOT_ADD_UP

@@ -7,13 +7,12 @@ import math
 
 import pytest
 import torch
-from probe_zoo import DEPTH, MODELS, WIDTH, batch_for, build, tiny_llama, token_batch
+from probe_zoo import DEPTH, MODELS, WIDTH, batch_for, build, ours, tiny_llama, token_batch
 from torch import nn
 
-import normlab
 from normlab.errors import NormlabError
 from normlab.probes import angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect, skip_sensitivity
-from normlab.probes.experiments import RowMeans
+from normlab.probes.experiments import hooked, mean_and_error
 
 QUIET = {"progress": False}
 
@@ -67,10 +66,8 @@ def test_skipping_attention_or_mlp_equals_zeroing_what_it_adds(name):
     model, batch = build(name), batch_for("llama")
     table = skip_sensitivity(model, [batch], parts=["attention", "mlp"], **QUIET).set_index(["part", "layer"])
     layers = model.gpt_neox.layers if name == "neox" else model.model.layers
-    for part, path in {
-        "attention": "attention.dense" if name == "neox" else "self_attn.o_proj",
-        "mlp": "mlp.dense_4h_to_h" if name == "neox" else "mlp.down_proj",
-    }.items():
+    paths = ("attention.dense", "mlp.dense_4h_to_h") if name == "neox" else ("self_attn.o_proj", "mlp.down_proj")
+    for part, path in zip(("attention", "mlp"), paths, strict=True):
         linear = layers[1].get_submodule(path)
         saved = copy.deepcopy(linear.state_dict())
         for parameter in linear.parameters():
@@ -82,19 +79,7 @@ def test_skipping_attention_or_mlp_equals_zeroing_what_it_adds(name):
 
 
 def test_skipping_in_lns_keeps_the_other_layers_scales(batches):
-    torch.manual_seed(0)
-    config = normlab.NormlabConfig(
-        scheme="lns",
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        initializer_range=0.3,
-    )
-    model = normlab.NormlabForCausalLM(config).eval()
+    model = ours("lns", num_hidden_layers=3, max_position_embeddings=32)
     found = skip_sensitivity(model, batches, **QUIET)["skip_delta_loss"][1]
     keeping = copy.deepcopy(model)
     keeping.model.layers[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
@@ -123,9 +108,8 @@ def test_output_kl_is_that_of_the_whole_models_prediction_from_the_skipped_ones(
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     with torch.no_grad():
         whole = model(**inputs).logits.double()
-        handle = model.model.layers[0].register_forward_hook(lambda m, a, o: a[0])
-        skipped = model(**inputs).logits.double()
-        handle.remove()
+        with hooked((model.model.layers[0], lambda m, a, k, o: a[0])):
+            skipped = model(**inputs).logits.double()
     counted = nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1))
     kl = (whole.softmax(-1) * (whole.log_softmax(-1) - skipped.log_softmax(-1))).sum(-1)[counted].mean()
     assert found == pytest.approx(float(kl), rel=1e-5)
@@ -146,49 +130,37 @@ def test_row_means_intervals_cover_about_95_percent():
     generator = torch.Generator().manual_seed(0)
     covered = 0
     for _ in range(400):
-        means = RowMeans()
         counts = torch.randint(5, 20, (60,), generator=generator)
         row_effect = torch.randn(60, generator=generator)  # tokens of one row move together
-        means.add(((1.0 + row_effect) * counts)[None], counts)
-        mean, error = means.mean_and_error()
+        mean, error = mean_and_error(((1.0 + row_effect) * counts)[None], counts)
         covered += abs(float(mean) - 1) < 1.96 * float(error)
     assert 0.91 < covered / 400 < 0.98
 
 
-def test_skip_future_effect_equals_the_relative_change_of_later_updates(model):
-    batch = token_batch(2)
-    table = skip_future_effect(model, [batch], **QUIET).set_index(["skipped", "layer"])["value"]
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
-    updates = []
-    for skip in (False, True):
-        kept = []
-        with torch.no_grad():
-            hooks = [
-                m.register_forward_hook(lambda m, a, o, kept=kept: kept.append((o - a[0]).double()))
-                for m in model.model.layers[1:]
-            ]
-            if skip:
-                hooks.append(model.model.layers[0].register_forward_hook(lambda m, a, o: a[0]))
-            model(**inputs)
-        for hook in hooks:
-            hook.remove()
-        updates.append(kept)
-    real = batch["attention_mask"].bool()
-    for i, layer in enumerate((2, 3)):
-        whole, changed = updates[0][i][real], updates[1][i][real]
-        expected = ((changed - whole).norm(dim=1) / whole.norm(dim=1)).mean()
-        assert table[1, layer] == pytest.approx(float(expected), rel=1e-5)
-    assert set(table.index) == {(1, 2), (1, 3), (2, 3)}
-
-
-def inputs_and_outputs(model, batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def inputs_and_outputs(model, batch, skip: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What every block reads and returns, with block `skip` made the identity."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hooks = [block.register_forward_hook(lambda m, a, o: kept.append((a[0], o))) for block in model.model.layers]
+    blocks = model.model.layers
+    hooks = [block.register_forward_hook(lambda m, a, o: kept.append((a[0], o))) for block in blocks]
+    if skip is not None:
+        hooks.append(blocks[skip - 1].register_forward_hook(lambda m, a, o: a[0]))
     with torch.no_grad():
         model(batch["input_ids"], attention_mask=batch["attention_mask"])
     for hook in hooks:
         hook.remove()
     return kept
+
+
+def test_skip_future_effect_equals_the_relative_change_of_later_updates(model):
+    batch = token_batch(2)
+    table = skip_future_effect(model, [batch], **QUIET).set_index(["skipped", "layer"])["value"]
+    real = batch["attention_mask"].bool()
+    updates = [[(o - x).double()[real] for x, o in inputs_and_outputs(model, batch, skip)] for skip in (None, 1)]
+    for layer in (2, 3):
+        whole, changed = (of_all[layer - 1] for of_all in updates)
+        expected = ((changed - whole).norm(dim=1) / whole.norm(dim=1)).mean()
+        assert table[1, layer] == pytest.approx(float(expected), rel=1e-5)
+    assert set(table.index) == {(1, 2), (1, 3), (2, 3)}
 
 
 @pytest.mark.parametrize("tokens", ["all", "no_first", "last"])
@@ -227,13 +199,8 @@ def test_jacobian_identity_interval_holds_the_exact_value(model):
     batch = {"input_ids": torch.randint(3, 64, (1, 5))}
     table = jacobian_identity(model, [batch] * 8, probes=8, **QUIET)
     kept = []
-    hooks = [
-        m.register_forward_hook(lambda m, a, k, o: kept.append((m, a, k)), with_kwargs=True) for m in model.model.layers
-    ]
-    with torch.no_grad():
+    with hooked(*((block, lambda m, a, k, o: kept.append((m, a, k))) for block in model.model.layers)), torch.no_grad():
         model(**batch, use_cache=False)
-    for hook in hooks:
-        hook.remove()
     for (block, args, kwargs), row in zip(kept, table.itertuples(), strict=True):
         size = args[0].numel()
         jacobian = torch.autograd.functional.jacobian(lambda x: block(x, **kwargs), args[0]).reshape(size, size)  # noqa: B023
@@ -262,11 +229,8 @@ def test_logit_lens_runs_whatever_the_model_does_after_its_blocks(name):
     table = logit_lens_kl(model, [batch], **QUIET)["value"]
     with torch.no_grad():
         out = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
-    norm = {
-        "neox": "gpt_neox.final_layer_norm",
-        "gpt2": "transformer.ln_f",
-        "opt": "model.decoder.final_layer_norm",
-    }.get(name, "model.norm")
+    norms = {"neox": "gpt_neox.final_layer_norm", "gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm"}
+    norm = norms.get(name, "model.norm")
     with torch.no_grad():
         logits = model.get_output_embeddings()(model.get_submodule(norm)(out.hidden_states[1])).double()
     if name == "gemma3":

@@ -20,28 +20,13 @@ def batch():
     return batch_for("llama")
 
 
-class InPlace(nn.Module):
-    """Blocks that are called by keyword, write in place into what a module returned, and return a tuple."""
+class Block(nn.Module):
+    """Is called by keyword, may write in place into what a module returned, and returns a tuple."""
 
     def __init__(self, in_place: bool):
         super().__init__()
         self.in_place = in_place
-        self.layers = nn.ModuleList(InPlaceBlock(in_place) for _ in range(2))
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            (x,) = layer(hidden_states=x)
-        return self.head(x)
-
-
-class InPlaceBlock(nn.Module):
-    def __init__(self, in_place: bool):
-        super().__init__()
-        self.in_place = in_place
-        self.norm = nn.RMSNorm(8)
-        self.attn = nn.Linear(8, 8)
-        self.mlp = nn.Linear(8, 8)
+        self.norm, self.attn, self.mlp = nn.RMSNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, hidden_states):
         update = self.attn(self.norm(hidden_states))
@@ -51,17 +36,36 @@ class InPlaceBlock(nn.Module):
         return (torch.relu(out * 2 + self.mlp(hidden_states)),)
 
 
-def test_in_place_successors_keyword_inputs_and_tuple_returns_are_measured_right():
-    x = torch.randn(2, 5, 8)
-    found = []
-    for in_place in (True, False):
+class Blocks(nn.Module):
+    """Two blocks, whose hooks run twice where `reentrant` is given: they are checkpointed from outside."""
+
+    def __init__(self, in_place: bool, reentrant: bool | None = None):
+        super().__init__()
         torch.manual_seed(0)
-        model = InPlace(in_place)
-        with record(model, ["token_l2_mean", "grad_l2_mean"], loss_tokens=1) as rec:
-            model(x).square().sum().backward()
-        found.append(values(rec.stats()))
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 2 * (3 + 2 + 2 + 2)
-    assert found[0] == near(found[1])
+        self.layers, self.reentrant = nn.ModuleList(Block(in_place) for _ in range(2)), reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            again = self.reentrant
+            (x,) = layer(hidden_states=x) if again is None else checkpoint(layer, x, use_reentrant=again)
+        return x
+
+
+def of_blocks(*how):
+    model, x = Blocks(*how), torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with record(model, ["token_l2_mean", *GRADIENTS], loss_tokens=1) as rec:
+        model(x).square().sum().backward()
+    return values(rec.stats())
+
+
+def test_in_place_successors_keyword_inputs_and_tuple_returns_are_measured_right():
+    found = of_blocks(True)
+    assert len(found) == 2 * (3 + 2 + 2 * 2 + 2 * 2) and found == near(of_blocks(False))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_around_blocks_counts_once_too(reentrant):
+    assert of_blocks(False, reentrant) == near(of_blocks(False))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -71,33 +75,6 @@ def test_gradient_checkpointing_counts_every_token_once(batch, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert trained_step(model, batch, EVERYTHING) == near(plain)
-
-
-class Checkpointed(nn.Module):
-    """Checkpoints whole blocks from outside, so that the blocks' own hooks run twice."""
-
-    def __init__(self, reentrant: bool | None):
-        super().__init__()
-        self.reentrant = reentrant
-        self.layers = nn.ModuleList(InPlaceBlock(False) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            (x,) = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_around_blocks_counts_once_too(reentrant):
-    x = torch.randn(2, 5, 8, requires_grad=True)
-    found = []
-    for how in (None, reentrant):
-        torch.manual_seed(0)
-        model = Checkpointed(how)
-        with record(model, ["token_l2_mean", "grad_l2_mean", "grad_l2_total"], loss_tokens=1) as rec:
-            model(x).square().sum().backward()
-        found.append(values(rec.stats()))
-    assert found[0] == near(found[1])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from probe_toys import Stack, assert_contributions, measured
 from probe_zoo import DEPTH, WIDTH, batch_for, build, ours, run, tiny_llama, token_batch, values
 from torch import nn
 
@@ -33,23 +34,19 @@ def cosine(a, b):
     return (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "neox", "opt"])
-def test_branch_metrics_equal_brute_force(name):
+@pytest.mark.parametrize(
+    ("name", "layers", "attn", "mlp"),
+    [
+        ("llama", "model.layers", "self_attn", "mlp"),
+        ("gemma3", "model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
+        ("neox", "gpt_neox.layers", "attention", "mlp"),
+        ("opt", "model.decoder.layers", "self_attn", "fc2"),
+    ],
+)
+def test_branch_metrics_equal_brute_force(name, layers, attn, mlp):
     model, batch = build(name), batch_for("llama")
-    layers = {
-        "llama": "model.layers",
-        "gemma3": "model.layers",
-        "neox": "gpt_neox.layers",
-        "opt": "model.decoder.layers",
-    }[name]
     layer = model.get_submodule(layers)[1]
-    parts = {
-        "llama": (layer.self_attn, layer.mlp) if name == "llama" else None,
-        "gemma3": (layer.post_attention_layernorm, layer.post_feedforward_layernorm) if name == "gemma3" else None,
-        "neox": (layer.attention, layer.mlp) if name == "neox" else None,
-        "opt": (layer.self_attn, layer.fc2) if name == "opt" else None,
-    }[name]
-    kept = keep(model, {"block": layer, "attn": parts[0], "mlp": parts[1]})
+    kept = keep(model, {"block": layer, "attn": layer.get_submodule(attn), "mlp": layer.get_submodule(mlp)})
     found = run(model, batch, ["relative_contribution", "update_cosine", "block_influence", "update_effective_rank"])
     real = batch["attention_mask"].bool().flatten()
     h, out, attn, mlp = (kept[k].reshape(-1, WIDTH)[real].double() for k in ("block_in", "block", "attn", "mlp"))
@@ -99,22 +96,13 @@ class InPlaceSum(nn.Module):
 
 
 def test_branches_are_measured_before_a_residual_is_added_to_them_in_place():
-    model = nn.ModuleDict({"layers": nn.ModuleList([InPlaceSum()])})
-    model.forward = lambda x: model["layers"][0](x)
-    x = torch.randn(1, 6, 8)
-    with record(model, ["relative_contribution"]) as rec, torch.no_grad():
-        model(x)
-    block = model["layers"][0]
-    attn = block.attn(x)
-    expected = (attn.norm(dim=-1) / x.norm(dim=-1)).mean()
-    assert values(rec.stats())["attn", 1, "relative_contribution", "all"] == pytest.approx(float(expected), rel=1e-5)
+    model, x = Stack(InPlaceSum), torch.randn(1, 6, 8)
+    found, _ = measured(model, ["relative_contribution"], x)
+    block = model.layers[0]
+    assert_contributions(found, attn=(block.attn(x), x))
     block.spoil = True
-    with (
-        pytest.raises(NormlabError, match="writes into its own input in place"),
-        record(model, ["block_influence"]),
-        torch.no_grad(),
-    ):
-        model(x)
+    with pytest.raises(NormlabError, match="writes into its own input in place"):
+        measured(model, ["block_influence"], x)
 
 
 def explicit_scores(model, kept, batch):
@@ -173,15 +161,8 @@ def test_tanh_metrics_equal_brute_force_and_stay_under_their_bounds(carried):
         lambda m, a, k: given_statistic.update(k), with_kwargs=True
     )
     kept = keep(model, {"attn": layer.input_layernorm, "mlp": layer.post_attention_layernorm})
-    names = [
-        "saturation",
-        "saturation_bound",
-        "saturation_95",
-        "tanh_input_max",
-        "tanh_input_max_bound",
-        "carried_var_ratio",
-    ]
-    found = run(model, batch, names)
+    names = ["saturation", "saturation_bound", "saturation_95", "tanh_input_max", "tanh_input_max_bound"]
+    found = run(model, batch, [*names, "carried_var_ratio"])
     real = batch["attention_mask"].bool()
     for site, norm, key in (
         ("attn_norm_in", layer.input_layernorm, "attn_in"),

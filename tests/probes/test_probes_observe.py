@@ -7,16 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
 import torch
-from observe_ranks import METRICS, even_batch, train
-from probe_zoo import tiny_llama
-from test_probes_ranks import run_with_descendants
-from torch import nn
+from probe_zoo import tiny_llama, token_batch
 
 import normlab
 from normlab.errors import NormlabError
@@ -25,88 +21,11 @@ from normlab.probes.observe import DEPARTS, JUMPS, Readings
 KEYS = ["step", "site", "layer", "metric", "mask"]
 
 
-def values(table: pandas.DataFrame) -> dict:
-    return table.astype({"layer": "Int64"}).set_index(KEYS)["value"].to_dict()
-
-
-@pytest.fixture(scope="module")
-def one_process() -> dict:
-    """The table of a plain loop in one process."""
-    return values(train(tiny_llama(), even_batch()).to_pandas())
-
-
-def same(table: pandas.DataFrame, expected: dict) -> None:
-    measured = values(table)
-    assert measured.keys() == expected.keys()
-    for key, value in expected.items():
-        assert measured[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
-
-
-def test_accumulated_micro_batches_are_one_step(one_process):
-    model, batch = tiny_llama(), even_batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with normlab.observe(model, every=1, metrics=METRICS, accumulate=2) as observer:
-        for step in range(2):
-            for part in (slice(0, 2), slice(2, 4)):
-                loss = model(**{name: value[part] for name, value in batch.items()}).loss / 2
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            observer.step(loss.item() * 2, step)
-    same(observer.to_pandas(), one_process)
-
-
-def test_the_scale_of_float16_is_undone(one_process):
-    model, batch = tiny_llama(), even_batch()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with normlab.observe(model, every=1, metrics=METRICS, scaler=scaler) as observer:
-        for step in range(2):
-            loss = model(**batch).loss
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            observer.step(loss.item(), step)
-    same(observer.to_pandas(), one_process)
-
-
-def test_a_loop_that_computes_its_loss_gives_the_number_of_labels(one_process):
-    model, ids = tiny_llama(), even_batch()["input_ids"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    labels = ids[:, 1:].numel()
-    with normlab.observe(model, every=1, metrics=METRICS, loss_tokens=labels) as observer:
-        for step in range(2):
-            logits = model(ids).logits
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            observer.step(loss.item(), step)
-    same(observer.to_pandas(), one_process)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_counts_each_block_once(one_process, reentrant):
-    model = tiny_llama().train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    same(train(model, even_batch()).to_pandas(), one_process)
-
-
-def test_two_ranks_under_ddp_fsdp2_and_tensor_parallelism_equal_one_process(one_process, tmp_path):
-    script = Path(__file__).parents[1] / "helpers" / "observe_ranks.py"
-    code, errors = run_with_descendants([sys.executable, str(script), str(tmp_path)], timeout=240)
-    assert code == 0, errors[-2000:]
-    for name in ("ddp", "fsdp", "tp"):
-        same(pandas.read_csv(tmp_path / f"{name}.csv"), one_process)
-
-
 def test_only_every_so_many_steps_are_measured_and_hooks_are_removed():
     model = tiny_llama()
     with normlab.observe(model, every=3, metrics=["rms"], start=6) as observer:
         for step in range(6, 13):
-            observer.step(model(**even_batch()).loss.item(), step)
+            observer.step(model(**token_batch()).loss.item(), step)
     assert observer.to_pandas()["step"].unique().tolist() == [6, 9, 12]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -165,8 +84,8 @@ def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
     with normlab.observe(model, every=1) as observer:
         for step in range(3):
             if step == 2:
-                nn.init.constant_(model.model.layers[1].mlp.down_proj.weight, float("nan"))
-            loss = model(**even_batch()).loss
+                torch.nn.init.constant_(model.model.layers[1].mlp.down_proj.weight, float("nan"))
+            loss = model(**token_batch()).loss
             loss.backward()
             observer.step(loss.item(), step)
     assert observer.spike is not None
@@ -181,11 +100,10 @@ def test_memory_is_bounded_and_the_file_stays_when_the_process_is_killed(tmp_pat
     assert readings.to_pandas()["step"].nunique() == 12
     script = (
         "import sys, torch, normlab\n"
-        "from observe_ranks import even_batch\n"
-        "from probe_zoo import tiny_llama\n"
+        "from probe_zoo import tiny_llama, token_batch\n"
         "model = tiny_llama()\n"
         "observer = normlab.observe(model, every=1, metrics=['rms'], path=sys.argv[1])\n"
-        "for step in range(10**6): observer.step(model(**even_batch()).loss.item(), step)\n"
+        "for step in range(10**6): observer.step(model(**token_batch()).loss.item(), step)\n"
     )
     left = tmp_path / "left.csv"
     process = subprocess.Popen(
@@ -200,7 +118,7 @@ def test_memory_is_bounded_and_the_file_stays_when_the_process_is_killed(tmp_pat
 
 
 def test_a_spike_of_the_loss_is_explained_at_once():
-    model, batch = tiny_llama(), even_batch()
+    model, batch = tiny_llama(), token_batch()
     with normlab.observe(model, every=1, metrics=["rms"]) as observer:
         for step in range(30):
             model(**batch)

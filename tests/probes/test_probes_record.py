@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from probe_zoo import near
-from transformers import LlamaConfig, LlamaForCausalLM
+from probe_zoo import DEPTH, VOCABULARY, near, tiny_llama, token_batch, values
 
 from normlab.errors import NormlabError
-from normlab.probes import METRICS, LayerStats, record, sites
+from normlab.probes import METRICS, LayerStats, record
 
-VOCABULARY, DEPTH, LENGTH = 61, 3, 12
 METRIC_NAMES = list(METRICS)[:7]
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=DEPTH, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+def model():
+    return tiny_llama()
 
 
 @pytest.fixture(scope="module")
 def batch() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, VOCABULARY, (4, LENGTH), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[0, -5:] = 0  # right padding
-    mask[1, :3] = 0  # left padding
-    mask[2, -1:] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[3, 4:7] = -100
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
+    return token_batch(4)
 
 
 def rows(batch, start, stop):
@@ -82,21 +67,16 @@ def brute_force(model, batches) -> dict[tuple[str, int, str, str], float]:
         for mask, kept_tokens in masks.items():
             x = torch.cat(pieces).double()[torch.cat(kept_tokens)]
             if site.endswith("_grad"):
-                values = {"grad_l2_mean": x.norm(dim=1).mean(), "grad_l2_total": x.norm()}
+                right = {"grad_l2_mean": x.norm(dim=1).mean(), "grad_l2_total": x.norm()}
             else:
                 centred = x - x.mean(1, keepdim=True)
-                values = {
+                right = {
                     "token_l2_mean": x.norm(dim=1).mean(), "feature_var_mean": x.var(1, unbiased=False).mean(),
                     "rms": x.square().mean().sqrt(), "max_abs": x.abs().max(),
                     "kurtosis": (centred.pow(4).mean(1) / centred.pow(2).mean(1) ** 2).mean(),
                 }  # fmt: skip
-            found |= {(site, layer, metric, mask): float(value) for metric, value in values.items()}
+            found |= {(site, layer, metric, mask): float(value) for metric, value in right.items()}
     return found
-
-
-def as_dict(stats: LayerStats) -> dict[tuple[str, int, str, str], float]:
-    table = stats.to_pandas()
-    return {(r.site, int(r.layer), r.metric, r.mask): float(r.value) for r in table.itertuples()}
 
 
 def recorded(model, batches) -> LayerStats:
@@ -110,7 +90,7 @@ def recorded(model, batches) -> LayerStats:
 def test_every_metric_equals_brute_force_in_float64_however_the_batch_is_cut(model, batch, cuts):
     batches = [rows(batch, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
     expected = brute_force(model, [batch])
-    found = as_dict(recorded(model, batches))
+    found = values(recorded(model, batches))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-5), key
@@ -124,7 +104,7 @@ def test_training_backward_and_rec_backward_give_the_same_table_and_the_latter_a
     with record(model, METRIC_NAMES) as rec:
         model(**batch).loss.backward()
     model.zero_grad(set_to_none=True)
-    assert as_dict(rec.stats()) == near(as_dict(quiet), 8)
+    assert values(rec.stats()) == near(values(quiet), 8)
 
 
 def test_outputs_are_bit_identical_and_no_hook_stays(model, batch):
@@ -149,11 +129,3 @@ def test_unknown_metric_and_unknown_mask_name_the_known_ones(model):
         record(model, ["l2"])
     with pytest.raises(NormlabError, match="choose from all, no_first"):
         record(model, masks=["first"])
-
-
-def test_sites_finds_blocks_branches_and_norms_of_llama(model):
-    found = sites(model)
-    assert found.depth == DEPTH
-    assert found.blocks[0].attention is model.model.layers[0].self_attn
-    assert found.blocks[0].mlp is model.model.layers[0].mlp
-    assert found.outer_norms == (model.model.norm,)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from probe_zoo import DEPTH, MODELS, WIDTH, batch_for, build, tiny_llama
+from probe_zoo import DEPTH, MODELS, batch_for, build, ours, tiny_llama
 from torch import nn
 
-import normlab
 from normlab.errors import NormlabError
 from normlab.probes import record, sites, stacks
 from normlab.schemes import STUDIED
@@ -37,59 +36,24 @@ def test_every_architecture_has_all_its_sites(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_block_outputs_are_the_models_own_hidden_states(name):
+def test_block_outputs_and_updates_are_those_of_the_models_own_hidden_states(name):
     model, batch = build(name), batch_for(name)
-    with record(model, ["max_abs"]) as rec, torch.no_grad():
+    with record(model, ["max_abs", "relative_contribution"]) as rec, torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states
-    table = rec.stats().to_pandas().query("site == 'block_out' and mask == 'all'").set_index("layer")["value"]
-    real = (
-        batch["attention_mask"].bool()
-        if "attention_mask" in batch
-        else torch.ones(states[0].shape[:2], dtype=torch.bool)
-    )
+    table = rec.stats().to_pandas().query("mask == 'all'").set_index(["site", "metric", "layer"])["value"]
+    real = batch.get("attention_mask", torch.ones(states[0].shape[:2])).bool()
     for layer, state in enumerate(states[:-1]):  # the last one is after the final norm
-        assert table[layer] == pytest.approx(float(state[real].abs().max()), rel=1e-6)
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
-def test_branch_contributions_add_up_to_the_blocks_update(name):
-    """attn + mlp (after output norms) is what the block adds. (Not in BERT: Post-LN normalises the sum.)"""
-    model, batch = build(name), batch_for(name)
-    with record(model, ["relative_contribution"]) as rec, torch.no_grad():
-        states = model(**batch, output_hidden_states=True).hidden_states
-    table = rec.stats().to_pandas().query("site == 'block' and mask == 'all'").set_index("layer")["value"]
-    real = (
-        batch["attention_mask"].bool()
-        if "attention_mask" in batch
-        else torch.ones(states[0].shape[:2], dtype=torch.bool)
-    )
+        assert table["block_out", "max_abs", layer] == pytest.approx(float(state[real].abs().max()), rel=1e-6)
     h, out = states[0][real], states[1][real]
-    assert table[1] == pytest.approx(float(((out - h).norm(dim=1) / h.norm(dim=1)).mean()), rel=1e-4)
+    if name != "bert":  # attn + mlp (after output norms) is what the block adds; Post-LN normalises the sum
+        ratio = float(((out - h).norm(dim=1) / h.norm(dim=1)).mean())
+        assert table["block", "relative_contribution", 1] == pytest.approx(ratio, rel=1e-4)
 
 
 @pytest.mark.parametrize("scheme", STUDIED)
 def test_every_scheme_of_ours_has_both_norm_sites_in_every_block(scheme):
-    config = normlab.NormlabConfig(
-        scheme=scheme,
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    found = found_sites(normlab.NormlabForCausalLM(config), batch_for("llama"))
-    expected = {
-        "block_out": 5,
-        "attn_norm_in": 4,
-        "mlp_norm_in": 4,
-        "final_norm_in": 1,
-        "attn": 4,
-        "mlp": 4,
-        "block": 4,
-    }
-    assert found == expected
+    found = found_sites(ours(scheme, num_hidden_layers=4), batch_for("llama"))
+    assert found == dict.fromkeys(PRE_NORM, 4) | {"block_out": 5, "final_norm_in": 1}
 
 
 def test_post_ln_norms_read_the_residual_sum_and_the_mlps_stream_is_their_output():
@@ -168,30 +132,28 @@ def test_blocks_can_be_told_by_pattern_or_list_and_their_parts_by_name():
     assert set(table["site"]) == {"block_out", "attn_norm_in", "attn", "mlp", "block"}
 
 
+def t5():
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
 def test_what_is_not_found_is_said_with_likely_candidates():
-    with pytest.raises(
-        NormlabError, match=r"no stack of blocks was found in Plain: pass blocks='<pattern>' \(likely: stage0, stage1"
-    ):
+    likely = r"no stack of blocks was found in Plain: pass blocks='<pattern>' \(likely: stage0, stage1"
+    with pytest.raises(NormlabError, match=likely):
         sites(Plain())
     with pytest.raises(NormlabError, match="no module is named like 'layers"):
         sites(Plain(), "layers.*")
     with pytest.raises(NormlabError, match="has no module 'attn': it has parts"):
         sites(Plain(), "stage*", attention="attn")
-    two = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-    )
-    with pytest.raises(
-        NormlabError,
-        match=r"several stacks of blocks: choose one with blocks='decoder.block.\*' or blocks='encoder.block",
-    ):
-        sites(two)
-    assert sites(two, "decoder.block.*").depth == 2
+    choices = r"several stacks of blocks: choose one with blocks='decoder.block.\*' or blocks='encoder.block"
+    with pytest.raises(NormlabError, match=choices):
+        sites(t5())
+    assert sites(t5(), "decoder.block.*").depth == 2
     assert sites(Plain(), "stage*").missing == ("attention", "norm after the blocks")
 
 
 def test_the_norms_of_another_stack_are_none_of_this_ones():
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    model = t5()
     for name, found in stacks(model).items():
         stack = name.removesuffix(".block")
         assert [found.names[norm] for norm in found.outer_norms] == [f"{stack}.final_layer_norm"]

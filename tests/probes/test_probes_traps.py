@@ -23,12 +23,7 @@ def batch():
 
 def hook_dictionaries(model):
     names = [n for n in vars(nn.Module()) if n.endswith("_hooks") or "hooks_" in n]
-    return [
-        (name, list(getattr(module, name)))
-        for module in model.modules()
-        for name in names
-        if getattr(module, name) is not None
-    ]
+    return [(name, list(getattr(module, name) or ())) for module in model.modules() for name in names]
 
 
 @pytest.mark.parametrize("contexts", [40, pytest.param(200, marks=pytest.mark.slow)])
@@ -93,6 +88,14 @@ def test_outputs_and_gradients_are_bit_identical_while_everything_is_recorded(ba
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
 
+def in_threads(count, work):
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_nested_and_concurrent_recordings_do_not_disturb_each_other(batch):
     model = tiny_llama()
     alone = trained_step(model, batch, EVERYTHING)
@@ -105,11 +108,7 @@ def test_nested_and_concurrent_recordings_do_not_disturb_each_other(batch):
     def work(i):
         found[i] = trained_step(models[i], batch, EVERYTHING)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(3, work)
     assert all(one == near(alone) for one in found)
 
 
@@ -125,11 +124,7 @@ def test_two_threads_through_one_model_count_every_token_once(batch):
                 for _ in range(5):
                     model(**batch)
 
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(2, lambda i: work())
     assert values(rec.stats()) == near(values(once), 8)
     assert rec.stats().to_pandas(errors=True)["tokens"].iloc[0] == 10 * once.to_pandas(errors=True)["tokens"].iloc[0]
 
@@ -240,30 +235,15 @@ def test_variance_far_from_zero_does_not_cancel():
 
 
 def test_a_compiled_model_is_measured_although_hooks_come_after_the_first_compiled_call(batch):
-    model = tiny_llama(num_hidden_layers=1)
-    with record(model, EVERYTHING) as rec:
-        model(**batch).loss.backward()
-    expected = values(rec.stats())
-    compiled = torch.compile(model, backend="eager")
-    compiled(**batch)
-    with record(compiled, EVERYTHING) as rec:
-        compiled(**batch).loss.backward()
-    assert values(rec.stats()) == near(expected, 8)
-    in_place = tiny_llama(num_hidden_layers=1)
-    in_place.compile(backend="eager")
-    in_place(**batch)
-    with record(in_place, EVERYTHING) as rec:
-        in_place(**batch).loss.backward()
-    assert values(rec.stats()) == near(expected, 8)
+    def compiled_in_place(model):
+        model.compile(backend="eager")
+        return model
 
-
-def test_a_norm_of_a_mean_of_batches_is_not_used():
-    """Statistics pooled over unequal batches are not the mean of per-batch ones, and we give the pooled."""
-    model = tiny_llama()
-    with record(model, ["rms"]) as rec, torch.no_grad():
-        model(inputs_embeds=torch.ones(1, 6, 32))
-        model(inputs_embeds=torch.full((1, 2, 32), 5.0))
-    assert values(rec.stats())["block_out", 0, "rms", "all"] == pytest.approx(((6 + 2 * 25) / 8) ** 0.5)
+    expected = trained_step(tiny_llama(num_hidden_layers=1), batch, EVERYTHING)
+    for compiled in (lambda model: torch.compile(model, backend="eager"), compiled_in_place):
+        model = compiled(tiny_llama(num_hidden_layers=1))
+        model(**batch)
+        assert trained_step(model, batch, EVERYTHING) == near(expected, 8)
 
 
 def test_blocks_called_without_the_model_are_measured():

@@ -146,15 +146,15 @@ def test_two_models_and_two_texts_stand_side_by_side_and_only_one_thing_is_compa
     torch.manual_seed(1)
     other = save(tiny_llama(), tmp_path / "other")
     text = saved / "text.txt"
-    probe_report(str(saved), text, out=tmp_path / "pair", against=str(other), **SHAPE)
+    probe_report([str(saved), str(other)], text, out=tmp_path / "pair", **SHAPE)
     table = pandas.read_csv(tmp_path / "pair" / "table.csv")
     assert set(table["model"]) == {str(saved), str(other)}
     (tmp_path / "second.txt").write_text(" ".join(reversed(TEXT.split())))
     probe_report(str(saved), [text, tmp_path / "second.txt"], out=tmp_path / "texts", **SHAPE)
     table = pandas.read_csv(tmp_path / "texts" / "table.csv")
     assert list(dict.fromkeys(table["text"])) == ["text.txt", "second.txt"]
-    with pytest.raises(NormlabError, match="several texts and --against cannot be compared at once"):
-        probe_report(str(saved), [text, text], against=str(other))
+    with pytest.raises(NormlabError, match="several models and texts cannot be compared at once"):
+        probe_report([str(saved), str(other)], [text, text])
 
 
 def test_two_models_of_one_name_are_two_lines_and_what_was_left_out_of_each_is_said(saved, tmp_path):
@@ -163,7 +163,7 @@ def test_two_models_of_one_name_are_two_lines_and_what_was_left_out_of_each_is_s
     models[1].model.layers[2].mlp.register_forward_hook(lambda module, args, output: torch.tanh(output))
     models[1].model.layers[2].register_forward_hook(lambda module, args, output: torch.tanh(output))
     given = {"tokenizer": reader, "out": tmp_path / "out", **SHAPE}
-    probe_report(models[0], saved / "text.txt", against=models[1], **given)
+    probe_report(models, saved / "text.txt", **given)
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert list(dict.fromkeys(table["model"])) == ["LlamaForCausalLM", "LlamaForCausalLM (2)"]
     page = (tmp_path / "out" / "report.html").read_text()
@@ -251,6 +251,7 @@ def test_a_model_or_tokenizer_that_cannot_be_loaded_is_named(saved, tmp_path):
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "the weights lack"),
         ({"num_hidden_layers": 4}, "the weights lack .*layers.3"),
         ({"num_hidden_layers": 2}, "the configuration has no place for .*layers.2"),
+        ({"intermediate_size": 8}, "the configuration gives another shape to .*mlp.* more"),
     ],
 )
 def test_weights_that_do_not_fit_the_configuration_are_refused(fields, message, saved, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 from training_helpers import WORDS
 
 from normlab import NormlabError
+from normlab.training.config import CorpusSpec
 from normlab.training.text import corpus as corpora
-from normlab.training.text.corpus import Corpus, load_corpus
+from normlab.training.text.corpus import Corpus, corpus_of
 from normlab.training.text.source import BUILDERS, is_held_out, open_documents, stdlib_documents
 from normlab.training.text.tokens import END_OF_TEXT, unigram_entropy
 
@@ -42,7 +43,7 @@ def _write(path: Path, documents: list[str], column: str = "text") -> Path:
 
 
 def _load(path: Path | str, cache: Path, **options: object) -> Corpus:
-    return load_corpus(str(path), cache_dir=cache, **{**SETTINGS, **options})  # type: ignore[arg-type]
+    return corpus_of(CorpusSpec(str(path), **{**SETTINGS, **options}), cache)  # type: ignore[arg-type]
 
 
 def _text(corpus: Corpus, split: str) -> str:
@@ -127,7 +128,7 @@ def test_the_standard_library_is_sorted_without_tests_and_with_help_topics() -> 
 
 
 def test_the_default_corpus_is_the_same_in_two_caches(tmp_path: Path) -> None:
-    first, second = (load_corpus(cache_dir=tmp_path / name, characters=1_200_000, **SETTINGS) for name in "ab")
+    first, second = (corpus_of(CorpusSpec(characters=1_200_000, **SETTINGS), tmp_path / name) for name in "ab")
     assert first.identity() == second.identity()
     assert np.array_equal(first.train, second.train)
     assert first.vocab_size == SETTINGS["vocab_size"]

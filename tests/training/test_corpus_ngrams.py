@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from training_helpers import write_text
 
+from normlab.training.config import CorpusSpec
 from normlab.training.text import corpus as corpora
-from normlab.training.text.corpus import load_corpus
+from normlab.training.text.corpus import corpus_of
 from normlab.training.text.tokens import ngram_losses
 
 
@@ -91,12 +92,13 @@ def test_a_corpus_counts_all_its_training_text_and_scores_the_blocks_that_models
     original = corpora.tokenize
     monkeypatch.setattr(corpora, "tokenize", lambda *args: (streams.append(original(*args)), streams[-1])[1])
     text = write_text(tmp_path / "a.txt")
-    corpus = load_corpus(str(text), vocab_size=300, block_length=block_length, cache_dir=tmp_path / "cache")
+    corpus = corpus_of(CorpusSpec(str(text), vocab_size=300, block_length=block_length), tmp_path / "cache")
     stream = np.concatenate(streams[0])
     assert corpus.train_tokens == corpus.identity()["train_tokens"] == len(stream) // block_length * block_length
     for count in (3, 20):
         bigram, trigram = ngram_losses(stream, corpus.spread(count), corpus.vocab_size).mean(axis=1)
-        assert corpus.count_losses(count) == pytest.approx({"bigram_loss": bigram, "trigram_loss": trigram}, rel=1e-12)
-    assert corpus.count_losses() == corpus.count_losses(len(corpus.held_out))
+        counted = corpus.count_losses(corpus.rows(count))
+        assert counted == pytest.approx({"bigram_loss": bigram, "trigram_loss": trigram}, rel=1e-12)
     if block_length > 2:
-        assert corpus.count_losses()["trigram_loss"] < corpus.count_losses()["bigram_loss"] < corpus.unigram_entropy
+        counted = corpus.count_losses(corpus.rows())
+        assert counted["trigram_loss"] < counted["bigram_loss"] < corpus.unigram_entropy

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from normlab import NormlabError
+from normlab.training.config import CorpusSpec
 from normlab.training.text import source
-from normlab.training.text.corpus import load_corpus
+from normlab.training.text.corpus import corpus_of
 from normlab.training.text.source import part_of, source_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,4 +60,4 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(source, "PACKAGES", {"no-such-package": "1.0"})
     with pytest.raises(NormlabError, match="needs the package no-such-package: pip install 'normlab\\[packages\\]'"):
-        load_corpus("packages", cache_dir=tmp_path)
+        corpus_of(CorpusSpec("packages"), tmp_path)

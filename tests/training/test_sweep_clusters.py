@@ -82,6 +82,9 @@ def test_a_lost_worker_is_replaced_and_one_that_always_dies_is_reported(
     result = quiet_sweep(configs, tmp_path / "always", workers=place)
     assert [run.name for run in result.runs] == [configs[0].run_id, configs[2].run_id]
     assert list(result.failures) == [configs[1].run_id]
+    monkeypatch.setattr(workers_module, "train_one", training_helpers.fail_one)
+    result = quiet_sweep(configs, tmp_path / "failing", workers=place)
+    assert len(result.runs) == 2 and result.failures == {configs[1].run_id: "this one cannot"}
 
 
 @pytest.mark.slow

@@ -6,18 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import training_helpers
 from sweep_helpers import InProcess, quiet_sweep, small_preset
-from training_helpers import tiny, write_run, write_text
+from training_helpers import tiny, until, write_run, write_text
 
 import normlab
 from normlab import NormlabError, runs, store
@@ -187,12 +182,12 @@ def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     process = subprocess.Popen([sys.executable, script, tmp_path], env=environment, stderr=subprocess.PIPE, text=True)
     files = [tmp_path / f"worker-{seed}" for seed in range(2)]
-    _wait(lambda: all(file.exists() and file.read_text() for file in files) or process.poll() is not None, 300)
+    until(lambda: all(file.exists() and file.read_text() for file in files) or process.poll() is not None, 300)
     workers = [int(file.read_text()) for file in files]
     assert len(set(workers)) == 2 and all(map(_alive, workers))
     process.send_signal(how)
     process.wait(60)
-    _wait(lambda: not any(map(_alive, workers)), 30)
+    until(lambda: not any(map(_alive, workers)), 30)
     assert process.stderr and "leaked" not in process.stderr.read()
 
 
@@ -201,88 +196,6 @@ def _alive(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
-
-
-def _wait(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
-# --- Ray ---
-
-
-class FakeRay(types.ModuleType):
-    """The part of Ray's interface that a sweep uses, run in threads of this process."""
-
-    def __init__(self) -> None:
-        super().__init__("ray")
-        self.running, self.cpus = False, []
-
-    def is_initialized(self) -> bool:
-        return self.running
-
-    def init(self, **options: Any) -> None:
-        self.running = True
-
-    def shutdown(self) -> None:
-        self.running = False
-
-    def remote(self, function: Callable) -> Any:
-        ray = self
-
-        class Task:
-            def options(self, num_cpus: int, num_gpus: float, max_retries: int) -> Task:
-                ray.cpus.append(num_cpus)
-                return self
-
-            def remote(self, *arguments: Any) -> Any:
-                return _Reference(function, arguments)
-
-        return Task()
-
-    def wait(self, references: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
-        return [references[-1]], references[:-1]
-
-    def get(self, reference: Any) -> Any:
-        reference.thread.join()
-        if reference.error is not None:
-            wrapped = RuntimeError("ray::train_one() failed on some node")
-            wrapped.cause = reference.error  # type: ignore[attr-defined]
-            raise wrapped
-        return reference.value
-
-
-class _Reference:
-    def __init__(self, function: Callable, arguments: tuple) -> None:
-        self.value, self.error = None, None
-        self.thread = threading.Thread(target=self._run, args=(function, arguments))
-        self.thread.start()
-
-    def _run(self, function: Callable, arguments: tuple) -> None:
-        try:
-            self.value = function(*arguments)
-        except Exception as error:
-            self.error = error
-
-
-def _fail_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
-    if config.seed == 1:
-        raise NormlabError("this one cannot")
-    return str(write_run(config, out))
-
-
-def test_ray_runs_what_processes_would(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(workers_module, "train_one", _fail_one)
-    result = quiet_sweep(configs, tmp_path, workers="ray", threads=3)
-    assert [run.name for run in result.runs] == [c.run_id for c in configs if c.seed != 1]
-    assert result.failures == {configs[1].run_id: "this one cannot"}
-    assert ray.cpus == [3] * 4 and not ray.running
 
 
 def test_without_ray_the_message_names_what_to_install(

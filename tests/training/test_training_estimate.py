@@ -77,8 +77,8 @@ MEASURE = """
 import gc, os, torch
 from normlab import NormlabForCausalLM
 from normlab.training.config import TrainConfig
-from normlab.training.distributed import autocast
 from normlab.training.distributed import shard
+from normlab.training.loop import autocast
 torch.set_num_threads(1)
 ranks = int(os.environ.get("WORLD_SIZE", 1))
 if ranks > 1:

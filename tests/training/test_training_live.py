@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from training_helpers import ForkedCommand, tiny
+from training_helpers import ForkedCommand, tiny, until
 
 from normlab import runs, store
 from normlab.errors import NormlabError
@@ -44,13 +44,6 @@ def begin(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield begin
     for run in started:
         run.close()
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(

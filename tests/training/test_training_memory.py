@@ -78,13 +78,9 @@ def test_a_run_begun_before_a_field_was_added_goes_on(config: TrainConfig, go: C
     assert go(config, tmp_path).manifest["measured"]["resumed_from_step"] == 5
 
 
-def test_what_cannot_be_split_or_is_not_there_is_refused_in_one_line(
+def test_a_gpu_that_is_not_there_is_one_line(
     text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(NormlabError, match="accumulate is 3; it must divide batch_size 4"):
-        tiny(text, batch_size=4, accumulate=3)
-    with pytest.raises(NormlabError, match="device is 'tpu'; choose one of auto, cpu, cuda"):
-        tiny(text, device="tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(NormlabError, match="device is 'cuda', and PyTorch sees no GPU here"):
         go(tiny(text, device="cuda"), tmp_path)

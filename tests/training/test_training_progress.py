@@ -17,11 +17,11 @@ from training_helpers import tiny, write_text
 
 from normlab import cli, runs, store
 from normlab.training import sweep as sweep_module
-from normlab.training.config import TrainConfig
-from normlab.training.progress import Progress, Report, read_report, steps_in_all, steps_until, write_report
+from normlab.training.config import CorpusSpec, TrainConfig
+from normlab.training.progress import Progress, Report, Reporter, read_report, steps_in_all, steps_until
 from normlab.training.run import train
 from normlab.training.sweep import sweep
-from normlab.training.text.corpus import load_corpus
+from normlab.training.text.corpus import corpus_of
 
 
 class Clock:
@@ -49,11 +49,11 @@ def configs() -> list[TrainConfig]:
 def report(root: Path, config: TrainConfig, step: int, began: int = 0, loss: float | None = None) -> None:
     work = root / store.PARTIAL / config.run_id
     work.mkdir(parents=True, exist_ok=True)
-    write_report(work, Report(began, step, loss))
+    Reporter(work, began).write(Report(began, step, loss))
 
 
-def followed(configs: Sequence[TrainConfig], root: Path, clock: Clock, show: bool = False, slots: int = 2) -> Progress:
-    progress = Progress("sweep", show, slots, clock)
+def followed(configs: Sequence[TrainConfig], root: Path, clock: Clock, show: bool = False) -> Progress:
+    progress = Progress("sweep", show, clock)
     progress.expect(configs)
     progress.watch(configs, root)
     return progress
@@ -102,7 +102,7 @@ def test_a_run_counts_by_its_work(configs: list[TrainConfig], tmp_path: Path) ->
 def test_a_resumed_run_starts_where_it_was(configs: list[TrainConfig], tmp_path: Path) -> None:
     one, clock = configs[:1], Clock()
     report(tmp_path, *one, step=290)  # left by a process that was killed after its checkpoint at step 200
-    progress = followed(one, tmp_path, clock, slots=1)
+    progress = followed(one, tmp_path, clock)
     progress.tick()
     assert progress.share() == 0, "a report from before is none of this sweep's"
     for seconds, step in ((5, 200), (6, 201), (16, 211)):
@@ -192,7 +192,7 @@ def test_the_end_is_right_within_30_percent_after_a_minute(
 
 def test_where_no_report_is_seen_the_runs_that_ended_give_the_end(configs: list[TrainConfig], tmp_path: Path) -> None:
     clock = Clock()
-    progress = followed(configs[:2], tmp_path, clock, slots=1)
+    progress = followed(configs[:2], tmp_path, clock)
     clock.now = 50.0
     assert progress.seconds_left() is None
     progress.end(configs[0])
@@ -234,7 +234,7 @@ def test_a_terminal_gets_one_bar_that_moves(
 ) -> None:
     terminal, clock = Terminal(), Clock()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with followed(configs[:1], tmp_path, clock, show=True, slots=1) as progress:
+    with followed(configs[:1], tmp_path, clock, show=True) as progress:
         report(tmp_path, configs[0], 150, loss=3.5)
         progress.tick()
     assert " 48%|" in terminal.getvalue()
@@ -289,6 +289,6 @@ def test_a_stopped_sweep_leaves_the_last_word_to_the_command(tmp_path: Path, mon
 
     monkeypatch.setattr(sweep_module, "finish_in_any_order", stopped)
     arguments = ["sweep", "--preset", "tiny", "--out", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
-    monkeypatch.setattr(sweep_module, "corpus_of", lambda *_: load_corpus(str(text), vocab_size=300))
+    monkeypatch.setattr(sweep_module, "corpus_of", lambda *_: corpus_of(CorpusSpec(str(text), vocab_size=300)))
     assert cli.main(arguments) == 130
     assert len(lines()) == 1 and "stopped; the same command" in lines()[0]

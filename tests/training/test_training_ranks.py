@@ -15,11 +15,13 @@ from typing import Any
 
 import accelerate
 import pandas as pd
+import psutil
 import pytest
 from training_helpers import FORKS, tiny
 
 from normlab import runs, store
 from normlab.errors import NormlabError
+from normlab.training import distributed
 from normlab.training.config import TrainConfig
 from normlab.training.run import RunStopped
 
@@ -154,14 +156,50 @@ def test_twenty_killed_ranks_leave_the_curve_as_it_was(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [["torch.distributed.run"], ["accelerate.commands.launch", "--cpu"]])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["normlab", "train", "--ranks", "2"],
+        ["torch.distributed.run", "--nproc-per-node", "2", "-m", "normlab", "train"],
+        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "normlab", "train"],
+    ],
+    ids=lambda words: words[0],
+)
 def test_launchers_start_the_command(
     launcher: list[str], config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path
 ) -> None:
-    processes = ["--num_processes", "2"] if "--cpu" in launcher else ["--nproc-per-node", "2"]
-    train = ["train", *config.to_arguments(), "--out", str(tmp_path / "out"), "--cache-dir", str(cache), "--quiet"]
-    command = [sys.executable, "-m", *launcher, *processes, "-m", "normlab", *train]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    options = [*config.to_arguments(), "--out", str(tmp_path / "out"), "--cache-dir", str(cache), "--quiet"]
+    done = subprocess.run([sys.executable, "-m", *launcher, *options], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("eval loss") == 1
     assert_same(runs.read_run(tmp_path / "out" / config.run_id), alone)
+
+
+# What the second of two ranks does, and what becomes of them. The first would train on.
+ENDS: dict[str, tuple[str, int | tuple[type[BaseException], str]]] = {
+    "a rank that fails ends the others": ("exit 3", 3),
+    "a killed rank is one line": ("kill -9 $$", (NormlabError, "^rank 1 was ended by SIGKILL; .* goes on")),
+    "Ctrl-C ends all, and is said by nobody else": ("kill -2 $PPID; exec sleep 60", (KeyboardInterrupt, "^$")),
+    "a launcher that is ended ends all": ("kill -15 $PPID; exec sleep 60", (SystemExit, "^143$")),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_ranks_of_one_machine_end_together(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second, end = ENDS[case]
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\necho $$ $WORLD_SIZE $@ >> {tmp_path}/started\n[ $RANK = 1 ] && {second}\nsleep 60\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    if isinstance(end, int):
+        assert distributed.start_ranks(2, ["train"]) == end
+    else:
+        with pytest.raises(end[0], match=end[1]):
+            distributed.start_ranks(2, ["train"])
+    for line in (tmp_path / "started").read_text().splitlines():
+        number, *rest = line.split()
+        assert rest == ["2", "-m", "normlab", "train"] and not psutil.pid_exists(int(number))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

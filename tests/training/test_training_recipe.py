@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from itertools import islice
@@ -16,46 +15,15 @@ import torch
 from torch.nn import functional
 from training_helpers import WORDS, tiny
 
-from normlab import NormlabError, runs
+from normlab import runs
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order
-from normlab.training.measure import Measurements, RunLog, copied_tokens
+from normlab.training.measure import Measurements, copied_tokens
 from normlab.training.text import source
 from normlab.training.text.corpus import Corpus, corpus_of
 
 pytest_plugins = ["training_fixtures"]
-DATA = Path(__file__).resolve().parents[2] / "data"
-
-
-# --- identity ---
-
-
-def test_ids_of_shipped_runs_do_not_change() -> None:
-    manifests = sorted(DATA.glob("*/**/manifest.json"))
-    chosen = [json.loads(path.read_text()) for path in manifests[:: max(1, len(manifests) // 24)]]
-    assert len(chosen) >= 12
-    assert [TrainConfig.from_dict(found["config"]).run_id for found in chosen] == [found["run"] for found in chosen]
-
-
-def test_every_field_of_the_recipe_gives_a_run_another_name(text: Path) -> None:
-    plain = tiny(text)
-    changed = [tiny(text, **{name: value}) for name, value in (("gain_lr_ratio", 0.1), ("stop_at", 4), ("clip", 0.0))]
-    assert len({plain.run_id, *(config.run_id for config in changed), tiny(text, store_all=True).run_id}) == 5
-    assert tiny(text, stop_at=plain.steps) == plain
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stop_at": 9}, "stop_at is 9; the schedule has 8 steps"),
-        ({"store_all": True, "probe_every": 0}, "give probe_every"),
-        ({"store_all": True, "stream": True}, "leave stream off"),
-    ],
-)
-def test_a_field_that_cannot_be_is_named(fields: dict[str, Any], message: str, text: Path) -> None:
-    with pytest.raises(NormlabError, match=message):
-        tiny(text, **fields)
 
 
 # --- rates ---
@@ -146,12 +114,12 @@ def _value(run: runs.Run, metric: str) -> float:
 def test_no_held_out_file_is_in_two_parts_and_every_block_is_of_one(held_out: Corpus, by_file: dict[str, str]) -> None:
     parts = {key: source.part_of("packages", key) for key in by_file}
     assert set(parts.values()) == {"train", "validation", "test"}
-    halves = [held_out.files_of(10**6, half) for half in ("validation", "test")]
+    halves = [held_out.files_of(held_out.rows(held_out=half)) for half in ("validation", "test")]
     names = [{held_out.files[place][0] for place in np.unique(half)} for half in halves if half is not None]
     assert [{parts[name] for name in half} for half in names] == [{"validation"}, {"test"}]
     assert len(halves[0]) + len(halves[1]) == len(held_out.held_out) == len(held_out.spread(10**6))  # type: ignore
     tokenizer = held_out.tokenizer()
-    places = held_out.files_of(10**6)
+    places = held_out.files_of(held_out.rows())
     assert places is not None
     for place in np.unique(places):
         ids = held_out.held_out[places == place]
@@ -163,7 +131,7 @@ def test_losses_by_file_make_up_the_held_out_loss(stored: runs.Run, held_out: Co
     table = stored.table().query("split == 'eval' and site != 'model'")
     losses, tokens = (table[table.metric == name].set_index("site").value for name in ("file_loss", "file_tokens"))
     assert (losses * tokens).sum() / tokens.sum() == pytest.approx(stored.eval_loss, abs=1e-5)
-    blocks, files = held_out.spread(500, "test"), held_out.files_of(500, "test")
+    blocks, files = held_out.spread(500, "test"), held_out.files_of(held_out.rows(500, "test"))
     assert files is not None and len(losses) == len(np.unique(files))
     found = _losses(stored.load_model(), blocks)
     for place in np.unique(files):
@@ -198,13 +166,13 @@ def test_sizes_of_gains_and_matrices_are_those_of_the_weights(stored: runs.Run) 
 
 
 def test_a_block_whose_queries_are_zero_has_uniform_attention(stored: runs.Run, held_out: Corpus) -> None:
-    config, log = TrainConfig.from_dict(stored.manifest["config"]), RunLog(1)
+    measurements = Measurements(TrainConfig.from_dict(stored.manifest["config"]), held_out)
     model: Any = stored.load_model()
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.zero_()
         model.model.layers[1].self_attn.q_proj.weight.mul_(1e3)
-    Measurements(config, held_out, held_out.measured_on(config), log).at(model, 0)
-    found = {row.layer: row.value for row in log.rows if row.metric == "uniform_attention"}
+    measurements.at(model, 0)
+    found = {row.layer: row.value for row in measurements.log.rows if row.metric == "uniform_attention"}
     assert found == {1: 1.0, 2: 0.0}
 
 

@@ -19,7 +19,7 @@ from normlab.schemes import STUDIED
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order, optimizer_of, refresh_interval
-from normlab.training.measure import Measurements, RunLog, mean_token_loss
+from normlab.training.measure import Measurements, mean_token_loss
 from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
@@ -150,15 +150,16 @@ def test_probes_cover_the_sites_on_one_batch_for_all_runs(
 
 def test_probe_gradients_are_of_the_summed_loss(text: Path, corpus: Corpus) -> None:
     config = tiny(text, steps=1, eval_every=0)
-    model, log = begin(config, corpus).model, RunLog(1)
+    model, measurements = begin(config, corpus).model, Measurements(config, corpus)
     seen: list[torch.Tensor] = []
     hook = model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     ids = torch.from_numpy(corpus.spread(config.probe_blocks))
     loss = model(input_ids=ids, labels=ids).loss * ids[:, 1:].numel()
     gradient = torch.autograd.grad(loss, seen[0])[0]
     hook.remove()
-    Measurements(config, corpus, corpus.measured_on(config), log).at(model, 0)
-    measured = [row[-1] for row in log.rows if (row[0], *row[3:7]) == (0, "block_in_grad", 2, "grad_l2_total", "all")]
+    measurements.at(model, 0)
+    where = (0, "block_in_grad", 2, "grad_l2_total", "all")
+    measured = [row.value for row in measurements.log.rows if (row[0], *row[3:7]) == where]
     assert measured == pytest.approx([gradient.norm().item()], rel=1e-5)
 
 
@@ -208,14 +209,14 @@ def test_a_run_whose_loss_is_not_finite_stops_and_is_kept(text: Path, go: Callab
 def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text: Path, go: Callable, tmp_path: Path) -> None:
     run = go(tiny(text, lr=1e-9, steps=2), tmp_path)
     assert run.status == "not_learned"
-    assert run.eval_loss > run.trigram_loss
+    assert run.eval_loss > run.manifest["trigram_loss"]
     assert set(run.table().status) == {"not_learned"}
 
 
 @pytest.mark.slow
 def test_a_loss_below_the_unigram_entropy_alone_is_not_learned(text: Path, go: Callable, tmp_path: Path) -> None:
     run = go(tiny(text, scheme="pre_rmsnorm", lr=1e-2, steps=80, batch_size=8, probe_every=0, eval_every=80), tmp_path)
-    assert run.trigram_loss < run.eval_loss < run.manifest["corpus"]["unigram_entropy"]
+    assert run.manifest["trigram_loss"] < run.eval_loss < run.manifest["corpus"]["unigram_entropy"]
     assert run.status == "not_learned"
 
 
@@ -228,7 +229,7 @@ def test_a_loss_below_the_trigram_loss_counts_as_learned(go: Callable, tmp_path:
     config = tiny(path, scheme="pre_rmsnorm", lr=1e-2, steps=100, batch_size=8, probe_every=0, eval_every=100)
     run = go(config, tmp_path / "out")
     assert run.status == "finished"
-    assert run.eval_loss < run.trigram_loss - 0.2
+    assert run.eval_loss < run.manifest["trigram_loss"] - 0.2
 
 
 def test_a_manifest_has_the_counted_losses_of_the_blocks_that_its_run_was_scored_on(
@@ -237,6 +238,6 @@ def test_a_manifest_has_the_counted_losses_of_the_blocks_that_its_run_was_scored
     blocks = done.manifest["config"]["eval_blocks"]
     assert blocks < len(corpus.held_out)
     counted = {name: done.manifest[name] for name in runs.COUNT_LOSSES}
-    assert counted == corpus.count_losses(blocks) != corpus.count_losses()
+    assert counted == corpus.count_losses(corpus.rows(blocks)) != corpus.count_losses(corpus.rows())
     table = done.table().query("split == 'eval' and metric in @counted")
     assert dict(zip(table.metric, table.value, strict=True)) == counted

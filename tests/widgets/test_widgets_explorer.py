@@ -169,15 +169,6 @@ def test_theory_is_silent_about_models_that_it_does_not_know(configs: dict[str, 
     assert "theory says nothing here" in remarks(table(), configs)
 
 
-def test_theory_can_be_that_of_another_model():
-    config = TrainConfig(scheme="lns", depth=4, width=64, block_length=32)
-    rows = predict(config.model_config(config.vocab_size, 0))
-    figure = normlab.figures.profile(table(), theory=rows)
-    wanted = rows[(rows["site"] == "block_out") & (rows["metric"] == "token_l2_mean") & (rows["mask"] == "all")]
-    assert drawn(figure, "lns theory") == pytest.approx(wanted["value"].tolist())
-    assert [trace.name for trace in figure.data if "theory" in trace.name] == ["lns theory"]
-
-
 def test_the_numbers_behind_the_view(explorer: NormExplorer):
     numbers = explorer.table()
     assert len(numbers) == 5 * 5 and set(numbers["seeds"]) == {3}

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 from normlab import NormlabConfig, NormlabForCausalLM
-from normlab.figures import future_effect, skip_cost
 from normlab.probes import skip_future_effect, skip_sensitivity
 from normlab.widgets import SkipMap
 
@@ -35,6 +33,8 @@ def test_it_shows_what_was_measured_and_answers_the_slider():
     widget = SkipMap(model, BATCHES, name="lns")
     traces = traces_of(widget)
     assert list(traces["cost"].y) == pytest.approx(cost["skip_delta_loss"].tolist())
+    assert list(traces["cost"].error_y.array) == pytest.approx((cost["high"] - cost["skip_delta_loss"]).tolist())
+    assert traces["cost"].line.color == "#009e73"
     heat = np.array(traces["effect"].z, dtype=float)
     assert list(traces["effect"].x) == [1, 2, 3] and list(traces["effect"].y) == [2, 3, 4]
     assert heat[2, 0] == pytest.approx(effect.query("skipped == 1 and layer == 4")["value"].item())
@@ -90,18 +90,3 @@ def test_a_black_line_is_bright_on_a_dark_page():
     widget = SkipMap(model_of(2), BATCHES, name="pre_rmsnorm", theme="dark")
     lines = {trace.name: trace.line.color for trace in widget.figure.data if trace.type == "scatter"}
     assert lines["cost"] == lines["column"] == "#f4f4f5"
-
-
-def test_the_figures_say_when_there_is_nothing():
-    assert "skip_sensitivity" in skip_cost({}).layout.annotations[0].text
-    assert "two blocks" in future_effect(pd.DataFrame(columns=["skipped", "layer", "value"])).layout.annotations[0].text
-
-
-def test_costs_of_two_schemes_have_their_colours_and_intervals():
-    table = skip_sensitivity(model_of(3), BATCHES, progress=False)
-    figure = skip_cost({"lns": table, "bhyt": table.assign(skip_delta_loss=0.5, low=0.4, high=0.7)})
-    lns, bhyt = figure.data
-    assert lns.line.color == "#009e73" and bhyt.line.color == "#0072b2"
-    assert list(bhyt.error_y.array) == pytest.approx([0.2] * 3) and list(bhyt.error_y.arrayminus) == pytest.approx(
-        [0.1] * 3
-    )

@@ -1,8 +1,6 @@
 """Text in, fixed-length blocks of token ids out: one code path for every corpus.
 
-`CorpusSpec`                      which text, cut how
-`load_corpus(corpus)`             builds the packed train and held-out splits, or finds them in the cache
-`corpus_of(config)`               the same for a run's configuration
+`corpus_of(spec)`                 builds the packed train and held-out splits, or finds them in the cache
 `Corpus`                          what training needs of a text
 `MeasuredOn`                      the held-out blocks that one run is measured on
 
@@ -24,20 +22,22 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
+import platformdirs
+from tqdm import tqdm
 
 from normlab.errors import NormlabError
 from normlab.store import full_disk_named
 from normlab.training import require_training
-from normlab.training.fields import TEXT, at_least, check, setting
+from normlab.training.config import CorpusSpec
 from normlab.training.progress import can_redraw
 from normlab.training.text.source import (
-    DEFAULT_CORPUS,
     HELD_OUT_PERCENT,
+    PARTS,
     SPLIT_BY_FILE,
     check_text,
     digest,
@@ -50,38 +50,7 @@ from normlab.training.text.tokens import ngram_losses, saved_tokenizer, tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-HELD_OUT = {"all": (0, 1), "validation": (0, 2), "test": (1, 2)}  # which held-out blocks: the first, and the step
-PARTS = ("validation", "test")  # of held-out text that is split by file, in the order of their blocks
 CACHE_VERSION = 2
-
-
-@dataclass(frozen=True)
-class CorpusSpec:
-    """The text of a run, and how it is cut. A `TrainConfig` has the same fields.
-
-    NormlabError for a value out of range.
-    """
-
-    corpus: str = setting(
-        DEFAULT_CORPUS,
-        "stdlib; packages; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a "
-        "folder of them; addresses of such files (http:, https:), comma-separated; a hub data set (name or "
-        "name:configuration)",
-        TEXT,
-    )
-    tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE", TEXT)
-    vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1))
-    block_length: int = setting(128, "tokens a block; also the context length and BHyT's T", at_least(2))
-    text_column: str = setting("text", "column that holds the text", TEXT)
-    characters: int = setting(100_000_000, "read at most so much of the corpus", at_least(1))
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    @classmethod
-    def of(cls, config: Any) -> CorpusSpec:
-        """The fields that anything else has in common with it."""
-        return cls(**{spec.name: getattr(config, spec.name) for spec in fields(cls)})
 
 
 class MeasuredOn(NamedTuple):
@@ -132,54 +101,50 @@ class Corpus:
 
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(self.tokenizer_path))
 
+    def rows(self, count: int | None = None, held_out: str = "all") -> np.ndarray:
+        """Indices of `count` held-out blocks, evenly spaced over all of them or a half ("validation", "test").
+
+        They are the same for every run. Without a count, or if there are fewer, all of them.
+        """
+        rows = np.arange(len(self.held_out))
+        if held_out in PARTS:
+            half = PARTS.index(held_out)
+            rows = rows[half::2] if self.validation_blocks is None else np.split(rows, [self.validation_blocks])[half]
+        count = len(rows) if count is None else min(count, len(rows))
+        return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
+
     def spread(self, count: int, held_out: str = "all") -> np.ndarray:
-        """`count` held-out blocks, evenly spaced over the split or one half of it ("validation", "test").
+        """The ids of these blocks, (blocks, tokens)."""
+        return self.held_out[self.rows(count, held_out)].astype(np.int64)
 
-        They are the same for every run, and fewer if there are fewer.
-        """
-        return self.held_out[self._spread_rows(count, held_out)].astype(np.int64)
-
-    def count_losses(self, count: int | None = None, held_out: str = "all") -> dict[str, float]:
-        """`bigram_loss` and `trigram_loss` of the blocks `spread(count, held_out)`, in nats per token.
-
-        By default of all held-out blocks. They compare with a model's loss on the same blocks.
-        """
-        rows = self._spread_rows(len(self.held_out) if count is None else count, held_out)
+    def count_losses(self, rows: np.ndarray) -> dict[str, float]:
+        """`bigram_loss` and `trigram_loss` of some blocks, in nats per token, as a model's loss on these."""
         bigram, trigram = self.ngram_losses[:, rows].mean(axis=1)
         return {"bigram_loss": float(bigram), "trigram_loss": float(trigram)}
 
-    def measured_on(self, config: Any) -> MeasuredOn:
-        """The blocks that a run of `config`, a `TrainConfig`, is measured on. A warning if there are fewer."""
-        most = len(self._spread_rows(len(self.held_out), config.held_out))
-        for name in ("probe_blocks", "eval_blocks", "experiment_blocks"):
-            count = getattr(config, name)
-            if count > most and count != config.__dataclass_fields__[name].default:
-                warnings.warn(f"{name} is {count}; all of the {most} held-out blocks are used", stacklevel=2)
-        return MeasuredOn(
-            probe=self.spread(config.probe_blocks, config.held_out),
-            eval=self.spread(config.eval_blocks, config.held_out),
-            experiments=self.spread(config.experiment_blocks, config.held_out),
-            count_losses=self.count_losses(config.eval_blocks, config.held_out),
-            eval_files=self.files_of(config.eval_blocks, config.held_out),
-        )
-
-    def files_of(self, count: int, held_out: str = "all") -> np.ndarray | None:
-        """The index in `files` of each token of `spread(count, held_out)`; None if text is not split by file."""
+    def files_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """The index in `files` of each token of some blocks; None if text is not split by file."""
         if not self.files:
             return None
         starts = np.array([start for _, start in self.files])
         length = self.held_out.shape[1]
-        tokens = self._spread_rows(count, held_out)[:, None] * length + np.arange(length)
-        return np.searchsorted(starts, tokens, side="right") - 1
+        return np.searchsorted(starts, rows[:, None] * length + np.arange(length), side="right") - 1
 
-    def _spread_rows(self, count: int, held_out: str) -> np.ndarray:
-        first, step = HELD_OUT[held_out]
-        rows = np.arange(first, len(self.held_out), step)
-        if self.validation_blocks is not None and held_out in PARTS:
-            halves = np.split(np.arange(len(self.held_out)), [self.validation_blocks])
-            rows = halves[PARTS.index(held_out)]
-        count = min(count, len(rows))
-        return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
+    def measured_on(self, config: Any) -> MeasuredOn:
+        """The blocks that a run of `config`, a `TrainConfig`, is measured on. A warning if there are fewer."""
+        most, half = len(self.rows(held_out=config.held_out)), config.held_out
+        for name in ("probe_blocks", "eval_blocks", "experiment_blocks"):
+            count = getattr(config, name)
+            if count > most and count != config.__dataclass_fields__[name].default:
+                warnings.warn(f"{name} is {count}; all of the {most} held-out blocks are used", stacklevel=2)
+        rows = self.rows(config.eval_blocks, half)
+        return MeasuredOn(
+            probe=self.spread(config.probe_blocks, half),
+            eval=self.spread(config.eval_blocks, half),
+            experiments=self.spread(config.experiment_blocks, half),
+            count_losses=self.count_losses(rows),
+            eval_files=self.files_of(rows),
+        )
 
     def identity(self) -> dict[str, Any]:
         """The corpus as a manifest has it: numbers are only compared between equal corpora."""
@@ -195,41 +160,27 @@ class Corpus:
         }
 
 
-def default_cache_dir() -> Path:
-    """The user's cache directory for normlab, as the platform has it."""
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("normlab"))
-
-
-def load_corpus(
-    corpus: str = DEFAULT_CORPUS, *, cache_dir: str | Path | None = None, progress: bool = False, **more: Any
-) -> Corpus:
+def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool = False) -> Corpus:
     """Read, tokenize, pack and cache a corpus. A second call with the same content maps the cached files.
 
     Hub data sets are cached by name: they are not read again to see whether they changed.
 
     Args:
-        corpus, more: fields of `CorpusSpec`.
+        config: a `CorpusSpec`, or a configuration with the same fields.
 
     Raises:
         NormlabError: a missing, empty, binary or too small corpus, or the extra `train` is not installed.
     """
-    return corpus_of(CorpusSpec(str(corpus), **more), cache_dir, progress)
-
-
-def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool = False) -> Corpus:
-    """The corpus of a `CorpusSpec`, or of a configuration with the same fields; see `load_corpus`."""
     require_training()
     spec = CorpusSpec.of(config)
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    root = Path(cache_dir or platformdirs.user_cache_dir("normlab"))
     tokenizer = spec.tokenizer or f"bpe-{spec.vocab_size}"
     cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
     key = digest(str(CACHE_VERSION), source_key(spec.corpus), *cut)
     final = root / "corpus" / key[:20]
     if not (final / "corpus.json").is_file():
         with full_disk_named(root):
-            _build(final, spec, progress)
+            _build(final, spec, progress and can_redraw())
     return _open(final, spec.corpus)
 
 
@@ -303,16 +254,12 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
 
 def _read_documents(spec: CorpusSpec, progress: bool) -> tuple[dict[str, list[tuple[str, str]]], str]:
     """Keys and texts by part, "train" and the held-out ones, and the hash of all texts in order."""
-    from tqdm import tqdm
-
     check_text(spec.corpus)
     held_out = PARTS if spec.corpus in SPLIT_BY_FILE else ("held_out",)
     documents: dict[str, list[tuple[str, str]]] = {part: [] for part in ("train", *held_out)}
     content = hashlib.sha256()
     left = spec.characters
-    silent = not (progress and can_redraw())
-    bar = tqdm(desc="reading corpus", unit="char", unit_scale=True, disable=silent, leave=False, delay=1)
-    with bar:
+    with tqdm(desc="reading corpus", unit="char", unit_scale=True, disable=not progress, leave=False, delay=1) as bar:
         for key, text in texts(spec.corpus, spec.text_column):
             text = text[:left]
             content.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))

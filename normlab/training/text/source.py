@@ -17,20 +17,20 @@ manifest holds the content hash of its text.
 from __future__ import annotations
 
 import hashlib
-import logging
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, PackagePath, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normlab.errors import ANSWER_SECONDS, NormlabError, first_line
+from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, hub_or_cache
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
 DEFAULT_CORPUS = "stdlib"
 SPLIT_BY_FILE = {"packages"}  # whose held-out halves are parts of their own: no file is in both
+PARTS = ("validation", "test")  # the halves of held-out text
 HELD_OUT_PERCENT = 5
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".json.gz": "json", ".parquet": "parquet"}
 WEB = ("http://", "https://")
@@ -135,7 +135,8 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
         stream = datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
     else:
         name, _, configuration = source.partition(":")
-        stream = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+        with hub_or_cache(name):
+            stream = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
     return stream.map(lambda row: {"key": row[text_column], "text": row[text_column]}).select_columns(["key", "text"])
 
 
@@ -153,10 +154,11 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
 
     stream: the source's, if it is open already.
     """
-    logger = logging.getLogger("datasets")  # it also logs what it raises
-    level = logger.level
+    import datasets.utils.logging as log
+
+    level = log.get_verbosity()
     try:
-        logger.setLevel(logging.CRITICAL)
+        log.set_verbosity(log.CRITICAL)  # it also logs what it raises
         for document in open_documents(source, text_column) if stream is None else stream:
             text = document["text"]
             if text is None:  # a row without text, as many data sets have
@@ -172,7 +174,7 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
     except Exception as error:  # readers raise their own kinds: arrow, JSON, unicode, hub, network
         raise NormlabError(f"cannot read corpus {source!r}: {first_line(error)}") from error
     finally:
-        logger.setLevel(level)
+        log.set_verbosity(level)
 
 
 def is_held_out(key: str) -> bool:

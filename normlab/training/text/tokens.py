@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from tqdm import tqdm
 
-from normlab.errors import NormlabError, first_line
-from normlab.training.progress import can_redraw
+from normlab.errors import NormlabError, first_line, hub_or_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,7 +31,8 @@ def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        with hub_or_cache(name):
+            tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # hub, network, JSON and missing-dependency errors alike
         raise NormlabError(f"cannot load tokenizer {name!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:
@@ -67,12 +68,9 @@ def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, title: str, progress: bool) -> list[np.ndarray]:
     """The ids of each document, an end-of-text token last."""
-    from tqdm import tqdm
-
     pieces: list[np.ndarray] = []
     starts = range(0, len(texts), TOKENIZED_AT_ONCE)
-    silent = not (progress and can_redraw())
-    for start in tqdm(starts, desc=title, unit="batch", disable=silent, leave=False, delay=1):
+    for start in tqdm(starts, desc=title, unit="batch", disable=not progress, leave=False, delay=1):
         for encoding in tokenizer.backend_tokenizer.encode_batch_fast(
             texts[start : start + TOKENIZED_AT_ONCE], add_special_tokens=False
         ):

@@ -1,0 +1,243 @@
+"""The league: every scheme under one budget, as a table.
+
+load       the tables of a sweep `league` in some folders
+standings  one row per scheme: losses, rates, what its depth does, costs, and what others said of it
+printed    the same as lines for a terminal
+
+A scheme has final runs, or a search only, or no run. `says` tells which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from normlab.analysis.compare import last_values
+from normlab.analysis.decisions import PREDICTIONS
+from normlab.analysis.decisions import league as sets
+from normlab.analysis.selection import Selection, experiments_of, in_order, summarize, title_of
+from normlab.analysis.verdicts import differences, judged, means
+from normlab.errors import NormlabError
+from normlab.models.costs import table as costs_table
+from normlab.runs import COLUMNS, find_runs, load_experiments, load_runs
+from normlab.schemes import BASELINE, SCHEMES
+from normlab.store import SEARCH, child, is_address
+from normlab.training.grids import CLEARLY
+
+NOT_RUN = "not run"
+ALIKE = ["depth", "width", "steps", "bigram_loss", "trigram_loss"]  # runs that differ in these are not of one league
+_NO_ROWS = pd.DataFrame(columns=["estimate", "low", "high"], dtype=float)
+WORDS = "deepest_trained"  # rows of `load_published` whose note is what a paper says
+
+
+class League(NamedTuple):
+    """Tables of `load_runs` and `load_experiments`: final runs, the search's, and what was measured after finals."""
+
+    finals: pd.DataFrame
+    search: pd.DataFrame
+    experiments: pd.DataFrame | None
+
+
+def load(folders: Iterable[str | Path]) -> League:
+    """The tables of all runs of the league at or below the folders.
+
+    Raises:
+        NormlabError: no folder has one; or runs differ in depth, width, length or text, and cannot be compared.
+    """
+    places = [folder if is_address(folder) else Path(folder) for folder in folders]
+    finals, search = (
+        pd.concat([_runs_at(place) for place in those], ignore_index=True)
+        for those in (places, [child(place, SEARCH) for place in places])
+    )
+    if finals.empty and search.empty:
+        names = ", ".join(map(str, places))
+        raise NormlabError(f"no run of the league in {names}: train them with normlab sweep --preset league --out DIR")
+    for table in (finals, search):
+        unlike = [name for name, values in summarize(table)[ALIKE].round(6).items() if values.nunique() > 1]
+        if unlike:
+            raise NormlabError(
+                f"runs of the league differ in {' and '.join(unlike)}, so their losses do not compare; "
+                "the text is the same where normlab[packages] is installed"
+            )
+    try:
+        return League(finals, search, load_experiments([place for place in places if _is_there(place)]))
+    except NormlabError:  # none was measured so
+        return League(finals, search, None)
+
+
+def _is_there(place: str | Path) -> bool:
+    return (is_address(place) or Path(place).is_dir()) and bool(find_runs(place))
+
+
+def _runs_at(place: str | Path) -> pd.DataFrame:
+    return load_runs(place) if _is_there(place) else pd.DataFrame(columns=COLUMNS)
+
+
+def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
+    """The league as a table, one row per scheme of the registry and of the runs, best first.
+
+    `says` is "not told from the best", "below the best", "below at 2M tokens" or "not run".
+    Intervals are 95% intervals over seeds. Values are of the final runs, except those of the search.
+
+    Returns:
+        Columns `scheme title says`, then `p in_set` of `normlab.analysis.decisions.league`. Then:
+
+        loss: held-out loss, with `loss_low loss_high seeds`.
+        seen_loss: loss on blocks that the model was trained on.
+        minus: held-out loss minus Pre-LN's, paired by seed, with `minus_low minus_high verdict`. One family.
+        search_loss, rate: the best of the search. `inside`: rates on both sides of it were tried.
+        valley: largest over smallest rate within 0.05 nats of the best. `valley_open`: one of them is at an edge.
+        growth: L2 norm of a token after the last block, over that after the first.
+        uniform: the number of uniform attentions, of `attentions`. The first block's are left out.
+        deep_cost: sum of the skip costs of the deeper half of the blocks, in nats.
+        parameters, operations, bytes: of norms and residual rules, per token (`normlab.models.costs`).
+        step_cost: measured time of a training step over Pre-LN's, with `step_low step_high`.
+        equal_compute: Pre-LN's loss at the same compute, minus this scheme's. Positive is better. Pre-LN's loss falls
+            with the logarithm of compute, at the slope from its search to its final runs.
+        claim, predicted: what papers say, with source, and what other leagues found.
+    """
+    finals, search = league.finals, league.search
+    about = summarize(finals if len(finals) else search)
+    depth, width = int(about["depth"].max()), int(about["width"].max())
+    table = sets(finals, search).set_index("scheme")
+    table = table.reindex(in_order({*SCHEMES, *table.index}))
+    table["says"] = table["says"].fillna(NOT_RUN)
+    table["in_set"] = table["in_set"].eq(True)
+    table["title"] = [title_of(name) for name in table.index]
+    chosen = Selection(finals, summarize(finals))
+    for column, values in (
+        *_losses(chosen).items(),
+        *_valleys(summarize(search)).items(),
+        *_depth_use(chosen, league.experiments, depth).items(),
+    ):
+        table[column] = values.reindex(table.index)
+    table = table.join(costs_table(width, depth).set_index("name")[["parameters", "operations", "bytes"]])
+    table["equal_compute"] = -table["minus"] - _fall(table, finals, search) * np.log(table["step_cost"])
+    said = claims(published)
+    table["claim"] = [said.get(name, "") for name in table.index]
+    told = {title: f"{source}: {expected} than {other}" for source, title, other, expected in PREDICTIONS}
+    table["predicted"] = table["title"].map(told).fillna("")
+    order = table["says"].eq(NOT_RUN).rename("last")
+    table = table.assign(last=order).sort_values(["last", "loss", "search_loss"], kind="stable")
+    return table.drop(columns="last").rename_axis("scheme").reset_index()
+
+
+def _losses(chosen: Selection) -> dict[str, pd.Series]:
+    """Losses with intervals, differences from Pre-LN, and step costs; each indexed by scheme."""
+    values = last_values(chosen, "loss")
+    own = means(values, "loss").set_index("a") if len(values) else _NO_ROWS
+    columns = {"loss_low": own["low"], "loss_high": own["high"]}
+    columns["seen_loss"] = last_values(chosen, "seen_loss").groupby("scheme")["value"].mean()
+    others = [name for name in in_order(values["scheme"]) if name != BASELINE]
+    rows = [differences(values, name, BASELINE, "loss") for name in others]
+    gaps = judged(pd.concat(rows)).set_index("a") if rows else _NO_ROWS
+    columns |= {"minus": gaps["estimate"], "minus_low": gaps["low"], "minus_high": gaps["high"]}
+    columns["verdict"] = gaps.get("verdict", pd.Series(dtype=object))
+    speeds = last_values(chosen, "tokens_per_s")
+    rows = [differences(speeds, BASELINE, name, "tokens_per_s") for name in others]
+    costs = pd.concat(rows).set_index("b") if rows else _NO_ROWS
+    return columns | {"step_cost": costs["estimate"], "step_low": costs["low"], "step_high": costs["high"]}
+
+
+def _valleys(search: pd.DataFrame) -> dict[str, pd.Series]:
+    """The width of each scheme's valley of learning rates, and whether it may be wider."""
+    width, is_open = {}, {}
+    for scheme, own in search.groupby("scheme"):
+        losses = own.groupby("lr")["eval_loss"].min()
+        good = losses.index[losses < losses.min() + CLEARLY]
+        if len(good):
+            width[scheme] = good.max() / good.min()
+            is_open[scheme] = bool(good.max() == losses.index.max() or good.min() == losses.index.min())
+    return {"valley": pd.Series(width, dtype=float), "valley_open": pd.Series(is_open, dtype=object)}
+
+
+def _depth_use(chosen: Selection, experiments: pd.DataFrame | None, depth: int) -> dict[str, pd.Series]:
+    """Growth, uniform attentions and cost of deep blocks after training; each indexed by scheme."""
+    last, first = (last_values(chosen, "token_l2_mean", layer=layer) for layer in (depth, 1))
+    growth = last.assign(value=np.log(last["value"] / first["value"])).groupby("scheme")["value"].mean()
+    rows = chosen.rows("model", "uniform_attention")
+    rows = rows[rows["step"].eq(rows["step"].max()) & rows["layer"].gt(1)]
+    uniform = rows.groupby("scheme", observed=True)["value"].agg(["sum", "size"])
+    columns = {"growth": np.exp(growth), "uniform": uniform["sum"], "attentions": uniform["size"]}
+    if experiments is not None:
+        skips = experiments_of(experiments, "skip_delta_loss", "block")
+        deep = skips[skips["layer"] > depth // 2].groupby(["scheme", "run"], observed=True)["value"].sum()
+        columns["deep_cost"] = deep.groupby("scheme", observed=True).mean()
+    return columns
+
+
+def _fall(table: pd.DataFrame, finals: pd.DataFrame, search: pd.DataFrame) -> float:
+    """The fall of Pre-LN's loss per factor e of tokens, from its best run of the search to its final runs."""
+    row = table.loc[BASELINE]
+    tokens = [runs.loc[runs["scheme"] == BASELINE, "tokens"].max() for runs in (finals, search)]
+    if not all(tokens) or any(map(pd.isna, tokens)) or tokens[0] <= tokens[1]:
+        return math.nan
+    return float((row["search_loss"] - row["loss"]) / math.log(tokens[0] / tokens[1]))
+
+
+def claims(published: pd.DataFrame) -> dict[str, str]:
+    """The words and numbers of papers on each scheme, with source.
+
+    Losses are differences from Pre-LN in the paper's largest model; where a table has no Pre-LN, from its first method.
+    A perplexity's logarithm is a loss.
+    """
+    found: dict[str, list[str]] = {}
+    rows = published[published["metric"].isin(["eval_loss", "perplexity"])].reset_index(drop=True)
+    loss = rows["value"].where(rows["metric"] == "eval_loss", np.log(rows["value"]))
+    for (paper, where), own in rows.assign(loss=loss).groupby(["paper", "where"], sort=False):
+        own = own[own["model"] == own["model"].iloc[-1]]
+        own = own[own["metric"] == own["metric"].iloc[0]].drop_duplicates("method")
+        is_base = own["scheme"].eq(BASELINE)
+        base = own[is_base].iloc[0] if is_base.any() else own.iloc[0]
+        for row in own[own["method"] != base["method"]].dropna(subset="scheme").itertuples():
+            gap = f"{row.loss - base['loss'] + 0.0:+.3f}".replace("-", "−")
+            found.setdefault(str(row.scheme), []).append(f"{gap} from {base['method']} ({paper} {where}, {row.model})")
+    for row in published[published["metric"] == WORDS].dropna(subset="scheme").itertuples():
+        found.setdefault(str(row.scheme), []).append(f"{row.note} ({row.paper}, {row.arxiv})")
+    return {scheme: "; ".join(words) for scheme, words in found.items()}
+
+
+def printed(table: pd.DataFrame) -> str:
+    """The table's main columns, and a line with the schemes that were not run."""
+    run = table[table["says"] != NOT_RUN]
+    shown = pd.DataFrame(
+        {
+            "scheme": run["title"],
+            "loss": [_interval(row.loss, row.loss_low, row.loss_high) for row in run.itertuples()],
+            "minus Pre-LN": [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()],
+            "seen": run["seen_loss"].map(_number),
+            "rate": run["rate"].map("{:g}".format),
+            "valley": [_valley(row) for row in run.itertuples()],
+            "growth": run["growth"].map(_number),
+            "uniform": [_count(row.uniform, row.attentions) for row in run.itertuples()],
+            "deep cost": run.get("deep_cost", pd.Series(math.nan, run.index)).map(_number),
+            "step": run["step_cost"].map(_number),
+            "equal compute": run["equal_compute"].map(lambda gain: _number(gain, "+")),
+            "": run["says"],
+        }
+    )
+    missing = table.loc[table["says"] == NOT_RUN, "title"]
+    lines = [shown.to_string(index=False)]
+    return "\n".join([*lines, f"not run: {', '.join(missing)}"] if len(missing) else lines)
+
+
+def _number(value: float, sign: str = "") -> str:
+    return "" if pd.isna(value) else f"{value:{sign}.2f}"
+
+
+def _interval(estimate: float, low: float, high: float, sign: str = "") -> str:
+    ends = "" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]"
+    return _number(estimate, sign) + ends
+
+
+def _valley(row: Any) -> str:
+    return "" if pd.isna(row.valley) else f"{'>= ' * bool(row.valley_open)}x {row.valley:g}"
+
+
+def _count(count: float, of: float) -> str:
+    return "" if pd.isna(of) else f"{count:g} of {of:g}"

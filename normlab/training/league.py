@@ -1,0 +1,159 @@
+"""The league's budget for one more scheme: a row of the registry, or anyone's own norm.
+
+scheme_of   a scheme by its name, or one made from a class in a file
+enter       searches its learning rate and trains its final runs, as the preset `league` does for every scheme
+tiny        the same preset in a minute, to see that a scheme trains at all
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from normlab.errors import NormlabError, in_one_line
+from normlab.norms import Norm
+from normlab.runs import read_run
+from normlab.schemes import SCHEMES, Scheme, get_scheme
+from normlab.training.config import TrainConfig
+from normlab.training.grids import LeagueSearch, Preset
+from normlab.training.presets import get_preset
+from normlab.training.sweep import SweepResult, sweep
+from normlab.training.workers import Cluster, Outcome, share_cores, start_worker
+
+
+def scheme_of(what: str) -> Scheme:
+    """The scheme of that name, or of `FILE.py:NAME`, which is put into the registry.
+
+    NAME is a subclass of `normlab.norms.Norm` that is built from the width alone, or a `Scheme`. A class makes a Pre-LN
+    scheme with this norm at every place. The scheme's name ends in a hash of the file: an edited file is another
+    scheme, with other runs.
+
+    Raises:
+        NormlabError: an unknown scheme, or a file or a name that is not there. A file that does not run. A norm that
+            does not keep a row's shape, or whose output is not finite.
+    """
+    path, is_file, name = what.rpartition(".py:")
+    if not is_file:
+        return get_scheme(what)
+    file = Path(f"{path}.py")
+    if not file.is_file():
+        raise NormlabError(f"{file} is no file: --add takes a scheme's name, or FILE.py:NAME")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:6]
+    found = _executed(file, f"normlab_league_{digest}").get(name)
+    if isinstance(found, Scheme):
+        row = replace(found, name=f"{found.name}_{digest}")
+    elif isinstance(found, type) and issubclass(found, Norm):
+        _try(found, what)
+        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+        kind: Callable[..., Norm] = found
+        row = Scheme(
+            f"{snake}_{digest}",
+            name,
+            f"x + f({name}(x))",
+            file.name,
+            lambda site: kind(site.width),
+            "norm",
+            unpredicted="it is from a file",
+        )
+    else:
+        raise NormlabError(f"{file} has no norm {name!r}: name a subclass of normlab.norms.Norm, or a Scheme")
+    return SCHEMES.setdefault(row.name, row)
+
+
+def _executed(file: Path, module: str) -> dict[str, Any]:
+    """The names of a file that the user asked to run."""
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(loaded)
+    except Exception as error:
+        raise NormlabError(f"{file} does not run: {type(error).__name__}: {in_one_line(error)}") from error
+    return vars(loaded)
+
+
+def _try(norm: type[Norm], what: str) -> None:
+    x = torch.linspace(-2, 2, 2 * 3 * 32).reshape(2, 3, 32)
+    try:
+        y = norm(32)(x)
+    except Exception as error:
+        raise NormlabError(f"{what} fails on a (2, 3, 32) tensor: {in_one_line(error)}") from error
+    if y.shape != x.shape or not y.isfinite().all():
+        raise NormlabError(f"{what} makes {tuple(y.shape)} of (2, 3, 32), or numbers that are not finite")
+
+
+def enter(
+    what: str,
+    out: str | Path,
+    preset: Preset | None = None,
+    *,
+    workers: int | None = None,
+    threads: int | None = None,
+    cache_dir: str | Path | None = None,
+    progress: bool = True,
+) -> SweepResult:
+    """Train one scheme under the league's budget, below directory `out`. Finished runs are skipped.
+
+    Args:
+        what: as for `scheme_of`.
+        preset: by default `league`.
+        workers, threads: as for `sweep`.
+    """
+    scheme = scheme_of(what)
+    count, each = share_cores(workers, threads)
+    assert isinstance(count, int)
+    mine = (get_preset("league") if preset is None else preset).only([scheme.name], None)
+    entrants = _Entrants(what=what, count=count)
+    return sweep(mine, out, workers=entrants, threads=each, cache_dir=cache_dir, progress=progress)
+
+
+def tiny(preset: Preset) -> Preset:
+    """The preset at 2 blocks and 40 steps of a small text. Its numbers mean nothing."""
+    assert isinstance(preset.rate, LeagueSearch)
+    small = {"corpus": "stdlib", "characters": 1_500_000, "vocab_size": 320, "width": 32, "block_length": 32}
+    small |= {"steps": 40, "eval_every": 20, "probe_every": 20, "log_every": 20, "checkpoint_every": 0}
+    small |= {"eval_blocks": 16, "probe_blocks": 4, "experiment_blocks": 4, "compile": False}
+    (part,) = preset.parts
+    choosing = dict(preset.rate.fields) | {"steps": 20, "eval_every": 20, "probe_every": 20}
+    return replace(
+        preset,
+        parts=(replace(part, depths={2: 3}, kept=()),),
+        rate=replace(preset.rate, depths=(2,), fields=choosing),
+        fields={**preset.fields, **small},
+    )
+
+
+@dataclass(frozen=True)
+class _Entrants(Cluster):
+    """Processes of this machine that know the scheme, which the registry that they import may lack.
+
+    what: as for `scheme_of`. count: processes at once.
+    """
+
+    what: str = ""
+    count: int = 1
+
+    def check(self) -> None:
+        pass
+
+    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.count, mp_context=spawn, initializer=_start, initargs=(self.what,)) as pool:
+            waiting = {pool.submit(train_one, config, *arguments): config for config in configs}
+            for future in as_completed(waiting):
+                error = future.exception()
+                yield waiting[future], error if isinstance(error, Exception) else read_run(future.result())
+
+
+def _start(what: str) -> None:
+    start_worker()
+    scheme_of(what)

@@ -1,0 +1,130 @@
+"""The league's table, on runs made so that each answer is known; and what is said where runs are missing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from figures_helpers import activation, one_run
+from training_helpers import write_run
+
+from normlab import SCHEMES, NormlabError, cli
+from normlab.analysis import league
+from normlab.analysis.published import load_published
+from normlab.training.config import TrainConfig
+
+PRE, LNS, MINE = "pre_rmsnorm", "lns", "my_norm_3e4269"
+LOSS = {PRE: 3.5, LNS: 3.4, MINE: 3.8}
+SPEED = {PRE: 100.0, LNS: 80.0, MINE: 100.0}
+
+
+def with_loss(table: pd.DataFrame, loss: float) -> pd.DataFrame:
+    is_last = table["metric"].eq("loss") & table["step"].eq(table["step"].max())
+    return table.assign(value=table["value"].mask(is_last, loss))
+
+
+def final(scheme: str, seed: int) -> pd.DataFrame:
+    """A final run of 20 steps: Seed 2 has a uniform attention in block 3; MINE has them in blocks 3 and 4."""
+    table = with_loss(one_run(scheme, seed=seed), LOSS[scheme] + 0.001 * seed)
+    about = table.iloc[0].to_dict() | {"step": 20, "tokens": 2000, "mask": "all", "site": "model", "layer": pd.NA}
+    rows = [about | {"split": "train", "metric": "tokens_per_s", "value": SPEED[scheme]}]
+    rows += [about | {"split": "probe", "metric": "seen_loss", "value": LOSS[scheme] - 0.2}]
+    for layer in range(1, 5):  # block 1 does not count
+        is_uniform = layer == 1 or (seed == 2 and layer == 3) or (scheme == MINE and layer > 2)
+        rows.append(about | {"split": "probe", "metric": "uniform_attention", "layer": layer, "value": is_uniform})
+    return pd.concat([table, pd.DataFrame(rows).astype({"layer": "Int64", "value": float})], ignore_index=True)
+
+
+def searched(scheme: str, losses: dict[float, float]) -> pd.DataFrame:
+    """Runs of the search: 10 steps, half of a final run's."""
+    runs = [with_loss(one_run(scheme, seed=1000, lr=lr, steps=(0, 10)), loss) for lr, loss in losses.items()]
+    return pd.concat(runs, ignore_index=True)
+
+
+@pytest.fixture(scope="module")
+def table() -> pd.DataFrame:
+    finals = pd.concat([final(scheme, seed) for scheme in LOSS for seed in range(3)], ignore_index=True)
+    tried = {PRE: {0.002: 3.9, 0.004: 3.89, 0.008: 4.2}, LNS: {0.002: 3.8, 0.008: 3.7}, "dyt": {0.002: 4.4, 0.008: 4.9}}
+    search = pd.concat([searched(scheme, losses) for scheme, losses in tried.items()], ignore_index=True)
+    costs = [(run, scheme, 4, layer, 0.1 * layer) for run, scheme, layer in _blocks(finals)]
+    experiments = pd.DataFrame(costs, columns=["run", "scheme", "depth", "layer", "value"])
+    experiments = experiments.assign(seed=0, metric="skip_delta_loss", part="block")
+    return league.standings(league.League(finals, search, experiments), load_published()).set_index("scheme")
+
+
+def _blocks(finals: pd.DataFrame) -> list[tuple[str, str, int]]:
+    names = finals[["run", "scheme"]].drop_duplicates().itertuples(index=False)
+    return [(run, scheme, layer) for run, scheme in names for layer in range(1, 5)]
+
+
+def test_every_scheme_has_a_row_and_what_was_not_run_says_so(table: pd.DataFrame):
+    assert set(table.index) == {*SCHEMES, MINE} and list(table.index[:4]) == [LNS, PRE, MINE, "dyt"]
+    says = dict(zip(table.index, table["says"], strict=True))
+    assert (says[LNS], says[PRE], says["dyt"]) == ("not told from the best", "below the best", "below at 2M tokens")
+    assert says["mhc"] == "not run" and (table["says"] == "not run").sum() == len(SCHEMES) - 3
+    assert table.loc[MINE, "title"] == MINE and math.isnan(table.loc[MINE, "parameters"])
+
+
+def test_losses_and_their_intervals(table: pd.DataFrame):
+    row = table.loc[LNS]
+    assert (row["loss"], row["seen_loss"]) == pytest.approx((3.401, 3.2))
+    half = 4.302653 * 0.001 / math.sqrt(3)
+    assert (row["loss_low"], row["loss_high"]) == pytest.approx((3.401 - half, 3.401 + half), abs=1e-6)
+    assert (row["minus"], row["verdict"]) == (pytest.approx(-0.1), "different") and math.isnan(table.loc[PRE, "minus"])
+
+
+def test_the_valley_of_rates(table: pd.DataFrame):
+    assert table.loc[PRE, ["rate", "valley", "inside", "valley_open"]].tolist() == [0.004, 2.0, True, True]
+    assert table.loc[LNS, ["rate", "valley", "inside", "valley_open"]].tolist() == [0.008, 1.0, False, True]
+
+
+def test_what_depth_does(table: pd.DataFrame):
+    expected = activation(LNS, 4, 20) / activation(LNS, 1, 20)
+    assert table.loc[LNS, ["growth", "uniform", "attentions", "deep_cost"]].tolist() == pytest.approx(
+        [expected, 1, 9, 0.3 + 0.4]
+    )
+    assert table.loc[MINE, "uniform"] == 6
+
+
+def test_the_gain_at_equal_compute_takes_off_what_pre_ln_gains_in_that_time(table: pd.DataFrame):
+    assert table.loc[LNS, "step_cost"] == pytest.approx(1.25)
+    fall = (3.89 - 3.501) / math.log(2)
+    assert table.loc[LNS, "equal_compute"] == pytest.approx(0.1 - fall * math.log(1.25))
+    assert table.loc[MINE, "equal_compute"] == pytest.approx(-0.3)
+
+
+def test_claims_have_their_source(table: pd.DataFrame):
+    claim = table.loc[LNS, "claim"]
+    assert "−0.029 from RMSNorm (BHyT Table 1, Llama-1B)" in claim
+    assert f"−{math.log(17.02 / 15.71):.3f} from Pre-LN (Curse of Depth Table 1, Llama-1B)" in claim
+    assert "polynomial" in claim and table.loc["seednorm", "claim"] == ""
+    assert table.loc["derf", "claim"] == "+0.000 from LN (Derf reported losses, GPT-2)"
+    assert table.loc["post_rmsnorm", "predicted"] == "MLS-Bench: higher than Pre-LN"
+
+
+def test_the_printed_table_names_what_was_not_run(table: pd.DataFrame):
+    *rows, last = league.printed(table.reset_index()).splitlines()
+    assert len(rows) == 5 and last.startswith("not run: ") and "mHC" in last
+    assert "1 of 9" in rows[1] and "3.40 [3.40, 3.40]" in rows[1] and ">= x 1" in rows[1]
+
+
+def test_runs_of_two_texts_make_no_league(tmp_path: Path):
+    text = {"unigram_entropy": 6.5}
+    for scheme, trigram in ((PRE, 4.0), (LNS, 4.1)):
+        write_run(TrainConfig(scheme=scheme, depth=2, dtype="float32"), tmp_path, corpus=text, trigram_loss=trigram)
+    with pytest.raises(NormlabError, match="runs of the league differ in trigram_loss"):
+        league.load([tmp_path])
+
+
+def test_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["league", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_runs_without_experiments_have_no_skip_costs(tmp_path: Path):
+    write_run(TrainConfig(scheme=PRE, depth=2, dtype="float32"), tmp_path, corpus={"unigram_entropy": 6.5})
+    found = league.standings(league.load([tmp_path]), load_published())
+    assert "deep_cost" not in found and found.loc[0, "scheme"] == PRE
+    assert "not run: " in league.printed(found)

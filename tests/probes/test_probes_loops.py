@@ -1,0 +1,60 @@
+"""Every recipe of docs/loops.md measures what the plain loop in one process does, in every cell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import loop_recipes
+import pandas
+import pytest
+from loop_recipes import PLAIN, RECIPES
+from probe_runs import run_with_descendants
+
+
+def values(table: pandas.DataFrame) -> dict:
+    layers = table[table["metric"] != "update_ratio"].astype({"layer": "Int64"})
+    return layers.set_index(loop_recipes.KEYS)["value"].to_dict()
+
+
+def same(table: pandas.DataFrame, expected: dict) -> None:
+    measured = values(table)
+    assert measured.keys() == expected.keys()
+    for key, value in expected.items():
+        assert measured[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict:
+    found = values(loop_recipes.run(PLAIN))
+    assert {step for step, *_ in found} == {0, 5} and {"grad_l2_mean", "rms"} <= {key[3] for key in found}
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in (PLAIN, "Tensor parallelism")])
+def test_a_recipe_of_the_page_measures_what_the_plain_loop_does(name, one_process, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    same(loop_recipes.run(name), one_process)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_counts_each_block_once(one_process, reentrant):
+    def checkpointed(names: dict) -> None:
+        names["model"].gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            names["model"].enable_input_require_grads()
+
+    same(loop_recipes.run(PLAIN, checkpointed), one_process)
+
+
+def test_two_ranks_under_ddp_fsdp2_and_tensor_parallelism_equal_one_process(one_process, tmp_path):
+    script = Path(__file__).parents[1] / "helpers" / "observe_ranks.py"
+    code, errors = run_with_descendants([sys.executable, str(script), str(tmp_path)], timeout=240)
+    assert code == 0, errors[-2000:]
+    for name in ("ddp", "fsdp", "tp"):
+        same(pandas.read_csv(tmp_path / f"{name}.csv"), one_process)
+
+
+def test_a_recipe_has_at_most_ten_lines():
+    for name, code in RECIPES.items():
+        assert sum(bool(line) for line in code.splitlines()) <= 10, name

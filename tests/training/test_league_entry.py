@@ -1,0 +1,141 @@
+"""A scheme of anyone's under the league's budget: what a file may hold, and that it is trained as the others are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_helpers import TINY
+
+from normlab import SCHEMES, NormlabError, cli, runs, store
+from normlab.training import league
+from normlab.training.grids import LeagueSearch, Part, Preset
+from normlab.training.presets import get_preset
+
+pytest_plugins = ["training_fixtures"]
+
+MY_NORM = '''import torch
+
+from normlab.norms import Norm
+
+
+class MeanAbsNorm(Norm):
+    """y = gamma * x / (mean|x| + eps)."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size)
+        self.eps = eps
+        self.add_parameter("weight", hidden_size, 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.float().abs().mean(-1, keepdim=True)
+        return self.weight * (x / (size + self.eps)).to(x.dtype)
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    """A norm of one's own, in 17 lines. What it adds to the registry goes again."""
+    path, known = tmp_path / "my_norm.py", dict(SCHEMES)
+    path.write_text(MY_NORM)
+    yield path
+    SCHEMES.clear()
+    SCHEMES.update(known)
+
+
+class Here:
+    """In place of a pool of processes: this process, at once."""
+
+    def __init__(self, count: int, mp_context: Any, initializer: Any, initargs: tuple) -> None:
+        league.scheme_of(*initargs)  # what `initializer` does, but for signals
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, task: Any, *arguments: Any) -> Future:
+        future: Future = Future()
+        future.set_result(task(*arguments))
+        return future
+
+
+def test_a_class_in_a_file_is_a_scheme_with_this_norm_everywhere(file: Path):
+    row = league.scheme_of(f"{file}:MeanAbsNorm")
+    assert row.name.startswith("mean_abs_norm_") and row.title == "MeanAbsNorm" and SCHEMES[row.name] is row
+    assert league.scheme_of(f"{file}:MeanAbsNorm") is row
+    file.write_text(MY_NORM + "\n# edited\n")
+    assert league.scheme_of(f"{file}:MeanAbsNorm").name != row.name
+    assert league.scheme_of("lns") is SCHEMES["lns"]
+
+
+def test_a_scheme_in_a_file_may_say_more_than_a_norm(file: Path):
+    row = "\nfrom normlab.schemes import Scheme\nfrom normlab.schemes.scheme import PERI\n"
+    row += 'ROW = Scheme("mine", "Mine", "f", "me", lambda site: MeanAbsNorm(site.width), "norm", layout=PERI)\n'
+    file.write_text(MY_NORM + row)
+    found = league.scheme_of(f"{file}:ROW")
+    assert found.name.startswith("mine_") and found.layout.attn_out is not None
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (MY_NORM, "Other", "has no norm 'Other'"),
+        ("import nothing_of_that_name", "N", "does not run: ModuleNotFoundError"),
+        (MY_NORM.replace("keepdim=True", "keepdim=False"), "MeanAbsNorm", "fails on a"),
+        (MY_NORM.replace("self.weight *", "float('nan') *"), "MeanAbsNorm", "not finite"),
+        (MY_NORM.replace("(Norm)", "(torch.nn.Module)"), "MeanAbsNorm", "has no norm"),
+    ],
+)
+def test_a_file_that_cannot_be_trained_is_one_line(file: Path, source: str, name: str, message: str):
+    file.write_text(source)
+    with pytest.raises(NormlabError, match=message):
+        league.scheme_of(f"{file}:{name}")
+    with pytest.raises(NormlabError, match="is no file"):
+        league.scheme_of("absent.py:Norm")
+
+
+def test_it_is_searched_and_trained_as_the_others_are(
+    file: Path,
+    text: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    fields = {name: value for name, value in TINY.items() if name != "depth"} | {"corpus": str(text), "steps": 4}
+    preset = Preset(
+        "league", (Part({2: 2}, ("pre_rmsnorm",), best=1),), LeagueSearch((0.002, 0.008), (2,), {"seed": 9}), fields
+    )
+    monkeypatch.setattr(league, "ProcessPoolExecutor", Here)
+    result = league.enter(f"{file}:MeanAbsNorm", tmp_path / "out", preset, cache_dir=cache, progress=False)
+    (name,) = {run.manifest["config"]["scheme"] for run in result.runs}
+    assert name == league.scheme_of(f"{file}:MeanAbsNorm").name and not result.failures
+    assert len(result.runs) == 2 and len(runs.find_runs(tmp_path / "out" / store.SEARCH)) == 3
+    capsys.readouterr()
+    assert cli.main(["league", str(tmp_path / "out")]) == 0
+    assert "MeanAbsNorm" in capsys.readouterr().out
+
+
+def test_the_small_size_differs_in_size_alone():
+    preset = get_preset("league")
+    small = league.tiny(preset)
+    assert small.parts[0].depths == {2: 3} and small.fields["steps"] == 40
+    assert small.fields.keys() >= preset.fields.keys() and small.rate.rates == preset.rate.rates  # type: ignore[union-attr]
+    for name in ("gain_lr_ratio", "clip", "held_out", "store_all"):
+        assert small.fields[name] == preset.fields[name]
+
+
+@pytest.mark.slow
+def test_the_command_trains_a_file_in_processes_and_puts_it_beside_pre_ln(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command = ["league", "--add", f"{file}:MeanAbsNorm", "--add", "pre_rmsnorm", "--tiny"]
+    table = tmp_path / "league.csv"
+    assert cli.main([*command, "--out", str(tmp_path / "out"), "--csv", str(table), "--quiet"]) == 0
+    printed = capsys.readouterr().out
+    assert "MeanAbsNorm" in printed.splitlines()[1] + printed.splitlines()[2] and table.is_file()
