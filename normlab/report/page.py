@@ -26,7 +26,7 @@ from normlab.figures.report import (
     recorded_map,
     skip_costs,
 )
-from normlab.probes.metrics import METRICS, metric_row
+from normlab.probes.metrics import metric_row
 from normlab.report.measure import Measured
 
 PLOTLY_FILE = "plotly.min.js"
@@ -62,16 +62,12 @@ def _embedded(figure: go.Figure) -> str:
 
 
 def model_parts(measured: Sequence[Measured], about: str) -> list[str | go.Figure]:
-    """The page of one model on one text."""
+    """The page of one model on one text; each figure says the definition of its metric."""
     parts: list[str | go.Figure] = [f"<p>{html.escape(about)}</p>"]
-    metrics: dict[str, None] = {}
     for one in measured:
-        if one.name:
-            parts.append(f"<h2>{html.escape(one.name)}</h2>")
+        parts += [f"<h2>{html.escape(one.name)}</h2>"] if one.name else []
         parts += _stack_parts(one)
-        metrics |= dict.fromkeys(one.stats.metrics)
-    definitions = "".join(f"<li><b>{name}</b>: {html.escape(METRICS[name].definition)}</li>" for name in metrics)
-    return [*parts, f"<h2>Definitions</h2><ul>{definitions}</ul>"]
+    return parts
 
 
 def _stack_parts(one: Measured) -> list[str | go.Figure]:
