@@ -89,7 +89,9 @@ def load(
             loaded, info = auto.from_pretrained(
                 source, dtype=wanted, trust_remote_code=False, output_loading_info=True, **options, **spread
             )
-        require_fit(source, info["missing_keys"], filter(_of_a_block, info["unexpected_keys"]))
+        # BERT's files hold a pooler and a second head that a masked language model lacks: only blocks must fit.
+        strange = [name for name in info["unexpected_keys"] if any(part.isdigit() for part in name.split("."))]
+        require_fit(source, info["missing_keys"], strange)
         if reader is None:
             what = "image processor" if task == "image" else "tokenizer"
             kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
@@ -118,14 +120,6 @@ def _source(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
         there = sorted(item.name for item in Path(model).iterdir() if item.is_dir())[:8]
         raise NormlabError(f"{model} holds no folder {revision!r}: it has {', '.join(there) or 'none'}")
     return model, {"revision": revision}
-
-
-def _of_a_block(name: str) -> bool:
-    """True if a weight belongs to a numbered block.
-
-    Other weights may be left out: BERT's files hold a pooler and a second head that a masked language model lacks.
-    """
-    return any(part.isdigit() for part in name.split("."))
 
 
 def float_type(name: str) -> torch.dtype:

@@ -45,7 +45,8 @@ def write_plotly(folder: Path) -> None:
 def write_page(folder: Path, title: str, parts: Sequence[str | go.Figure]) -> Path:
     """Write `report.html` with its plotly.js. `parts`: HTML, or figures."""
     write_plotly(folder)
-    texts = [part if isinstance(part, str) else _embedded(part) for part in parts]
+    options: dict[str, Any] = dict(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+    texts = [part if isinstance(part, str) else part.to_html(**options) for part in parts]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
         f'<style>{STYLE}</style><script src="{PLOTLY_FILE}"></script>'
@@ -54,11 +55,6 @@ def write_page(folder: Path, title: str, parts: Sequence[str | go.Figure]) -> Pa
     path = folder / "report.html"
     path.write_text(f'<!doctype html><html lang="en">{head}{body}</html>', encoding="utf-8")
     return path
-
-
-def _embedded(figure: go.Figure) -> str:
-    text: str = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
-    return text
 
 
 def model_parts(measured: Sequence[Measured], about: str) -> list[str | go.Figure]:
