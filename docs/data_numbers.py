@@ -13,7 +13,7 @@ from normlab.store import FINALS, SEARCH
 
 
 def texts() -> dict[str, str]:
-    parts = (pilot, precision, hours, removal, deepest, gains, packages, bench)
+    parts = (pilot, precision, hours, removal, deepest, packages, bench)
     return {name: text for part in parts for name, text in part().items()}
 
 
@@ -97,10 +97,6 @@ def deepest() -> dict[str, str]:
             for depth in (16, 256, 1000)
         ),
     }
-
-
-def gains() -> dict[str, str]:
-    return {"gains_runs": f"{len(manifests('gains'))}"}
 
 
 def packages() -> dict[str, str]:

@@ -28,8 +28,10 @@ from .models.pretrained import load_model as load_model
 # measurements on the layers of any model, and experiments on them
 from .probes import LayerStats as LayerStats
 from .probes import angular_distance as angular_distance
+from .probes import attention_sinks as attention_sinks
 from .probes import jacobian_identity as jacobian_identity
 from .probes import logit_lens_kl as logit_lens_kl
+from .probes import massive_activations as massive_activations
 from .probes import record as record
 from .probes import sites as sites
 from .probes import skip_future_effect as skip_future_effect

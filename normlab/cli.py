@@ -19,7 +19,16 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
-from normlab.errors import STOPPED, NormlabError, ends_at_once, fail, is_first_rank, show_warning, without_bars
+from normlab.errors import (
+    STOPPED,
+    NormlabError,
+    ends_at_once,
+    fail,
+    first_line,
+    is_first_rank,
+    show_warning,
+    without_bars,
+)
 
 
 class Command(NamedTuple):
@@ -61,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno is None:  # not the operating system's
             raise
         return fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except (MemoryError, RuntimeError) as error:  # PyTorch's are RuntimeErrors
+        if not isinstance(error, MemoryError) and "tried to allocate" not in str(error).lower():
+            raise
+        return fail(f"out of memory: {first_line(error)}; make the model or the batch smaller, or split it (--fsdp)")
     except KeyboardInterrupt:
         return fail(STOPPED, 130)
 
@@ -147,7 +160,7 @@ def _names(path: str) -> str:
 @functools.cache
 def _fields_of(path: str) -> Any:
     """Flags for the fields of a configuration: a `TypedDict`, which holds those that are given."""
-    from normlab.training.fields import flag_of
+    from normlab.training.config import flag_of
 
     cls = _known(path)
     types, flags = get_type_hints(cls), {}
@@ -192,9 +205,8 @@ def _train(
     """
     from normlab.runs import COUNT_LOSSES
     from normlab.store import child
-    from normlab.training.config import TrainConfig
+    from normlab.training.config import TrainConfig, flag_of
     from normlab.training.distributed import start_ranks
-    from normlab.training.fields import flag_of
     from normlab.training.live import train_followed
     from normlab.training.run import train, train_from_manifest
 

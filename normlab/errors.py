@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,10 +90,18 @@ def ends_at_once() -> Iterator[None]:
         yield
 
 
-def require_fit(source: object, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise NormlabError if weights and configuration do not fit: transformers fills in random weights."""
-    problems = {"the weights lack": sorted(missing), "the configuration has no place for": sorted(unexpected)}
-    for problem, names in problems.items():
+def require_fit(source: object, info: dict[str, Any], counts: Callable[[str], bool] = bool) -> None:
+    """Raise NormlabError if weights and configuration do not fit: transformers fills in random weights.
+
+    info: of `from_pretrained`, with `ignore_mismatched_sizes`. counts: False for a weight that may be left out.
+    """
+    problems = {
+        "the weights lack": info["missing_keys"],
+        "the configuration has no place for": filter(counts, info["unexpected_keys"]),
+        "the configuration gives another shape to": [name for name, *_ in info["mismatched_keys"]],
+    }
+    for problem, found in problems.items():
+        names = sorted(found)
         if names:
             more = f" and {len(names) - 1} more" if names[1:] else ""
             raise NormlabError(f"{source}: {problem} {names[0]}{more}; give weights and config.json of one model")
@@ -137,6 +145,26 @@ def without_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def hub_or_cache(name: object) -> Iterator[None]:
+    """Ask the Hub once, within a deadline, before something is loaded from it. If it does not answer, take its cache.
+
+    Its libraries ask on and on, with a line each time. name: nothing is asked if it is a file or a folder.
+    """
+    from huggingface_hub import constants, get_session
+
+    before = constants.HF_HUB_OFFLINE
+    if not before and not os.path.exists(str(name)):
+        try:
+            get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
+        except Exception:  # of its HTTP client, which is another one in each version
+            constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager

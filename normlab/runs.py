@@ -154,7 +154,9 @@ class Run:
         """
         import pandas as pd
 
-        stats = packed.table(self.path, "stats") if packed.holds(self.path) else self._read(STATS)
+        stats = self._read(STATS)
+        if stats is None:
+            raise _unreadable(self.path, STATS, "it is missing")
         if list(stats.columns) != STATS_COLUMNS:
             raise NormlabError(
                 f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
@@ -174,14 +176,17 @@ class Run:
 
     def experiments(self) -> pd.DataFrame | None:
         """This run's rows of `load_experiments`; None if there were no experiments."""
-        if packed.holds(self.path):
-            table = packed.table(self.path, "experiments")
-            return None if table is None else self._with_keys(table)
-        return self._with_keys(self._read(EXPERIMENTS)) if (self.path / EXPERIMENTS).is_file() else None
+        table = self._read(EXPERIMENTS)
+        return None if table is None else self._with_keys(table)
 
-    def _read(self, file: str) -> pd.DataFrame:
+    def _read(self, file: str) -> pd.DataFrame | None:
+        """A table of the run; None if it has none of that name."""
         import pandas as pd
 
+        if packed.holds(self.path):
+            return packed.table(self.path, file.removesuffix(".parquet"))
+        if not (self.path / file).is_file():
+            return None
         try:
             return pd.read_parquet(self.path / file)
         except Exception as error:  # pyarrow raises several kinds, OSError among them

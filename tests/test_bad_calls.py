@@ -13,8 +13,7 @@ import torch
 import normlab
 from normlab import NormlabError
 from normlab.experimental.norm_removal import RemovalConfig
-from normlab.training.config import TrainConfig
-from normlab.training.text.corpus import CorpusSpec
+from normlab.training.config import CorpusSpec, TrainConfig
 
 IDS = torch.zeros(1, 8, dtype=torch.long)
 FIELDS: list[tuple[Any, str, Any, str]] = [
@@ -64,6 +63,11 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no released configuration": (lambda _: normlab.NormlabConfig.from_released(None), "released is None"),
     "released configuration in a list": (lambda _: normlab.NormlabConfig.from_released([1]), r"released is \[1\]"),
     "sweep of numbers": (lambda out: normlab.sweep([1, 2], out / "runs"), "1 cannot be trained"),
+    "swap of nothing": (lambda _: normlab.swap_norms(None, "bhyt"), "NoneType has no Llama-shaped blocks"),
+    "sweep of nothing": (lambda out: normlab.sweep([], out / "runs"), "there is nothing to train"),
+    "training of a dictionary": (lambda out: normlab.train({}, out / "runs"), "{} is no TrainConfig"),
+    "activation that is not there": (lambda _: normlab.NormlabConfig(hidden_act="nope"), "hidden_act is 'nope'"),
+    "dropout of all": (lambda _: normlab.NormlabConfig(attention_dropout=1.0), "attention_dropout is 1.0"),
     "no configurations": (normlab.load_configs, "no runs in"),
 }
 

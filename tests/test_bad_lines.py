@@ -14,6 +14,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from training_helpers import tiny, write_run, write_text
 
@@ -52,6 +53,8 @@ BAD: dict[str, tuple[list[Any], str]] = {
         ["train", "--threads", 100_000_000],
         "threads is 100000000; it must be at most 1024",
     ),
+    "depth beyond all machines": (["train", "--depth", 10**30], "it must be at most 10000"),
+    "vocabulary beyond all machines": (["train", "--vocab-size", 10**9], "it must be at most 1048576"),
     "threads of a sweep": ([*SWEEP, "--threads", 100_000_000], "at most 1024"),
     "threads of a benchmark": (["bench", "--threads", 100_000_000], "at most 1024"),
     "no ranks": (["train", "--ranks", 0], "ranks is 0"),
@@ -163,6 +166,14 @@ def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch: pytest.Mon
     assert shown == [False, before] and logging.is_progress_bar_enabled() == before
 
 
+def test_too_large_a_model_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*, quiet: bool = False) -> None:
+        torch.empty(2**60)
+
+    monkeypatch.setattr(cli, "_export", too_large)
+    assert "out of memory: " in refused(capsys, "export")
+
+
 class Silent(MemoryFileSystem):
     """A store that never answers one of the questions."""
 
@@ -205,6 +216,24 @@ def test_an_address_of_text_that_does_not_answer_is_one_line(
         address = f"http://127.0.0.1:{server.getsockname()[1]}/text.txt"
         where = ["--out", tmp_path / "out", "--cache-dir", tmp_path / "cache", "--quiet"]
         assert address in refused(capsys, "train", "--corpus", address, *where)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["probe", "no/where", "--text", HERE], ["train", "--corpus", "no/where"], ["diff", "no/where", "b"]]
+)
+def test_a_hub_that_does_not_answer_is_one_line(
+    arguments: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(errors, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        where = ["--text", HERE] if "diff" in arguments else []
+        assert "no/where" in refused(capsys, *arguments, *where, "--quiet")
+    assert not constants.HF_HUB_OFFLINE
 
 
 def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:

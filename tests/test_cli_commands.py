@@ -14,7 +14,7 @@ import pytest
 from training_helpers import TINY, tiny, write_run, write_text
 
 import normlab
-from normlab import runs, store
+from normlab import runs
 from normlab.cli import main
 from normlab.training import sweep as sweep_module
 
@@ -45,24 +45,8 @@ def _train(text: Path, *more: Any) -> list[str]:
 # --- bad input ---
 
 
-@pytest.mark.parametrize("content, message", [(b"", "is empty"), (b"\0\1\2", "is binary"), (b"word", "too small")])
-def test_a_corpus_that_cannot_serve_is_one_line(
-    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bad.txt").write_bytes(content)
-    assert message in _refused(capsys, *_train(tmp_path / "bad.txt"))
-
-
 def test_a_model_field_out_of_range_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "kappa -1 must be positive" in _refused(capsys, *_train(text, "--model", "kappa=-1"))
-
-
-def test_an_output_folder_that_holds_something_else_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = text.parent / "out"
-    out.mkdir()
-    (out / "thesis.tex").touch()
-    assert "holds something else (thesis.tex)" in _refused(capsys, *_train(text))
-    assert "holds something else" in _refused(capsys, "sweep", "--preset", "tiny", "--out", out, "--quiet")
 
 
 def test_runs_that_cannot_be_read_are_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,23 +60,6 @@ def test_runs_that_cannot_be_read_are_one_line(text: Path, capsys: pytest.Captur
     stats = write_run(tiny(text), out) / runs.STATS
     stats.write_bytes(stats.read_bytes()[:50])
     assert "stats.parquet cannot be read" in _refused(capsys, "figures", out, "--out", root / "figures")
-
-
-def test_a_run_of_another_version_in_the_way_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_run(tiny(text, scheme="lns"), text.parent / "out", schema=0)
-    assert "schema version 0" in _refused(capsys, *_train(text, "--scheme", "lns"))
-    assert path.exists()
-
-
-def test_a_full_disk_is_one_line(
-    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(store, "write_stats", full)
-    assert "no space left" in _refused(capsys, *_train(text))
-    assert not list((text.parent / "out").glob("*/manifest.json"))
 
 
 def test_an_unreadable_place_is_one_line(
@@ -176,14 +143,6 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
     assert main(["figures", str(out), "--depth", "7", "--out", str(text.parent / "deep"), "--quiet"]) == 2
     assert "error: No run of depth 7 in the table, which has depth 2." in capsys.readouterr().err
     assert not (text.parent / "deep").exists()
-
-
-def test_help_names_every_command_and_what_a_run_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(command in text for command in ("train", "sweep", "probe", "figures", "bench"))
-    assert main(["train", "--help"]) == 0
-    assert "--min-lr-ratio" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

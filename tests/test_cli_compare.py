@@ -72,10 +72,3 @@ def test_what_cannot_be_compared_is_one_line(
     assert main(["compare", *arguments.split(), "--runs", str(folder)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("normlab: error: ") and err.count("\n") == 1 and words in err
-
-
-def test_a_folder_without_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["compare", "lns", "bhyt", "--runs", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere does not exist" in capsys.readouterr().err
-    assert main(["compare", "lns", "bhyt", "--runs", str(tmp_path)]) == 2
-    assert "no runs in" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from normlab.errors import NormlabError
 from normlab.probes import record
@@ -94,7 +95,9 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
         model(**batch)
     names = {module: name for name, module in model.named_modules()}
     branches = {names[module]: kind for (kind, _), (module, _) in recorder.branches.items()}
-    norms = {names[norm]: site.removesuffix("_norm_in") for norm, (site, _) in recorder.norm_sites.items()}
+    outer = set(where.outer_norms)
+    read = {norm: site for norm, (site, _) in recorder.norm_sites.items() if norm not in outer}
+    norms = {names[norm]: site.removesuffix("_norm_in") for norm, site in read.items()}
     for block in where.blocks:
         for norm in block.norms:  # of a branch's output, or one that the stream did not show
             name = names[norm]
@@ -141,8 +144,8 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
     mask = batch.get("attention_mask")
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
         output = model(**batch)
-        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-        result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, _head_name(model))
+        logits = output.logits if hasattr(output, "logits") else _first_of(output)
+        result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, head_name(model))
         if gradients and logits is not None:
             _summed_loss(logits, batch["input_ids"], mask).backward()
     result.tensors |= arrived.tensors
@@ -156,7 +159,7 @@ def _summed_loss(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
     labels = ids[:, 1:]
     if mask is not None:
         labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -164,13 +167,42 @@ def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None or bool(mask.all()):
         return x.reshape(-1, x.shape[-1])
     mask = mask.bool().to(x.device)
+    length = mask.shape[1]
     for shaped in (x, x.movedim(0, -2) if x.ndim == 4 else x):  # several streams come first
-        if shaped.shape[:2] == mask.shape:
-            return shaped[mask].reshape(-1, x.shape[-1])
+        extra = shaped.shape[1] - length if shaped.ndim > 2 and len(shaped) == len(mask) else -1
+        if extra >= 0:  # streams one after another, or positions of the model's own before the tokens
+            whole = (
+                mask.repeat(1, 1 + extra // length)
+                if extra % length == 0
+                else functional.pad(mask, (extra, 0), value=True)
+            )
+            return shaped[whole].reshape(-1, x.shape[-1])
     return x[mask.flatten()] if x.ndim == 2 and len(x) == mask.numel() else None
 
 
-def _head_name(model: nn.Module) -> str:
+def relative_difference(x: Tensor, y: Tensor, mask: Tensor | None) -> float:
+    """Root mean square over tokens of |x - y| / |x|.
+
+    Infinite where shapes differ, or only one is finite. Zero where the shape does not tell padding from tokens.
+    """
+    if x.shape != y.shape:
+        return float("inf")
+    a, b = counted(x.double(), mask), counted(y.double().to(x.device), mask)
+    return 0.0 if a is None or b is None else _relative(a, b)
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    finite = x.isfinite()
+    if not torch.equal(finite, y.isfinite()):
+        return float("inf")
+    x, y = x.where(finite, 0), y.where(finite, 0)
+    size = x.norm(dim=-1)
+    size = size.clamp_min(1e-6 * float(size.square().mean().sqrt()) + 1e-300)
+    return float(((x - y).norm(dim=-1) / size).square().mean().sqrt())
+
+
+def head_name(model: nn.Module) -> str:
+    """Name of the module that computes the logits; empty where it is not known."""
     head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return next((name for name, module in model.named_modules() if module is head), "")
 

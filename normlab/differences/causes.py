@@ -2,7 +2,8 @@
 
 `causes_of(evidence)` asks each rule in turn and returns sentences, the surest first.
 
-A trial changes model A as a known fault would, and holds where A then agrees with B at the site.
+A trial changes the block of model A as a known fault would, and runs it on what it read. It holds where A then agrees
+with B at the site.
 """
 
 from __future__ import annotations
@@ -12,17 +13,58 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from normlab.differences.capture import EMBEDDINGS, FINAL, LOGITS, Site, capture, counted
-from normlab.differences.compare import Evidence
+from normlab.differences.capture import (
+    EMBEDDINGS,
+    LOGITS,
+    Capture,
+    Roles,
+    Site,
+    capture,
+    counted,
+    head_name,
+    relative_difference,
+)
+from normlab.probes.layout import hidden_state, with_argument
 
 CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
 BETTER = 30.0  # by which a trial must bring the models together
+_QUERY = r"(^|[._])q(_proj|_lin)?$|query$"
 _QUERY_KEY = r"(^|[._])(q|k)(_proj|_lin)?$|query$|key$"
+
+
+@dataclass
+class Evidence:
+    """Material for the search: both models in float64, their captures, what they are called with, the first site."""
+
+    a: nn.Module
+    b: nn.Module | None
+    captured_a: Capture
+    tensors_b: dict[Site, Tensor]
+    modules_b: dict[Site, str]
+    inputs_a: dict[str, Any]
+    inputs_b: dict[str, Any]
+    roles_a: Roles
+    roles_b: Roles | None
+    site: Site
+    mask: Tensor | None
+
+    @property
+    def block(self) -> str | None:
+        """Name of the site's block in A; None before and after the blocks."""
+        blocks = self.roles_a.blocks
+        return blocks[self.site.layer - 1] if 1 <= self.site.layer <= len(blocks) else None
+
+    @property
+    def entering(self) -> Tensor | None:
+        """Tensor that the site's block reads in A."""
+        before = self.site.layer - 1
+        return self.captured_a.tensors.get(Site("block_out", before) if before else Site(EMBEDDINGS, 0))
 
 
 def causes_of(evidence: Evidence) -> list[str]:
@@ -37,25 +79,50 @@ def causes_of(evidence: Evidence) -> list[str]:
 
 
 def _weights(e: Evidence) -> list[str]:
-    """Compare the parameters of the part of each model that computes the site, name by name."""
+    """Compare the parameters of the part of each model that computes the site."""
     if e.b is None:
         return []
     a, b = _tensors_at(e, e.a, e.captured_a.modules), _tensors_at(e, e.b, e.modules_b)
-    causes = []
-    for name in dict.fromkeys((*a, *b)):
-        short = ".".join(name.split(".")[-2:])
-        if name not in b or name not in a:
-            if a.keys() & b.keys() or name.endswith("bias"):
-                kind = "bias" if "bias" in name else "parameter"
-                causes.append(f"missing {kind}: {short} is only in {'A' if name in a else 'B'}")
-        elif (said := _how(a[name], b[name], name, a, _head_width(e.a))) is not None:
-            causes.append(f"{short} {said}")
+    pairs = _pairs(a, b)
+    causes = [
+        f"{_short(name)} {said}"
+        for name, other in pairs.items()
+        if (said := _how(a[name], b[other], name, a, _head_width(e.a))) is not None
+    ]
+    only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
+    is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(
+        b
+    )  # not a port's head
+    if a and b and is_known and not (only_a and only_b):  # both: other forms of the same, as one matrix for three
+        for name in (n for n in (*only_a, *only_b) if "inv_freq" not in n):
+            kind = "bias" if "bias" in name else "parameter"
+            causes.append(f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}")
     return _tied(e) + _by_other_block(e, a, b) + causes if causes else []
+
+
+def _pairs(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, str]:
+    """A's names of parameters with B's: those of one name, then of equal values, then matrices of a shape in order."""
+    pairs = {name: name for name in a if name in b}
+
+    def pair(is_pair: Callable[[Tensor, Tensor], bool], *, as_many: bool = False) -> None:
+        for name, x in a.items():
+            free = [n for n, y in b.items() if n not in pairs.values() and is_pair(x, y)]
+            rivals = [n for n, y in a.items() if n not in pairs and is_pair(x, y)]
+            if name not in pairs and free and (len(free) == len(rivals) or not as_many):
+                pairs[name] = free[0]
+
+    pair(lambda x, y: x.shape == y.shape and torch.equal(x, y))
+    pair(lambda x, y: x.shape == y.shape and x.ndim > 1, as_many=True)
+    return pairs
+
+
+def _short(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 def _tied(e: Evidence) -> list[str]:
     """At the logits, B's head equal to B's token embeddings where A's are two matrices."""
-    if e.site.name != LOGITS or e.b is None:
+    if e.site.name != LOGITS or not all(hasattr(model, "get_output_embeddings") for model in (e.a, e.b)):
         return []
     equal = []
     for model in cast(Any, (e.a, e.b)):
@@ -70,21 +137,23 @@ def _tied(e: Evidence) -> list[str]:
 
 def _tensors_at(e: Evidence, model: nn.Module, modules: dict[Site, str]) -> dict[str, Tensor]:
     """Parameters and buffers of the site's module by their name below it; of the embeddings those before the blocks."""
+    skip: tuple[str, ...] = ()
+    if not modules.get(e.site) and e.site.name != EMBEDDINGS:  # a head that is not known
+        return {}
     if e.site.name == EMBEDDINGS:
         roles = e.roles_a if model is e.a else e.roles_b
-        inside = tuple(f"{name}." for name in (*roles.blocks, *roles.final_norms)) if roles else ()
-        module, skip = model, (*inside, "lm_head", _head(model))
+        after = (*roles.blocks, *roles.final_norms, head_name(model) or "lm_head") if roles else ()
+        module, skip = model, tuple(f"{name}." for name in after)
     elif e.site.name == "block_out":
-        module, skip = model.get_submodule(modules[e.site]), ()
+        module = model.get_submodule(modules[e.site])
     else:
-        module, skip = model.get_submodule(_whole(e, model, modules.get(e.site, ""))), ()
+        module = model.get_submodule(_whole(e, model, modules.get(e.site, "")))
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-    named = [(name, x.detach()) for name, x in named]
-    result = (
-        {n: x for n, x in named if x.is_floating_point() and not n.startswith(skip)}
-        if skip
-        else {n: x for n, x in named if x.is_floating_point()}
-    )
+    result = {n: x.detach() for n, x in named if x.is_floating_point() and not (skip and n.startswith(skip))}
+    for name, inner in module.named_modules():
+        weight = f"{name}.weight".removeprefix(".")
+        if type(inner).__name__ == "Conv1D" and weight in result:  # GPT-2's linear layer, of shape (in, out)
+            result[weight] = result[weight].T
     if e.site.name.startswith(("attn", "mixer")) and e.site.name.endswith("_out"):
         rotary = [(n, x) for n, x in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
         result |= {f"rotary.{n.split('.')[-1]}": x for n, x in rotary}
@@ -101,18 +170,11 @@ def _whole(e: Evidence, model: nn.Module, name: str) -> str:
     return roles.wholes.get(name, name)
 
 
-def _head(model: nn.Module) -> str:
-    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return next((f"{name}." for name, module in model.named_modules() if module is head), "lm_head.")
-
-
 def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) -> str | None:
     """Say how b differs from a; None where it does not."""
     if a.shape == b.shape and torch.equal(a, b):
         return None
     if a.shape != b.shape:
-        if a.ndim == 2 and b.shape == a.T.shape and _same(a.T, b):
-            return "is transposed"
         return f"has shape {tuple(b.shape)}, not {tuple(a.shape)}"
     if "inv_freq" in name:
         return _rotary(a, b)
@@ -129,7 +191,7 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
         (n for n, x in others.items() if n != name and x.shape == b.shape and a.ndim > 1 and torch.equal(x, b)), None
     )
     if twin is not None:
-        return f"holds A's {'.'.join(twin.split('.')[-2:])}: swapped, or tied"
+        return f"holds A's {_short(twin)}: swapped, or tied"
     offset = (b - a).flatten()
     if float((offset - offset.mean()).abs().max()) < 1e-6 * float(offset.mean().abs()):
         return f"is A's {'+' if offset.mean() > 0 else '-'} {abs(float(offset.mean())):g}: a gain of 1 + w?"
@@ -177,11 +239,8 @@ def _rotary(a: Tensor, b: Tensor) -> str:
 
 def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Block of A whose weights B has at this block."""
-    if e.roles_b is None or not 1 <= e.site.layer <= len(e.roles_a.blocks):
-        return []
-    module = e.captured_a.modules.get(e.site, "")
-    here = e.roles_a.blocks[e.site.layer - 1]
-    if not module.startswith(here):
+    module, here = e.captured_a.modules.get(e.site, ""), e.block
+    if here is None or not module.startswith(here):
         return []
     for layer, block in enumerate(e.roles_a.blocks, start=1):
         path = _whole(e, e.a, block + module.removeprefix(here))
@@ -193,14 +252,16 @@ def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> 
     return []
 
 
-def _head_width(model: nn.Module) -> int:
+def _config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    width = getattr(config, "head_dim", None)
-    if isinstance(width, int):
-        return width
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _head_width(model: nn.Module) -> int:
+    config = _config(model)
     heads, hidden = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
-    return hidden // heads if heads and hidden else 0
+    width = getattr(config, "head_dim", None)
+    return width if isinstance(width, int) else hidden // heads if heads and hidden else 0
 
 
 # --- what is read, and what is computed from it ----------------------------------------------------------------------
@@ -210,7 +271,7 @@ def _reads(e: Evidence) -> list[str]:
     """A tensor of another site of A that B has at this one."""
     b = e.tensors_b[e.site]
     for site, x in e.captured_a.tensors.items():
-        if site != e.site and x.shape == b.shape and e.distance(x, b) < CLOSE:
+        if site != e.site and x.shape == b.shape and relative_difference(x, b, e.mask) < CLOSE:
             where = f" of block {site.layer}" if 1 <= site.layer <= len(e.roles_a.blocks) else ""
             return [f"B holds A's {site.words()}{where} here: the wrong hidden state, or a part left out"]
     return []
@@ -228,7 +289,8 @@ def _function(e: Evidence) -> list[str]:
         reads = e.captured_a.tensors.get(Site(e.site.name.replace("_out", "_in"), e.site.layer))
         rows = None if reads is None else counted(reads.double(), e.mask)
         if rows is not None:
-            return causes + _norm(rows, x, y)
+            bias = getattr(e.a.get_submodule(e.captured_a.modules[e.site]), "bias", None)
+            return causes + _norm(rows, x, y, torch.zeros_like(x[0]) if bias is None else bias.detach())
     scale = float((x * y).sum() / x.square().sum())
     if _same(scale * x, y) and abs(scale - 1) > 1e-3:
         root = math.sqrt(x.shape[-1])
@@ -236,6 +298,12 @@ def _function(e: Evidence) -> list[str]:
             (w for w, v in (("sqrt(width)", root), ("1/sqrt(width)", 1 / root)) if abs(scale / v - 1) < 1e-3), ""
         )
         causes.append(f"ratio {scale:.6g}{f' = {known}' if known else ''} everywhere: scaled")
+    by_token = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
+    if not causes and _same(by_token * x, y):
+        module = e.a.get_submodule(e.captured_a.modules.get(e.site, ""))
+        experts = any("expert" in name for name, _ in module.named_modules())
+        why = "the experts' weights are not normalized, or twice" if experts else "another norm or scale"
+        causes.append(f"each token is scaled by {float(by_token.min()):.3g} to {float(by_token.max()):.3g}: {why}")
     return causes + _sum(e, x, y)
 
 
@@ -246,8 +314,8 @@ def _rounding(x: Tensor, y: Tensor) -> list[str]:
     return []
 
 
-def _norm(reads: Tensor, x: Tensor, y: Tensor) -> list[str]:
-    """Two outputs of a norm that read the same rows."""
+def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor) -> list[str]:
+    """Two outputs of a norm that read the same rows; `bias` is A's."""
     closeness = min(CLOSE, _relative(x, y) / BETTER)
 
     def fits(z: Tensor) -> bool:
@@ -285,6 +353,7 @@ def _norm(reads: Tensor, x: Tensor, y: Tensor) -> list[str]:
     if fits(x + offset):
         return ["an offset by channel: a missing or additional bias"]
     mean = reads.mean(1, keepdim=True)
+    x, y = x - bias, y - bias
     for sign, words in ((1, "does not subtract the mean"), (-1, "subtracts the mean")):
         moved = x + sign * mean * (x / (reads - (mean if sign > 0 else 0))).nan_to_num()
         direction = torch.nn.functional.cosine_similarity(moved, y, dim=-1)
@@ -310,8 +379,10 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
     if not (e.site.name.endswith("norm_in") or e.site.name == "block_out"):
         return []
     layer = e.site.layer
-    entering = e.captured_a.tensors.get(Site("block_out" if layer > 1 else EMBEDDINGS, layer - 1))
-    parts = {"the residual": entering}
+    parts = {
+        "the residual": e.entering,
+        "the attention norm's output": e.captured_a.tensors.get(Site("attn_norm_out", layer)),
+    }
     for kind, words in (("attn", "attention"), ("mlp", "the MLP")):
         normed = e.captured_a.tensors.get(Site(f"{kind}_post_norm_out", layer))
         parts[words] = e.captured_a.tensors.get(Site(f"{kind}_out", layer)) if normed is None else normed
@@ -326,56 +397,60 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
     solved = [torch.linalg.lstsq(basis, z.flatten()[:, None]).solution[:, 0] for z in (x, y)]
     if not _same(basis @ solved[1], y.flatten()):
         return []
-    causes = []
-    for words, before, after in zip(rows, *(s.tolist() for s in solved), strict=True):
-        if abs(before - after) > 1e-4:
-            gone = abs(after) < 1e-6
-            causes.append(
-                f"{words} is left out of the sum"
-                if gone
-                else f"{words} enters the sum times {after:.5g}, not {before:.5g}"
-            )
-    return causes
+    before, after = ([round(c, 6) + 0.0 for c in coefficients.tolist()] for coefficients in solved)
+    return [
+        f"{words} enters the sum times {new:.5g}, not {old:.5g}" if new else f"{words} is left out of the sum"
+        for words, old, new in zip(rows, before, after, strict=True)
+        if abs(old - new) > 1e-4
+    ]
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------
 
 
+Trial = Iterator[tuple[str, nn.Module, dict[str, Any]]]  # cause, changed model, what it is called with
+
+
 def _trials(e: Evidence) -> list[str]:
     """Change A as known faults would and see whether it then agrees with B."""
-    if e.site.name in (LOGITS,) or e.site.name.startswith(FINAL):
-        return []
-    before = e.distance(e.captured_a.tensors[e.site], e.tensors_b[e.site])
+    b = e.tensors_b[e.site]
+    before = relative_difference(e.captured_a.tensors[e.site], b, e.mask)
     for words, make in _TRIALS:
-        for cause, model, batch in make(e):
-            with contextlib.suppress(Exception):
-                after = capture(model, batch, e.roles_a).tensors[e.site]
-                if e.distance(after, e.tensors_b[e.site]) * BETTER < before:
+        for cause, model, inputs in make(e):
+            with contextlib.suppress(Exception), _entered(e, model):
+                after = capture(model, inputs, e.roles_a).tensors[e.site]
+                if relative_difference(after, b, e.mask) * BETTER < before:
                     return [f"{words}{cause}"]
     return _sees_later(e)
 
 
-Trial = Iterator[tuple[str, nn.Module, dict[str, Any]]]
+@contextlib.contextmanager
+def _entered(e: Evidence, model: nn.Module) -> Iterator[None]:
+    """Have the site's block read what it read in A, whatever else was changed before it."""
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        x, name = hidden_state(args, kwargs)
+        kept = e.entering
+        return with_argument(args, kwargs, name, x if kept is None or kept.shape != x.shape else kept)
+
+    handle = model.get_submodule(e.block).register_forward_pre_hook(enter, with_kwargs=True) if e.block else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def _shifted(e: Evidence) -> Trial:
-    length = next(iter(e.captured_a.tensors.values())).shape[1]
-    rows = next(v for v in e.batch.values() if isinstance(v, Tensor)).shape[0]
-    mask = e.batch.get("attention_mask")
-    for shift in (1, -1, 2):
-        positions = (torch.arange(length) + shift).clamp_min(0).expand(rows, -1)
-        yield f" by {shift}", e.a, e.batch | {"position_ids": positions}
-    if mask is not None:
-        yield (
-            ": counted without padding, or with it",
-            e.a,
-            e.batch | {"position_ids": torch.arange(length).expand(rows, -1)},
-        )
-        yield (
-            ": counted without padding, or with it",
-            e.a,
-            e.batch | {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
-        )
+    read = next(iter(e.captured_a.tensors.values()))
+    rows, length = read.shape[:2]
+    choices = {f" by {shift}": (torch.arange(length) + shift).clamp_min(0).expand(rows, -1) for shift in (1, -1, 2)}
+    if e.mask is not None:
+        choices[": counted with the padding"] = torch.arange(length).expand(rows, -1)
+        choices[": counted without the padding"] = (e.mask.cumsum(1) - 1).clamp_min(0)
+    choices[": all are 0, as without a rotary embedding"] = torch.zeros(rows, length, dtype=torch.long)
+    for words, positions in choices.items():
+        yield words, e.a, e.inputs_a | {"position_ids": positions}
 
 
 def _scaled_tokens(e: Evidence) -> Trial:
@@ -386,22 +461,21 @@ def _scaled_tokens(e: Evidence) -> Trial:
         model = copy.deepcopy(e.a)
         with torch.no_grad():
             cast(Any, model).get_input_embeddings().weight.mul_(factor)
-        yield f" by {words}", model, e.batch
+        yield f" by {words}", model, e.inputs_a
 
 
 def _unmasked(e: Evidence) -> Trial:
     if e.mask is not None:
-        yield "", e.a, {name: value for name, value in e.batch.items() if name != "attention_mask"}
+        yield "", e.a, {name: value for name, value in e.inputs_a.items() if name != "attention_mask"}
 
 
-def _changed(e: Evidence, change: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """A copy of A changed in every block; nothing where no block could be."""
-    model = copy.deepcopy(e.a)
-    blocks = [model.get_submodule(name) for name in e.roles_a.blocks]
-    with torch.no_grad():
-        changed = [change(block) for block in blocks]
-        if any(changed):
-            yield model
+def _changed(e: Evidence, change: Callable[[nn.Module], Any]) -> Iterator[nn.Module]:
+    """A copy of A with the site's block changed; nothing where `change` finds nothing to change."""
+    if e.block is not None:
+        model = copy.deepcopy(e.a)
+        with torch.no_grad():
+            if change(model.get_submodule(e.block)):
+                yield model
 
 
 def _projections(block: nn.Module, pattern: str) -> list[nn.Linear]:
@@ -430,7 +504,7 @@ def _rotary_layout(e: Evidence) -> Trial:
             return bool(changed)
 
         for model in _changed(e, change):
-            yield f": {words} pairs", model, e.batch
+            yield f": {words} pairs", model, e.inputs_a
 
 
 def _interleaved(head: int) -> Tensor:
@@ -438,17 +512,15 @@ def _interleaved(head: int) -> Tensor:
 
 
 def _key_value_repeat(e: Evidence) -> Trial:
-    config: Any = getattr(e.a, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config, head = _config(e.a), _head_width(e.a)
     heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0)
-    head = _head_width(e.a)
     if not (heads and groups and head and 1 < groups < heads):
         return
     order = torch.arange(heads).reshape(heads // groups, groups).T.flatten()  # A's head that takes B's place
     columns = (order[:, None] * head + torch.arange(head)).flatten()
 
     def change(block: nn.Module) -> bool:
-        queries, outs = _projections(block, r"q_proj$|query$"), _projections(block, r"o_proj$|out_proj$|dense$")
+        queries, outs = _projections(block, _QUERY), _projections(block, r"o_proj$|out_proj$|dense$")
         outs = [o for o in outs if o.in_features == len(columns)]
         if not queries or not outs or queries[0].out_features != len(columns):
             return False
@@ -457,35 +529,100 @@ def _key_value_repeat(e: Evidence) -> Trial:
         return True
 
     for model in _changed(e, change):
-        yield "", model, e.batch
+        yield "", model, e.inputs_a
 
 
 def _softmax_scale(e: Evidence) -> Trial:
-    head = max(_head_width(e.a), 1)
-    for factor, words in ((1 / math.sqrt(head), "1/d_head"), (math.sqrt(head), "none")):
+    width = max(_head_width(e.a), 1)
+    root = math.sqrt(width)
+    scales = {"1/sqrt(d_head)": lambda s: 1 / root, "1/d_head": lambda s: 1 / width, "none": lambda s: 1.0}
+    scales |= {"A's over sqrt(d_head)": lambda s: s / root, "A's times sqrt(d_head)": lambda s: s * root}
+    for words, scale in scales.items():
 
-        def change(block: nn.Module, factor: float = factor) -> bool:
-            queries = _projections(block, r"(^|[._])q(_proj|_lin)?$|query$")
-            for linear in queries:
-                linear.weight.mul_(factor)
-                if linear.bias is not None:
-                    linear.bias.mul_(factor)
-            return bool(queries)
+        def change(block: nn.Module, scale: Callable[[float], float] = scale) -> bool:
+            scaled = [m for m in block.modules() if isinstance(getattr(m, "scaling", None), float)]
+            for module in cast(list[Any], scaled):
+                module.scaling = scale(module.scaling)
+            queries = [] if scaled else _projections(block, _QUERY)  # of a model that divides by sqrt(d_head)
+            for tensor in (t for linear in queries for t in (linear.weight, linear.bias) if t is not None):
+                tensor.mul_(scale(1 / root) * root)
+            return bool(scaled or queries)
 
         for model in _changed(e, change):
-            yield f": {words} in place of 1/sqrt(d_head)", model, e.batch
+            yield f": {words}", model, e.inputs_a
 
 
 def _rotary_base(e: Evidence) -> Trial:
     buffers = [n for n, _ in e.a.named_buffers() if n.endswith("inv_freq") and "original" not in n]
-    for base in (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 50_000.0, 20_000.0, 5_000.0, 1_000.0) if buffers else ():
+    bases = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 50_000.0, 20_000.0, 5_000.0, 1_000.0) if buffers else ()
+    whole = _head_width(e.a) // 2
+    for base, is_whole in [(base, False) for base in bases] + [(base, True) for base in bases[:1]]:
         model = copy.deepcopy(e.a)
         for name in buffers:
             owner, _, leaf = name.rpartition(".")
             old = getattr(model.get_submodule(owner), leaf)
-            exponents = torch.arange(len(old), dtype=old.dtype) / len(old)
-            setattr(model.get_submodule(owner), leaf, base**-exponents)
-        yield f" of {base:g}", model, e.batch
+            count = whole if is_whole else len(old)
+            setattr(model.get_submodule(owner), leaf, base ** (-torch.arange(count, dtype=old.dtype) / count))
+        yield f" of {base:g}{', of all features of a head' if is_whole else ''}", model, e.inputs_a
+
+
+# Attribute of a block's modules or of the configuration -> the values that a port may have in its place, in words.
+_SETTINGS: dict[str, dict[Any, str]] = {
+    "attn_logit_softcapping": {None: "no soft cap of the attention scores", 50.0: "a soft cap of the scores of 50"},
+    "final_logit_softcapping": {None: "no soft cap of the logits", 30.0: "a soft cap of the logits of 30"},
+    "sliding_window": {1: "an attention window one longer", -1: "an attention window one shorter", 10**6: "no window"},
+}
+
+
+def _settings(e: Evidence) -> Trial:
+    for name, values in _SETTINGS.items():
+        for value, words in values.items():
+            model = copy.deepcopy(e.a)
+            holders = [_config(model), *(model.get_submodule(e.block).modules() if e.block else ())]
+            holders = [holder for holder in holders if hasattr(holder, name)]
+            for holder in holders:
+                old = getattr(holder, name)
+                with contextlib.suppress(Exception):  # a configuration that checks its values
+                    setattr(holder, name, old + value if name == "sliding_window" and old else value)
+            if holders:
+                yield words, model, e.inputs_a
+    types = getattr(_config(e.a), "layer_types", None) or ()
+    for kind in set(types) if e.block else ():
+        model = copy.deepcopy(e.a)
+        with contextlib.suppress(AttributeError):  # a property
+            _config(model).layer_types = [kind] * len(types)
+        yield f"{kind.replace('_', ' ')} in this layer, by another window", model, e.inputs_a
+
+
+def _norms_of_heads(e: Evidence) -> Trial:
+    for leaf, words in (("q_norm", "queries"), ("k_norm", "keys"), (r"[qk]_norm", "queries and keys")):
+
+        def change(block: nn.Module, leaf: str = leaf) -> bool:
+            found = [name for name, _ in block.named_modules() if re.search(rf"(^|\.){leaf}$", name)]
+            for name in found:
+                block.set_submodule(name, nn.Identity())
+            return bool(found)
+
+        for model in _changed(e, change):
+            yield words, model, e.inputs_a
+
+
+def _gate_and_up(e: Evidence) -> Trial:
+    def change(block: nn.Module) -> bool:
+        named = dict(block.named_parameters())
+        gates = [(x, named.get(n.replace("gate_proj", "up_proj"))) for n, x in named.items() if "gate_proj" in n]
+        for gate, up in gates:
+            if up is not None:
+                kept = gate.clone()
+                gate.copy_(up)
+                up.copy_(kept)
+        fused = [x for n, x in named.items() if "gate_up_proj" in n]
+        for x in fused:
+            x.copy_(x.roll(x.shape[-2] // 2, -2) if x.ndim > 1 else x.roll(len(x) // 2))
+        return bool(gates or fused)
+
+    for model in _changed(e, change):
+        yield "", model, e.inputs_a
 
 
 _ACTIVATIONS = {
@@ -510,7 +647,7 @@ def _activation(e: Evidence) -> Trial:
             return bool(named)
 
         for model in _changed(e, change):
-            yield f": {words}", model, e.batch
+            yield f": {words}", model, e.inputs_a
 
 
 def _fewer_biases(e: Evidence) -> Trial:
@@ -521,7 +658,7 @@ def _fewer_biases(e: Evidence) -> Trial:
         return bool(biases)
 
     for model in _changed(e, change):
-        yield "", model, e.batch
+        yield "", model, e.inputs_a
 
 
 _TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
@@ -532,6 +669,9 @@ _TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
     ("keys and values are repeated in another order", _key_value_repeat),
     ("another scale of the softmax", _softmax_scale),
     ("a rotary base", _rotary_base),
+    ("B has ", _settings),
+    ("B has no norm of ", _norms_of_heads),
+    ("gate and up projections are swapped", _gate_and_up),
     ("another activation", _activation),
     ("missing biases", _fewer_biases),
 )
@@ -539,7 +679,7 @@ _TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
 
 def _sees_later(e: Evidence) -> list[str]:
     """Change each row's last token: outputs at earlier tokens move in a model without a causal mask."""
-    ids = e.batch.get("input_ids")
+    ids = e.inputs_a.get("input_ids")
     if e.b is None or e.roles_b is None or ids is None:
         return []
     mask = torch.ones_like(ids) if e.mask is None else e.mask
@@ -549,8 +689,10 @@ def _sees_later(e: Evidence) -> list[str]:
     changed[rows, last] = torch.where(ids[rows, last] == ids.max(), ids.min(), ids.max())
     earlier = (torch.arange(ids.shape[1])[None] < last[:, None]) & mask.bool()
     moves = []
-    for model, roles, before in ((e.a, e.roles_a, e.captured_a.tensors), (e.b, e.roles_b, e.tensors_b)):
-        after = capture(model, e.batch | {"input_ids": changed}, roles).tensors[e.site]
+    sides = ((e.a, e.inputs_a, e.roles_a, e.captured_a.tensors), (e.b, e.inputs_b, e.roles_b, e.tensors_b))
+    for model, inputs, roles, before in sides:
+        inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in inputs.items()}
+        after = capture(model, inputs, roles).tensors[e.site]
         if after.shape[:2] != ids.shape:
             return []
         moves.append(bool((after - before[e.site])[earlier].abs().max() > 1e-9))

@@ -29,34 +29,16 @@ from normlab.differences.capture import (
     capture,
     counted,
     read_arrays,
+    relative_difference,
     roles_of,
 )
+from normlab.differences.causes import Evidence, causes_of
 from normlab.errors import NormlabError
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
 ROUNDINGS = 6.0  # of float32, by which two float64 copies may differ
 WITHOUT_FLOAT64 = 3e-5  # relative: beyond it two float32 copies are told apart, where float64 overflows
 COARSER = 64.0  # times the rounding expected of its dtype, beyond which a model computes a part in a coarser one
-
-
-@dataclass
-class Evidence:
-    """Material for the search for causes: both models in float64, their captures, the batch and the first site."""
-
-    a: nn.Module
-    b: nn.Module | None
-    captured_a: Capture
-    tensors_b: dict[Site, Tensor]
-    modules_b: dict[Site, str]
-    batch: dict[str, Tensor]
-    roles_a: Roles
-    roles_b: Roles | None
-    site: Site
-    mask: Tensor | None
-
-    def distance(self, x: Tensor, y: Tensor) -> float:
-        """Relative difference over the counted tokens."""
-        return relative_difference(x, y, self.mask)
 
 
 class Row(NamedTuple):
@@ -84,7 +66,8 @@ class Difference:
         return self.first is None
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict, *(f"  {cause}" for cause in self.causes), *(f"  ({n})" for n in self.notes)])
+        rest = [*self.causes[1:], *self.notes]  # the verdict ends with the first cause
+        return "\n".join([self.verdict, *(f"  {line}" for line in rest)])
 
     def save(self, path: str | Path) -> None:
         """Write the table as Parquet or CSV, by the ending of `path`."""
@@ -184,8 +167,7 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
     first = _first(rows)
     causes = []
     if first is not None:
-        from normlab.differences.causes import causes_of
-
+        notes.append(f"B computes it in {_code_of(b, roles_b, first, evidence.modules_b.get(first, ''))}")
         causes = causes_of(replace(evidence, site=first))
         if not exact or coarser is torch.float32 or not any(_name(coarser) in cause for cause in causes):
             return _result(rows, first, causes, depth, notes)
@@ -201,13 +183,27 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
     return _result(rows, first, causes, depth, notes)
 
 
+def _code_of(model: nn.Module, roles: Roles, site: Site, name: str) -> str:
+    """The module that computes a site, its class, and the file and line of its code. A sum is its block's."""
+    is_sum = site.name == "block_out" or site.name.endswith(("norm_in", "_grad"))
+    if 1 <= site.layer <= len(roles.blocks) and (is_sum or not name):
+        name = roles.blocks[site.layer - 1]
+    module = model.get_submodule(name)
+    words = f"{name or 'the model'}, {type(module).__name__}"
+    try:
+        return f"{words}, {inspect.getsourcefile(type(module))}:{inspect.getsourcelines(module.forward)[1]}"
+    except (OSError, TypeError):  # typed into a console
+        return words
+
+
 def _evidence(a: _Side, b: _Side, dtype: torch.dtype, batch: dict[str, Any]) -> Evidence:
     """Copies of both models in `dtype`, and their captures."""
     model_a, model_b = a.copy(dtype), b.copy(dtype)
     in_a, in_b = a.capture(model_a), b.capture(model_b)
     mask = batch.get("attention_mask")
     start = Site(EMBEDDINGS, 0)
-    return Evidence(model_a, model_b, in_a, in_b.tensors, in_b.modules, batch, a.roles, b.roles, start, mask)
+    modules_b, roles = in_b.modules, (a.roles, b.roles)
+    return Evidence(model_a, model_b, in_a, in_b.tensors, modules_b, a.inputs, b.inputs, *roles, start, mask)
 
 
 def _first(rows: list[Row]) -> Site | None:
@@ -245,9 +241,7 @@ def _diff_arrays(
     first = _first(rows)
     causes: list[str] = []
     if first is not None:
-        from normlab.differences.causes import causes_of
-
-        causes = causes_of(Evidence(exact, None, in_a, arrays, {}, batch, roles, None, first, mask))
+        causes = causes_of(Evidence(exact, None, in_a, arrays, {}, inputs, {}, roles, None, first, mask))
     return _result(rows, first, causes, depth, [])
 
 
@@ -306,27 +300,6 @@ def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, 
     return Difference(f"parts at {where}, {first.words()} ({size}){because}", first, causes, table, notes)
 
 
-def relative_difference(x: Tensor, y: Tensor, mask: Tensor | None) -> float:
-    """Root mean square over tokens of |x - y| / |x|.
-
-    Infinite where shapes differ, or only one is finite. Zero where the shape does not tell padding from tokens.
-    """
-    if x.shape != y.shape:
-        return float("inf")
-    a, b = counted(x.double(), mask), counted(y.double().to(x.device), mask)
-    return 0.0 if a is None or b is None else _relative(a, b)
-
-
-def _relative(x: Tensor, y: Tensor) -> float:
-    finite = x.isfinite()
-    if not torch.equal(finite, y.isfinite()):
-        return float("inf")
-    x, y = x.where(finite, 0), y.where(finite, 0)
-    size = x.norm(dim=-1)
-    size = size.clamp_min(1e-6 * float(size.square().mean().sqrt()) + 1e-300)
-    return float(((x - y).norm(dim=-1) / size).square().mean().sqrt())
-
-
 def _common(a: dict[Site, Tensor], b: dict[Site, Tensor]) -> list[Site]:
     return [site for site in a if site in b and a[site].shape == b[site].shape]
 
@@ -350,11 +323,14 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _accepted(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """The part of a batch that the model's forward takes, on its device."""
+    """The part of a batch that the model's forward takes, on its device. Tokens go to its first parameter, unless one
+    is called `input_ids`."""
     takes = inspect.signature(model.forward).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     kept = {name: value for name, value in batch.items() if name in takes or (open_ended and name != "use_cache")}
+    if "input_ids" in batch and "input_ids" not in kept:
+        kept[next(iter(takes))] = batch["input_ids"]
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 

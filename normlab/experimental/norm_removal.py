@@ -31,17 +31,27 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
 from transformers.utils import logging
 
 from normlab import store
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line, hub_or_cache
 from normlab.models import NormlabConfig, NormlabForCausalLM, fold_norms
 from normlab.models.attention_mlp import changes_attention
-from normlab.models.pretrained import model_folder
+from normlab.models.pretrained import load_whole, model_folder
 from normlab.norms import RMSNorm, TaperNorm
 from normlab.release import shipped_models
 from normlab.schemes import BASELINE, REMOVABLE, get_scheme
-from normlab.training.fields import NOT_NEGATIVE, POSITIVE, SEED, THREADS, at_least, check, setting, shared
+from normlab.training.config import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    THREADS,
+    CorpusSpec,
+    at_least,
+    check,
+    setting,
+    shared,
+)
 from normlab.training.loop import block_order, parameter_groups
 from normlab.training.measure import mean_token_loss
-from normlab.training.text.corpus import Corpus, CorpusSpec, corpus_of
+from normlab.training.text.corpus import Corpus, corpus_of
 
 if TYPE_CHECKING:
     import pandas
@@ -86,9 +96,13 @@ def load_removable(name: str | Path) -> NormlabForCausalLM:
         NormlabError: norms other than RMSNorms before the branches and the head, or branches that do not simply add.
     """
     folder: Any = model_folder(name) if Path(name).is_dir() or str(name) in shipped_models() else name
-    fields, _ = NormlabConfig.get_config_dict(folder)
+    try:
+        with hub_or_cache(folder):
+            fields, _ = NormlabConfig.get_config_dict(folder)
+    except OSError as error:
+        raise NormlabError(f"no model could be loaded from {folder}: {first_line(error)}") from error
     if fields.get("model_type") == NormlabConfig.model_type:
-        source = NormlabForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        source = load_whole(folder, dtype=torch.float32)
     else:
         plain = fields.get("model_type") == LlamaConfig.model_type and "norm_type" not in fields
         source = NormlabForCausalLM.from_released(folder, BASELINE if plain else None, dtype=torch.float32)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 
 from normlab.errors import NormlabError, require_packages
 from normlab.schemes import BASELINE, CORRECTIONS, KAPPA_POWERS, QK_NORMS, SCHEMES, get_scheme, is_bounded
@@ -175,6 +176,9 @@ class NormlabConfig(LlamaConfig):
             head_dim % 2 == 0,
             f"heads of width {head_dim} cannot be rotated: choose hidden_size and num_attention_heads for an even one",
         )
+        _require(self.hidden_act in ACT2FN, f"hidden_act is {self.hidden_act!r}: choose one of {', '.join(ACT2FN)}")
+        dropout = self.attention_dropout or 0
+        _require(0 <= dropout < 1, f"attention_dropout is {dropout}: give a share of at least 0 and below 1")
 
     def _check_numbers(self) -> None:
         for name in ("lam_input", "lam_post", "kappa", "gamma0"):

@@ -17,7 +17,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line, hub_or_cache
 from normlab.models.block import FinalNorm, NormlabDecoderLayer, decoder_layer
 from normlab.models.config import NormlabConfig
 from normlab.models.embeddings_head import EmbeddingEnd, Head, Projection, changes_embeddings, changes_head
@@ -167,9 +167,16 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
             path: folder or hub name.
             scheme: needed when the configuration does not say (LNS, Mix-LN).
             kwargs: as for ``from_pretrained``.
+
+        Raises:
+            NormlabError: nothing of that name can be loaded, or a configuration that has no counterpart here.
         """
-        released, _ = NormlabConfig.get_config_dict(path)
-        return cls.from_pretrained(path, config=NormlabConfig.from_released(released, scheme), **kwargs)
+        try:
+            with hub_or_cache(path):
+                released, _ = NormlabConfig.get_config_dict(path)
+                return cls.from_pretrained(path, config=NormlabConfig.from_released(released, scheme), **kwargs)
+        except OSError as error:
+            raise NormlabError(f"no model could be loaded from {path}: {first_line(error)}") from error
 
     def refresh_carried(self) -> None:
         """Recompute BHyT's c from the present weights in every block that carries a statistic."""

@@ -68,13 +68,15 @@ def load_whole(folder: Path, **kwargs: Any) -> NormlabForCausalLM:
         if kind != NormlabConfig.model_type:
             raise NormlabError(f"{folder} holds a {kind} model, not one of normlab's: name a run that kept its weights")
         with loads_quietly(), without_bars():
-            loaded: Any = NormlabForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+            loaded: Any = NormlabForCausalLM.from_pretrained(
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
     except NormlabError:
         raise
     except Exception as error:  # from the configuration, safetensors or PyTorch
         raise NormlabError(f"no model could be loaded from {folder}: {in_one_line(error)}") from error
     model, info = loaded
-    require_fit(folder, info["missing_keys"], info["unexpected_keys"])
+    require_fit(folder, info)
     return model.eval()
 
 
@@ -135,7 +137,8 @@ def export_model(name: str | Path, out: str | Path) -> Path:
     except Exception as error:
         raise NormlabError(f"no tokenizer could be loaded from {folder}: {first_line(error)}") from error
     model.config.auto_map = AUTO_MAP
-    model.save_pretrained(out)
+    with without_bars():
+        model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / EXPORTED_FILE).write_text(EXPORTED_CODE, encoding="utf-8")
     return out

@@ -49,7 +49,7 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         raise NormlabError(f"{unused[0]} changes nothing here: fields are {', '.join(NormlabConfig.__annotations__)}")
     if not row.changes_blocks_only:
         raise NormlabError(f"scheme {scheme} changes more than norms and sums of the blocks: train it from scratch")
-    base: Any = model.base_model
+    base: Any = getattr(model, "base_model", None)
     blocks = getattr(base, "layers", None)
     needed = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
     if (

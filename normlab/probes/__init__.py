@@ -7,6 +7,7 @@ METRICS                                every metric's definition
 skip_sensitivity, skip_future_effect   skip a block, attention or MLP: what the loss loses, what later blocks do
 cheapest_spans, mergekit_config        find the span of blocks that costs least to drop
 angular_distance, jacobian_identity    angles between all pairs of layers; distance of a block from the identity map
+massive_activations, attention_sinks   tokens unlike all others: where, in which blocks, as a table and a mask
 logit_lens_kl                          compare what the head would predict from each layer with the model's prediction
 """
 
@@ -17,6 +18,7 @@ from normlab.probes.metrics import FORWARD_METRICS, METRICS, Metric
 from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Block, Sites, sites, stacks
 from normlab.probes.stats import LayerStats
+from normlab.probes.tokens import attention_sinks, massive_activations
 
 __all__ = [
     "FORWARD_METRICS",
@@ -28,9 +30,11 @@ __all__ = [
     "Recorder",
     "Sites",
     "angular_distance",
+    "attention_sinks",
     "cheapest_spans",
     "jacobian_identity",
     "logit_lens_kl",
+    "massive_activations",
     "mergekit_config",
     "record",
     "sites",

@@ -21,7 +21,7 @@ Arrays, with their merge in `MERGE` and their metric in `READOUT`:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -386,15 +386,19 @@ class AttentionWatch(TorchFunctionMode):
         if self.scores is None and func is functional.scaled_dot_product_attention:
             query = args[0] if args else kwargs["query"]
             if query.ndim == 4:
-                self.scores = _without_autocast(_from_query_and_key, *args, **kwargs)
+                self.scores = _without_autocast(lambda *a, **k: self.reduce(score_chunks(*a, **k)), *args, **kwargs)
                 self.shape = (query.shape[0], query.shape[2])
         elif self.scores is None and func in _SOFTMAX:
             scores = args[0] if args else kwargs.get("input")
             over = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if isinstance(scores, Tensor) and scores.ndim == 4 and over in (-1, 3):
-                self.scores = _without_autocast(lambda s: _score_statistics(s.float()).flatten(1), scores)
+                self.scores = _without_autocast(lambda s: self.reduce([s.float()]), scores)
                 self.shape = (scores.shape[0], scores.shape[2])
         return func(*args, **kwargs)
+
+    def reduce(self, chunks: Iterable[Tensor]) -> Tensor:
+        """What is kept of the scores, given in chunks of queries: (batch, heads, queries, keys)."""
+        return torch.cat([_score_statistics(scores) for scores in chunks], dim=-1).flatten(1)
 
 
 def _without_autocast(function: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -403,17 +407,19 @@ def _without_autocast(function: Any, *args: Any, **kwargs: Any) -> Tensor:
         return function(*args, **kwargs)
 
 
-def _from_query_and_key(
+def score_chunks(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """The statistics from the arguments of `scaled_dot_product_attention`, (batch, heads, tokens, d_head) each."""
+) -> Iterator[Tensor]:  # fmt: skip
+    """Scores in chunks of queries from the arguments of `scaled_dot_product_attention`, (batch, heads, tokens, d_head).
+
+    Keys that are hidden from a whole chunk may be left out.
+    """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     keys, transposed = key.shape[-2], key.float().transpose(-1, -2)
     step = max(1, SCORE_CHUNK // (query.shape[0] * query.shape[1] * keys))
-    pieces = []
     for start in range(0, query.shape[-2], step):
         rows = query[..., start : start + step, :]
         seen = min(keys, start + rows.shape[-2]) if is_causal else keys  # later keys are hidden from these queries
@@ -424,8 +430,7 @@ def _from_query_and_key(
         if attn_mask is not None:
             mask = attn_mask[..., start : start + step, :seen] if attn_mask.shape[-2] > 1 else attn_mask[..., :seen]
             scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask.float())
-        pieces.append(_score_statistics(scores))
-    return torch.cat(pieces, dim=-1).flatten(1)
+        yield scores
 
 
 def _score_statistics(scores: Tensor) -> Tensor:

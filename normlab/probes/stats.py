@@ -147,6 +147,7 @@ class LayerStats:
         """The `top` features by largest |h| at each block output: columns `layer mask rank feature max_abs`.
 
         Needs the metric `massive_activation_ratio`. Compare masks: massive activations are mostly at the first token.
+        `normlab.massive_activations` finds each one's token, and the blocks over which it stays.
         """
 
         def rows_of(peaks: Tensor) -> Iterable[tuple]:

@@ -38,6 +38,8 @@ def probe_report(
 
         table.parquet, table.csv    site, layer, metric, mask, value
         skip_sensitivity.csv, angular_distance.csv, logit_lens.csv
+        massive_activations.csv     values of the stream far above all others, in the first batch
+        attention_sinks.csv         tokens that take most attention, in the first batch
         spans.csv                   the cheapest blocks to drop
         mergekit-drop-N.yaml        the same for mergekit, for N blocks
         report.html                 the page; it reads plotly.min.js next to it

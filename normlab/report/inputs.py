@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normlab.errors import NormlabError, first_line, in_one_line, loads_quietly, require_fit
+from normlab.errors import NormlabError, first_line, hub_or_cache, in_one_line, loads_quietly, require_fit
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASKED_SHARE = 0.15  # of the tokens of a masked language model's batch, as BERT was trained
@@ -80,22 +80,27 @@ def load(
     what = "model"
     wanted = "auto" if dtype is None else float_type(dtype)
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
-        task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
-        auto = getattr(transformers, TASKS[task][0])
-        spread = {"device_map": "auto"} if device == "auto" else {}
-        loaded: Any
-        with loads_quietly():
-            loaded, info = auto.from_pretrained(
-                source, dtype=wanted, trust_remote_code=False, output_loading_info=True, **options, **spread
-            )
-        # BERT's files hold a pooler and a second head that a masked language model lacks: only blocks must fit.
-        strange = [name for name in info["unexpected_keys"] if any(part.isdigit() for part in name.split("."))]
-        require_fit(source, info["missing_keys"], strange)
-        if reader is None:
-            what = "image processor" if task == "image" else "tokenizer"
-            kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
-            reader = kind.from_pretrained(source, trust_remote_code=False, **options)
+        with hub_or_cache(source):
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+            task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
+            auto = getattr(transformers, TASKS[task][0])
+            spread = {"device_map": "auto"} if device == "auto" else {}
+            loaded: Any
+            with loads_quietly():
+                loaded, info = auto.from_pretrained(
+                    source,
+                    dtype=wanted,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **options,
+                    **spread,
+                )
+            require_fit(source, info, _of_a_block)
+            if reader is None:
+                what = "image processor" if task == "image" else "tokenizer"
+                kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
+                reader = kind.from_pretrained(source, trust_remote_code=False, **options)
     except NormlabError:
         raise
     except Exception as error:  # a configuration that a class cannot be built from may raise any
@@ -120,6 +125,14 @@ def _source(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
         there = sorted(item.name for item in Path(model).iterdir() if item.is_dir())[:8]
         raise NormlabError(f"{model} holds no folder {revision!r}: it has {', '.join(there) or 'none'}")
     return model, {"revision": revision}
+
+
+def _of_a_block(name: str) -> bool:
+    """True if a weight belongs to a numbered block.
+
+    Other weights may be left out: BERT's files hold a pooler and a second head that a masked language model lacks.
+    """
+    return any(part.isdigit() for part in name.split("."))
 
 
 def float_type(name: str) -> torch.dtype:

@@ -16,8 +16,10 @@ from normlab.probes import (
     LayerStats,
     Sites,
     angular_distance,
+    attention_sinks,
     cheapest_spans,
     logit_lens_kl,
+    massive_activations,
     mergekit_config,
     record,
     sites,
@@ -103,12 +105,14 @@ def _labels_averaged(task: str, inputs: CallInputs) -> float | None:
 
 
 def experiment(measured: Measured, batches: Batches, progress: bool) -> None:
-    """Run skipping, angles, the lens and the cheapest spans where they apply; `left_out` names the others."""
+    """Run the experiments that apply; `left_out` names the others."""
     few, where = batches[: max(1, len(batches) // 4)], measured.where
     changes = [why for why in measured.stats.manifest["absent"].values() if "changes the stream" in why]
     if changes or "labels" not in batches[0]:
         without = "blocks that change the stream's shape" if changes else "images without labels"
-        measured.left_out.append(f"skip_sensitivity, angular_distance, logit_lens, spans: not for {without}")
+        measured.left_out.append(
+            f"skip_sensitivity, angular_distance, logit_lens, tokens unlike all others, spans: not for {without}"
+        )
         return
     tests = {
         "skip_sensitivity": lambda: skip_sensitivity(
@@ -116,6 +120,8 @@ def experiment(measured: Measured, batches: Batches, progress: bool) -> None:
         ),
         "angular_distance": lambda: angular_distance(where, few, progress=progress),
         "logit_lens": lambda: logit_lens_kl(where, few, progress=progress),
+        "massive_activations": lambda: massive_activations(where, batches[0]).table,
+        "attention_sinks": lambda: attention_sinks(where, batches[0]).table,
         "spans": lambda: cheapest_spans(where, batches[: max(2, len(few))], progress=progress),
     }
     for name, test in tests.items():

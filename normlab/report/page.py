@@ -29,6 +29,7 @@ from normlab.figures.report import (
 from normlab.probes.metrics import metric_row
 from normlab.report.measure import Measured
 
+FOUND = {"massive_activations": "Massive activations", "attention_sinks": "Attention sinks"}  # by table
 PLOTLY_FILE = "plotly.min.js"
 STYLE = """body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
 margin:2rem auto;padding:0 1.2rem;color:#24292f;background:#fff}h1{font-size:26px}h2{font-size:20px;margin-top:2.4rem}
@@ -81,6 +82,7 @@ def _stack_parts(one: Measured) -> list[str | go.Figure]:
     massive = one.stats.massive(top=3).query("mask == 'all'").drop(columns="mask")
     shown = massive.to_html(index=False, float_format=lambda x: f"{x:.4g}", border=0)
     parts.append(f"<details><summary>Largest features</summary>{shown}</details>")
+    parts += [_token_part(words, tables[name]) for name, words in FOUND.items() if name in tables]
     if "spans" in tables:
         lines = "".join(f"<li>{html.escape(span_line(row))}</li>" for row in tables["spans"].itertuples())
         parts.append(
@@ -88,6 +90,16 @@ def _stack_parts(one: Measured) -> list[str | go.Figure]:
             f"its 95% interval, chosen on other text than it is measured on where there is enough.</p><ul>{lines}</ul>"
         )
     return parts
+
+
+def _token_part(words: str, table: pd.DataFrame) -> str:
+    """The tokens unlike all others, in a sentence and a table of at most 50 rows."""
+    places = sorted(set(table["position"]))
+    named = ", ".join(map(str, places[:10])) + (" ..." if len(places) > 10 else "")
+    tokens = len(table[["row", "position"]].drop_duplicates())
+    found = f"{tokens} tokens of the first batch, at position {named}" if tokens else "none in the first batch"
+    shown = table.head(50).to_html(index=False, float_format=lambda x: f"{x:.4g}", border=0) if tokens else ""
+    return f"<details><summary>{words}: {found}</summary>{shown}</details>"
 
 
 def left_out(one: Measured) -> list[str]:

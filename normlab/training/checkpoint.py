@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from normlab import store
 from normlab.errors import NormlabError, first_line
@@ -43,8 +42,8 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
         _save(training, staging)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            store.write_json(staging / BEGUN, manifest)
             store.write_stats(staging / store.STATS, log.frame())
+            store.write_json(staging / BEGUN, manifest)
             if training.stream is not None:
                 store.write_json(staging / STREAM, training.stream.position._asdict())
             store.list_files(staging)
@@ -82,8 +81,10 @@ def _save(training: Training, folder: Path) -> None:
         "random_cuda": torch.cuda.get_rng_state() if accelerator.device.type == "cuda" else None,
     }
     if training.config.fsdp:  # on the CPU, and empty in all ranks but the first
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights, optimized = get_state_dict(model, optimizer, options=options)
+        from torch.distributed.checkpoint import state_dict as states
+
+        options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, optimized = states.get_state_dict(model, optimizer, options=options)
         state |= {"model": weights, "optimizer": optimized}
     else:
         state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -97,8 +98,10 @@ def _load(training: Training, folder: Path) -> None:
     state = torch.load(folder / STATE, weights_only=True, map_location="cpu")
     weights, optimized = state["model"], state["optimizer"]
     if training.config.fsdp:
-        options = StateDictOptions(full_state_dict=True)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimized, options=options)
+        from torch.distributed.checkpoint import state_dict as states
+
+        options = states.StateDictOptions(full_state_dict=True)
+        states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimized, options=options)
     else:
         model.load_state_dict(weights)
         optimizer.load_state_dict(optimized)

@@ -1,37 +1,34 @@
 """TrainConfig: everything that decides a run's numbers, and a few settings that do not.
 
-Each field is described once, in its `setting`. Flags, their help and the class's docstring are made from that.
+`setting(default, help, rule)`   a field, described once: flags, their help and docstrings are made from it
+`shared(cls, name)`              the same field in another dataclass
+`check(configuration)`           NormlabError for a value of another type, or that its rule refuses
+`described(cls)`                 the fields as text, for a docstring
+`flag_of(name)`                  the command-line flag of a field
+`CorpusSpec`                     which text, cut how
+`TrainConfig`                    a whole run
+`require_same(...)`              NormlabError naming the first difference of a finished run
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from normlab.errors import NormlabError, first_fault
 from normlab.probes import METRICS
 from normlab.schemes import DEFAULT, get_scheme
 from normlab.store import child, is_run
-from normlab.training.fields import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    SEED,
-    SHARE,
-    THREADS,
-    at_least,
-    check,
-    described,
-    flag_of,
-    one_of,
-    require,
-    setting,
-    shared,
-)
-from normlab.training.text.corpus import PARTS, CorpusSpec
+from normlab.training.text.source import DEFAULT_CORPUS, PARTS
 
 if TYPE_CHECKING:
     from normlab.models import NormlabConfig
@@ -56,6 +53,112 @@ SET_BY = {
 }
 PROBE_METRICS = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "kurtosis", "grad_l2_mean", "grad_l2_total")
 
+# --- fields ---
+
+# Rules are metadata of a type, as pydantic reads them.
+POSITIVE = Field(gt=0)
+SHARE = Field(ge=0, lt=1)
+NOT_NEGATIVE = Field(ge=0)
+SEED = Field(ge=0, lt=2**32)  # what NumPy's generators take
+TEXT = Field(min_length=1)  # a length is that of UTF-8: what cannot be written there is refused
+THREADS = Field(ge=1, le=1024)  # PyTorch crashes for numbers that no machine has
+
+
+def at_least(least: int, most: int = 2**40) -> Any:
+    return Field(ge=least, le=most)
+
+
+def one_of(*values: str) -> Any:
+    """A type, used instead of the field's own."""
+    return Literal[values]
+
+
+def setting(default: Any, help: str, rule: Any = None, *, identity: bool = True) -> Any:
+    """A dataclass field. default: a value, or the type of an empty one. identity: True if numbers depend on it."""
+    metadata = {"help": help, "rule": rule, "identity": identity}
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def shared(cls: Any, name: str) -> Any:
+    """Field `name` of dataclass `cls`, for another one that has it too."""
+    original = cls.__dataclass_fields__[name]
+    return dataclasses.field(default=original.default, metadata=original.metadata)
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise NormlabError(message)
+
+
+def check(configuration: Any) -> None:
+    """NormlabError naming the first field whose value has another type than its annotation, or breaks its rule.
+
+    Types are strict: 2.5, "2" and True are no whole numbers. Floats are finite.
+    """
+    kind: Any = type(configuration)
+    try:
+        _schema(kind).model_validate(vars(configuration))
+    except ValidationError as error:
+        raise NormlabError(first_fault(error)) from None
+
+
+@functools.cache
+def _schema(cls: Any) -> type[BaseModel]:
+    types = get_type_hints(cls)
+    known: dict[str, Any] = {}
+    for spec in dataclasses.fields(cls):
+        rule = spec.metadata["rule"]
+        is_type = rule is None or hasattr(rule, "__args__")
+        known[spec.name] = (rule or types[spec.name] if is_type else Annotated[types[spec.name], rule], ...)
+    return create_model(cls.__name__, __config__=ConfigDict(strict=True, allow_inf_nan=False), **known)
+
+
+def described(cls: Any) -> str:
+    """The fields as the arguments of a docstring."""
+    lines = (f"{spec.name}: {spec.metadata['help']}." for spec in dataclasses.fields(cls))
+    inner, more = " " * 8, " " * 12
+    return "    Args:\n" + "\n".join(
+        textwrap.fill(line, 116, initial_indent=inner, subsequent_indent=more) for line in lines
+    )
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# --- configurations ---
+
+
+@dataclass(frozen=True)
+class CorpusSpec:
+    """The text of a run, and how it is cut. A `TrainConfig` has the same fields.
+
+    NormlabError for a value out of range.
+    """
+
+    corpus: str = setting(
+        DEFAULT_CORPUS,
+        "stdlib; packages; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a "
+        "folder of them; addresses of such files (http:, https:), comma-separated; a hub data set (name or "
+        "name:configuration)",
+        TEXT,
+    )
+    tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE", TEXT)
+    vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1, 2**20))
+    block_length: int = setting(128, "tokens a block; also the context length and BHyT's T", at_least(2))
+    text_column: str = setting("text", "column that holds the text", TEXT)
+    characters: int = setting(100_000_000, "read at most so much of the corpus", at_least(1))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @classmethod
+    def of(cls, config: Any) -> CorpusSpec:
+        """The fields that anything else has in common with it."""
+        return cls(**{spec.name: getattr(config, spec.name) for spec in dataclasses.fields(cls)})
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -65,16 +168,16 @@ class TrainConfig:
     """
 
     scheme: str = setting(DEFAULT, "normalization scheme, a key of normlab.SCHEMES")
-    depth: int = setting(16, "number of blocks", at_least(1))
-    width: int = setting(128, "hidden size", at_least(1))
+    depth: int = setting(16, "number of blocks", at_least(1, 10_000))
+    width: int = setting(128, "hidden size", at_least(1, 2**20))
     seed: int = setting(0, "data order and initial weights", SEED)
     lr: float = setting(3e-3, "peak learning rate", POSITIVE)
     steps: int = setting(300, "optimizer steps", at_least(1))
-    batch_size: int = setting(8, "blocks a step", at_least(1))
+    batch_size: int = setting(8, "blocks a step", at_least(1, 2**20))
     block_length: int = shared(CorpusSpec, "block_length")
     heads: int | None = setting(None, "attention heads; default width/32", at_least(1))
     kv_heads: int | None = setting(None, "key-value heads; default half of the heads", at_least(1))
-    intermediate: int | None = setting(None, "MLP width; default 8/3 of the width, rounded to 32", at_least(1))
+    intermediate: int | None = setting(None, "MLP width; default 8/3 of the width, rounded to 32", at_least(1, 2**20))
     model: Mapping[str, Any] = setting(dict, "a further NormlabConfig field, such as lam_input=3.0; may be repeated")
     weight_decay: float = setting(0.1, "AdamW's, for what the scheme decays", NOT_NEGATIVE)
     warmup: float = setting(0.1, "share of the steps in which the learning rate rises", SHARE)
@@ -220,6 +323,10 @@ class TrainConfig:
     def last_step(self) -> int:
         """Steps that are trained: all of the schedule, or up to `stop_at`."""
         return self.stop_at or self.steps
+
+    def is_due(self, step: int, every: int) -> bool:
+        """True every `every` steps, at step 0 and after the last; never if `every` is 0."""
+        return every > 0 and (step % every == 0 or step == self.last_step)
 
     @property
     def tokens_per_step(self) -> int:

@@ -77,7 +77,7 @@ def accelerator_for(config: TrainConfig) -> Accelerator:
 def start_ranks(ranks: int, arguments: list[str]) -> int:
     """Run `normlab` with these arguments in `ranks` processes of this machine.
 
-    They end with this process, and with the first that fails. Each is in a session of its own, so that Ctrl-C reaches
+    They end with this process, and with the first that fails. Each has its own session, so that Ctrl-C reaches
     this process alone. Returns the exit code of the first that fails, else 0. NormlabError: one was killed.
     """
     if ranks < 1:

@@ -39,7 +39,7 @@ from normlab.probes import record
 from normlab.probes.experiments import evaluating
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
-from normlab.training.loop import block_order, is_due
+from normlab.training.loop import block_order
 from normlab.training.text.corpus import Corpus
 
 EVAL_TOKENS = 4096  # at most in one forward pass; every rank has room for them
@@ -90,18 +90,18 @@ class Measurements:
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
-        self.config, self.corpus, self.on = config, corpus, corpus.measured_on(config)
-        self.log = RunLog(config.tokens_per_step)
+        self.config, self.corpus, self.log = config, corpus, RunLog(config.tokens_per_step)
+        self.on = corpus.measured_on(config)
         self.batch_size = max(1, min(config.batch_size // config.accumulate, EVAL_TOKENS // config.block_length))
 
     def at(self, model: nn.Module, step: int) -> None:
         """Measure what is due after `step` optimizer steps."""
         config = self.config
-        if is_due(step, config.probe_every, config.last_step):
+        if config.is_due(step, config.probe_every):
             self.layers(model, step)
-        if is_due(step, config.eval_every, config.last_step):
+        if config.is_due(step, config.eval_every):
             self.log.add(step, "eval", "loss", mean_token_loss(model, self.on.eval, self.batch_size))
-        if config.store_all and is_due(step, config.probe_every, config.last_step):
+        if config.store_all and config.is_due(step, config.probe_every):
             self.stored(model, step)
 
     def layers(self, model: nn.Module, step: int) -> None:

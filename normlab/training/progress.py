@@ -86,7 +86,7 @@ def read_report(work: Path) -> Report | None:
 def steps_until(config: TrainConfig, step: int) -> float:
     """Work of the first `step` steps and of the measurements until then, in steps.
 
-    On a CPU a forward pass takes a third of a step, and layer statistics of a batch take a step.
+    A forward pass on a CPU takes a third of a step. Layer statistics of a batch take a step.
     """
 
     def batches(every: int, blocks: int) -> float:

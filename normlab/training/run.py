@@ -44,7 +44,7 @@ from normlab.training.distributed import (
     why_dtype,
 )
 from normlab.training.experiments import experiments
-from normlab.training.loop import Training, is_due
+from normlab.training.loop import Training
 from normlab.training.measure import Measurements
 from normlab.training.progress import Progress, Reporter
 from normlab.training.text.corpus import Corpus, corpus_of
@@ -81,14 +81,16 @@ def train(
             same name made from other text, or a number of ranks that does not divide the batch. A non-finite loss is no
             error: the run ends with status "diverged".
     """
+    if not isinstance(config, TrainConfig):
+        raise NormlabError(f"{config!r:.80} is no TrainConfig")
     place = store.Remote(out) if store.is_address(out) else None
     root = Path(out) if place is None else place.copy
+    store.check_root(root)
     accelerator = accelerator_for(config)
     is_first, ranks = accelerator.is_main_process, accelerator.num_processes
     if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
         raise NormlabError("ranks on several machines resume from one directory: name one that all see as --out")
     with accelerator.main_process_first():  # it prepares the text; the others find it in the cache
-        store.check_root(root)
         corpus = corpus_of(config, cache_dir, progress and is_first)
     text = corpus.identity()
     asked, config = config, _settled(config, root, place, text, accelerator)
@@ -113,7 +115,7 @@ def train(
                 tqdm.write(why_dtype(device) if config.dtype == fastest_dtype(device) else begun, file=sys.stderr)
             bar.expect([config])
             bar.watch([config], root)
-            with process_settings(config, device), bar:
+            with bar, process_settings(config, device):
                 _run(config, corpus, accelerator, work, final, manifest, watch, place)
                 bar.tick()  # the last report, which goes with the working directory
             if is_first:
@@ -230,7 +232,7 @@ def _train_steps(
                 report.step(number, loss, training.tokens_per_s(), now=True)
                 return True
             stops = not continues and number < config.last_step
-        if stops or is_due(number, config.checkpoint_every, config.last_step):
+        if stops or config.is_due(number, config.checkpoint_every):
             checkpoint()
         if stops:
             raise RunStopped

@@ -16,12 +16,12 @@ from typing import Any
 
 from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
-from normlab.training.config import AUTO, TrainConfig, require_same
+from normlab.training.config import AUTO, CorpusSpec, TrainConfig, require_same
 from normlab.training.distributed import device_of, why_dtype
 from normlab.training.grids import Choice, Pair, Preset, Stage, planned, walk
 from normlab.training.presets import get_preset
 from normlab.training.progress import Progress
-from normlab.training.text.corpus import CorpusSpec, corpus_of
+from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Cluster, finish_in_any_order, share_cores
 
 # Where a stage's runs are, below the sweep's directory.
@@ -66,6 +66,8 @@ def sweep(
         NormlabError: bad input, before any run starts.
     """
     if not isinstance(what, str | Preset):
+        if not what:
+            raise NormlabError("there is nothing to train: give a preset, its name, or TrainConfigs")
         what = list(what)
         if wrong := [item for item in what if not isinstance(item, TrainConfig)]:
             raise NormlabError(f"{wrong[0]!r:.80} cannot be trained: give a preset, its name, or TrainConfigs")

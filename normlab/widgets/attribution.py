@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import ipywidgets as widgets
@@ -13,7 +12,7 @@ import torch
 
 from normlab.figures import themed
 from normlab.figures.one_model import METHODS, logit_attribution
-from normlab.widgets.change import slope_of
+from normlab.widgets.change import Change, change_norm, slope_of
 from normlab.widgets.plot import PlotWidget
 
 
@@ -30,7 +29,6 @@ class LogitAttribution(PlotWidget):
         answers: (batch,) token ids whose logits are attributed.
         against: (batch,) token ids whose logits are subtracted: softmax ignores a constant, so only differences mean
             something.
-        theme: "light" or "dark"; default: as JupyterLab's.
 
     Raises:
         NormlabError: TransformerLens is not installed, or what `direct_logit_attribution` refuses.
@@ -42,20 +40,18 @@ class LogitAttribution(PlotWidget):
         tokens: torch.Tensor,
         answers: torch.Tensor,
         against: torch.Tensor | None = None,
-        theme: str | None = None,
     ) -> None:
         from normlab.models.lens import direct_logit_attribution
 
         self._attribute = direct_logit_attribution
         self.bridge, self.tokens, self.answers, self.against = bridge, tokens, answers, against
         self._norm: Any = bridge.ln_final.original_component
-        self._slope = slope_of(self._norm)
         self.steepness = widgets.FloatLogSlider(
             value=1.0, base=2, min=-4, max=6, step=0.25, description="slope ×", readout_format=".3g"
         )
-        self.steepness.disabled = self._slope is None
+        self.steepness.disabled = slope_of(self._norm) is None
         self.tables, self._saturated = self.ask()
-        super().__init__(self._drawing, self.steepness, describe=lambda: self._saturated, theme=theme)
+        super().__init__(self._drawing, self.steepness, describe=lambda: self._saturated)
         self.steepness.observe(self._moved, names="value")
 
     def _drawing(self, theme: str) -> go.Figure:
@@ -63,7 +59,8 @@ class LogitAttribution(PlotWidget):
 
     def ask(self) -> tuple[dict[str, pd.DataFrame], str]:
         """By method, the attribution with the slope that the slider says; and how saturated the final norm is then."""
-        with self._steeper(self.steepness.value):
+        with ExitStack() as undo:
+            change_norm(self._norm, Change(lam=self.steepness.value).at(1).model_dump(), undo)
             asked = self.bridge, self.tokens, self.answers
             tables = {name: self._attribute(*asked, against=self.against, method=name) for name in METHODS}
             return tables, self._sentence()
@@ -73,23 +70,8 @@ class LogitAttribution(PlotWidget):
             self.tables, self._saturated = self.ask()
             self.redraw()
 
-    @contextmanager
-    def _steeper(self, factor: float) -> Iterator[None]:
-        if self._slope is None or factor == 1.0:
-            yield
-            return
-        slope = getattr(self._norm, self._slope)
-        before = slope.detach().clone()
-        with torch.no_grad():
-            slope.mul_(factor)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                slope.copy_(before)
-
     def _sentence(self) -> str:
-        if self._slope is None:
+        if self.steepness.disabled:
             return "the final norm has no tanh"
         with torch.no_grad():
             stream = self.bridge.ln_final.hook_in

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.figures.one_model import MEASURED, Answer
+from normlab.norms.base import mean_square
 from normlab.probes import record, sites
 from normlab.probes.sites import Block
 
@@ -95,50 +96,53 @@ def changed(model: nn.Module, change: Change) -> Iterator[None]:
         raise NormlabError(f"no block {wrong[0]} to change: the model has blocks 1 to {len(blocks)}")
     with ExitStack() as undo:
         for block in blocks:
-            _change_block(block, change.at(block.index), undo)
+            change_block(block, change.at(block.index).model_dump(), undo)
         yield
 
 
-def _change_block(block: Block, change: LayerChange, undo: ExitStack) -> None:
-    def hook(handle: Any) -> None:
-        undo.callback(handle.remove)
-
+def change_block(block: Block, own: Mapping[str, Any], undo: ExitStack) -> None:
+    """Change a block until `undo` closes. The values of LayerChange's fields are numbers, or tensors in a graph."""
     for norm in block.norms:
-        _multiply(norm, change, undo)
-        if change.exact and getattr(norm, "takes_mean_square", False):
-            hook(norm.register_forward_pre_hook(_forget_mean_square, with_kwargs=True))
+        change_norm(norm, own, undo)
+        if getattr(norm, "takes_mean_square", False) and _alters(own["exact"], False):
+            hook = partial(_choose_statistic, own["exact"])
+            undo.callback(norm.register_forward_pre_hook(hook, with_kwargs=True).remove)
     for part in ("attention", "mlp"):
-        share = getattr(change, part)
-        if share != 1:
-            if share and not hasattr(block.module, "norm_at") and len(block.norms) > 2:
+        share = own[part]
+        if _alters(share, 1.0):
+            if _alters(share, 0.0) and not hasattr(block.module, "norm_at") and len(block.norms) > 2:
                 raise NormlabError(f"block {block.index} may normalize its {part}'s output: only 0 and 1 dim it")
-            hook(writer_of(block, part).register_forward_hook(partial(_dim_branch, share)))
-    if change.block != 1:
-        hook(block.module.register_forward_hook(partial(_dim_block, change.block), with_kwargs=True))
+            undo.callback(_writer(block, part).register_forward_hook(partial(_dim_branch, share)).remove)
+    if _alters(own["block"], 1.0):
+        hook = partial(_dim_block, own["block"])
+        undo.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
 
 
-def _multiply(norm: Any, change: LayerChange, undo: ExitStack) -> None:
+def change_norm(norm: Any, own: Mapping[str, Any], undo: ExitStack) -> None:
+    """Put other values in the place of a norm's gain, slope and kappa until `undo` closes."""
     zero = getattr(norm, "centre", 0.0)  # a zero-centred gain is 1 + weight
-    for name, factor, centre in (("weight", change.gain, zero), (slope_of(norm), change.lam, 0.0)):
-        value = getattr(norm, name, None) if name else None
-        if isinstance(value, Tensor) and factor != 1.0:
-            undo.callback(_restore, value, value.detach().clone())
-            _restore(value, (value.detach() + centre) * factor - centre)
-    if isinstance(getattr(norm, "kappa", None), float) and change.kappa != 1.0:
+    for name, factor, centre in (("weight", own["gain"], zero), (slope_of(norm), own["lam"], 0.0)):
+        value = norm._parameters.get(name)
+        if value is not None and _alters(factor, 1.0):
+            undo.callback(norm._parameters.__setitem__, name, value)
+            norm._parameters[name] = (value.detach() + centre) * factor - centre
+    if isinstance(getattr(norm, "kappa", None), float) and _alters(own["kappa"], 1.0):
         undo.callback(setattr, norm, "kappa", norm.kappa)
-        norm.kappa = norm.kappa * change.kappa
+        norm.kappa = norm.kappa * own["kappa"]
 
 
-@torch.no_grad()
-def _restore(tensor: Tensor, before: Tensor) -> None:
-    tensor.copy_(before)
+def _alters(value: Any, neutral: float) -> bool:
+    return isinstance(value, Tensor) or value != neutral
 
 
-def _forget_mean_square(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return args[:1], {**kwargs, "mean_square": None}
+def _choose_statistic(exact: Any, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    chosen = carried = kwargs.get("mean_square")
+    if carried is not None:
+        chosen = torch.where(exact > 0, mean_square(args[0]), carried) if isinstance(exact, Tensor) else None
+    return args[:1], {**kwargs, "mean_square": chosen}
 
 
-def writer_of(block: Block, part: str) -> nn.Module:
+def _writer(block: Block, part: str) -> nn.Module:
     """The module whose output joins the stream: the output norm of "attention" or "mlp", or that branch itself."""
     norm_at = getattr(block.module, "norm_at", None)
     outer = norm_at({"attention": "attn_out", "mlp": "mlp_out"}[part]) if norm_at else None
@@ -148,17 +152,19 @@ def writer_of(block: Block, part: str) -> nn.Module:
     return branch
 
 
-def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:
+def _dim_branch(share: Any, _: nn.Module, args: tuple, output: Any) -> Any:
     return output * share if isinstance(output, Tensor) else (output[0] * share, *output[1:])
 
 
-def _dim_block(share: float, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def _dim_block(share: Any, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """In the form of the output: a tensor, or a tuple whose first element is the hidden state."""
     before = args[0] if args else kwargs["hidden_states"]
     after = output if isinstance(output, Tensor) else output[0]
-    if share and before.shape != after.shape:
-        raise NormlabError("a block that opens several streams can be skipped, not dimmed")
-    mixed = before + share * (after - before) if share else before
+    mixed = before
+    if _alters(share, 0.0):
+        if before.shape != after.shape:
+            raise NormlabError("a block that opens several streams can be skipped, not dimmed")
+        mixed = before + share * (after - before)
     return mixed if isinstance(output, Tensor) else (mixed, *output[1:])
 
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 import gzip
 import json
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -32,7 +31,7 @@ from normlab.figures.draw import axis_bounds
 from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, plain, published_remark, theory_remark
 from normlab.figures.theme import message_figure, on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
-from normlab.widgets.plot import esm, script
+from normlab.widgets.plot import PageWidget, esm, script
 
 DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
@@ -40,7 +39,7 @@ _DIGITS = 4  # significant ones: what a plot can show, at half the size
 _CHOICES = ("metric", "site", "mask", "depth", "step", "way", "schemes")
 
 
-class NormExplorer(anywidget.AnyWidget):
+class NormExplorer(PageWidget):
     """A metric by layer for all schemes, with controls; two views side by side; images, numbers and code to take away.
 
     Traits, of the first view: `metric site mask depth step schemes`, `way` ("absolute", "relative" to layer 1, or the
@@ -52,7 +51,6 @@ class NormExplorer(anywidget.AnyWidget):
         schemes: those shown at the start. Default: all of up to eight, of more the short list.
         configs: what the runs were configured with (`normlab.read_configs`); theory needs them.
         published: published values to overlay. Default: those that come with normlab.
-        theme: "light" or "dark". Default: as JupyterLab's.
         source: the path the table was loaded from, for the code that it gives.
 
     A table with nothing to show gives a widget that says so.
@@ -71,7 +69,6 @@ class NormExplorer(anywidget.AnyWidget):
     log = traitlets.Bool(False).tag(sync=True)
     theory = traitlets.Bool(False).tag(sync=True)
     published = traitlets.Bool(False).tag(sync=True)
-    theme = traitlets.Unicode("").tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
 
     def __init__(
@@ -81,22 +78,20 @@ class NormExplorer(anywidget.AnyWidget):
         schemes: Sequence[str] | None = None,
         configs: Mapping[str, Mapping[str, Any]] | None = None,
         published: pd.DataFrame | None = None,
-        theme: str | None = None,
         source: str = "data/runs",
     ) -> None:
         self.profiles = Profiles(runs, configs)
         self._published = _shipped_values() if published is None else published
         view = default_view(self.profiles, shown_first(self.profiles.schemes) if schemes is None else schemes)
         if view is None:
-            super().__init__(choices={"missing": self.profiles.missing}, theme=theme or "")
+            super().__init__(choices={"missing": self.profiles.missing})
             return
         start = {name: value for name, value in asdict(view).items() if name in _CHOICES}
         start["schemes"] = list(view.schemes)
         choices = _choices(self.profiles, None, self.profiles.schemes)
         choices |= {"source": source, "published": self._published is not None}
-        super().__init__(**start, choices=choices, theme=theme or "")
+        super().__init__(**start, choices=choices)
         self.observe(self._settle, names=["metric", "site", "depth"])
-        self.on_msg(self._answer)
 
     def __repr__(self) -> str:
         return f"NormExplorer({len(self.profiles.schemes)} schemes)"
@@ -107,8 +102,7 @@ class NormExplorer(anywidget.AnyWidget):
         if self.profiles.missing:
             raise NormlabError(f"no view: {self.profiles.missing}")
         chosen = {name: getattr(self, name) for name in ("metric", "site", "mask", "depth", "step")}
-        reference = None if self.way in (ABSOLUTE, RELATIVE) else self.way
-        return View(**chosen, schemes=tuple(self.schemes), relative=self.way == RELATIVE, reference=reference)
+        return _shown_as(View(**chosen, schemes=tuple(self.schemes)), self.way)
 
     @property
     def figure(self) -> go.Figure:
@@ -116,22 +110,8 @@ class NormExplorer(anywidget.AnyWidget):
         if self.profiles.missing:
             return message_figure(self.profiles.missing)
         published = self._published if self.published else None
-        options = PlotOptions(self.band, self.log, self.theme or "light", published, self.theory, one_step=True)
+        options = PlotOptions(self.band, self.log, "light", published, self.theory, one_step=True)
         return plain(drawing(self.profiles, self.view, options))
-
-    def static(self) -> go.Figure:
-        """The same as `figure`."""
-        return self.figure
-
-    def table(self) -> pd.DataFrame:
-        """The numbers behind the view, a row for each scheme and layer."""
-        view = self.view
-        rows = [
-            (line.scheme, int(layer), value, low, high, line.seeds)
-            for line in self.profiles.lines(view)
-            for layer, value, low, high in zip(line.layers, line.values, line.low, line.high, strict=True)
-        ]
-        return pd.DataFrame(rows, columns=["scheme", "layer", "value", "low", "high", "seeds"])
 
     def _settle(self, _: object) -> None:
         """Keep each choice that still exists, as the browser does."""
@@ -144,13 +124,11 @@ class NormExplorer(anywidget.AnyWidget):
             steps = profiles.steps(self.metric, self.site, self.mask, self.depth)
             self.step = _among(self.step, steps[::-1] or [self.step])
 
-    def _answer(self, _: object, content: dict[str, Any], __: object) -> None:
-        """The browser asks for a view by its key."""
-        site, metric, mask, depth, way = content["view"].split("|")
-        view = View(metric, site, mask, int(depth), 0, tuple(self.profiles.schemes), way == RELATIVE)
-        view = replace(view, reference=None if way in (ABSOLUTE, RELATIVE) else way)
-        drawings = _drawings(self.profiles, view, content["theory"], self._published)
-        self.send({**content, "drawings": drawings})
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The drawings of a view, by its key."""
+        site, metric, mask, depth, way = asked["view"].split("|")
+        view = View(metric, site, mask, int(depth), 0, tuple(self.profiles.schemes))
+        return _drawings(self.profiles, _shown_as(view, way), asked["theory"], self._published)
 
 
 def _among(value: Any, options: Sequence[Any]) -> Any:
@@ -166,31 +144,24 @@ def _shipped_values() -> pd.DataFrame | None:
 
 
 def explorer_page(
-    runs: pd.DataFrame | Profiles,
-    path: str | Path,
-    *,
-    configs: Mapping[str, Mapping[str, Any]] | None = None,
-    sites: Sequence[str] | None = DEFAULT_SITES,
-    references: Sequence[str] | None = None,
+    runs: pd.DataFrame | Profiles, path: str | Path, *, configs: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Path:
-    """Write the explorer as one page; returns its path.
+    """Write the explorer as one page; returns its path. It has the sites of DEFAULT_SITES.
 
     Args:
         runs: the table of `normlab.load_runs`, or an index made from it.
         path: the HTML file to write; its folder is made.
         configs: what the runs were configured with (`normlab.read_configs`): without it theory says nothing of them.
-        sites: those to include (None: all that were measured; the page grows with each).
-        references: schemes against which all can be shown (default: the first; the page grows with each).
 
     Raises:
-        NormlabError: nothing to show in the table, nothing measured at `sites`, or a reference that the table lacks.
+        NormlabError: nothing to show in the table.
     """
     profiles = runs if isinstance(runs, Profiles) else Profiles(runs, configs)
     if profiles.missing:
         raise NormlabError(f"no page to write: {profiles.missing}")
-    found = page_data(profiles, sites, references)
+    found = page_data(profiles)
     if not found["views"]:
-        raise NormlabError(f"no page to write: nothing was measured at {', '.join(sites or ())}")
+        raise NormlabError(f"no page to write: nothing was measured at {', '.join(DEFAULT_SITES)}")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(found, separators=(",", ":"), allow_nan=False)
@@ -201,23 +172,28 @@ def explorer_page(
     return path
 
 
-def page_data(
-    profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES, references: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """The page's data: drawings by "site|metric|mask|depth|way", and the reader's choices."""
-    references = profiles.schemes[:1] if references is None else references
-    if unknown := [name for name in references if name not in profiles.schemes]:
-        raise NormlabError(f"no run of {unknown[0]!r} in the table, which has: {', '.join(profiles.schemes)}")
-    published = _shipped_values()
+def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -> dict[str, Any]:
+    """The page's data: the reader's choices, and drawings by "site|metric|mask|depth|way".
+
+    All can be shown against the first scheme: each further reference would make the page a third larger.
+    """
+    references, published = profiles.schemes[:1], _shipped_values()
     choices = _choices(profiles, sites, references)
-    views = {
-        f"{site}|{metric}|{mask}|{key}": _drawings(profiles, view, published=published)
-        for metric, labelled in choices["sites"].items()
-        for _, site in labelled
-        for mask in profiles.masks(metric, site)
-        for key, view in _ways(profiles, metric, site, mask, references)
-    }
+    views = {}
+    for metric, labelled in choices["sites"].items():
+        for _, site in labelled:
+            for mask in profiles.masks(metric, site):
+                for depth in profiles.depths:
+                    view = View(metric, site, mask, depth, 0, tuple(profiles.schemes))
+                    for _, way in choices["ways"]:
+                        key = f"{site}|{metric}|{mask}|{depth}|{way}"
+                        views[key] = _drawings(profiles, _shown_as(view, way), published=published)
     return {**choices, "views": views, "source": "data/runs", "published": published is not None}
+
+
+def _shown_as(view: View, way: str) -> View:
+    """The view in absolute values, relative to layer 1, or against a scheme."""
+    return replace(view, relative=way == RELATIVE, reference=None if way in (ABSOLUTE, RELATIVE) else way)
 
 
 def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequence[str]) -> dict[str, Any]:
@@ -247,18 +223,6 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
         "templates": {theme: template(theme).to_plotly_json() for theme in ("light", "dark")},
         "on_dark": on_dark(),
     }
-
-
-def _ways(
-    profiles: Profiles, metric: str, site: str, mask: str, references: Sequence[str]
-) -> Iterator[tuple[str, View]]:
-    """The views of a metric, each depth absolute, relative and against each reference, without a step."""
-    for depth in profiles.depths:
-        view = View(metric, site, mask, depth, 0, tuple(profiles.schemes))
-        yield f"{depth}|{ABSOLUTE}", view
-        yield f"{depth}|{RELATIVE}", replace(view, relative=True)
-        for name in references:
-            yield f"{depth}|{name}", replace(view, reference=name)
 
 
 def _drawings(

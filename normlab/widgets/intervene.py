@@ -6,7 +6,6 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-import anywidget
 import plotly.graph_objects as go
 import torch
 import traitlets
@@ -17,12 +16,12 @@ from normlab.figures import themed
 from normlab.figures.one_model import Answer, intervention
 from normlab.widgets.change import Change, ask, ask_row
 from normlab.widgets.live import describe, kernel_text, live_script, model_spec, page_tokenizer, weights_of
-from normlab.widgets.plot import script
+from normlab.widgets.plot import PageWidget, script
 
 MOST_BYTES = 64_000_000  # of weights that a browser is given; a larger model answers from the kernel
 
 
-class Intervene(anywidget.AnyWidget):
+class Intervene(PageWidget):
     """Sliders by layer on lambda (DyT: alpha), kappa, gamma, the statistic, and dimmers: live answers.
 
     It is the page of `normlab page` in a notebook: layer sizes, tanh inputs beyond lambda, each block's worth, loss by
@@ -35,7 +34,6 @@ class Intervene(anywidget.AnyWidget):
         model: a Hugging Face causal language model, ours or another.
         text: what the model reads: a string (with `tokenizer`), or token ids (batch, length). The reader chooses a row.
         tokenizer: encodes the text and names tokens. Without one, tokens are shown by number.
-        theme: "light" or "dark". Default: as JupyterLab's.
 
     Raises:
         NormlabError: a string without a tokenizer, or fewer than two tokens.
@@ -46,13 +44,10 @@ class Intervene(anywidget.AnyWidget):
     change = traitlets.Any().tag(sync=True)
     row = traitlets.Int(0).tag(sync=True)
     token = traitlets.Int(None, allow_none=True).tag(sync=True)
-    theme = traitlets.Unicode("").tag(sync=True)
     data = traitlets.Dict().tag(sync=True)
     weights = traitlets.Bytes(b"").tag(sync=True)
 
-    def __init__(
-        self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None, theme: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, text: str | torch.Tensor, tokenizer: Any = None) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.tokens = _encode(text, tokenizer)
         about = describe(model, type(model).__name__)
@@ -64,13 +59,7 @@ class Intervene(anywidget.AnyWidget):
             except (NormlabError, AttributeError):  # a part that the page does not compute, or not a Llama
                 about["spec"] = None
         data = {"models": [about], "passages": self.tokens.tolist(), "tour": False, "kernel": kernel_text()}
-        super().__init__(
-            change={},
-            data=data | _words(model, tokenizer),
-            weights=weights if about["spec"] else b"",
-            theme=theme or "",
-        )
-        self.on_msg(self._answer)
+        super().__init__(change={}, data=data | _words(model, tokenizer), weights=weights if about["spec"] else b"")
 
     def __repr__(self) -> str:
         return f"Intervene({type(self.model).__name__})"
@@ -100,19 +89,11 @@ class Intervene(anywidget.AnyWidget):
         traits = self.data["models"][0]["traits"]
         unknown = "these norms do not tell<br>what enters their tanh"
         no_share = unknown if "slope" in traits else "no λ or α in these norms:<br>no bound to change"
-        return themed(intervention(self.before, self.now, self._word, no_share), self.theme or "light")
+        return themed(intervention(self.before, self.now, self._word, no_share), "light")
 
-    def static(self) -> go.Figure:
-        """The same as `figure`."""
-        return self.figure
-
-    def _answer(self, _: object, content: dict[str, Any], __: object) -> None:
-        """The browser asks what the changed model does with a row of tokens."""
-        try:
-            answer = ask_row(self.model, content["tokens"], Change(**content["change"]), content["at"])
-            self.send({"id": content["id"], "answer": answer})
-        except NormlabError as error:
-            self.send({"id": content["id"], "error": str(error)})
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What the changed model does with a row of tokens."""
+        return ask_row(self.model, asked["tokens"], Change(**asked["change"]), asked["at"])
 
     def _word(self, token: int) -> str:
         # Never a bare number: an axis would take it for one.

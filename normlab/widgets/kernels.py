@@ -23,13 +23,12 @@ class KernelTimes(PlotWidget):
     Args:
         times: what `normlab.analysis.notebook_tables.kernels.read_times` returns.
         call: the one to open with; default: the last of the table.
-        theme: "light" or "dark"; default: as JupyterLab's.
 
     Raises:
         NormlabError: a table without times, or a call that is not in it.
     """
 
-    def __init__(self, times: pd.DataFrame, call: str | None = None, theme: str | None = None) -> None:
+    def __init__(self, times: pd.DataFrame, call: str | None = None) -> None:
         if times.empty:
             raise NormlabError("the table has no times: make gpu, or kernels/benchmarks/run.py --device cpu")
         self.times = times
@@ -42,7 +41,7 @@ class KernelTimes(PlotWidget):
         self.part = widgets.Dropdown(options=_PASSES, description="pass")
         controls = [self.device, self.call, self.shape, self.part]
         row = widgets.HBox(controls, layout=widgets.Layout(flex_flow="row wrap"))
-        super().__init__(self._drawing, row, theme=theme)
+        super().__init__(self._drawing, row)
         for control in controls:
             control.observe(self.redraw, names="value")
 

@@ -169,7 +169,8 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
         "tour": {source.name for source in sources} <= set(shipped_models()),
     }
     for source in sources:
-        packed, name = b64encode(gzip.compress(weights_of(source), 6, mtime=0)).decode(), source.name
+        raw, name = weights_of(source), source.name
+        packed = b64encode(gzip.compress(raw[::2] + raw[1::2], 6, mtime=0)).decode()  # by planes of bytes, 11% smaller
         (folder / f"{name}.js").write_text(f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n", encoding="utf-8")
     text = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     html = script("live.html").replace("/*style*/", script("live.css")).replace("/*script*/", live_script())

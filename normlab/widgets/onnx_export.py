@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError, require_packages
 from normlab.models.pretrained import load_model, model_folder
 from normlab.probes import sites
-from normlab.widgets.change import Change, LayerChange, slope_of, writer_of
+from normlab.widgets.change import Change, LayerChange, change_block
 
 FIELDS = tuple(LayerChange.model_fields)
 LENGTH = 16  # of the tokens that the graph is traced with; it takes other lengths
@@ -26,66 +27,19 @@ class _Changed(nn.Module):
 
     def forward(self, tokens: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         blocks = sites(self.model).blocks
-        names = {module: name for name, module in self.model.named_modules()}
-        weights: dict[str, Tensor] = {}
         sizes: list[Tensor] = []
-        handles: list[Any] = []
 
-        def size(x: Tensor) -> None:
+        def size(_: nn.Module, args: tuple, output: Any = None) -> None:
+            x = args[0] if output is None else output
             sizes.append(torch.linalg.vector_norm(x.float(), dim=-1).mean())
 
-        for place, block in enumerate(blocks):
-            own = dict(zip(FIELDS, change[:, place], strict=True))
-            for norm in block.norms:
-                _scale(norm, names[norm], own, weights)
-                if getattr(norm, "takes_mean_square", False):
-                    handles.append(norm.register_forward_pre_hook(_choose_statistic(own["exact"]), with_kwargs=True))
-            for part in ("attention", "mlp"):
-                handles.append(writer_of(block, part).register_forward_hook(_dim(own[part])))
-
-            def finish(_: nn.Module, args: tuple, kwargs: dict, output: Any, share: Tensor = own["block"]) -> Any:
-                before = args[0] if args else kwargs["hidden_states"]
-                if not sizes:
-                    size(before)
-                after = before + share * (output - before)
-                size(after)
-                return after
-
-            handles.append(block.module.register_forward_hook(finish, with_kwargs=True))
-        try:
-            output = torch.func.functional_call(self.model, weights, (), {"input_ids": tokens, "use_cache": False})
-        finally:
-            for handle in handles:
-                handle.remove()
-        return output.logits, torch.stack(sizes)
-
-
-def _scale(norm: Any, name: str, own: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-    """Gamma times the gain; the slope times lambda's factor over kappa's, which enter a norm as their ratio."""
-    centre = getattr(norm, "centre", 0.0)
-    if isinstance(getattr(norm, "weight", None), Tensor):
-        weights[f"{name}.weight"] = (norm.weight + centre) * own["gain"] - centre
-    if slope := slope_of(norm):
-        ratio = own["lam"] / own["kappa"] if hasattr(norm, "kappa") else own["lam"]
-        weights[f"{name}.{slope}"] = getattr(norm, slope) * ratio
-
-
-def _choose_statistic(exact: Tensor) -> Any:
-    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        carried = kwargs.get("mean_square")
-        if carried is None:
-            return args, kwargs
-        own = args[0].float().pow(2).mean(-1, keepdim=True)
-        return args, {**kwargs, "mean_square": torch.where(exact > 0, own, carried)}
-
-    return hook
-
-
-def _dim(share: Tensor) -> Any:
-    def hook(_: nn.Module, args: tuple, output: Any) -> Any:
-        return output * share if isinstance(output, Tensor) else (output[0] * share, *output[1:])
-
-    return hook
+        with ExitStack() as undo:
+            undo.callback(blocks[0].module.register_forward_pre_hook(size).remove)
+            for block, values in zip(blocks, change.unbind(1), strict=True):
+                change_block(block, dict(zip(FIELDS, values.unbind(), strict=True)), undo)
+                undo.callback(block.module.register_forward_hook(size).remove)
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+        return logits, torch.stack(sizes)
 
 
 def change_input(change: Change, depth: int) -> Tensor:

@@ -1,29 +1,29 @@
 """A plotly figure in a notebook that follows its controls, and the widget around it.
 
 Plot         the figure: one message a change, no answer, and no layout where only numbers change
-PlotWidget   controls, state, and a function that draws the state: each widget of normlab is one
+PlotWidget   controls, state, and a function that draws the state
+PageWidget   a page of normlab in a notebook: NormExplorer and Intervene
 
 plotly's FigureWidget validates every property in Python and sends each in a message. The browser then reports all
-traces' defaults back. With the two dozen traces of a profile, that is most of the time of a move.
+traces' defaults back.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from importlib.resources import files
-from typing import Any, TypeAlias
+from typing import Any
 
 import anywidget
 import ipywidgets as widgets
-import numpy as np
 import plotly.graph_objects as go
 import traitlets
 from plotly.offline import get_plotlyjs
+from plotly.utils import PlotlyJSONEncoder
 
-from normlab.figures.profile import plain
-
-Drawing: TypeAlias = go.Figure | dict[str, Any]  # a dict: data and layout, with numbers that may be arrays
+from normlab.errors import NormlabError
 
 
 def script(name: str) -> str:
@@ -40,20 +40,44 @@ def esm(*names: str) -> str:
     )
 
 
+class PageWidget(anywidget.AnyWidget):
+    """A page in a notebook: its state is the widget's traits, and the kernel answers what it asks."""
+
+    figure: go.Figure
+
+    def __init__(self, **traits: Any) -> None:
+        super().__init__(**traits)
+        self.on_msg(self._reply)
+
+    def answer(self, asked: dict[str, Any]) -> Any:
+        """What the page asked for."""
+        raise NotImplementedError
+
+    def static(self) -> go.Figure:
+        """The same as `figure`."""
+        return self.figure
+
+    def _reply(self, _: object, asked: dict[str, Any], __: object) -> None:
+        try:
+            self.send({"id": asked["id"], "answer": self.answer(asked)})
+        except NormlabError as error:
+            self.send({"id": asked["id"], "error": str(error)})
+
+
 class Plot(anywidget.AnyWidget):
     """A plotly figure in a notebook: `show` draws another in its place.
 
-    `figure` is what the browser has: data and layout, with arrays as bytes. `dark_page`: the browser says so. `lock` is
-    held while a message of the page is handled. Traitlets holds all notifications back meanwhile, and an update from
-    another thread could be lost.
+    `figure` is what the browser has: data and layout. `dark_page`: the browser says so. `lock` is held while a message
+    of the page is handled. Traitlets holds all notifications back meanwhile, and an update from another thread could be
+    lost.
     """
 
     _esm = esm("plot_widget")
     figure = traitlets.Dict().tag(sync=True)
     dark_page = traitlets.Bool(False).tag(sync=True)
 
-    def __init__(self, lock: Any = None) -> None:
-        self.lock = lock or threading.RLock()
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
         super().__init__()
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
@@ -61,24 +85,14 @@ class Plot(anywidget.AnyWidget):
         with self.lock:
             super().set_state(sync_data)
 
-    def show(self, drawn: Drawing) -> None:
+    def show(self, figure: go.Figure) -> None:
         """Draw this."""
         with self.lock:
-            self.figure = packed(drawn.to_plotly_json() if isinstance(drawn, go.Figure) else drawn)
+            self.figure = json.loads(json.dumps(figure, cls=PlotlyJSONEncoder))
 
     def on_click(self, act: Callable[[str, Any], object]) -> None:
         """Call `act` with the trace's name and x when the reader clicks on a point."""
         self.on_msg(lambda _, content, __: act(content["trace"], content["x"]))
-
-
-def packed(value: Any) -> Any:
-    """The same with every array as bytes, which a message carries as buffers, not as text."""
-    if isinstance(value, np.ndarray):
-        columns = value.shape[1] if value.ndim == 2 else None
-        return {"floats": value.astype("<f8").tobytes(), "columns": columns}
-    if isinstance(value, dict):
-        return {key: packed(part) for key, part in value.items()}
-    return [packed(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 class PlotWidget(widgets.VBox):
@@ -92,48 +106,32 @@ class PlotWidget(widgets.VBox):
         draw: the figure of the state, for a page of that theme, "light" or "dark".
         rows: of controls.
         describe: the line of the state, HTML.
-        theme: "light" or "dark"; None: as JupyterLab's.
-        lock: to be shared with others.
     """
 
     def __init__(
-        self,
-        draw: Callable[[str], Drawing],
-        *rows: widgets.Widget,
-        describe: Callable[[], str] = str,
-        theme: str | None = None,
-        lock: Any = None,
+        self, draw: Callable[[str], go.Figure], *rows: widgets.Widget, describe: Callable[[], str] = str
     ) -> None:
         super().__init__()
         self.add_class("normlab")
-        self.theme = theme or "light"
-        self.plot, self.message = Plot(lock), widgets.HTML()
+        self.plot, self.message = Plot(), widgets.HTML()
         self.lock = self.plot.lock
         self._draw, self._describe = draw, describe
         self.redraw()
         self.children = [*rows, self.message, self.plot]
-        if theme is None:
-            self.plot.observe(lambda change: self.set_theme("dark" if change["new"] else "light"), names="dark_page")
+        self.plot.observe(self.redraw, names="dark_page")
+
+    @property
+    def theme(self) -> str:
+        """The page's, "light" or "dark"."""
+        return "dark" if self.plot.dark_page else "light"
 
     def redraw(self, _: object = None) -> None:
         """Show the present state, in one message."""
         with self.lock:
-            self._shown = self._draw(self.theme)
-            self.plot.show(self._shown)
+            self.figure = self._draw(self.theme)
+            self.plot.show(self.figure)
             self.message.value = self._describe()
 
-    def set_theme(self, theme: str) -> None:
-        """The same for a "light" or a "dark" page."""
-        with self.lock:
-            self.theme = theme
-            self.redraw()
-
-    @property
-    def figure(self) -> go.Figure:
-        """The present drawing as a plain figure."""
-        shown = self._shown
-        return shown if isinstance(shown, go.Figure) else plain(shown)
-
     def static(self) -> go.Figure:
-        """The same, for pages without a kernel."""
+        """The present drawing as a plain figure, for pages without a kernel."""
         return self.figure

@@ -1,4 +1,4 @@
-"""Where two models part: seeded faults are found at their block and site, and equal pairs raise no alarm.
+"""Two models that part: seeded faults are found at their block and site, and equal pairs raise no alarm.
 
 `benchmarks/first_layer.py` does the same over all architectures; its tables are in `data/bench`.
 """
@@ -18,7 +18,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import normlab
+from benchmarks import ports
 from normlab.differences import diff, read_arrays, write_arrays
+from normlab.differences.capture import counted
 from normlab.errors import NormlabError
 
 SIZES = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -196,6 +198,24 @@ def test_a_backward_that_differs_is_found_from_the_end(llama, batch):
     assert diff(llama, spoiled, batch).equal
     result = diff(llama, spoiled, batch, gradients=True)
     assert result.first == ("block_in_grad", 2)
+
+
+def test_a_port_with_names_of_its_own_is_equal_and_its_fault_is_named_with_the_line_of_its_code():
+    equal, spoiled = ports.cases(r"Qwen3: (theta of one layer)?$")
+    assert equal["right"] and spoiled["right"] and spoiled["site_right"] and spoiled["cause_right"], spoiled
+    a = ports.reference("GPT2")
+    result = diff(a, ports.Port(a, "norm without the mean").eval(), {"input_ids": torch.arange(24).view(1, -1)})
+    assert result.causes == ["B does not subtract the mean: LayerNorm or RMSNorm"], result
+    assert re.search(r"blocks.0.before.0, Norm, .*ports.py:\d+", str(result))
+
+
+def test_tokens_are_told_behind_prompts_and_in_streams_one_after_another():
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    x = torch.arange(10.0).view(2, 5, 1)  # two positions of the model's own come first
+    assert counted(x, mask).flatten().tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    x = torch.arange(12.0).view(2, 6, 1)  # two streams
+    assert counted(x, mask).flatten().tolist() == [0, 2, 3, 5, 6, 7, 8, 9, 10, 11]
+    assert counted(torch.zeros(5, 1), mask) is None
 
 
 def test_arrays_of_another_framework_are_compared(llama, batch, tmp_path):

@@ -25,8 +25,9 @@ from normlab.experimental.norm_removal import (
     remove_norm,
     remove_norms,
 )
+from normlab.training.config import CorpusSpec
 from normlab.training.measure import mean_token_loss
-from normlab.training.text.corpus import Corpus, CorpusSpec, corpus_of
+from normlab.training.text.corpus import Corpus, corpus_of
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": True}

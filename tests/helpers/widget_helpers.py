@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
+from collections.abc import Callable
 from typing import Any
 
 # A model as anywidget gives it to a script. `kernel` is Python.
@@ -57,12 +58,13 @@ class Mounted:
         if "message" in content:
             self.widget._handle_custom_msg(content["message"], [])
 
-    def push(self) -> None:
-        self.page.evaluate("window.take", self._traits())
+    def push(self, just_before: str = "() => {}") -> None:
+        self.page.evaluate(f"traits => {{ ({just_before})(); window.take(traits); }}", self._traits())
 
-    def until(self, condition: str, argument: Any = None, seconds: float = 20) -> None:
+    def until(self, condition: str | Callable[[], bool], argument: Any = None, seconds: float = 20) -> None:
+        """Until the page's condition, a script, or Python's holds."""
         end = time.monotonic() + seconds
-        while not self.page.evaluate(condition, argument):
+        while not (condition() if callable(condition) else self.page.evaluate(condition, argument)):
             assert time.monotonic() < end, (condition, argument)
             self.page.wait_for_timeout(20)
             while self.answers:

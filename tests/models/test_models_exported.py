@@ -129,7 +129,7 @@ def _edit_config(folder: Path, **fields: object) -> None:
             lambda folder: _edit_config(folder, num_hidden_layers=1),
             "the configuration has no place for .*layers.1.* more",
         ),
-        (lambda folder: _edit_config(folder, intermediate_size=32), "no model could be loaded from"),
+        (lambda folder: _edit_config(folder, intermediate_size=32), "gives another shape to .*mlp.* more"),
         (lambda folder: (folder / "config.json").write_text("{"), "no model could be loaded from"),
         (lambda folder: (folder / runs.WEIGHTS).write_bytes(b"\x10" * 9), "no model could be loaded from"),
         (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "no tokenizer could be loaded from"),

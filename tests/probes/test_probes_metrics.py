@@ -146,10 +146,11 @@ def test_attention_scores_in_chunks_equal_those_in_one_piece(monkeypatch):
     query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
     mask = torch.rand(2, 1, 9, 9) > 0.3
     mask |= torch.eye(9, dtype=torch.bool)
-    whole = [statistics._from_query_and_key(query, key, key, m, is_causal=m is None) for m in (None, mask)]
+    reduce = statistics.AttentionWatch().reduce
+    whole = [reduce(statistics.score_chunks(query, key, key, m, is_causal=m is None)) for m in (None, mask)]
     monkeypatch.setattr(statistics, "SCORE_CHUNK", 100)
     for m, expected in zip((None, mask), whole, strict=True):
-        assert torch.allclose(statistics._from_query_and_key(query, key, key, m, is_causal=m is None), expected)
+        assert torch.allclose(reduce(statistics.score_chunks(query, key, key, m, is_causal=m is None)), expected)
 
 
 @pytest.mark.parametrize("carried", ["uniform", "causal", "exact"])

@@ -251,6 +251,7 @@ def test_a_model_or_tokenizer_that_cannot_be_loaded_is_named(saved, tmp_path):
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "the weights lack"),
         ({"num_hidden_layers": 4}, "the weights lack .*layers.3"),
         ({"num_hidden_layers": 2}, "the configuration has no place for .*layers.2"),
+        ({"intermediate_size": 8}, "the configuration gives another shape to .*mlp.* more"),
     ],
 )
 def test_weights_that_do_not_fit_the_configuration_are_refused(fields, message, saved, tmp_path):

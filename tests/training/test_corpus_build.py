@@ -12,8 +12,9 @@ import pytest
 from training_helpers import WORDS
 
 from normlab import NormlabError
+from normlab.training.config import CorpusSpec
 from normlab.training.text import corpus as corpora
-from normlab.training.text.corpus import Corpus, CorpusSpec, corpus_of
+from normlab.training.text.corpus import Corpus, corpus_of
 from normlab.training.text.source import BUILDERS, is_held_out, open_documents, stdlib_documents
 from normlab.training.text.tokens import END_OF_TEXT, unigram_entropy
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from training_helpers import write_text
 
+from normlab.training.config import CorpusSpec
 from normlab.training.text import corpus as corpora
-from normlab.training.text.corpus import CorpusSpec, corpus_of
+from normlab.training.text.corpus import corpus_of
 from normlab.training.text.tokens import ngram_losses
 
 

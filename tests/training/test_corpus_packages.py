@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from normlab import NormlabError
+from normlab.training.config import CorpusSpec
 from normlab.training.text import source
-from normlab.training.text.corpus import CorpusSpec, corpus_of
+from normlab.training.text.corpus import corpus_of
 from normlab.training.text.source import part_of, source_key
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,21 +26,9 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt")
 
 
-def test_preset_trained_is_the_promised_sweep() -> None:
+def test_preset_trained_chooses_on_other_blocks_and_seeds_than_it_reports() -> None:
     preset = get_preset("trained")
-    core, core_at_16, further, *deep = preset.parts
-    assert set(core.schemes) >= {"pre_rmsnorm", "lns", "lns_gain", "bhyt", "bhyt_exact", "rmsnorm_gain"}
-    assert core.schemes == core_at_16.schemes and core.depths | core_at_16.depths == {4: 3, 8: 1, 16: 3}
-    assert set(further.depths) == {4, 16}
-    assert set(further.schemes) >= {
-        "peri_ln",
-        "dyt",
-        "pre_rmsnorm_scaled_init",
-        "mix_ln",
-        "post_rmsnorm",
-        "bhyt_linear",
-    }
-    assert [(set(part.depths), len(part.schemes)) for part in deep] == [({32}, 4), ({64}, 2)]
+    core, _, further, *_ = preset.parts
     plan = planned(preset)
     reported = [config for what, config in plan if what == "runs"]
     search = [config for what, config in plan if what == "search"]
@@ -231,10 +218,6 @@ def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Pa
     assert words.startswith("   6 search depth 2 ") and "16 runs, " in words and "with 2 workers" in words
 
 
-def _runs(name: str) -> list[TrainConfig]:
-    return [config for what, config in planned(get_preset(name)) if what == "runs"]
-
-
 def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all() -> None:
     for name in ("gains", "depth_and_rate", "league", "tanh"):
         for what, config in planned(get_preset(name)):
@@ -243,24 +226,6 @@ def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all() -> None:
             searched = (config.held_out, config.seed == 1000) == ("validation", True)
             assert searched == (what == "search") and (searched or config.held_out == "test")
             assert config.gain_lr_ratio == 0.1 or name == "gains"
-
-
-def test_preset_tanh_scales_the_bound_and_leaves_the_map_of_small_inputs_alone() -> None:
-    runs_of = _runs("tanh")
-    bounds = [(c.scheme, c.model["lam_input"] / 10, c.model["gamma0"]) for c in runs_of if c.model]
-    assert Counter(bounds) == {(s, g, 0.2 / g): 4 for s in ("bhyt_exact", "bhyt_linear") for g in (0.2, 1.0, 5.0)}
-    assert Counter(c.scheme for c in runs_of if not c.model) == {"rmsnorm_gain": 4}
-    assert {(c.depth, c.lr) for c in runs_of} == {(8, 0.008)}
-    assert {c.model["lam_input"] for c in runs_of[-8:]} == {10.0}, "what is cut first comes last"
-
-
-def test_preset_league_searches_every_scheme_and_finals_are_of_fifteen() -> None:
-    search = [config for what, config in planned(get_preset("league")) if what == "search"]
-    assert Counter(c.scheme for c in search) == dict.fromkeys(SCHEMES, 3)
-    assert {(c.depth, c.steps, c.lr) for c in search} == {(8, 2000, lr) for lr in (0.002, 0.004, 0.008)}
-    finals = _runs("league")
-    assert Counter(c.scheme for c in finals).keys() >= {"pre_rmsnorm", "lns", "bhyt"}
-    assert len(finals) == 15 * 3 and {(c.depth, c.steps, c.seed) for c in finals} == {(8, 6000, s) for s in range(3)}
 
 
 def test_the_league_tries_a_third_rate_between_two_alike_or_beyond_the_better() -> None:

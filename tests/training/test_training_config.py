@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from training_helpers import tiny
 
-from normlab import cli
+from normlab import cli, runs
 from normlab.errors import NormlabError
-from normlab.training.config import SET_BY, TrainConfig
+from normlab.training.config import SET_BY, CorpusSpec, TrainConfig
 from normlab.training.presets import Part, Preset, Variant
-from normlab.training.text.corpus import CorpusSpec
 
 DATA = Path(__file__).parents[2] / "data"
 TEXT = Path("text.txt")
@@ -131,11 +130,11 @@ def test_what_trains_and_measures_the_same_is_one_run(one: dict, same: dict) -> 
 
 
 def test_shipped_runs_keep_their_ids_and_the_order_of_their_fields() -> None:
-    paths = list(DATA.rglob("manifest.json"))
-    assert len(paths) > 70
-    for path in paths:
-        manifest = json.loads(path.read_text())
+    folders = runs.find_runs(DATA)
+    assert len(folders) > 70
+    for folder in folders:
+        manifest = runs.read_manifest(folder)
         config, shipped = TrainConfig.from_dict(manifest["config"]), manifest["config"]
-        assert config.run_id == manifest["run"], path
+        assert config.run_id == manifest["run"], folder
         written = json.loads(json.dumps(config.to_dict()))
-        assert [(name, value) for name, value in written.items() if name in shipped] == list(shipped.items()), path
+        assert [(name, value) for name, value in written.items() if name in shipped] == list(shipped.items()), folder

@@ -17,11 +17,11 @@ from training_helpers import tiny, write_text
 
 from normlab import cli, runs, store
 from normlab.training import sweep as sweep_module
-from normlab.training.config import TrainConfig
+from normlab.training.config import CorpusSpec, TrainConfig
 from normlab.training.progress import Progress, Report, Reporter, read_report, steps_in_all, steps_until
 from normlab.training.run import train
 from normlab.training.sweep import sweep
-from normlab.training.text.corpus import CorpusSpec, corpus_of
+from normlab.training.text.corpus import corpus_of
 
 
 class Clock:

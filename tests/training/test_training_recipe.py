@@ -24,7 +24,6 @@ from normlab.training.text import source
 from normlab.training.text.corpus import Corpus, corpus_of
 
 pytest_plugins = ["training_fixtures"]
-DATA = Path(__file__).resolve().parents[2] / "data"
 
 
 # --- rates ---

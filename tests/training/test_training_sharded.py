@@ -114,7 +114,7 @@ def test_the_callback_merges_the_ranks_of_a_split_model_into_one_table(watched: 
 def test_a_rank_keeps_the_weights_and_moments_that_were_planned(
     watched: Path, config: TrainConfig, cache: Path
 ) -> None:
-    planned = needs(config, 2, vocab_size=corpus_of(config, cache).vocab_size)
+    planned = needs(dataclasses.replace(config, vocab_size=corpus_of(config, cache).vocab_size), 2)
     first, second = (list(map(int, (watched / f"bytes-{rank}").read_text().split())) for rank in range(2))
     assert first == [4 * planned.held.kept, 8 * planned.held.kept]
     assert [a + b for a, b in zip(first, second, strict=True)] == [4 * planned.parameters, 8 * planned.parameters]

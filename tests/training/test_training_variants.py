@@ -20,7 +20,6 @@ from normlab.training.presets import get_preset
 
 pytest_plugins = ["training_fixtures"]
 
-DATA = Path(__file__).parents[2] / "data"
 GRID = get_preset("gain_or_bound")
 CONFIGS = GRID.grid(GRID.parts[0], {})
 

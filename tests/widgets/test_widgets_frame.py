@@ -17,7 +17,7 @@ from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.figures import theme as look
 from normlab.figures.draw import finite
 from normlab.widgets import LogitAttribution, PlotWidget, SkipMap, TrainTheatre
-from normlab.widgets.plot import Plot, script
+from normlab.widgets.plot import Plot
 
 TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 BLUE, BLUE_ON_DARK, PAPER, DARK_PAPER = "#0072b2", "#3b9ddd", "#ffffff", "#14171b"
@@ -31,19 +31,19 @@ def model_of(scheme: str) -> NormlabForCausalLM:
     ).eval()
 
 
-def attribution(**theme: str) -> LogitAttribution:
+def attribution() -> LogitAttribution:
     pytest.importorskip("transformer_lens")
     from normlab.models.lens import to_bridge
 
-    return LogitAttribution(to_bridge(model_of("dyt")), TOKENS, TOKENS[:, 0], **theme)
+    return LogitAttribution(to_bridge(model_of("dyt")), TOKENS, TOKENS[:, 0])
 
 
 # Each has something in the first blue of the palette, which a dark page has brighter.
-WIDGETS: dict[str, Callable[..., PlotWidget]] = {
-    "SkipMap": lambda path, **theme: SkipMap(model_of("bhyt"), [{"input_ids": TOKENS}], name="bhyt", **theme),
-    "LogitAttribution": lambda path, **theme: attribution(**theme),
-    "TrainTheatre": lambda path, **theme: TrainTheatre(["bhyt"], path, TINY, **theme),
-    "PlotWidget": lambda path, **theme: PlotWidget(line_in_blue, **theme),
+WIDGETS: dict[str, Callable[[Path], PlotWidget]] = {
+    "SkipMap": lambda path: SkipMap(model_of("bhyt"), [{"input_ids": TOKENS}], name="bhyt"),
+    "LogitAttribution": lambda path: attribution(),
+    "TrainTheatre": lambda path: TrainTheatre(["bhyt"], path, TINY),
+    "PlotWidget": lambda path: PlotWidget(line_in_blue),
 }
 
 
@@ -59,7 +59,7 @@ def colors(figure: go.Figure) -> tuple[str, bool, bool]:
 
 
 @pytest.mark.parametrize("name", WIDGETS)
-def test_it_follows_the_page_unless_it_was_given_a_theme(name: str, tmp_path: Path):
+def test_it_is_one_plot_that_follows_the_page_and_has_a_plain_twin(name: str, tmp_path: Path):
     widget = WIDGETS[name](tmp_path)
     light = colors(widget.figure)
     assert light == (PAPER, True, False)
@@ -71,31 +71,14 @@ def test_it_follows_the_page_unless_it_was_given_a_theme(name: str, tmp_path: Pa
     widget.plot.dark_page = False
     assert colors(widget.figure) == light
     assert str([trace.to_plotly_json().get("y") for trace in widget.figure.data]) == str(values)
-    fixed = WIDGETS[name](tmp_path, theme="dark")
-    assert colors(fixed.figure) == (DARK_PAPER, False, True)
-    fixed.plot.dark_page = True
-    fixed.plot.dark_page = False
-    assert colors(fixed.figure) == (DARK_PAPER, False, True)
-
-
-@pytest.mark.parametrize("name", WIDGETS)
-def test_it_is_one_plot_with_controls_and_has_a_plain_twin(name: str, tmp_path: Path):
-    widget = WIDGETS[name](tmp_path)
-    assert "normlab" in widget._dom_classes
-    assert isinstance(widget.children[-1], Plot) and widget.children[-1] is widget.plot
+    assert "normlab" in widget._dom_classes and isinstance(widget.children[-1], Plot)
     assert [trace["name"] for trace in widget.plot.figure["data"]] == [trace.name for trace in widget.static().data]
-    assert widget.static().data and not isinstance(widget.static(), go.FigureWidget)
     assert widget.figure.layout.height  # or what is below it would move when the plot comes
 
 
 def test_there_is_one_technology():
     for file in Path(look.__file__).parents[1].rglob("*.py"):
         assert "FigureWidget(" not in file.read_text(encoding="utf-8")
-
-
-def test_the_plot_brings_what_runs_in_the_page():
-    for name in ("plot.js", "page_side.js", "plot_widget.js"):
-        assert script(name) in Plot._esm
 
 
 def test_what_is_not_finite_is_a_gap():
@@ -120,7 +103,7 @@ def test_a_message_of_the_page_and_a_change_from_another_thread_take_turns(monke
     page = threading.Thread(target=plot.set_state, args=({"dark_page": True},))
     page.start()
     assert inside.wait(5)
-    plot.show({"data": [], "layout": {"height": 1}})
+    plot.show(go.Figure(layout={"height": 11}))
     assert held.is_set()  # it waited
     page.join()
-    assert plot.figure["layout"] == {"height": 1} and ("figure", True) in sent
+    assert plot.figure["layout"]["height"] == 11 and ("figure", True) in sent

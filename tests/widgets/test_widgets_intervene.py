@@ -198,6 +198,9 @@ def test_words_of_a_tokenizer_are_no_markup():
     assert widget.data["vocabulary"][:2] == ["a", "<b>"]
 
 
+MOVE = "() => { document.activeElement.stepUp(); document.activeElement.dispatchEvent(new Event('input')); }"
+
+
 @pytest.mark.parametrize("where", ["browser", "kernel"])
 def test_the_reader_and_python_hear_of_each_other(where: str, chromium: str):
     """In the browser a model that the page computes, from the kernel one that it does not."""
@@ -225,8 +228,10 @@ def test_the_reader_and_python_hear_of_each_other(where: str, chromium: str):
         skipped = Change(layers={2: {"block": 0}})
         shows(skipped)
         shown.until("() => document.querySelectorAll('.cost:not(.stale) .bar').length === 3")
-        page.wait_for_timeout(300)  # Python hears once the reader rests
-        assert Change(**widget.change) == skipped
+        shown.until(lambda: Change(**widget.change) == skipped)
+        shown.push(MOVE)  # what the kernel was told before the last move comes back after it
+        assert page.evaluate("document.activeElement.value") == "0.05"
+        shown.until(lambda: widget.change == {"layers": {"2": {"block": 0.05}}})
         widget.change, widget.row = {"gain": 2.0}, 1
         shown.push()
         shows(Change(gain=2.0), row=1)

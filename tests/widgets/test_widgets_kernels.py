@@ -18,7 +18,7 @@ def test_the_chosen_call_is_shown_with_its_bytes_and_peers():
     assert list(widget.figure.data[0].x) == ["one call", "two kernels"] and list(widget.figure.data[1].y) == [4.0]
     widget.part.value = "forward"
     assert widget.figure.layout.title.text.startswith("not timed: add_norm, forward")
-    widget.set_theme("dark")
+    widget.plot.dark_page = True
     assert widget.figure.layout.template == template("dark")
 
 

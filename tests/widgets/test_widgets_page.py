@@ -21,6 +21,12 @@ from normlab.figures.theme import style_of
 from normlab.schemes import tagged
 from normlab.widgets.explorer import explorer_page, page_data
 
+WAYS: dict[str, dict[str, Any]] = {
+    "absolute": {},
+    "relative": {"relative": True},
+    "pre_rmsnorm": {"reference": "pre_rmsnorm"},
+}
+
 
 def noisy() -> pd.DataFrame:
     """Seeds that differ, so that intervals are open; a scheme that diverged and a value that is missing."""
@@ -39,11 +45,10 @@ def test_a_page_is_one_file_that_fetches_nothing(tmp_path: Path):
     assert "<script src=" not in text and "/*data*/" not in text and "/*plotly*/" not in text
     with pytest.raises(NormlabError, match="no run has been trained yet"):
         explorer_page(empty(), tmp_path / "empty.html")
-    with pytest.raises(NormlabError, match="nothing was measured at block"):
-        explorer_page(table(), tmp_path / "none.html", sites=["block"])
-    with pytest.raises(NormlabError, match="no run of 'dyt'"):
-        explorer_page(table(), tmp_path / "none.html", references=["dyt"])
-    assert not (tmp_path / "none.html").exists()
+    elsewhere = table()[lambda runs: runs["site"] != "block_in_grad"]
+    with pytest.raises(NormlabError, match="nothing was measured at block_out"):
+        explorer_page(elsewhere.replace({"site": {"block_out": "attn_norm_in"}}), tmp_path / "empty.html")
+    assert not (tmp_path / "empty.html").exists()
 
 
 def shown_at(view: dict[str, Any], step: int, name: str) -> dict[str, Any]:
@@ -70,14 +75,12 @@ def test_the_data_are_the_tables_to_four_digits():
     assert not [trace["name"] for one in one_seed for trace in one["traces"] if "band" in trace["name"]]
 
 
-@pytest.mark.parametrize("way", ["absolute", "relative", "lns"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("log", [False, True])
 def test_every_frame_is_what_the_explorer_draws(way: str, log: bool):
     profiles = Profiles(noisy(), configs_of(noisy()))
-    found = page_data(profiles, references=["lns"])["views"][f"block_out|token_l2_mean|all|4|{way}"]
-    view = View(
-        "token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), way == "relative", "lns" * (way == "lns") or None
-    )
+    found = page_data(profiles)["views"][f"block_out|token_l2_mean|all|4|{way}"]
+    view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
     for place, step in enumerate(found["steps"]):
         drawn = plain(drawing(profiles, replace(view, step=step), PlotOptions(log=log, theory=True)))
         frame = found["frames"][place]
@@ -142,11 +145,8 @@ def slide(page: Any, name: str, key: str) -> None:
     page.keyboard.press(key)
 
 
-@pytest.mark.parametrize(
-    ("way", "options"),
-    [("absolute", {}), ("relative", {"relative": True}), ("pre_rmsnorm", {"reference": "pre_rmsnorm"})],
-)
-def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: dict[str, Any]):
+@pytest.mark.parametrize("way", WAYS)
+def test_the_page_shows_what_the_library_computes(page: Any, way: str):
     profiles = Profiles(noisy())
     page.select_option("[name=way]", way)
     slide(page, "depth", "End")
@@ -154,7 +154,7 @@ def test_the_page_shows_what_the_library_computes(page: Any, way: str, options: 
         slide(page, "step", key)
         lines = {
             line.scheme: line
-            for line in profiles.lines(View("token_l2_mean", "block_out", "all", 4, step, tuple(SCHEMES), **options))
+            for line in profiles.lines(View("token_l2_mean", "block_out", "all", 4, step, tuple(SCHEMES), **WAYS[way]))
         }
         for scheme in SCHEMES:
             line = lines.get(scheme)
@@ -180,25 +180,6 @@ def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: P
         own.locator(".scheme input[value=keel]").check()
         own.wait_for_function("() => document.querySelector('.plot').data.some(trace => trace.name === 'Keel')")
     assert page.locator("details").is_hidden()
-
-
-@pytest.mark.parametrize(
-    ("way", "options"),
-    [("absolute", {}), ("relative", {"relative": True}), ("pre_rmsnorm", {"reference": "pre_rmsnorm"})],
-)
-def test_the_page_draws_the_theory_that_the_library_computes(page: Any, way: str, options: dict[str, Any]):
-    page.select_option("[name=way]", way)
-    slide(page, "depth", "End")
-    page.locator("[name=theory]").check()
-    view = View("token_l2_mean", "block_out", "all", 4, 20, tuple(SCHEMES), **options)
-    reported = {line.scheme: line for line in Profiles(noisy(), configs_of(noisy())).predicted(view)}
-    assert set(reported) == set(SCHEMES)
-    for scheme, line in reported.items():
-        wait_for(page, f"{scheme} theory", line.values)
-    assert "with rings: theory, before training" in page.locator(".remarks").inner_text()
-    page.locator("[name=theory]").uncheck()
-    wait_for(page, "bhyt theory", None)
-    page.select_option("[name=way]", "absolute")
 
 
 def test_every_control_of_the_page_answers_the_keyboard(page: Any):

@@ -1,6 +1,5 @@
 """Text in, fixed-length blocks of token ids out: one code path for every corpus.
 
-`CorpusSpec`                      which text, cut how
 `corpus_of(spec)`                 builds the packed train and held-out splits, or finds them in the cache
 `Corpus`                          what training needs of a text
 `MeasuredOn`                      the held-out blocks that one run is measured on
@@ -23,7 +22,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -34,11 +33,11 @@ from tqdm import tqdm
 from normlab.errors import NormlabError
 from normlab.store import full_disk_named
 from normlab.training import require_training
-from normlab.training.fields import TEXT, at_least, check, setting
+from normlab.training.config import CorpusSpec
 from normlab.training.progress import can_redraw
 from normlab.training.text.source import (
-    DEFAULT_CORPUS,
     HELD_OUT_PERCENT,
+    PARTS,
     SPLIT_BY_FILE,
     check_text,
     digest,
@@ -51,37 +50,7 @@ from normlab.training.text.tokens import ngram_losses, saved_tokenizer, tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PARTS = ("validation", "test")  # the halves of held-out text
 CACHE_VERSION = 2
-
-
-@dataclass(frozen=True)
-class CorpusSpec:
-    """The text of a run, and how it is cut. A `TrainConfig` has the same fields.
-
-    NormlabError for a value out of range.
-    """
-
-    corpus: str = setting(
-        DEFAULT_CORPUS,
-        "stdlib; packages; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a "
-        "folder of them; addresses of such files (http:, https:), comma-separated; a hub data set (name or "
-        "name:configuration)",
-        TEXT,
-    )
-    tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE", TEXT)
-    vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1))
-    block_length: int = setting(128, "tokens a block; also the context length and BHyT's T", at_least(2))
-    text_column: str = setting("text", "column that holds the text", TEXT)
-    characters: int = setting(100_000_000, "read at most so much of the corpus", at_least(1))
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    @classmethod
-    def of(cls, config: Any) -> CorpusSpec:
-        """The fields that anything else has in common with it."""
-        return cls(**{spec.name: getattr(config, spec.name) for spec in fields(cls)})
 
 
 class MeasuredOn(NamedTuple):

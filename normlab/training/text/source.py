@@ -23,13 +23,14 @@ from importlib.metadata import PackageNotFoundError, PackagePath, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normlab.errors import ANSWER_SECONDS, NormlabError, first_line
+from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, hub_or_cache
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
 DEFAULT_CORPUS = "stdlib"
 SPLIT_BY_FILE = {"packages"}  # whose held-out halves are parts of their own: no file is in both
+PARTS = ("validation", "test")  # the halves of held-out text
 HELD_OUT_PERCENT = 5
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".json.gz": "json", ".parquet": "parquet"}
 WEB = ("http://", "https://")
@@ -134,7 +135,8 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
         stream = datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
     else:
         name, _, configuration = source.partition(":")
-        stream = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+        with hub_or_cache(name):
+            stream = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
     return stream.map(lambda row: {"key": row[text_column], "text": row[text_column]}).select_columns(["key", "text"])
 
 

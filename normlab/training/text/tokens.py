@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from tqdm import tqdm
 
-from normlab.errors import NormlabError, first_line
+from normlab.errors import NormlabError, first_line, hub_or_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,7 +31,8 @@ def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        with hub_or_cache(name):
+            tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # hub, network, JSON and missing-dependency errors alike
         raise NormlabError(f"cannot load tokenizer {name!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:

@@ -227,7 +227,7 @@ function explorer(root, data, host) {
   root.classList.add("explorer");
   if (data.missing) {
     root.textContent = data.missing;
-    return { set() {}, paint() {}, close() {} };
+    return { set() {}, state: () => ({}), paint() {}, close() {} };
   }
   const start = { metric: null, site: null, mask: "all", way: "absolute", depth: data.start, step: null, schemes: data.shown, band: true, log: false, theory: false, published: false };
   const panes = [], place = Object.assign(document.createElement("div"), { className: "panes" });
@@ -249,7 +249,7 @@ function explorer(root, data, host) {
   root.replaceChildren(place, compare);
   add({ ...start, ...host.read() });
   return {
-    set: changes => panes[0].set(changes), paint: () => panes.forEach(pane => pane.paint()), panes,
+    set: changes => panes[0].set(changes), state: () => panes[0].state(), paint: () => panes.forEach(pane => pane.paint()),
     close: () => panes.forEach(pane => pane.close()),
   };
 }

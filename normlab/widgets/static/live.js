@@ -14,23 +14,24 @@ const FIELDS = {
   exact: { label: "statistic", about: "the MLP's norm measures the stream again, in place of the carried statistic", flag: true, needs: "carried" },
 };
 const OCTAVES = 4; // a factor's slider goes from 1/16 to 16
+const COSTS_AFTER_MS = 150; // after a move, before the blocks' costs are measured: the next move then finds the model free
 
 /* Each step: a finding, the model that shows it, and a change that tries it. tests/widgets/test_widgets_live.py checks them. */
 const TOUR = [
   { title: "The first blocks build the stream", needs: "any", change: { layers: { 1: { block: 0 } } },
-    say: "Without block 1 this model has lost almost all it learned. Skip block 4 in its place, and you will hardly see it: the bars show what each block is worth.",
+    say: "Every block adds to a running sum, the residual stream. Without block 1 the model loses almost all it learned. Without block 4 you will hardly see a difference: try it with the sliders. The bars show what each block is worth.",
     act: "Skip block 1" },
   { title: "Half of every block is almost enough", needs: "any", change: { block: 0.5 },
-    say: "Let every block add half of what it learned to add. The stream shrinks, the loss stays close: the next norm divides by the stream's size, so only proportions count.",
+    say: "Let every block add half of what it learned to add. The stream shrinks, but the loss stays close: the next norm divides by the stream's size, so only proportions count.",
     act: "Halve every block" },
   { title: "A gain is not divided away", needs: "any", change: { gain: 0.5 },
-    say: "Now halve every gain. It acts after the division, so nothing makes up for it, and the loss rises several times as much as when every block was halved.",
+    say: "A norm divides by the stream's size, then multiplies by its gain γ. Halve every γ: nothing makes up for it, and the loss rises several times as much as when every block was halved.",
     act: "Halve every gain" },
   { title: "A carried statistic is good enough", needs: "carried", change: { exact: true },
-    say: "BHyT measures the stream once a block: the MLP's norm reuses attention's mean square. Let it measure again, and the layers hardly move, although the model was trained without.",
+    say: "BHyT measures the stream once a block: the MLP's norm reuses the mean square of attention's norm. Let it measure again, and the layers hardly move, although the model was trained without.",
     act: "Make the statistic exact" },
   { title: "κ is a bound and a gain", needs: "kappa", change: { kappa: 0.25 },
-    say: "At the κ it was trained with, no input of a tanh goes beyond λ. A quarter of it pushes inputs past λ. In attention, whose norm measures the stream itself, never more than the dotted bound 1/κ². The loss says what that costs.",
+    say: "BHyT divides the input of its tanh by κ. As trained, no input goes beyond λ. With a quarter of κ some do: in attention, whose norm measures the stream itself, never more than the dotted bound 1/κ². The loss says what that costs.",
     act: "Quarter κ" },
 ];
 
@@ -62,6 +63,7 @@ function engineOf(spec, weights, kernel) {
   return { ask: call("ask"), without: call("without"), close: () => worker.terminate?.() };
 }
 
+const unbase64 = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
 const element = (tag, options = {}, ...children) => {
   const { dataset, ...others } = options, made = Object.assign(document.createElement(tag), others);
   Object.assign(made.dataset, dataset);
@@ -144,22 +146,21 @@ class Panel {
 
   draw(change) {
     const { before, now, color } = this, changes = differs(change), gap = now.loss - before.loss;
-    const grey = "var(--soft)", xs = now.sizes.map((_, layer) => layer), blocks = xs.slice(1);
     const loss = value => (Number.isFinite(value) ? value.toFixed(3) : "not finite");
     const delta = `<b class="${gap > 0.0005 ? "worse" : ""}">${gap < 0 ? "−" : "+"}${Math.abs(gap).toFixed(3)}</b>`;
+    const guess = this.model.spec ? `; a guess costs ${Math.log(this.model.spec.vocab).toFixed(1)}` : "";
     this.head.querySelector(".loss").innerHTML = `loss <b>${loss(now.loss)}</b>${changes && Number.isFinite(gap) ? ` ${delta}` : ""}
-      <small>${changes ? `nats a token; as trained ${loss(before.loss)}` : "nats a token, as trained"}</small>`;
-    const pair = (name, values, old) => [
-      ...(changes ? [{ name: "as trained", values: old, color: grey, dash: "5 4" }] : []), { name: changes ? name : "", about: name, values, color },
-    ];
-    chart(this.profile, { title: "size of the residual stream", y: "mean L2 norm of a token", xs, lines: pair("now", now.sizes, before.sizes) });
-    const bounded = now.shares.attn.some(Number.isFinite), lines = bounded ? [
-      ...pair("attention", now.shares.attn, before.shares.attn).map(line => ({ ...line, name: line.name || "attention" })), { name: "MLP", values: now.shares.mlp, color, dash: "2 3" },
-      { name: "bound", values: now.bounds.attn, color: "var(--ink)", dash: "1 4" },
-    ] : [];
+      <small>nats a token${changes ? `; as trained ${loss(before.loss)}` : ", as trained"}${guess}</small>`;
+    const was = values => (changes ? [{ name: "as trained", values, color: "var(--soft)", dash: "5 4" }] : []);
+    const layers = now.sizes.map((_, layer) => layer);
+    this.width = this.profile.clientWidth || 320; // asked once: each answer after a drawing costs a layout of the page
+    chart(this.profile, { title: "size of the residual stream", y: "mean L2 norm of a token", xs: layers, width: this.width,
+                          lines: [...was(before.sizes), { name: "now", values: now.sizes, color, label: changes }] });
+    const shares = [...was(before.shares.attn), { name: "attention", values: now.shares.attn, color }, { name: "MLP", values: now.shares.mlp, color, dash: "2 3" },
+                    { name: "bound", values: now.bounds.attn, color: "var(--ink)", dash: "1 4" }].filter(({ values }) => values.some(Number.isFinite));
     const title = now.bounds.attn.some(Number.isFinite) ? "share of tanh inputs beyond λ" : "share of flat tanh inputs";
-    this.share.hidden = !bounded;
-    if (bounded) chart(this.share, { title, y: "of all inputs at a site", xs: blocks, percent: true, lines: lines.filter(line => line.values.some(Number.isFinite)) });
+    this.share.hidden = !shares.length;
+    if (shares.length) chart(this.share, { title, y: "of all inputs at a site", xs: layers.slice(1), width: this.width, percent: true, lines: shares });
     this.drawCosts();
     const most = 8; // nats at which a token is as dark as it gets
     [...this.text.children].forEach((word, place) => {
@@ -172,9 +173,10 @@ class Panel {
   }
 
   drawCosts() {
+    const blocks = this.before.sizes.slice(1).map((_, place) => place + 1);
     this.cost.classList.toggle("stale", this.stale);
-    chart(this.cost, { title: "what each block is worth", y: "nats a token lost without it", xs: this.now.sizes.slice(1).map((_, place) => place + 1),
-                       bars: [{ name: "cost", values: this.now.sizes.slice(1).map((_, place) => this.costs[place] ?? null), color: this.color }] });
+    chart(this.cost, { title: "what each block is worth", y: "nats a token lost without it", xs: blocks, width: this.width,
+                       bars: { name: "cost", values: blocks.map(block => this.costs[block - 1] ?? null), color: this.color } });
   }
 
   drawNext() {
@@ -312,24 +314,31 @@ function live(root, data, host) {
   }
 
   /* --- work: one request at a time, always of the latest state --- */
-  let busy = false, wanted = false, closed = false;
+  let busy = false, wanted = false, closed = false, rest = null;
   async function work() {
     wanted = true;
     if (busy) return;
     busy = true;
+    clearTimeout(rest);
     try {
       while (wanted && !closed) {
         wanted = false;
         await answer();
-        for (let layer = 1; !wanted && !closed && layer <= Math.max(...[...panels.values()].map(panel => panel.model.depth)); layer++)
-          await Promise.all([...panels.values()].filter(panel => layer <= panel.model.depth).map(panel => panel.removal(layer)));
-        if (!wanted) for (const panel of panels.values()) panel.drawCosts();
       }
+      rest = setTimeout(measureCosts, COSTS_AFTER_MS);
     } catch (error) {
       ui.status.textContent = error.message;
     } finally {
       busy = false;
     }
+  }
+  async function measureCosts() {
+    const shown = [...panels.values()], deepest = Math.max(...shown.map(({ model }) => model.depth));
+    for (let layer = 1; layer <= deepest; layer++) {
+      await Promise.all(shown.filter(({ model }) => layer <= model.depth).map(panel => panel.removal(layer)));
+      if (busy || closed) return;
+    }
+    for (const panel of shown) panel.drawCosts();
   }
   async function answer() {
     const models = current(), tokens = tokensNow(), { change } = state;
@@ -384,6 +393,7 @@ function live(root, data, host) {
     set: changes => set(changes, { quiet: true }), state: () => state, panels,
     close() {
       closed = true;
+      clearTimeout(rest);
       sized.disconnect();
       for (const panel of panels.values()) panel.engine?.close();
     },

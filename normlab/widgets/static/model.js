@@ -18,7 +18,9 @@ function readSafetensors(buffer) {
     const bytes = buffer.slice(8 + size + start, 8 + size + end);
     if (dtype === "F32") return { shape, data: new Float32Array(bytes) };
     if (dtype !== "BF16") throw new Error(`weights are ${dtype}: the page reads BF16 and F32`);
-    return { shape, data: new Float32Array(Uint32Array.from(new Uint16Array(bytes), half => half << 16).buffer) };
+    const halves = new Uint16Array(bytes), wide = new Uint32Array(halves.length);
+    for (let i = 0; i < halves.length; i++) wide[i] = halves[i] << 16;
+    return { shape, data: new Float32Array(wide.buffer) };
   };
   return Object.fromEntries(Object.entries(entries).map(([name, entry]) => [name, read(entry)]));
 }
@@ -77,19 +79,25 @@ class LiveModel {
     for (const name of parts) {
       const { shape: [outputs, inputs], data } = tensors[name];
       const start = this.packed[name] ??= reserve(round(outputs) * inputs);
-      this.pack(start, outputs, inputs, (n, k) => data[n * inputs + k]);
+      this.pack(start, outputs, inputs, data, 0, inputs, 1);
     }
     this.vectors = Object.fromEntries(Object.entries(tensors).filter(([name, { shape }]) => shape.length < 2 || name === spec.embed)
       .map(([name, { data }]) => [name, data]));
+    this.angles = Array.from({ length: length * head_dim / 2 }, (_, place) => {
+      const t = Math.floor(2 * place / head_dim), i = place % (head_dim / 2);
+      const angle = Math.fround(t * Math.fround(spec.theta ** (-2 * i / head_dim)));
+      return { cos: Math.cos(angle), sin: Math.sin(angle) };
+    });
     this.spec = spec;
     this.done = []; // the settings under which each block was last computed
     this.layers = [];
   }
 
   /* Lay a matrix out as the kernel reads it: panels of 8 outputs, see matmul.wat. */
-  pack(start, outputs, inputs, value) {
+  pack(start, outputs, inputs, data, from, outputStride, inputStride) {
     for (let n = 0; n < outputs; n++)
-      for (let k = 0, to = start + (n >> 3) * inputs * 8 + (n & 7); k < inputs; k++, to += 8) this.heap[to] = value(n, k);
+      for (let k = 0, to = start + (n >> 3) * inputs * 8 + (n & 7); k < inputs; k++, to += 8)
+        this.heap[to] = data[from + n * outputStride + k * inputStride];
   }
 
   linear(x, name, y, inner, outer) {
@@ -106,7 +114,7 @@ class LiveModel {
     const limit = norm.kappa ? Math.abs(vectors[norm.slope][0] * change.lam) : Math.atanh(0.95);
     const shift = norm.shift ? vectors[norm.shift][0] : 0, bias = norm.bias && vectors[norm.bias];
     const gamma = vectors[norm.weight].map(weight => (weight + norm.centre) * change.gain * norm.scale);
-    const f = { tanh: Math.tanh, erf, none: z => z }[norm.f];
+    const [tanh, bounded] = [norm.f === "tanh", norm.f !== "none"];
     let beyond = 0, bound = 0;
     for (let row = 0, at = 0; row < count; row++, at += width) {
       let mean = 0, square = 0, factor = slope;
@@ -120,7 +128,7 @@ class LiveModel {
       for (let i = 0; i < width; i++) {
         const z = (heap[x + at + i] - mean) * factor + shift;
         if (z > limit || z < -limit) beyond++;
-        heap[y + at + i] = gamma[i] * f(z) + (bias ? bias[i] : 0);
+        heap[y + at + i] = gamma[i] * (tanh ? Math.tanh(z) : bounded ? erf(z) : z) + (bias ? bias[i] : 0);
       }
     }
     return { squares, share: norm.slope ? beyond / (count * width) : null, bound: norm.kappa ? bound : null };
@@ -128,12 +136,12 @@ class LiveModel {
 
   /* Rotary positions: halves of each head turn by position * theta^(-2i/d), in 32 bits as PyTorch computes them. */
   rotate(q, heads) {
-    const { heap, spec: { head_dim, theta } } = this, half = head_dim / 2;
+    const { heap, angles, spec: { head_dim } } = this, half = head_dim / 2;
     for (let t = 0; t < this.count; t++)
       for (let i = 0; i < half; i++) {
-        const angle = Math.fround(t * Math.fround(theta ** (-2 * i / head_dim))), cos = Math.cos(angle), sin = Math.sin(angle);
+        const { cos, sin } = angles[t * half + i];
         for (let head = 0; head < heads; head++) {
-          const a = q + (t * heads + head) * head_dim + i, b = a + half, [first, second] = [heap[a], heap[b]];
+          const a = q + (t * heads + head) * head_dim + i, b = a + half, first = heap[a], second = heap[b];
           heap[a] = first * cos - second * sin;
           heap[b] = second * cos + first * sin;
         }
@@ -147,12 +155,13 @@ class LiveModel {
       this.linear(x, prefix + MATRICES[name], to, width, outer);
     this.rotate(q, heads);
     this.rotate(k, kv_heads);
+    heap.fill(0, v + this.count * kvRow, v + rows * kvRow); // what weight 0 meets is finite
     for (let head = 0; head < heads; head++) {
       const shared = Math.floor(head * kv_heads / heads) * head_dim; // query heads share a key head
-      this.pack(panel, rows, head_dim, (s, i) => heap[k + shared + s * kvRow + i]);
+      this.pack(panel, rows, head_dim, heap, k + shared, kvRow, 1);
       this.matmul(q + head * head_dim, row, panel, scores, rows, rows, head_dim, rows / 8);
       for (let t = 0; t < this.count; t++) this.softmax(scores + t * rows, t + 1, rows, scaling);
-      this.pack(panel, head_dim, rows, (i, s) => (s < this.count ? heap[v + shared + s * kvRow + i] : 0));
+      this.pack(panel, head_dim, rows, heap, v + shared, 1, kvRow);
       this.matmul(scores, rows, panel, mixed + head * head_dim, row, rows, rows, head_dim / 8);
     }
     this.linear(mixed, prefix + MATRICES.o, y, row, width);
@@ -207,9 +216,9 @@ class LiveModel {
     this.linear(read, spec.head, logits, spec.width, spec.vocab);
     return Array.from(this.tokens.slice(1), (token, t) => {
       const scores = heap.subarray(logits + t * row, logits + t * row + spec.vocab);
-      let most = -Infinity, sum = 0;
-      for (const score of scores) if (score > most) most = score;
-      for (const score of scores) sum += Math.exp(score - most);
+      let most = -Infinity, sum = 0; // `for of` would put every number on the garbage collector's heap
+      for (let i = 0; i < scores.length; i++) if (scores[i] > most) most = scores[i];
+      for (let i = 0; i < scores.length; i++) sum += Math.exp(scores[i] - most);
       return most + Math.log(sum) - scores[token];
     });
   }

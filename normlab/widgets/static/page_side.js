@@ -1,5 +1,5 @@
-/* What a page does for every widget of normlab: keys on its controls are the reader's, controls and plots have names for who
-   does not see them, and the kernel is told whether the page is dark. */
+/* What a notebook's page does for every widget of normlab: keys on its controls are the reader's, controls and plots have names
+   for who does not see them, and the widget follows JupyterLab's theme. */
 const CONTROLS = "select, input, button, .noUi-handle";
 
 function plain(text) {
@@ -42,14 +42,78 @@ function attend(root) {
   };
 }
 
-/* Keep the model's `dark_page` as JupyterLab's theme is; returns how to stop. */
-function followTheme(model) {
-  const tell = () => {
-    model.set("dark_page", document.body.dataset.jpThemeLight === "false");
-    model.save_changes();
+/* Call `act` with whether the page is dark, now and when that changes; returns how to stop. On a dark page text is bright: so in
+   JupyterLab, VS Code, Colab and marimo, each with its own names for themes. */
+function followTheme(element, act) {
+  let dark = null;
+  const look = () => {
+    const [red, green, blue] = getComputedStyle(element.isConnected ? element : document.body).color.match(/[\d.]+/g).map(Number);
+    const now = 0.3 * red + 0.6 * green + 0.1 * blue > 127;
+    if (now !== dark) act(dark = now);
   };
-  const themes = new MutationObserver(tell);
-  themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
-  tell();
+  const themes = new MutationObserver(look);
+  for (const part of [document.documentElement, document.body]) themes.observe(part, { attributes: true });
+  look();
   return () => themes.disconnect();
+}
+
+/* A widget that is a page. `names` says which trait of the model holds which part of the page's state.
+   `begin(root, host)` makes the page. Its host has `dark`, `read` and `write` for the state, and `ask` for the kernel. */
+const TELL_AFTER_MS = 120; // Python hears once the reader rests: a message takes time that the next move needs
+
+function widgetOf(names, begin) {
+  return { render({ model, el }) {
+    const root = el.appendChild(document.createElement("div")), waiting = new Map(), known = {};
+    const traits = Object.entries(names);
+    let saved = null;
+    const read = () => Object.fromEntries(traits.map(([name, trait]) => [name, model.get(trait)]).filter(([, value]) => value !== null));
+    for (const [name, trait] of traits) known[name] = JSON.stringify(model.get(trait));
+    const say = () => {
+      const state = page.state();
+      for (const [name, trait] of traits) {
+        const text = JSON.stringify(state[name]);
+        if (text === known[name] || (name === "text" && typeof state.text === "string")) continue; // a text of one's own is no row
+        known[name] = text;
+        model.set(trait, state[name]);
+      }
+      model.save_changes();
+    };
+    const hear = () => { // only what Python has set: the kernel also sends back what it was told, and that may be old by now
+      const fresh = traits.filter(([name, trait]) => JSON.stringify(model.get(trait)) !== known[name]);
+      for (const [name, trait] of fresh) known[name] = JSON.stringify(model.get(trait));
+      if (fresh.length) page.set(Object.fromEntries(fresh.map(([name, trait]) => [name, model.get(trait)])));
+    };
+    const answered = ({ id, answer, error }) => {
+      const asked = waiting.get(id); // none: another view of this widget has asked
+      waiting.delete(id);
+      error ? asked?.reject(new Error(error)) : asked?.resolve(answer);
+    };
+    const host = {
+      read, dark: () => root.classList.contains("dark"),
+      write() {
+        clearTimeout(saved);
+        saved = setTimeout(say, TELL_AFTER_MS);
+      },
+      ask: content => new Promise((resolve, reject) => {
+        const id = String(Math.random());
+        waiting.set(id, { resolve, reject });
+        model.send({ ...content, id });
+      }),
+    };
+    model.on("msg:custom", answered);
+    let page = null;
+    const forget = followTheme(el, dark => {
+      root.classList.toggle("dark", dark);
+      page?.paint?.();
+    });
+    page = begin(root, host, model);
+    for (const [, trait] of traits) model.on(`change:${trait}`, hear);
+    const stops = [forget, attend(root), page.close];
+    return () => {
+      clearTimeout(saved);
+      model.off("msg:custom", answered);
+      for (const [, trait] of traits) model.off(`change:${trait}`, hear);
+      stops.forEach(stop => stop());
+    };
+  } };
 }

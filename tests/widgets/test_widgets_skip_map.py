@@ -87,6 +87,7 @@ def test_one_row_of_tokens_has_no_interval():
 
 
 def test_a_black_line_is_bright_on_a_dark_page():
-    widget = SkipMap(model_of(2), BATCHES, name="pre_rmsnorm", theme="dark")
+    widget = SkipMap(model_of(2), BATCHES, name="pre_rmsnorm")
+    widget.plot.dark_page = True
     lines = {trace.name: trace.line.color for trace in widget.figure.data if trace.type == "scatter"}
     assert lines["cost"] == lines["column"] == "#f4f4f5"

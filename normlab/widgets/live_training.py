@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,7 @@ class TrainTheatre(PlotWidget):
         schemes: which to train, usually two; each takes a core.
         out: directory of runs.
         recipe: fields of `TrainConfig` for all of them, such as depth, width and steps.
-        metric: the layer profile to show first.
         cache_dir: for prepared corpora.
-        theme: "light" or "dark"; default: as JupyterLab's.
 
     Raises:
         NormlabError: no scheme, one twice, or a recipe that `TrainConfig` refuses.
@@ -50,14 +48,10 @@ class TrainTheatre(PlotWidget):
         out: str | Path = "runs",
         recipe: Mapping[str, Any] | None = None,
         *,
-        metric: str = PROBE_METRICS[0],
         cache_dir: str | Path | None = None,
-        theme: str | None = None,
     ) -> None:
         if not schemes or len(set(schemes)) != len(schemes):
             raise NormlabError(f"schemes are {list(schemes)}: name one or more, each once")
-        if metric not in PROBE_METRICS:
-            raise NormlabError(f"unknown metric {metric!r}: runs measure {', '.join(PROBE_METRICS)}")
         fields = {"checkpoint_every": _CHECKPOINTS} | dict(recipe or {})
         self._changed, self._closed = threading.Event(), threading.Event()
         self._drawing_thread: threading.Thread | None = None
@@ -66,11 +60,11 @@ class TrainTheatre(PlotWidget):
             for name in schemes
         }
         self._depth = next(iter(self.runs.values())).config.depth
-        super().__init__(self._drawing, *self._make_controls(metric), theme=theme)
+        super().__init__(self._drawing, self._make_controls(), describe=self._sentences)
         self.metric.observe(self.redraw, names="value")
 
-    def _make_controls(self, metric: str) -> list[widgets.Widget]:
-        def button(text: str, icon: str, act: Any) -> widgets.Button:
+    def _make_controls(self) -> widgets.Widget:
+        def button(text: str, icon: str, act: Callable[[], None]) -> widgets.Button:
             made = widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="auto"))
             made.on_click(lambda _: act())
             return made
@@ -79,22 +73,9 @@ class TrainTheatre(PlotWidget):
         self.rest = button("pause", "pause", self.pause)
         self.end = button("stop", "stop", self.stop)
         options = [(f"{metric_row(name).label} ({name})", name) for name in PROBE_METRICS]
-        self.metric = widgets.Dropdown(options=options, value=metric, description="layers:")
-        titles = {name: look.style_of(name).title for name in self.runs}
-        room = max(map(len, titles.values()))
-        self.bars = {
-            name: widgets.IntProgress(
-                max=run.config.steps,
-                description=titles[name],
-                style={"description_width": f"{room}ch"},
-                layout=widgets.Layout(width=f"calc({room}ch + 220px)"),
-            )
-            for name, run in self.runs.items()
-        }
-        self.status = {name: widgets.HTML() for name in self.runs}
-        flow = widgets.Layout(flex_flow="row wrap")
-        rows = [widgets.HBox([self.bars[name], self.status[name]], layout=flow) for name in self.runs]
-        return [widgets.HBox([self.go, self.rest, self.end, self.metric], layout=flow), *rows]
+        self.metric = widgets.Dropdown(options=options, description="layers:")
+        row = [self.go, self.rest, self.end, self.metric]
+        return widgets.HBox(row, layout=widgets.Layout(flex_flow="row wrap"))
 
     # --- commands ---
 
@@ -166,14 +147,13 @@ class TrainTheatre(PlotWidget):
         figure = training_progress(self._progress(), metric, metric_row(metric).default_site, self._depth)
         return look.themed(figure, theme)
 
+    def _sentences(self) -> str:
+        return "<br>".join(_sentence(name, run, self.theme) for name, run in self.runs.items())
+
     def redraw(self, _: object = None) -> None:
         """Show the runs as they are now."""
         with self.lock:
             super().redraw()
-            for name, run in self.runs.items():
-                self.bars[name].value = run.step
-                self.bars[name].style.bar_color = look.ink(look.style_of(name).color, self.theme)
-                self.status[name].value = _sentence(run)
             states = {run.state for run in self.runs.values()}
             self.go.disabled = not any(_can_start(run) for run in self.runs.values())
             self.go.description = "start" if states == {READY} else "continue"
@@ -208,9 +188,12 @@ def _losses(run: BackgroundRun, split: str) -> list[tuple[int, float]]:
     return [(step, loss) for step, _, loss in run.points(split, "model", "loss")]
 
 
-def _sentence(run: BackgroundRun) -> str:
+def _sentence(name: str, run: BackgroundRun, theme: str) -> str:
     parts = [run.state.replace("_", " ") + (f": {run.reason}" if run.reason else "")]
     parts.append(f"step {run.step:,} of {run.config.steps:,}")
-    for name, split in (("training loss", "train"), ("held out", "eval")):
-        parts += [f"{name} {loss:.3f}" for _, loss in _losses(run, split)[-1:]]
-    return html.escape(", ".join(parts))
+    for label, split in (("training loss", "train"), ("held out", "eval")):
+        parts += [f"{label} {loss:.3f}" for _, loss in _losses(run, split)[-1:]]
+    style = look.style_of(name)
+    bar = f"<progress max={run.config.steps} value={run.step}></progress>"
+    title = f"<b style='color:{look.ink(style.color, theme)}'>{html.escape(style.title)}</b>"
+    return f"{title} {bar} {html.escape(', '.join(parts))}"

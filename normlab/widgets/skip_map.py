@@ -27,12 +27,9 @@ class SkipMap(PlotWidget):
         model: a causal language model, ours or another.
         batches: dicts of its arguments (`input_ids`, perhaps `labels`).
         name: scheme of the model, for its colour and title.
-        theme: "light" or "dark"; default: as JupyterLab's.
     """
 
-    def __init__(
-        self, model: nn.Module, batches: Iterable[dict[str, Any]], name: str = "model", theme: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, batches: Iterable[dict[str, Any]], name: str = "model") -> None:
         batches = list(batches)
         self.name = name
         self.cost = skip_sensitivity(model, batches, progress=False)
@@ -41,7 +38,7 @@ class SkipMap(PlotWidget):
         if depth > 1:
             self.effect = skip_future_effect(model, batches, progress=False)
         self.block = widgets.IntSlider(value=1, min=1, max=depth, description="block", disabled=depth == 1)
-        super().__init__(self._drawing, self.block, describe=self._sentence, theme=theme)
+        super().__init__(self._drawing, self.block, describe=self._sentence)
         self.block.observe(self.redraw, names="value")
         self.plot.on_click(self._clicked)
 

@@ -1,0 +1,156 @@
+"""Tokens unlike all others: where massive activations are, and where attention goes whatever the query.
+
+`massive_activations(model, batch)`  values of the residual stream far above all others
+`attention_sinks(model, batch)`      tokens that take the attention of most queries
+`FoundTokens`                        the result: a table, and the mask to hand to an analysis of one's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from normlab.errors import NormlabError
+from normlab.probes.experiments import Batch, Runner, on_blocks
+from normlab.probes.layout import hidden_state, output_tensor, require_one_stream
+from normlab.probes.sites import Sites
+from normlab.probes.statistics import AttentionWatch, at_least_float32
+
+if TYPE_CHECKING:
+    import pandas
+
+HIDDEN = torch.finfo(torch.float32).min / 2  # a score below it is masked
+
+
+@dataclass(frozen=True)
+class FoundTokens:
+    """Tokens found in one batch.
+
+        found = normlab.massive_activations(model, batch)
+        labels = labels.masked_fill(found.mask, -100)       # a loss without these tokens
+
+    `mask` is (batch, length) bool: True at a token that is in `table`. `table` has columns `layer row position`, what
+    was measured, and `first_layer last_layer`: the layers without a gap over which the same is found again.
+    """
+
+    table: pandas.DataFrame
+    mask: Tensor
+
+
+@torch.no_grad()
+def massive_activations(
+    model: nn.Module | Sites, batch: Batch, *, least: float = 100.0, ratio: float = 1000.0
+) -> FoundTokens:
+    """Find massive activations (Sun et al., 2024, 2402.17762).
+
+    A value h of the residual stream is massive where |h| > `least` and |h| > `ratio` times the layer's median of |h|.
+    The median is over tokens and features, padding left out. 100 and 1000 are the paper's.
+
+    Returns:
+        Columns `layer row position feature value ratio first_layer last_layer`. Layer 0 is what enters the first block.
+
+    Raises:
+        NormlabError: several residual streams.
+    """
+    runner = Runner(model, [batch], False, "massive activations")
+    (batch,) = runner
+    rows: list[tuple] = []
+    kept: list[Tensor] = []
+
+    def look(layer: int, h: Tensor) -> None:
+        kept.append(runner.counted(batch, tuple(h.shape[:-1])))
+        size = at_least_float32(h).abs()
+        median = size[kept[-1]].median()
+        for place in ((size > torch.clamp(ratio * median, min=least)) & kept[-1][..., None]).nonzero().tolist():
+            rows.append((layer, *place, float(h[tuple(place)]), float(size[tuple(place)] / median)))
+
+    def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
+        require_one_stream(before, after)
+        if layer == 1:
+            look(0, before)
+        look(layer, after)
+
+    with on_blocks(runner.sites, hook):
+        runner.logits(batch)
+    return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, torch.zeros_like(kept[0]))
+
+
+@torch.no_grad()
+def attention_sinks(
+    model: nn.Module | Sites, batch: Batch, *, threshold: float = 0.3, queries: int = 16
+) -> FoundTokens:
+    """Find attention sinks (Xiao et al., 2023, 2309.17453), by the measure of Gu et al. (2024, 2410.10781).
+
+    A token is a sink of a head if its mean attention over the queries that may see it exceeds `threshold` (the paper's
+    is 0.3). Tokens that fewer than `queries` may see are not judged. Padding is not counted.
+
+    Returns:
+        Columns `layer row position heads weight first_layer last_layer`: the share of heads whose sink the token is,
+        and its attention averaged over all heads. The paper's measure of a token is `heads` averaged over all layers.
+
+    Raises:
+        NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax.
+    """
+    runner = Runner(model, [batch], False, "attention sinks")
+    (batch,) = runner
+    rows: list[tuple] = []
+    kept: list[Tensor] = []
+    layers: list[int] = []
+    watch = _KeyWatch()
+
+    def look(layer: int, scores: Tensor, tokens: Tensor) -> None:
+        seen = (scores > HIDDEN) & tokens[:, None, :, None]  # (batch, heads, queries, keys)
+        weight = torch.where(seen, scores.softmax(-1), 0).sum(-2) / seen.sum(-2).clamp(min=1)
+        sink = (weight > threshold) & (seen.sum(-2) >= queries) & tokens[:, None]
+        for row, position in sink.any(1).nonzero().tolist():
+            heads, mean = sink[row, :, position].float().mean(), weight[row, :, position].mean()
+            rows.append((layer, row, position, float(heads), float(mean)))
+
+    def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        kept.append(runner.counted(batch, tuple(hidden_state(args, kwargs)[0].shape[:-1])))
+        length = kept[-1].shape[1]
+        if watch.scores is not None and watch.scores.shape[2:] == (length, length):
+            look(layer, watch.scores, kept[-1])
+            layers.append(layer)
+        watch.scores = None  # last, as the softmax above is seen too
+
+    with watch, on_blocks(runner.sites, hook):
+        runner.logits(batch)
+    if not layers:
+        raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")
+    return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, torch.zeros_like(kept[0]))
+
+
+class _KeyWatch(AttentionWatch):
+    """Keeps the scores themselves, (batch, heads, queries, keys)."""
+
+    def reduce(self, chunks: Iterable[Tensor]) -> Tensor:
+        parts = list(chunks)
+        keys = max(part.shape[-1] for part in parts)
+        return torch.cat([functional.pad(x, (0, keys - x.shape[-1]), value=-torch.inf) for x in parts], dim=-2)
+
+
+def _found(rows: list[tuple], columns: list[str], place: int, mask: Tensor) -> FoundTokens:
+    """Rows in order of layer; columns 1 to `place` say what is the same over layers."""
+    import pandas
+
+    found = {row[:place] for row in rows}
+    spans = []
+    for layer, *same in (row[:place] for row in rows):
+        first = last = layer
+        while (first - 1, *same) in found:
+            first -= 1
+        while (last + 1, *same) in found:
+            last += 1
+        spans.append((first, last))
+        mask[same[0], same[1]] = True
+    table = pandas.DataFrame(
+        [(*row, *span) for row, span in zip(rows, spans, strict=True)], columns=[*columns, "first_layer", "last_layer"]
+    )
+    return FoundTokens(table, mask)

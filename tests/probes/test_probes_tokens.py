@@ -1,0 +1,115 @@
+"""Massive activations and attention sinks are found where they were planted, by independent formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from probe_zoo import tiny_llama
+
+import normlab
+from normlab.errors import NormlabError
+
+SINK, LENGTH = 7, 40  # a token, and the tokens of a row
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Row 0 begins with the token; row 1 is padded on the left and has it in its middle."""
+    ids = torch.randint(8, 50, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    ids[0, 0] = ids[1, 15] = SINK
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def planted() -> torch.nn.Module:
+    """A model whose heads all look for the token: one feature of its embedding is huge, and its keys meet every query.
+
+    The queries' bias and the keys meet in the pair of features that the rotary embedding turns least.
+    """
+    model = tiny_llama(num_hidden_layers=4, attention_bias=True)
+    width = model.config.hidden_size // model.config.num_attention_heads
+    with torch.no_grad():
+        model.model.embed_tokens.weight[SINK, 5] = 5000.0
+        for block in model.model.layers:
+            attention = block.self_attn
+            attention.q_proj.bias[width // 2 - 1 :: width] = 5.0
+            attention.k_proj.weight[width // 2 - 1 :: width] = 0.0
+            attention.k_proj.weight[width // 2 - 1 :: width, 5] = 1.0
+    return model
+
+
+def block_outputs(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[np.ndarray]:
+    """The stream before the first block and after each, by plain hooks."""
+    seen = []
+    layers = model.model.layers
+    handles = [layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))]
+    handles += [layer.register_forward_hook(lambda module, args, output: seen.append(output)) for layer in layers]
+    with torch.no_grad():
+        model(**batch)
+    for handle in handles:
+        handle.remove()
+    return [x.numpy().copy() for x in seen]
+
+
+def test_massive_activations_are_those_of_the_definition(batch):
+    model = planted()
+    model.model.layers[1].register_forward_hook(
+        lambda m, a, y: y.index_put((torch.tensor(0), torch.tensor(9)), y[0, 9] + 900.0)
+    )
+    found = normlab.massive_activations(model, batch, least=50.0, ratio=20.0)
+    expected = []
+    real = batch["attention_mask"].bool().numpy()
+    for layer, h in enumerate(block_outputs(model, batch)):
+        middle = np.median(np.abs(h[real]))
+        for place in np.argwhere((np.abs(h) > 50) & (np.abs(h) > 20 * middle) & real[..., None]):
+            expected.append((layer, *place, h[tuple(place)], np.abs(h[tuple(place)]) / middle))
+    columns = ["layer", "row", "position", "feature", "value", "ratio"]
+    np.testing.assert_allclose(found.table[columns].to_numpy(dtype=float), np.array(expected, dtype=float), rtol=0.02)
+    assert (0, 0, 0, 5) in found.table[columns[:4]].itertuples(index=False, name=None)
+    assert found.mask.nonzero().tolist() == [[0, 0], [0, 9], [1, 15]]
+    first = found.table.query("position == 9")
+    assert set(first["first_layer"]) == {2} and set(first["last_layer"]) == {4}
+    assert set(found.table.query("position == 15")["first_layer"]) == {0}
+
+
+def test_the_thresholds_of_the_paper_are_the_default_and_nothing_is_found_in_a_healthy_model(batch):
+    assert normlab.massive_activations(planted(), batch).mask.nonzero().tolist() == [[0, 0], [1, 15]]
+    healthy = normlab.massive_activations(tiny_llama(), batch)
+    assert healthy.table.empty and not healthy.mask.any()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_sinks_are_those_of_the_definition(batch, implementation, monkeypatch):
+    monkeypatch.setattr("normlab.probes.statistics.SCORE_CHUNK", 2000)  # several chunks of queries
+    model = planted()
+    model.set_attn_implementation(implementation)
+    found = normlab.attention_sinks(model, batch)
+    assert found.mask.nonzero().tolist() == [[0, 0], [1, 15]]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(**batch, output_attentions=True).attentions
+    real = batch["attention_mask"].bool()
+    for row in found.table.itertuples():
+        queries = [i for i in range(row.position, LENGTH) if real[row.row, i]]
+        mean = weights[row.layer - 1][row.row][:, queries, row.position].mean(1)
+        assert row.weight == pytest.approx(float(mean.mean()), rel=1e-4)
+        assert row.heads == pytest.approx(float((mean > 0.3).float().mean()))
+    assert found.table["layer"].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert set(found.table["first_layer"]) == {1} and set(found.table["last_layer"]) == {4}
+
+
+def test_a_token_that_few_queries_see_is_no_sink(batch):
+    """The last token is seen by one query, and a single query may well attend to itself."""
+    few = normlab.attention_sinks(tiny_llama(), batch, threshold=0.02, queries=1)
+    assert few.mask[:, -1].all()
+    assert not normlab.attention_sinks(tiny_llama(), batch, threshold=0.02).mask[:, -15:].any()
+
+
+def test_attention_that_cannot_be_seen_is_one_line(batch):
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(NormlabError, match="no attention was seen"):
+        normlab.attention_sinks(model, batch)
