@@ -64,8 +64,9 @@ def test_code_in_a_models_folder_is_not_run(read: Callable, folder: Path, tmp_pa
     assert not (tmp_path / "victim").exists()
 
 
-def test_a_checkpoint_that_is_a_program_is_not_run(text: Path, go: Callable, tmp_path: Path) -> None:
-    config, out = tiny(text), tmp_path / "out"
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_checkpoint_that_is_a_program_is_not_run(fsdp: bool, text: Path, go: Callable, tmp_path: Path) -> None:
+    config, out = tiny(text, fsdp=fsdp), tmp_path / "out"
     with pytest.raises(RunStopped):
         go(config, out, watch=lambda step, rows: step != 5)
     (checkpoint,) = store.checkpoints(out / store.PARTIAL / config.run_id)

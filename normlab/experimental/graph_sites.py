@@ -1,7 +1,7 @@
 """`graph_sites`: where the tensors of a model's residual stream are, found before its steps are compiled.
 
-Compiled code cannot compare values as `record` does. So which norm is at which site, and by what the loss divides, is
-found once, by a pass of a few random tokens through the uncompiled model. Where the tensors are is then data (`Watch`).
+Compiled code cannot compare values as `record` does. So a few random tokens go through the uncompiled model first. That
+pass tells which norm is at which site, and by what the loss divides. Where the tensors are is then data (`Watch`).
 """
 
 from __future__ import annotations

@@ -126,12 +126,13 @@ class Accumulator:
                 place = _place(staged.where)
                 if place is None:
                     continue
-                if self._widths.setdefault((staged.kind, place), staged.width) != staged.width:
+                tokens, width = staged.shape[:-1], staged.shape[-1]
+                if self._widths.setdefault((staged.kind, place), width) != width:
                     call.absent[f"{place[0]} {place[1]}"] = "its width differs between calls"
                     continue
-                group = groups[staged.kind, staged.values.device, staged.tokens]
+                group = groups[staged.kind, staged.values.device, tokens]
                 if place in group:  # differentiated twice
-                    self._merge(call, staged.kind, group, staged.tokens)
+                    self._merge(call, staged.kind, group, tokens)
                     group.clear()
                 group[place] = staged.values
             for (kind, _, tokens), group in groups.items():
@@ -187,8 +188,7 @@ class Staged(NamedTuple):
     kind: str  # of a metric
     where: Place | NormRead  # a norm's place may become known later
     values: Tensor  # (statistics, tokens)
-    width: int  # features per token
-    tokens: tuple[int, ...]  # shape of the activation, without its features
+    shape: tuple[int, ...]  # of the activation: tokens, in one dimension or several, and features
 
 
 class StagedArray(NamedTuple):
@@ -199,10 +199,8 @@ class StagedArray(NamedTuple):
     array: Tensor  # (masks, ...)
 
 
-def _stage(
-    call: Call, kind: str, where: Place | NormRead, values: Tensor, tokens: Sequence[int], width: int = 1
-) -> None:
-    call.values.append(Staged(kind, where, values, width, tuple(tokens)))
+def _stage(call: Call, kind: str, where: Place | NormRead, values: Tensor, shape: Sequence[int]) -> None:
+    call.values.append(Staged(kind, where, values, tuple(shape)))
 
 
 def _stage_arrays(call: Call, statistic: str, where: Place | NormRead, arrays: Sequence[Tensor]) -> None:
@@ -225,7 +223,7 @@ class Measurer:
     def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
         """Measure h itself, at a block's output or a norm's input."""
         if "activation" in self.kinds:
-            _stage(call, "activation", where, self._token_statistics(call, x), x.shape[:-1], x.shape[-1])
+            _stage(call, "activation", where, self._token_statistics(call, x), x.shape)
         if "coordinate" in self.kinds and not isinstance(where, NormRead):
             self._stage_array(call, "coordinate_peak", where, x)
 
@@ -271,7 +269,7 @@ class Measurer:
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 view = features_last(gradient, channels_first, norm)
                 norms = torch.linalg.vector_norm(at_least_float32(view), dim=-1) * call.loss_tokens
-            staged = Staged("gradient", where, norms.reshape(1, -1), view.shape[-1], tuple(view.shape[:-1]))
+            staged = Staged("gradient", where, norms.reshape(1, -1), tuple(view.shape))
             with self._lock:
                 self._arrived.append((call, places, staged))
 
@@ -295,21 +293,23 @@ class Measurer:
         """Measure what a norm reads: `x`, with features last in `view`, and the statistic it is handed, if any."""
         self.activation(call, read, view)
         self.gradient(call, read, x, channels_first, read.norm)
+        if not {"carried", "tanh", "bounded"} & self.kinds:
+            return
         norm = statistics.tanh_norm(read.norm) if {"tanh", "bounded"} & self.kinds else None
         ms = None if mean_square is None else mean_square.detach().reshape(*view.shape[:-1], 1)
-        tokens, view = view.shape[:-1], view.detach()
+        tokens, view = tuple(view.shape[:-1]), view.detach()
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if ms is not None and "carried" in self.kinds:
                 ratio = statistics.carried_ratio(view, ms)
-                _stage(call, "carried", read, ratio, tokens)
-                if (masks := call.masks(x.device, tuple(tokens))) is not None:
+                _stage(call, "carried", read, ratio, (*tokens, 1))
+                if (masks := call.masks(x.device, tokens)) is not None:
                     positions, length = call.positions(x.device, tokens)
                     tables = [statistics.by_position(ratio[0], positions, mask, length) for mask in masks]
                     _stage_arrays(call, "carried_position", read, tables)
             if norm is not None and "tanh" in self.kinds:
-                _stage(call, "tanh", read, statistics.tanh_statistics(norm, view, ms), tokens, view.shape[-1])
+                _stage(call, "tanh", read, statistics.tanh_statistics(norm, view, ms), view.shape)
             if norm is not None and "bounded" in self.kinds and hasattr(norm, "lam") and hasattr(norm, "kappa"):
-                _stage(call, "bounded", read, statistics.bound_statistics(norm, view, ms), tokens, view.shape[-1])
+                _stage(call, "bounded", read, statistics.bound_statistics(norm, view, ms), view.shape)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -334,9 +334,9 @@ class Measurer:
             update = self._branches(trace, h, out) if "branch" in self.kinds else None
             values = statistics.block_statistics(h, out, update)
             if "branch" in self.kinds and trace.segments is not None:
-                _stage(call, "branch", place, values[:2], h.shape[:-1], h.shape[-1])
+                _stage(call, "branch", place, values[:2], h.shape)
             if "change" in self.kinds:
-                _stage(call, "change", place, values[2:], h.shape[:-1], h.shape[-1])
+                _stage(call, "change", place, values[2:], h.shape)
             if "spectrum" in self.kinds:
                 self._stage_array(call, "gram", place, at_least_float32(out) - at_least_float32(h))
 
@@ -364,7 +364,7 @@ class Measurer:
                 call.absent[f"{kind} {layer}"] = f"the block has {counts[kind]} branches of this kind in turn"
             elif kind in counts:
                 values = statistics.branch_statistics(streams[kind], adds)
-                _stage(call, "branch", (kind, layer), values, h.shape[:-1], h.shape[-1])
+                _stage(call, "branch", (kind, layer), values, h.shape)
         for run in trace.runs:
             if run.kind not in added and run.kind != "other":
                 call.absent[f"{run.kind} {layer}"] = trace.reason_without_part(run)
@@ -381,7 +381,7 @@ class Measurer:
                 entropy = statistics.router_entropy(routing, x.detach())
             tokens = trace.entered.shape[:-1]
             tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
-            _stage(trace.call, "router", ("mlp", trace.layer), entropy[None], tokens)
+            _stage(trace.call, "router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
 
     def experts(self, trace: BlockTrace, routing: Routing, values: Any) -> None:
         """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
@@ -401,12 +401,12 @@ class Measurer:
         with torch.autocast(state.device.type, enabled=False):
             values = statistics.stream_statistics(rule, state)
         if values is not None:
-            _stage(trace.call, "streams", (kind, trace.layer), values, state.shape[:-1])
+            _stage(trace.call, "streams", (kind, trace.layer), values, (*state.shape[:-1], 1))
 
     def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
         if watch.scores is not None and trace.call.has_rows(watch.shape):
-            _stage(trace.call, "attention", ("attn", trace.layer), watch.scores, watch.shape)
+            _stage(trace.call, "attention", ("attn", trace.layer), watch.scores, (*watch.shape, 1))
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""

@@ -27,7 +27,7 @@ TRIES = 3  # calls after which a block that does not add up is given up: the sea
 
 @dataclass(eq=False)
 class KnownBlock:
-    """What earlier calls told about a block."""
+    """A block, as earlier calls have shown it."""
 
     channels_first: bool
     sites: dict[nn.Module, str] | None = None  # of its norms, once its stream has added up

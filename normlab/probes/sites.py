@@ -211,13 +211,12 @@ def _block(
     branches = [b for b in branches_of(module) if b.kind not in named and not {b.module, b.whole} & given]
     branches += [Branch(kind, kind, part, part) for kind, part in named.items()]
     norms, inner = _norms_of(module, branches) if named_norms is None else (named_norms, [])
-    first, last = ({b.kind: b.module for b in some} for some in (reversed(branches), branches))
     return Block(
         index,
         name,
         module,
-        first.get("attn"),
-        last.get("mlp"),  # a bare MLP ends in its down projection
+        next((b.module for b in branches if b.kind == "attn"), None),
+        next((b.module for b in reversed(branches) if b.kind == "mlp"), None),  # a bare MLP ends in its down projection
         tuple(norms),
         tuple(branches),
         tuple(inner),
@@ -438,7 +437,7 @@ def _blocks_of_stage(stage: nn.Module) -> dict[str, nn.Module] | None:
 
 
 def _flattened(name: str, items: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    blocks = {}
+    blocks: dict[str, nn.Module] = {}
     for inner, item in items.items():
         below = _blocks_of_stage(item)
         full_name = f"{name}.{inner}" if name else inner

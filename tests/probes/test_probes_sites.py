@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import transformers
-from probe_zoo import DEPTH, MODELS, batch_for, build, ours, tiny_llama
+from probe_zoo import DEPTH, MODELS, batch_for, build, ours, run, tiny_llama, values
 from torch import nn
 
 from normlab.errors import NormlabError
@@ -20,10 +22,8 @@ EXPECTED = dict.fromkeys(MODELS, PRE_NORM) | {
 
 
 def found_sites(model, batch) -> dict[str, int]:
-    with record(model, ["token_l2_mean", "relative_contribution"]) as rec, torch.no_grad():
-        model(**batch)
-    table = rec.stats().to_pandas()
-    return table[table["mask"] == "all"].groupby("site").size().to_dict()
+    found = run(model, batch, ["token_l2_mean", "relative_contribution"])
+    return Counter(site for site, _, _, mask in found if mask == "all")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -40,14 +40,14 @@ def test_block_outputs_and_updates_are_those_of_the_models_own_hidden_states(nam
     model, batch = build(name), batch_for(name)
     with record(model, ["max_abs", "relative_contribution"]) as rec, torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states
-    table = rec.stats().to_pandas().query("mask == 'all'").set_index(["site", "metric", "layer"])["value"]
+    found = values(rec.stats())
     real = batch.get("attention_mask", torch.ones(states[0].shape[:2])).bool()
     for layer, state in enumerate(states[:-1]):  # the last one is after the final norm
-        assert table["block_out", "max_abs", layer] == pytest.approx(float(state[real].abs().max()), rel=1e-6)
+        assert found["block_out", layer, "max_abs", "all"] == pytest.approx(float(state[real].abs().max()), rel=1e-6)
     h, out = states[0][real], states[1][real]
     if name != "bert":  # attn + mlp (after output norms) is what the block adds; Post-LN normalises the sum
         ratio = float(((out - h).norm(dim=1) / h.norm(dim=1)).mean())
-        assert table["block", "relative_contribution", 1] == pytest.approx(ratio, rel=1e-4)
+        assert found["block", 1, "relative_contribution", "all"] == pytest.approx(ratio, rel=1e-4)
 
 
 @pytest.mark.parametrize("scheme", STUDIED)
@@ -63,13 +63,11 @@ def test_post_ln_norms_read_the_residual_sum_and_the_mlps_stream_is_their_output
     layer.attention.output.LayerNorm.register_forward_pre_hook(lambda m, a: kept.__setitem__("sum", a[0]))
     layer.attention.output.LayerNorm.register_forward_hook(lambda m, a, o: kept.__setitem__("stream", o))
     layer.output.dense.register_forward_hook(lambda m, a, o: kept.__setitem__("mlp", o))
-    with record(model, ["max_abs", "relative_contribution"]) as rec, torch.no_grad():
-        model(**batch)
-    table = rec.stats().to_pandas().query("layer == 1 and mask == 'all'").set_index(["site", "metric"])["value"]
+    found = run(model, batch, ["max_abs", "relative_contribution"])
     real = batch["attention_mask"].bool()
-    assert table["attn_norm_in", "max_abs"] == pytest.approx(float(kept["sum"][real].abs().max()))
+    assert found["attn_norm_in", 1, "max_abs", "all"] == pytest.approx(float(kept["sum"][real].abs().max()))
     ratio = (kept["mlp"].norm(dim=-1) / kept["stream"].norm(dim=-1))[real].mean()
-    assert table["mlp", "relative_contribution"] == pytest.approx(float(ratio), rel=1e-5)
+    assert found["mlp", 1, "relative_contribution", "all"] == pytest.approx(float(ratio), rel=1e-5)
 
 
 class Wrapper(nn.Module):
@@ -84,41 +82,30 @@ class Wrapper(nn.Module):
 def test_wrappers_are_looked_through_and_give_the_same_numbers():
     from peft import LoraConfig, get_peft_model
 
-    batch = batch_for("llama")
-    plain = tiny_llama()
-    with record(plain) as rec, torch.no_grad():
-        plain(**batch)
-    expected = rec.stats().to_pandas()
-    lora = get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj", "v_proj"]))
-    for wrapped in (Wrapper(tiny_llama()), lora.eval()):
-        with record(wrapped) as rec, torch.no_grad():
-            wrapped(**batch)
-        assert rec.stats().to_pandas().equals(expected)
+    lora = get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
+    plain, *wrapped = (run(model, batch_for("llama"), None) for model in (tiny_llama(), Wrapper(tiny_llama()), lora))
+    assert wrapped == [plain, plain]
+
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"mix_norm": nn.RMSNorm(8), "mix": nn.Linear(8, 8), "ff": nn.Linear(8, 8)})
+
+    def forward(self, x):
+        x = x + self.parts["mix"](self.parts["mix_norm"](x))
+        return x + self.parts["ff"](x)
 
 
 class Plain(nn.Module):
     """A model of no known kind: blocks are attributes, so no list tells them."""
 
-    def __init__(self, count=2):
+    def __init__(self):
         super().__init__()
-        for i in range(count):
-            block = nn.ModuleDict({"mix_norm": nn.RMSNorm(8), "mix": nn.Linear(8, 8), "ff": nn.Linear(8, 8)})
-            self.add_module(f"stage{i}", Stage(block))
+        self.stage0, self.stage1 = Stage(), Stage()
 
     def forward(self, x):
-        for stage in self.children():
-            x = stage(x)
-        return x
-
-
-class Stage(nn.Module):
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = parts
-
-    def forward(self, x):
-        x = x + self.parts["mix"](self.parts["mix_norm"](x))
-        return x + self.parts["ff"](x)
+        return self.stage1(self.stage0(x))
 
 
 def test_blocks_can_be_told_by_pattern_or_list_and_their_parts_by_name():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from probe_zoo import DEPTH, batch_for, near, tiny_llama, trained_step, values
+from probe_zoo import DEPTH, batch_for, near, run, tiny_llama, trained_step, values
 from torch import nn
 
 from normlab.errors import NormlabError
@@ -158,9 +158,7 @@ def test_padding_may_hold_nan_and_does_not_count(batch):
     clean = trained_step(model, batch, ["token_l2_mean", "rms", "max_abs", "feature_var_mean", "kurtosis"])
     embeddings = model.model.embed_tokens(batch["input_ids"]).detach()
     embeddings[batch["attention_mask"] == 0] = torch.nan
-    with record(model) as rec, torch.no_grad():
-        model(inputs_embeds=embeddings, attention_mask=batch["attention_mask"])
-    found = values(rec.stats())
+    found = run(model, {"inputs_embeds": embeddings, "attention_mask": batch["attention_mask"]}, None)
     layer_0 = {key: value for key, value in clean.items() if key[:2] == ("block_out", 0)}
     assert {key: found[key] for key in layer_0} == near(layer_0, 8)
 

@@ -146,16 +146,6 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_one_line(
 
 
 @pytest.mark.slow
-def test_twenty_killed_ranks_leave_the_curve_as_it_was(
-    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
-) -> None:
-    for attempt in range(20):
-        out = tmp_path / str(attempt)
-        kill_a_rank(config, out, cache, 5 * (1 + attempt % 9))
-        assert_same(go(config, out), alone)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
