@@ -17,7 +17,7 @@ from scipy import stats
 from tables import table
 
 import normlab
-from normlab.analysis import claims
+from normlab.analysis import claims, decisions
 from normlab.analysis.compare import compare, compare_variants, last_values
 from normlab.analysis.notebook_tables import curse_of_depth as rates
 from normlab.analysis.selection import choose, in_order, title_of
@@ -33,7 +33,7 @@ UNIFORM = 0.98  # a uniform attention has more than this share of the largest en
 
 
 def texts() -> dict[str, str]:
-    parts = (depth, fit, blocks, stream, attention, tanh, search, warm_up, groups, deepest)
+    parts = (depth, fit, blocks, stream, attention, slower_gains, tanh, search, warm_up, groups, deepest)
     return {name: text for part in parts for name, text in part().items()}
 
 
@@ -334,6 +334,33 @@ def _gains_of_shipped() -> pd.DataFrame:
                 gain = weights.get_tensor(f"model.layers.{layer - 1}.input_layernorm.lam")
                 rows.append((abs(float(gain)), bool(entropy.loc[run, layer] > UNIFORM)))
     return pd.DataFrame(rows, columns=["lambda", "dead"]).sort_values("lambda")
+
+
+def slower_gains() -> dict[str, str]:
+    """Arm B: the two changes against unchanged models."""
+    arm = decisions.dead_gains(runs("gains"), normlab.load_configs(ROOT / "data" / "gains"))
+    rows = [
+        (title_of(r["scheme"]), r["change"], f"{r['uniform']} of {r['models']}", _change(r, "loss"), _change(r, "copy"))
+        for _, r in arm.iterrows()
+    ]
+    before = arm[arm["change"] == decisions.UNCHANGED].set_index("scheme")["uniform"]
+    by_head = arm[arm["change"] == "qk-norm by head"].set_index("scheme")
+    return {
+        "gains_dead_bhyt_exact": f"{before['bhyt_exact']} of 6",
+        "gains_dead_control": f"{before['rmsnorm_gain']} of 6",
+        "gains_qk_bhyt_exact": _change(by_head.loc["bhyt_exact"], "loss").strip("*"),
+        "gains_qk_control": _change(by_head.loc["rmsnorm_gain"], "loss").strip("*"),
+        "table_of_gains": table(("scheme", "change", "models with one", "loss", "loss on copied text"), rows),
+    }
+
+
+def _change(row: pd.Series, name: str) -> str:
+    """The difference from unchanged models with its interval, bold if the verdict is *different*."""
+    if math.isnan(row[name]):
+        return ""
+    ends = {"estimate": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
+    text = interval(pd.Series(ends), sign=True)
+    return f"**{text}**" if row[f"{name}_verdict"] == DIFFERENT else text
 
 
 # What does the tanh add?

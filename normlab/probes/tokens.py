@@ -133,16 +133,15 @@ def _found(rows: list[tuple], columns: list[str], place: int, mask: Tensor) -> F
     import pandas
 
     found = {row[:place] for row in rows}
-    spans = []
-    for layer, *same in (row[:place] for row in rows):
-        first = last = layer
-        while (first - 1, *same) in found:
-            first -= 1
-        while (last + 1, *same) in found:
-            last += 1
-        spans.append((first, last))
-        mask[same[0], same[1]] = True
-    table = pandas.DataFrame(
-        [(*row, *span) for row, span in zip(rows, spans, strict=True)], columns=[*columns, "first_layer", "last_layer"]
-    )
-    return FoundTokens(table, mask)
+
+    def last(layer: int, same: tuple, step: int) -> int:
+        while (layer + step, *same) in found:
+            layer += step
+        return layer
+
+    spanned = []
+    for layer, row, position, *rest in rows:
+        same = (row, position, *rest)[: place - 1]
+        spanned.append((layer, row, position, *rest, last(layer, same, -1), last(layer, same, 1)))
+        mask[row, position] = True
+    return FoundTokens(pandas.DataFrame(spanned, columns=[*columns, "first_layer", "last_layer"]), mask)

@@ -8,6 +8,7 @@ measure.py        what is measured while training; experiments.py: what is measu
 distributed.py    devices, precision, ranks
 progress.py       how far runs are, and when they end
 sweep.py          sweep: many runs; grids.py: what they consist of; presets.py: PRESETS, sweeps as data
+league.py         one more scheme under the league's budget
 workers.py        several runs at once, on this machine, Ray or Slurm
 estimate.py       what a sweep or a run takes before it starts; paper_models.py: SIZES, the papers' models
 live.py           BackgroundRun: one run in a process of its own, watched, paused and stopped

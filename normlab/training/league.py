@@ -7,12 +7,11 @@ tiny        the same preset in a minute, to see that a scheme trains at all
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
-import multiprocessing
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,12 @@ import torch
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.norms import Norm
-from normlab.runs import read_run
 from normlab.schemes import SCHEMES, Scheme, get_scheme
 from normlab.training.config import TrainConfig
 from normlab.training.grids import LeagueSearch, Preset
 from normlab.training.presets import get_preset
 from normlab.training.sweep import SweepResult, sweep
-from normlab.training.workers import Cluster, Outcome, share_cores, start_worker
+from normlab.training.workers import Cluster, Outcome, in_processes, share_cores
 
 
 def scheme_of(what: str) -> Scheme:
@@ -146,14 +144,4 @@ class _Entrants(Cluster):
         pass
 
     def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self.count, mp_context=spawn, initializer=_start, initargs=(self.what,)) as pool:
-            waiting = {pool.submit(train_one, config, *arguments): config for config in configs}
-            for future in as_completed(waiting):
-                error = future.exception()
-                yield waiting[future], error if isinstance(error, Exception) else read_run(future.result())
-
-
-def _start(what: str) -> None:
-    start_worker()
-    scheme_of(what)
+        return in_processes(configs, self.count, arguments, functools.partial(scheme_of, self.what))

@@ -60,7 +60,7 @@ def finish_in_any_order(
     if isinstance(workers, Cluster):
         yield from workers.finish(train_one, configs, arguments)
     else:
-        yield from _with_processes(configs, workers, arguments)
+        yield from in_processes(configs, workers, arguments)
 
 
 def share_cores(workers: int | str | Cluster | None, threads: int | None) -> tuple[int | Cluster, int]:
@@ -83,33 +83,38 @@ def share_cores(workers: int | str | Cluster | None, threads: int | None) -> tup
 # --- processes of this machine ---
 
 
-def _with_processes(
-    configs: Sequence[TrainConfig], workers: int, arguments: tuple, again: bool = True
+def in_processes(
+    configs: Sequence[TrainConfig],
+    workers: int,
+    arguments: tuple,
+    prepare: Callable[[], Any] | None = None,
+    again: bool = True,
 ) -> Iterator[Outcome]:
     """Train in pools. A pool dies with any of its processes (out of memory, kill -9).
 
     Each run that was in progress then gets one more try, alone, so that one that always dies takes no other with it.
-    The rest continue in a new pool.
+    The rest continue in a new pool. prepare: what a process calls before its first run.
     """
     left = deque(configs)
     while left:
-        lost = yield from _one_pool(left, workers, arguments)
+        lost = yield from _one_pool(left, workers, arguments, prepare)
         for config in lost:
             if again:
-                yield from _with_processes([config], 1, arguments, again=False)
+                yield from in_processes([config], 1, arguments, prepare, again=False)
             else:
                 yield config, NormlabError(LOST)
 
 
-def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Generator[Outcome, None, list[TrainConfig]]:
+def _one_pool(
+    left: deque[TrainConfig], workers: int, arguments: tuple, prepare: Callable[[], Any] | None
+) -> Generator[Outcome, None, list[TrainConfig]]:
     """Take runs from `left`, as many at a time as there are workers, until none is left or the pool dies.
 
     Returns the runs that were in progress when it died.
     """
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        min(workers, len(left)), mp_context=multiprocessing.get_context("spawn"), initializer=start_worker
-    )
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, len(left)), spawn, initializer=_start_worker, initargs=(prepare,))
     running: dict[Future, TrainConfig] = {}
     try:
         while left or running:
@@ -131,7 +136,7 @@ def _one_pool(left: deque[TrainConfig], workers: int, arguments: tuple) -> Gener
     return list(running.values())
 
 
-def start_worker() -> None:
+def _start_worker(prepare: Callable[[], Any] | None) -> None:
     """Let Ctrl-C end a worker without a traceback, and end it with its parent. Warnings take one line."""
     warnings.showwarning = show_warning  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -142,6 +147,8 @@ def start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+    if prepare is not None:
+        prepare()
 
 
 # --- clusters ---

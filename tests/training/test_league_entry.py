@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from training_helpers import TINY
 
 from normlab import SCHEMES, NormlabError, cli, runs, store
 from normlab.training import league
+from normlab.training.config import TrainConfig
 from normlab.training.grids import LeagueSearch, Part, Preset
 from normlab.training.presets import get_preset
+from normlab.training.workers import Outcome, train_one
 
 pytest_plugins = ["training_fixtures"]
 
@@ -46,22 +46,11 @@ def file(tmp_path: Path) -> Iterator[Path]:
     SCHEMES.update(known)
 
 
-class Here:
-    """In place of a pool of processes: this process, at once."""
-
-    def __init__(self, count: int, mp_context: Any, initializer: Any, initargs: tuple) -> None:
-        league.scheme_of(*initargs)  # what `initializer` does, but for signals
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, task: Any, *arguments: Any) -> Future:
-        future: Future = Future()
-        future.set_result(task(*arguments))
-        return future
+def here(configs: Sequence[TrainConfig], count: int, arguments: tuple, prepare: Callable) -> Iterator[Outcome]:
+    """In place of processes: this one, at once."""
+    prepare()
+    for config in configs:
+        yield config, runs.read_run(train_one(config, *arguments))
 
 
 def test_a_class_in_a_file_is_a_scheme_with_this_norm_everywhere(file: Path):
@@ -111,7 +100,7 @@ def test_it_is_searched_and_trained_as_the_others_are(
     preset = Preset(
         "league", (Part({2: 2}, ("pre_rmsnorm",), best=1),), LeagueSearch((0.002, 0.008), (2,), {"seed": 9}), fields
     )
-    monkeypatch.setattr(league, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(league, "in_processes", here)
     result = league.enter(f"{file}:MeanAbsNorm", tmp_path / "out", preset, cache_dir=cache, progress=False)
     (name,) = {run.manifest["config"]["scheme"] for run in result.runs}
     assert name == league.scheme_of(f"{file}:MeanAbsNorm").name and not result.failures
