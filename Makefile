@@ -29,7 +29,7 @@ reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the noteboo
 	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
 	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
 
-findings: $(VENV)/.installed-docs ## write the numbers of README.md, docs/findings.md and data/README.md from the shipped tables
+findings: $(VENV)/.installed-docs ## write the numbers of README.md, docs/findings.md, docs/papers.md and data/README.md from the shipped tables
 	$(BIN)/python docs/generate.py
 
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
@@ -75,6 +75,7 @@ bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on 
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
 	$(BIN)/python -m benchmarks.probes --out $(OUT)/bench/probes_cpu.csv
+	$(BIN)/python -m benchmarks.observer --out $(OUT)/bench/observer_cpu.csv
 	$(BIN)/python -m benchmarks.compiled_statistics --out $(OUT)/bench/compiled_statistics.csv
 	$(BIN)/python -m benchmarks.clusters --out $(OUT)/bench/ray_workers.csv --cache-dir $(OUT)/cache
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows host --out $(OUT)/bench

@@ -1,0 +1,259 @@
+"""The numbers of docs/papers.md: figures and tables of two papers, theirs and ours side by side.
+
+texts   every text by the name that marks it in the page
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from findings import (
+    LNS,
+    PRE_LN,
+    ROOT,
+    against_pre_ln,
+    block_costs,
+    chosen,
+    experiments,
+    interval,
+    plain,
+    runs,
+    signed,
+)
+from tables import table
+
+import normlab
+from normlab.analysis.selection import title_of
+from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, differences, judged
+
+AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
+NOT_COMPARABLE, MISSING = "not comparable", "missing"
+LEAGUE = "`league`: every scheme at 8 blocks, 3 seeds"
+RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
+CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure or table of a paper.
+
+    ours: a row of `differences`, or words. lower: True if the paper's value is below its base's, None for no direction.
+    verdict: by default what `ours` and `lower` say.
+    """
+
+    where: str
+    shows: str
+    theirs: str
+    ours: pd.Series | str
+    why: str
+    lower: bool | None = None
+    verdict: str = ""
+
+
+def texts() -> dict[str, str]:
+    return {"table_of_curse_of_depth": _table(curse_of_depth()), "table_of_bhyt": _table(bhyt())}
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """The rows of a paper; those with an interval are one family."""
+    family = judged(pd.DataFrame([row.ours for row in rows if isinstance(row.ours, pd.Series)]))
+    found = iter(family.itertuples())
+    lines = []
+    for row in rows:
+        ours, verdict = row.ours, row.verdict
+        if isinstance(ours, pd.Series):
+            ours, verdict = _in_words(ours), verdict or _verdict(next(found), row.lower)
+        verdict = verdict or MISSING
+        lines.append((row.where, row.shows, row.theirs, ours, verdict, row.why))
+    return table(("in the paper", "shows", "theirs", "ours", "", "why, and what is planned"), lines)
+
+
+def _in_words(row: pd.Series) -> str:
+    ratio = row["kind"] == "ratio"
+    return ("x " if ratio else "") + interval(row, sign=not ratio)
+
+
+def _verdict(row: object, lower: bool | None) -> str:
+    neutral = 1.0 if row.kind == "ratio" else 0.0  # type: ignore[attr-defined]
+    if row.verdict != DIFFERENT or lower is None:  # type: ignore[attr-defined]
+        return CONTRADICTS if row.verdict == EQUIVALENT else UNDECIDED  # type: ignore[attr-defined]
+    return AGREES if (row.estimate < neutral) == lower else CONTRADICTS  # type: ignore[attr-defined]
+
+
+def curse_of_depth() -> list[Row]:
+    costs = block_costs()
+    unequal = f"LNS ran at rate 0.008, Pre-LN at 0.004. {RATES}"
+    losses = against_pre_ln("loss", 16)
+    return [
+        Row(
+            "Fig. 1",
+            "LNS's loss falls more with a model's size, to 7B",
+            "no value at hand",
+            f"gain from 4 to 16 blocks, LNS minus Pre-LN: {interval(_gain(), sign=True)}",
+            f"Here depth grows, at one width. {RATES}",
+            verdict=NOT_COMPARABLE,
+        ),
+        Row(
+            "Fig. 3",
+            "deep blocks turn the stream more under LNS",
+            "claimed; no value at hand",
+            _pair(angles(), "angle", "angular_distance"),
+            f"Mean angle over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
+            lower=False,
+        ),
+        Row(
+            "Fig. 5",
+            "Jacobians of deep blocks are further from the identity under LNS",
+            "claimed; no value at hand",
+            _pair(costs, "change", "jacobian_identity"),
+            f"Mean distance over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
+            lower=False,
+        ),
+        Row(
+            "Fig. 7",
+            "leaving out a deep block costs more under LNS",
+            '"more balanced"',
+            _pair(costs, "deep", "skip_delta_loss"),
+            f"Mean cost over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
+            lower=False,
+        ),
+        Row(
+            "Fig. 9",
+            "the variance of the stream grows less over the blocks under LNS",
+            "claimed; no value at hand",
+            _pair(growth(), "growth", "feature_var_mean"),
+            f"Variance after block 16 over that after block 1, LNS over Pre-LN. {unequal}, at 0.001 too",
+            lower=True,
+        ),
+        *(
+            Row(
+                "Table 1",
+                f"loss of {title_of(scheme)} minus Pre-LN's",
+                " and ".join(f"{signed(gap, 3)} ({model[6:]})" for model, gap in _of_table(CURSE, "Table 1", scheme)),
+                *_ours(scheme, losses),
+                lower=scheme == LNS,
+            )
+            for scheme in (LNS, "mix_ln", "post_rmsnorm", "deepnorm")
+        ),
+        Row(
+            "Table 6",
+            "LNS with scaled init, minus LNS",
+            f"{signed(_scaled_lns(), 3)} (130M)",
+            "none",
+            "Planned with the league",
+            verdict=MISSING,
+        ),
+        *(
+            Row("Table 6", f"loss of {title_of(name)}", "no value at hand", "none", f"{LEAGUE}", verdict=MISSING)
+            for name in ("layer_scale", "skip_init")
+        ),
+    ]
+
+
+def bhyt() -> list[Row]:
+    published = normlab.load_published()
+    plots = published[published["where"].eq("Figure 3")]
+    rows = []
+    for metric, what in (("token_l2_mean", "L2 norm of a token"), ("feature_var_mean", "variance of the stream")):
+        own = plots[plots["metric"] == metric].set_index("scheme")["value"]
+        ours = against_pre_ln(metric, 16)
+        for scheme in (LNS, PERI, "dyt", BHYT):
+            found = scheme in ours.index
+            rows.append(
+                Row(
+                    "Fig. 3",
+                    f"{what} after block 16, {title_of(scheme)} over Pre-LN",
+                    f"x {plain(own[scheme] / own[PRE_LN])} ± 20%",
+                    ours.loc[scheme] if found else "none at 16 blocks",
+                    f"Each at its own rate. {RATES}" if found and scheme == LNS else f"Each at its own rate. {LEAGUE}",
+                    lower=True,
+                    verdict="" if found else MISSING,
+                )
+            )
+    steps = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index("what").loc["bhyt step"]
+    gains = published[published["metric"].str.endswith("speed_gain_percent")].set_index(["arxiv", "metric"])["value"]
+    versions = [(name[-2:], gains[name]) for name in gains.index.unique(0)]
+    for what, measured, verdict, why in (
+        (
+            "training",
+            f"{signed(100 * (1 / steps['ratio'] - 1), 1)}%",
+            NOT_COMPARABLE,
+            "Ours is a step of 16 blocks on a CPU, without fused kernels",
+        ),
+        ("generation", "none that is shipped", MISSING, "`notebooks/02_bhyt_stability.ipynb` times it on your machine"),
+    ):
+        theirs = " and ".join(f"+{gain[f'{what}_speed_gain_percent']:g}% ({name})" for name, gain in versions)
+        rows.append(Row("Fig. 4", f"speed of {what} over RMSNorm", theirs, measured, why, verdict=verdict))
+    losses = against_pre_ln("loss", 16)
+    for scheme in (LNS, PERI, "dyt", BHYT):
+        gaps = _of_table(BHYT_PAPER, "Table 1", scheme)
+        rows.append(
+            Row(
+                "Table 1",
+                f"loss of {title_of(scheme)} minus Pre-LN's",
+                " and ".join(f"{signed(gap, 3)} ({model[6:]})" for model, gap in gaps),
+                *_ours(scheme, losses),
+                lower=gaps[-1][1] < 0,
+            )
+        )
+    end = chosen().query("depth == 4").groupby("scheme")["eval_loss"].mean()
+    gap = _of_table(BHYT_PAPER, "Table 3", BHYT, PERI)[-1][1]
+    ours = f"{signed(end[BHYT] - end[PERI])} (4 blocks, one seed of Peri-LN)"
+    rows.append(Row("Table 3", "loss of BHyT minus Peri-LN's", f"{signed(gap, 3)} (3B)", ours, LEAGUE, verdict=MISSING))
+    return rows
+
+
+def _ours(scheme: str, losses: pd.DataFrame) -> tuple[pd.Series | str, str]:
+    """Our loss minus Pre-LN's, and what it rests on: three seeds at 16 blocks, or one at 4."""
+    if scheme in losses.index:
+        return losses.loc[scheme], "16 blocks, each at its own rate"
+    end = chosen().query("depth == 4").groupby("scheme")["eval_loss"].mean()
+    if scheme not in end.index:
+        return "none", LEAGUE
+    return f"{signed(end[scheme] - end[PRE_LN])} (4 blocks, one seed)", LEAGUE
+
+
+def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[tuple[str, float]]:
+    """The model and the loss minus the base's of a scheme in a paper's table, for its first and its last model."""
+    rows = normlab.load_published().query("paper == @paper and `where` == @where")
+    metric = "eval_loss" if (rows["metric"] == "eval_loss").any() else "perplexity"
+    rows = rows[rows["metric"] == metric]
+    value = rows["value"] if metric == "eval_loss" else np.log(rows["value"])
+    losses = rows.assign(loss=value).pivot_table(index="model", columns="scheme", values="loss", sort=False)
+    gaps = (losses[scheme] - losses[base]).dropna()
+    return [(gaps.index[place], float(gaps.iloc[place])) for place in dict.fromkeys((0, len(gaps) - 1))]
+
+
+def _scaled_lns() -> float:
+    rows = normlab.load_published().query("paper == @CURSE and `where` == 'Table 6'").set_index("method")["value"]
+    return float(np.log(rows["LNS + scaled init"] / rows["LNS"]))
+
+
+def _gain() -> pd.Series:
+    """LNS's gain from 4 to 16 blocks minus Pre-LN's."""
+    loss = chosen().pivot_table(index=["scheme", "seed"], columns="depth", values="eval_loss")
+    gains = (loss[4] - loss[16]).dropna().rename("value").reset_index().assign(depth=16)
+    return differences(gains, LNS, PRE_LN, "loss").iloc[0]
+
+
+def _pair(values: pd.DataFrame, column: str, metric: str) -> pd.Series:
+    return differences(values.assign(value=values[column]), LNS, PRE_LN, metric).iloc[0]
+
+
+def angles() -> pd.DataFrame:
+    """Mean angle between the inputs and the outputs of blocks 9 to 15: one row per run of 16 blocks."""
+    rows = experiments().query("metric == 'angular_distance' and depth == 16 and other == layer + 1")
+    rows = rows[rows["other"].between(9, 15)]
+    means = rows.groupby(["scheme", "seed"], observed=True)["value"].mean()
+    return means.rename("angle").reset_index().assign(depth=16)
+
+
+def growth() -> pd.DataFrame:
+    """Variance of the stream after block 16 over that after block 1: one row per run."""
+    rows = runs().query("metric == 'feature_var_mean' and site == 'block_out' and mask == 'all' and depth == 16")
+    rows = rows[rows["step"].eq(rows["step"].max()) & rows["run"].isin(chosen().index)]
+    ends = rows.pivot_table(index=["scheme", "seed"], columns="layer", values="value", observed=True)
+    return (ends[16] / ends[1]).rename("growth").reset_index().assign(depth=16)
