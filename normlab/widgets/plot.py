@@ -50,7 +50,7 @@ class PageWidget(anywidget.AnyWidget):
         self.on_msg(self._reply)
 
     def answer(self, asked: dict[str, Any]) -> Any:
-        """What the page asked for."""
+        """The answer to what the page asked."""
         raise NotImplementedError
 
     def static(self) -> go.Figure:

@@ -1,4 +1,4 @@
-"""What all widgets around a plot share: JupyterLab's theme, one plot that takes turns, a static twin."""
+"""All widgets around a plot share this: the page's theme, one plot that takes turns, a static twin."""
 
 from __future__ import annotations
 
