@@ -1,4 +1,4 @@
-"""The numbers of data/README.md, made from the shipped files.
+"""The numbers of data/README.md and docs/compare.md, made from the shipped files.
 
 texts   every text by the name that marks it in the page
 """
@@ -13,7 +13,7 @@ from normlab.store import FINALS, SEARCH
 
 
 def texts() -> dict[str, str]:
-    parts = (pilot, precision, hours, removal, deepest, packages, bench)
+    parts = (pilot, precision, hours, removal, deepest, packages, bench, instabilities, observer)
     return {name: text for part in parts for name, text in part().items()}
 
 
@@ -130,4 +130,47 @@ def bench() -> dict[str, str]:
         "slider_page": plain(moves.loc["explorer, page", "median_ms"], 0),
         "fader_lab": plain(moves.loc["model, JupyterLab", "median_ms"], 0),
         "fader_page": plain(moves.loc["model, page", "median_ms"], 0),
+    }
+
+
+def instabilities() -> dict[str, str]:
+    """Counts of the layers that `explain` names, of the half "test": the other half chose the rule."""
+    runs = pd.read_csv(ROOT / "data" / "bench" / "instabilities.csv")
+    runs["lead"] = runs["loss_step"] - runs["named_step"]
+    runs["right"] = runs["layer"] == runs["block"]
+    runs["after"] = runs["loss_step"] - runs["begins"]
+    faults = runs[(runs["kind"] != "quiet") & (runs["half"] == "test")]
+    of_block, of_model = faults[faults["block"].notna()], faults[faults["block"].isna()]
+    slow, named = of_block[of_block["after"] >= 20], of_block[of_block["named_step"].notna()]
+    rows = []
+    for kind, part in faults.groupby("kind", sort=False):
+        right = "-" if part["block"].isna().all() else f"{part['right'].sum()} of {part['named_step'].count()}"
+        after, lead = ([plain(x, 0) for x in part[name].dropna()] for name in ("after", "lead"))
+        rows.append((f"`{kind}`", ", ".join(after) or "not", ", ".join(lead) or "not", right))
+    quiet = runs[runs["kind"] == "quiet"].groupby("half")[["steps", "alarms"]].sum()
+    return {
+        "unstable_runs": f"{len(faults)}",
+        "unstable_seeds": " and ".join(str(seed) for seed in faults["seed"].unique()),
+        "unstable_slow": f"{len(slow)}",
+        "unstable_in_time": f"{(slow['right'] & (slow['lead'] >= 20)).sum()}",
+        "unstable_of_block": f"{len(of_block)}",
+        "unstable_named": f"{len(named)}",
+        "unstable_right": f"{named['right'].sum()}",
+        "unstable_of_model": f"{len(of_model)}",
+        "unstable_early": f"{(of_model['lead'] >= 20).sum()}",
+        "quiet_steps": f"{quiet.loc['test', 'steps']:,}",
+        "quiet_alarms": plain(quiet.loc["test", "alarms"], 0),
+        "table_of_instabilities": table(
+            ("fault", "the loss shows it after", "named before that by", "right layer, of those named"), rows
+        ),
+    }
+
+
+def observer() -> dict[str, str]:
+    """A fiftieth of what measuring every step adds to a step."""
+    times = pd.read_csv(ROOT / "data" / "bench" / "observer_cpu.csv").set_index("case")
+    return {
+        "observer_share": f"{100 * (times.loc['observed every step', 'cpu_ratio'] - 1) / 50:.1f}%",
+        "observer_once": plain(times.loc["observed once", "cpu_ratio"]),
+        "observer_again": plain(times.loc["the same again", "cpu_ratio"]),
     }

@@ -1,4 +1,4 @@
-"""Write every number that README.md, docs/findings.md, docs/papers.md and data/README.md state: `make findings`.
+"""Write every number that README.md, data/README.md and docs/{findings,compare,papers}.md state: `make findings`.
 
     python docs/generate.py           write them
     python docs/generate.py --check   change nothing; exit code 1 and a diff if a page is out of date
@@ -23,7 +23,7 @@ import papers  # noqa: E402
 import tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/findings.md", "docs/papers.md", "data/README.md", "README.md")
+PAGES = ("docs/findings.md", "docs/compare.md", "docs/papers.md", "data/README.md", "README.md")
 MARKED = re.compile(r"<!-- (\w+) -->(.*?)<!-- / -->", re.DOTALL)
 
 

@@ -36,7 +36,7 @@ IF_PRESENT = {"torchlens", "wandb", "benchmarks"}
 
 
 def python(code: str) -> str:
-    """What a fresh Python prints."""
+    """Run code in a fresh Python and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -131,7 +131,8 @@ def _look(
     """The runs of a and b, and those of all schemes that figures show with them."""
     site = where["site"] or metric_row(metric).default_site
     everyone = _select(runs, (a, b), depth, width, same_rate=site != "model")
-    own = _only(everyone, (a, b))
+    about = everyone.runs[everyone.runs["scheme"].isin([a, b])]
+    own = Selection(everyone.table[everyone.table["run"].isin(about.index)], about, everyone.has_twins)
     if own.runs.empty:
         at = f"width {int(everyone.runs['width'].iloc[0])}" + (f" and depth {depth}" if depth is not None else "")
         raise NormlabError(f"no run of {a!r} or {b!r} at {at}")
@@ -140,11 +141,6 @@ def _look(
     if where["step"] is None:
         _require_same_length(own.runs, a, b)
     return own, everyone
-
-
-def _only(chosen: Selection, schemes: Sequence[str]) -> Selection:
-    about = chosen.runs[chosen.runs["scheme"].isin(schemes)]
-    return Selection(chosen.table[chosen.table["run"].isin(about.index)], about, chosen.has_twins)
 
 
 def _rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float, pool: pd.DataFrame) -> pd.DataFrame:

@@ -56,7 +56,8 @@ def differences(
     rows = []
     for depth in sorted(int(d) for d in values["depth"].unique()):
         here = values[values["depth"] == depth]
-        pairs = pd.DataFrame({side: _by_seed(here, name) for side, name in (("a", a), ("b", b))})
+        by_seed = here.drop_duplicates(["scheme", "seed"]).set_index("seed")
+        pairs = pd.DataFrame({side: by_seed.loc[by_seed["scheme"] == name, "y"] for side, name in (("a", a), ("b", b))})
         both = pairs.dropna()
         floor = _floor(pool[pool["depth"] == depth])
         row = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": metric_row(metric).compared}
@@ -182,7 +183,8 @@ def in_words(row: Any) -> str:
         return f"{UNDECIDED}, {'one seed: ' if row.seeds == 1 else ''}no interval"
     within = "within ±" + (f"{row.margin:.0%}" if row.kind == "ratio" else f"{row.margin:g}")
     if row.verdict == DIFFERENT:
-        words = f"{DIFFERENT}: {row.a} is {'lower' if row.estimate < _neutral(row.kind) else 'higher'}"
+        is_lower = row.estimate < (1.0 if row.kind == "ratio" else 0.0)
+        words = f"{DIFFERENT}: {row.a} is {'lower' if is_lower else 'higher'}"
         return f"{words}, {within}" if _inside_margin(row) else words
     return f"{EQUIVALENT}: {within}" if row.verdict == EQUIVALENT else UNDECIDED
 
@@ -216,10 +218,6 @@ def _on_scale(values: pd.DataFrame, ratio: bool) -> pd.DataFrame:
     return values.assign(y=y.where(np.isfinite(y)), group=values.get("group", 0))
 
 
-def _by_seed(values: pd.DataFrame, scheme: str) -> pd.Series:
-    return values[values["scheme"] == scheme].drop_duplicates("seed").set_index("seed")["y"]
-
-
 def _floor(pool: pd.DataFrame) -> float:
     """The lower quartile of the variances of all pairs of schemes, paired within each group."""
     parts = []
@@ -250,10 +248,6 @@ def _margin(metric: Metric) -> float:
     if metric.is_ratio:
         return SIZE_MARGIN
     return LOSS_MARGIN if metric.unit == "nats per token" else math.nan
-
-
-def _neutral(kind: str) -> float:
-    return 1.0 if kind == "ratio" else 0.0
 
 
 def _verdict(row: Any, level: float) -> str:

@@ -12,8 +12,9 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -90,9 +91,7 @@ def _weights(e: Evidence) -> list[str]:
         if (said := _how(a[name], b[other], name, a, _head_width(e.a))) is not None
     ]
     only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
-    is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(
-        b
-    )  # not a port's head
+    is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(b)  # not a port's head
     if a and b and is_known and not (only_a and only_b):  # both: other forms of the same, as one matrix for three
         for name in (n for n in (*only_a, *only_b) if "inv_freq" not in n):
             kind = "bias" if "bias" in name else "parameter"
@@ -469,13 +468,15 @@ def _unmasked(e: Evidence) -> Trial:
         yield "", e.a, {name: value for name, value in e.inputs_a.items() if name != "attention_mask"}
 
 
-def _changed(e: Evidence, change: Callable[[nn.Module], Any]) -> Iterator[nn.Module]:
-    """A copy of A with the site's block changed; nothing where `change` finds nothing to change."""
-    if e.block is not None:
+def _changed(e: Evidence, changes: Mapping[str, Callable[[nn.Module], Any]]) -> Trial:
+    """A copy of A with the site's block changed, for each change, in words; none where it finds nothing to change."""
+    name = e.block
+    for words, change in changes.items() if name is not None else ():
         model = copy.deepcopy(e.a)
         with torch.no_grad():
-            if change(model.get_submodule(e.block)):
-                yield model
+            has_changed = change(model.get_submodule(cast(str, name)))
+        if has_changed:
+            yield words, model, e.inputs_a
 
 
 def _projections(block: nn.Module, pattern: str) -> list[nn.Linear]:
@@ -490,25 +491,21 @@ def _rows(linear: nn.Linear, order: Tensor) -> None:
 
 def _rotary_layout(e: Evidence) -> Trial:
     head = _head_width(e.a)
-    for words, order in (
-        (("interleaved", _interleaved(head)), ("halves", _interleaved(head).argsort())) if head > 1 else ()
-    ):
+    if head < 2 or head % 2:
+        return
+    pairs = torch.arange(head).reshape(-1, 2).T.flatten()
 
-        def change(block: nn.Module, order: Tensor = order) -> bool:
-            changed = _projections(block, _QUERY_KEY)
-            for linear in changed:
-                count = linear.out_features // head
-                if linear.out_features % head:
-                    return False
-                _rows(linear, (order[None] + head * torch.arange(count)[:, None]).flatten())
-            return bool(changed)
+    def reorder(block: nn.Module, order: Tensor) -> bool:
+        changed = _projections(block, _QUERY_KEY)
+        if any(linear.out_features % head for linear in changed):
+            return False
+        for linear in changed:
+            starts = head * torch.arange(linear.out_features // head)[:, None]
+            _rows(linear, (order[None] + starts).flatten())
+        return bool(changed)
 
-        for model in _changed(e, change):
-            yield f": {words} pairs", model, e.inputs_a
-
-
-def _interleaved(head: int) -> Tensor:
-    return torch.arange(head).reshape(-1, 2).T.flatten() if head % 2 == 0 else torch.arange(head)
+    orders = {": interleaved pairs": pairs, ": halves": pairs.argsort()}
+    yield from _changed(e, {words: partial(reorder, order=order) for words, order in orders.items()})
 
 
 def _key_value_repeat(e: Evidence) -> Trial:
@@ -528,28 +525,30 @@ def _key_value_repeat(e: Evidence) -> Trial:
         outs[0].weight.copy_(outs[0].weight[:, columns])
         return True
 
-    for model in _changed(e, change):
-        yield "", model, e.inputs_a
+    yield from _changed(e, {"": change})
 
 
 def _softmax_scale(e: Evidence) -> Trial:
     width = max(_head_width(e.a), 1)
     root = math.sqrt(width)
-    scales = {"1/sqrt(d_head)": lambda s: 1 / root, "1/d_head": lambda s: 1 / width, "none": lambda s: 1.0}
-    scales |= {"A's over sqrt(d_head)": lambda s: s / root, "A's times sqrt(d_head)": lambda s: s * root}
-    for words, scale in scales.items():
 
-        def change(block: nn.Module, scale: Callable[[float], float] = scale) -> bool:
-            scaled = [m for m in block.modules() if isinstance(getattr(m, "scaling", None), float)]
-            for module in cast(list[Any], scaled):
-                module.scaling = scale(module.scaling)
-            queries = [] if scaled else _projections(block, _QUERY)  # of a model that divides by sqrt(d_head)
-            for tensor in (t for linear in queries for t in (linear.weight, linear.bias) if t is not None):
-                tensor.mul_(scale(1 / root) * root)
-            return bool(scaled or queries)
+    def set_to(block: nn.Module, scale: float) -> bool:
+        scaled = [m for m in block.modules() if isinstance(getattr(m, "scaling", None), float)]
+        for module in cast(list[Any], scaled):
+            module.scaling = scale
+        return bool(scaled)
 
-        for model in _changed(e, change):
-            yield f": {words}", model, e.inputs_a
+    def times(block: nn.Module, factor: float) -> bool:
+        queries = _projections(block, _QUERY)
+        for tensor in (t for linear in queries for t in (linear.weight, linear.bias) if t is not None):
+            tensor.mul_(factor)
+        return bool(queries)
+
+    scales = {"1/d_head": 1 / width, "none": 1.0, "1/sqrt(d_head)": 1 / root}
+    factors = {"1/d_head in place of 1/sqrt(d_head)": 1 / root, "none in place of 1/sqrt(d_head)": root}
+    changes = {f": {words}": partial(times, factor=factor) for words, factor in factors.items()}
+    changes |= {f": {words}": partial(set_to, scale=scale) for words, scale in scales.items()}
+    yield from _changed(e, changes)
 
 
 def _rotary_base(e: Evidence) -> Trial:
@@ -595,16 +594,14 @@ def _settings(e: Evidence) -> Trial:
 
 
 def _norms_of_heads(e: Evidence) -> Trial:
-    for leaf, words in (("q_norm", "queries"), ("k_norm", "keys"), (r"[qk]_norm", "queries and keys")):
+    def without(block: nn.Module, leaf: str) -> bool:
+        found = [name for name, _ in block.named_modules() if re.search(rf"(^|\.){leaf}$", name)]
+        for name in found:
+            block.set_submodule(name, nn.Identity())
+        return bool(found)
 
-        def change(block: nn.Module, leaf: str = leaf) -> bool:
-            found = [name for name, _ in block.named_modules() if re.search(rf"(^|\.){leaf}$", name)]
-            for name in found:
-                block.set_submodule(name, nn.Identity())
-            return bool(found)
-
-        for model in _changed(e, change):
-            yield words, model, e.inputs_a
+    kinds = {"queries": "q_norm", "keys": "k_norm", "queries and keys": "[qk]_norm"}
+    yield from _changed(e, {words: partial(without, leaf=leaf) for words, leaf in kinds.items()})
 
 
 def _gate_and_up(e: Evidence) -> Trial:
@@ -621,8 +618,7 @@ def _gate_and_up(e: Evidence) -> Trial:
             x.copy_(x.roll(x.shape[-2] // 2, -2) if x.ndim > 1 else x.roll(len(x) // 2))
         return bool(gates or fused)
 
-    for model in _changed(e, change):
-        yield "", model, e.inputs_a
+    yield from _changed(e, {"": change})
 
 
 _ACTIVATIONS = {
@@ -635,30 +631,15 @@ _ACTIVATIONS = {
 
 
 def _activation(e: Evidence) -> Trial:
-    for words, function in _ACTIVATIONS.items():
+    def put(block: nn.Module, function: nn.Module) -> bool:
+        pattern = r"(^|\.)(act|act_fn|activation\w*|gelu_impl)$"
+        named = [name for name, _ in block.named_modules() if re.search(pattern, name)]
+        for name in named:
+            owner, _, leaf = name.rpartition(".")
+            setattr(block.get_submodule(owner), leaf, function)
+        return bool(named)
 
-        def change(block: nn.Module, function: nn.Module = function) -> bool:
-            named = [
-                n for n, m in block.named_modules() if re.search(r"(^|\.)(act|act_fn|activation\w*|gelu_impl)$", n)
-            ]
-            for name in named:
-                owner, _, leaf = name.rpartition(".")
-                setattr(block.get_submodule(owner), leaf, function)
-            return bool(named)
-
-        for model in _changed(e, change):
-            yield f": {words}", model, e.inputs_a
-
-
-def _fewer_biases(e: Evidence) -> Trial:
-    def change(block: nn.Module) -> bool:
-        biases = [m.bias for m in block.modules() if isinstance(m, nn.Linear) and m.bias is not None]
-        for bias in biases:
-            bias.zero_()
-        return bool(biases)
-
-    for model in _changed(e, change):
-        yield "", model, e.inputs_a
+    yield from _changed(e, {f": {words}": partial(put, function=function) for words, function in _ACTIVATIONS.items()})
 
 
 _TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
@@ -673,7 +654,6 @@ _TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
     ("B has no norm of ", _norms_of_heads),
     ("gate and up projections are swapped", _gate_and_up),
     ("another activation", _activation),
-    ("missing biases", _fewer_biases),
 )
 
 

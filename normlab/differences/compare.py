@@ -69,16 +69,6 @@ class Difference:
         rest = [*self.causes[1:], *self.notes]  # the verdict ends with the first cause
         return "\n".join([self.verdict, *(f"  {line}" for line in rest)])
 
-    def save(self, path: str | Path) -> None:
-        """Write the table as Parquet or CSV, by the ending of `path`."""
-        path = Path(path)
-        if path.suffix == ".parquet":
-            self.table.to_parquet(path, index=False)
-        elif path.suffix == ".csv":
-            self.table.to_csv(path, index=False)
-        else:
-            raise NormlabError(f"{path}: name a .csv or .parquet file")
-
 
 def diff(
     a: nn.Module,

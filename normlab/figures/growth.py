@@ -43,8 +43,8 @@ def layer_growth(
     """A metric against layer at several training steps, one panel per scheme (BHyT Fig. 3, The Curse of Depth).
 
     Lines are means (geometric for sizes) over seeds; step 0, before training, is dashed. All schemes of a depth have
-    one learning rate where they share one. A gradient at layer l is that at the input of block l, of the loss summed
-    over tokens: values do not depend on how batches are cut.
+    one learning rate where they share one. A gradient at layer l is that at the input of block l. It is of the loss
+    summed over tokens, so values do not depend on how batches are cut.
 
     Args:
         metric: a name of `METRICS`; it is shown where its row there says.

@@ -64,9 +64,11 @@ def logit_attribution(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     for method, table in tables.items():
         color, meaning = METHODS[method]
         rows = table[~table["component"].isin(["bias", "remainder"]) | (table["contribution"].abs() > 1e-3)]
+        numbered = rows["component"].isin(["attn", "mlp"])
+        names = rows["component"] + (" " + rows["layer"].astype(str)).where(numbered, "")
         figure.add_bar(
             name=method,
-            x=[_component(row.component, row.layer) for row in rows.itertuples()],
+            x=names.tolist(),
             y=finite(rows["contribution"]),
             marker=dict(color=color),
             hovertemplate=f"<b>{method}</b><br>%{{x}}: %{{y:+.3f}}<br><i>{meaning}</i><extra></extra>",
@@ -80,10 +82,6 @@ def logit_attribution(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     small = " · ".join([f"{first.get('name', 'logit')} {first['logit']:.3f}", *sums])
     theme.titled(figure, theme.in_one("Who writes the logit", small), "", 440)
     return figure.update_layout(autosize=True)
-
-
-def _component(component: str, layer: int) -> str:
-    return f"{component} {layer}" if component in ("attn", "mlp") else component
 
 
 @drawing

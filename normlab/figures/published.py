@@ -1,4 +1,4 @@
-"""What papers print: diamonds over the figures of layers, and ratios to a base scheme next to those of these runs.
+"""Published values: diamonds over the figures of layers, and ratios to a base scheme next to those of these runs.
 
 published_points    the values of a metric that stand for a layer
 published_trace     them as diamonds with their reading error

@@ -63,11 +63,12 @@ def loss_curves(runs: pd.DataFrame | Selection) -> go.Figure:
     # Runs differ by hundredths after falling by several nats: the second panel shows the end, from just above the
     # lowest level.
     lowest = [min(levels.values())] if levels else []
-    curves = {split: _values_of(figure, split) for split in ("train", "eval")}
-    closer = axis_bounds([*(label.y for label in ends), *lowest, *map(min, curves["eval"])], False)
+    curves = [([y for y in trace.y if y is not None], trace.meta["split"]) for trace in figure.data]
+    least = [min(values) for values, split in curves if values and split == "eval"]
+    closer = axis_bounds([*(label.y for label in ends), *lowest, *least], False)
     ends += mark_levels(figure, levels, closer, columns=(1, 2))
     if closer is not None:
-        everything = [value for split in curves.values() for curve in split for value in curve]
+        everything = [value for values, _ in curves for value in values]
         figure.update_yaxes(range=axis_bounds([*everything, *levels.values()], False, 0.03), col=1)
         figure.update_yaxes(range=closer, col=2)
         label_ends(figure, ends, closer, _HEIGHT - _MARGIN["t"] - _MARGIN["b"], False, axis="2")
@@ -150,12 +151,6 @@ def levels_in_words(levels: dict[str, float]) -> str:
     if len(levels) < 2:
         return "dotted: held-out unigram entropy"
     return "dotted: held-out " + ", ".join(f"{label} {level:.2f}" for label, level in levels.items())
-
-
-def _values_of(figure: go.Figure, split: str) -> list[list[float]]:
-    """The finite values of each curve drawn for that split."""
-    curves = ([y for y in trace.y if y is not None] for trace in figure.data if trace.meta["split"] == split)
-    return [curve for curve in curves if curve]
 
 
 @dataclass(frozen=True)

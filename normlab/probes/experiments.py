@@ -210,6 +210,24 @@ def on_blocks(where: Sites, hook: Hook) -> AbstractContextManager[None]:
     return hooked(*((block.module, partial(hook, block.index)) for block in where.blocks))
 
 
+def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]) -> None:
+    """Run the model; `look(layer, h)` sees h_0 .. h_L.
+
+    Raises:
+        NormlabError: several residual streams.
+    """
+
+    def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
+        require_one_stream(before, after)
+        if layer == 1:
+            look(0, before)
+        look(layer, after)
+
+    with on_blocks(runner.sites, hook):
+        runner.logits(batch)
+
+
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """(batch, length) cross-entropy of each position in float32, 0 where there is no label."""
     flat = functional.cross_entropy(

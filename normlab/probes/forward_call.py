@@ -105,9 +105,11 @@ def labels_averaged(
         items: `num_items_in_batch`, when the caller gave it.
 
     Returns:
-        (N, shifted). None when no reading fits, or two of different N fit alike.
+        (N, shifted). None when no reading fits, or two of different N fit alike. N is NaN if the loss is not finite.
     """
     value = float(loss)
+    if not math.isfinite(value):
+        return math.nan, False  # nothing fits, and the gradients are no numbers either
     fits: list[tuple[float, float, bool]] = []
     for scores, normalizers, wanted, shifted in _readings(logits, labels.to(logits.device), mask):
         result = _summed(scores, normalizers, wanted)

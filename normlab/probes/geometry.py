@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Z95, Batch, Runner, on_blocks, row_means, table_of, token_kl
+from normlab.probes.experiments import Z95, Batch, Runner, on_blocks, row_means, see_layers, table_of, token_kl
 from normlab.probes.layout import hidden_state, output_tensor, require_one_stream, with_argument
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import at_least_float32
@@ -69,15 +69,7 @@ def angular_distance(
                 kept.append(chosen.new_empty(count, *chosen.shape))
             torch.div(chosen, torch.linalg.vector_norm(chosen, dim=-1, keepdim=True), out=kept[1][layer])
 
-        def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-            require_one_stream(before, after)
-            if layer == 1:
-                keep(0, before)
-            keep(layer, after)
-
-        with on_blocks(runner.sites, hook):
-            runner.logits(batch)
+        see_layers(runner, batch, keep)
         counted, units = kept
         row_of, rows = counted.nonzero()[:, 0].cpu(), len(counted)
         values = torch.zeros(len(pairs), rows, dtype=torch.float64)

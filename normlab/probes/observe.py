@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import CallInputs, LossTokens
-from normlab.probes.metrics import resolve_metrics, site_label, site_order
+from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Sites, sites
 
@@ -33,10 +33,17 @@ if TYPE_CHECKING:
 DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
 COLUMNS = ["step", "site", "layer", "metric", "mask", "value"]
 KEEP = 64  # readings
-RECENT = 16  # readings before a spike in which its origin is sought
-LEAST = 8  # readings before one can be judged
-DEPARTS = 8.0  # robust standard deviations
-FLOOR = 0.05  # of the logarithm of a size: a change of 5% is none, however calm the past
+RECENT = 32  # readings before a spike in which its origin is sought
+PAST = 16  # readings whose median a reading is compared with
+LEAST = 8  # such comparisons before one can be judged
+SCARCE = 24  # n comparisons widen the noise by 1 + SCARCE / n
+FLOOR = 0.03  # of the logarithm of a ratio: a change of 3% is none, however calm the past
+DEPARTS, JUMPS = 6.0, 12.0  # |z| of two readings in a row, and of one
+# A block's sites in the order of computation.
+PLACES = (
+    "block_in", "attn_norm_in", "attn", "mixer_norm_in", "mixer", "cross_norm_in", "cross", "mlp_norm_in", "mlp",
+    "block", "block_out", "final_norm_in",
+)  # fmt: skip
 
 
 class LossSpikes:
@@ -63,7 +70,7 @@ class LossSpikes:
 class Explanation:
     """The sites that left their own past. `table` has one row per site, layer and metric, the first to leave in front.
 
-    Columns: step, site, layer, metric, value, z: the first step at which |z| exceeds `DEPARTS`.
+    Columns: step, site, layer, metric, value, z, of the step at which it leaves.
     """
 
     verdict: str
@@ -135,10 +142,18 @@ class Readings:
     def explain(self, since: int = 0) -> Explanation:
         """Rank the sites by when, and how far, they left their own past at step `since` or later.
 
-        A reading is compared with the one before. Let d be the change of log|x| and D the changes before it. Then
-        z = (d - median D) / (1.4826 MAD(D) + 0.05). A value that is not finite has z = inf. A series leaves at the
-        first |z| above 8, after at least 8 readings. Of the sites that leave at one step, the first in forward order is
-        named; where only gradients leave, the last block's.
+        The stream's sizes are taken relative to the place before, gradients to the place after. So a block that only
+        passes a change on is not named. Of the logarithm x of that ratio
+
+            d = x - median of the 16 readings before
+            s = 1.4826 median |d| (1 + 24 / n), over the n readings before
+            z = d / (s + 0.03)
+
+        A series leaves where |z| is above 6 in two readings in a row, with one sign, or above 12 in one. At least 8
+        values of d must be known. A value that is not finite leaves at once. Of the sites that leave at one step the
+        largest |z| is named, of equal ones the first in forward order. Metrics of branches are compared as they are.
+
+        How often it is right: "How often it names the right layer" in docs/compare.md.
         """
         history = _joined(self._last)
         table = _departures(history, since)
@@ -162,42 +177,55 @@ def _joined(tables: Iterable[pandas.DataFrame]) -> pandas.DataFrame:
 
 
 def _departures(history: pandas.DataFrame, since: int) -> pandas.DataFrame:
-    """The first departure of each series from a step on, in order of step and then of computation."""
+    """The first departure of each series from a step on, in order of step and size."""
     import pandas
 
+    columns = ["step", "site", "layer", "metric", "value", "z"]
+    if history.empty:
+        return pandas.DataFrame(columns=columns)
+    finite = history["value"].where(np.isfinite(history["value"].astype(float)), math.inf)
+    values = history.assign(value=finite).pivot_table(
+        index="step", columns=["metric", "site", "layer"], values="value", aggfunc="last"
+    )
+    series = _series(values)
+    values = values[series.columns]
+    z = _scores(series).mask(np.isinf(values), math.inf)
+    in_a_row = (z.abs() > DEPARTS) & (z.shift().abs() > DEPARTS) & (z * z.shift() > 0)
+    leaves = (in_a_row | (z.abs() > JUMPS))[z.index >= since]
     rows = []
-    for (site, layer, metric), series in history.groupby(["site", "layer", "metric"], sort=False, dropna=False):
-        values = series["value"].to_numpy(dtype=float)
-        z = _scores(values)
-        out = np.flatnonzero((np.abs(z) > DEPARTS) & (series["step"].to_numpy() >= since))
-        if len(out):
-            i = int(out[0])
-            rows.append((int(series["step"].iloc[i]), site, layer, metric, values[i], z[i]))
-    table = pandas.DataFrame(rows, columns=["step", "site", "layer", "metric", "value", "z"])
-    if table.empty:
-        return table
-    backward = table["site"].str.endswith("_grad")
-    order = table["layer"].fillna(0).astype(float).where(~backward, 1e6 - table["layer"].fillna(0).astype(float))
-    sites_in_order = table["site"].map(lambda site: site_order(site)[0])
-    keys = pandas.DataFrame({"step": table["step"], "order": order, "site": sites_in_order, "z": -table["z"].abs()})
-    return table.loc[keys.sort_values(["step", "order", "site", "z"]).index].reset_index(drop=True)
+    for column, step in leaves.loc[:, leaves.any()].idxmax().items():
+        metric, site, layer = column
+        rows.append((step, site, layer, metric, values.loc[step, column], z.loc[step, column]))
+    table = pandas.DataFrame(rows, columns=columns)
+    return table.sort_values(["step", "z"], key=lambda x: -x.abs() if x.name == "z" else x, ignore_index=True)
 
 
-def _scores(values: np.ndarray) -> np.ndarray:
-    """z of each reading against those before it; 0 while too few are known."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(np.abs(values))
-    z = np.zeros(len(values))
-    changes = np.diff(logs)
-    for i in range(len(values)):
-        if not math.isfinite(values[i]):
-            z[i] = math.inf
-        elif i >= LEAST and math.isfinite(changes[i - 1]):
-            past = changes[: i - 1][np.isfinite(changes[: i - 1])]
-            if len(past) >= LEAST - 1:
-                middle = np.median(past)
-                z[i] = (changes[i - 1] - middle) / (1.4826 * np.median(np.abs(past - middle)) + FLOOR)
-    return z
+def _series(values: pandas.DataFrame) -> pandas.DataFrame:
+    """Columns to compare with their past, in the order of computation: gradients last, from the last block on."""
+    import pandas
+
+    def order(column: tuple[str, str, int]) -> tuple[int, int, int]:
+        _, site, layer = column
+        backward = -1 if SITES[site].takes == "gradient" else 1
+        return -backward, backward * layer, backward * PLACES.index(SITES[site].of or site)
+
+    series: dict[tuple[str, str, int], pandas.Series] = {}
+    before: dict[str, pandas.Series] = {}
+    for column in sorted(values, key=order):
+        row, known = metric_row(column[0]), values[column].where(np.isfinite(values[column]))
+        size = np.log(known.abs().where(known != 0)) if row.is_ratio else known
+        series[column] = size - before[row.name] if row.name in before else size
+        if row.kind in ("activation", "gradient"):
+            before[row.name] = size
+    return pandas.concat(series, axis=1, names=values.columns.names)
+
+
+def _scores(series: pandas.DataFrame) -> pandas.DataFrame:
+    """z of each reading against those before it; NaN while too few are known."""
+    off = series - series.rolling(PAST, min_periods=4).median().shift()
+    before = off.abs().rolling(KEEP, min_periods=LEAST)
+    noise = 1.4826 * before.median().shift() * (1 + SCARCE / before.count().shift())
+    return off / (noise + FLOOR)
 
 
 def observe(

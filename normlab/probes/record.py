@@ -371,7 +371,8 @@ class Recorder:
         last = self.sites.blocks[-1].module
         x, joins_streams = state[0], hasattr(last, "enter")  # then the norm reads one stream, made of several
         if same_tensor(x, call.last_out) or joins_streams:
-            channels_first = x.ndim > 3 and self._known[last].channels_first
+            known = self._known.get(last)  # None for a norm between two stages
+            channels_first = x.ndim > 3 and known is not None and known.channels_first
             read = NormRead(norm, call.layer, site="final_norm_in")
             call.final.append(read)
             view = features_last(x, channels_first, norm)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Batch, Runner, on_blocks
-from normlab.probes.layout import hidden_state, output_tensor, require_one_stream
+from normlab.probes.experiments import Batch, Runner, on_blocks, see_layers
+from normlab.probes.layout import hidden_state
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import AttentionWatch, at_least_float32
 
@@ -69,15 +69,7 @@ def massive_activations(
         for place in ((size > torch.clamp(ratio * median, min=least)) & kept[-1][..., None]).nonzero().tolist():
             rows.append((layer, *place, float(h[tuple(place)]), float(size[tuple(place)] / median)))
 
-    def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-        require_one_stream(before, after)
-        if layer == 1:
-            look(0, before)
-        look(layer, after)
-
-    with on_blocks(runner.sites, hook):
-        runner.logits(batch)
+    see_layers(runner, batch, look)
     return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, torch.zeros_like(kept[0]))
 
 
@@ -141,16 +133,15 @@ def _found(rows: list[tuple], columns: list[str], place: int, mask: Tensor) -> F
     import pandas
 
     found = {row[:place] for row in rows}
-    spans = []
-    for layer, *same in (row[:place] for row in rows):
-        first = last = layer
-        while (first - 1, *same) in found:
-            first -= 1
-        while (last + 1, *same) in found:
-            last += 1
-        spans.append((first, last))
-        mask[same[0], same[1]] = True
-    table = pandas.DataFrame(
-        [(*row, *span) for row, span in zip(rows, spans, strict=True)], columns=[*columns, "first_layer", "last_layer"]
-    )
-    return FoundTokens(table, mask)
+
+    def last(layer: int, same: tuple, step: int) -> int:
+        while (layer + step, *same) in found:
+            layer += step
+        return layer
+
+    spanned = []
+    for layer, row, position, *rest in rows:
+        same = (row, position, *rest)[: place - 1]
+        spanned.append((layer, row, position, *rest, last(layer, same, -1), last(layer, same, 1)))
+        mask[row, position] = True
+    return FoundTokens(pandas.DataFrame(spanned, columns=[*columns, "first_layer", "last_layer"]), mask)

@@ -63,7 +63,7 @@ def write_difference(result: Difference, folder: Path, title: str) -> Path:
     from normlab.report.page import write_page
 
     folder.mkdir(parents=True, exist_ok=True)
-    result.save(folder / "difference.csv")
+    result.table.to_csv(folder / "difference.csv", index=False)
     causes = "".join(f"<li>{html.escape(cause)}</li>" for cause in (*result.causes, *result.notes))
     table = result.table.to_html(index=False, float_format=lambda x: f"{x:.3g}", border=0)
     parts = [

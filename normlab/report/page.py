@@ -26,7 +26,7 @@ from normlab.figures.report import (
     recorded_map,
     skip_costs,
 )
-from normlab.probes.metrics import METRICS, metric_row
+from normlab.probes.metrics import metric_row
 from normlab.report.measure import Measured
 
 FOUND = {"massive_activations": "Massive activations", "attention_sinks": "Attention sinks"}  # by table
@@ -46,7 +46,8 @@ def write_plotly(folder: Path) -> None:
 def write_page(folder: Path, title: str, parts: Sequence[str | go.Figure]) -> Path:
     """Write `report.html` with its plotly.js. `parts`: HTML, or figures."""
     write_plotly(folder)
-    texts = [part if isinstance(part, str) else _embedded(part) for part in parts]
+    options: dict[str, Any] = dict(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+    texts = [part if isinstance(part, str) else part.to_html(**options) for part in parts]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
         f'<style>{STYLE}</style><script src="{PLOTLY_FILE}"></script>'
@@ -57,22 +58,13 @@ def write_page(folder: Path, title: str, parts: Sequence[str | go.Figure]) -> Pa
     return path
 
 
-def _embedded(figure: go.Figure) -> str:
-    text: str = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
-    return text
-
-
 def model_parts(measured: Sequence[Measured], about: str) -> list[str | go.Figure]:
-    """The page of one model on one text."""
+    """The page of one model on one text; each figure says the definition of its metric."""
     parts: list[str | go.Figure] = [f"<p>{html.escape(about)}</p>"]
-    metrics: dict[str, None] = {}
     for one in measured:
-        if one.name:
-            parts.append(f"<h2>{html.escape(one.name)}</h2>")
+        parts += [f"<h2>{html.escape(one.name)}</h2>"] if one.name else []
         parts += _stack_parts(one)
-        metrics |= dict.fromkeys(one.stats.metrics)
-    definitions = "".join(f"<li><b>{name}</b>: {html.escape(METRICS[name].definition)}</li>" for name in metrics)
-    return [*parts, f"<h2>Definitions</h2><ul>{definitions}</ul>"]
+    return parts
 
 
 def _stack_parts(one: Measured) -> list[str | go.Figure]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pandas
@@ -15,7 +16,7 @@ from probe_zoo import tiny_llama, token_batch
 
 import normlab
 from normlab.errors import NormlabError
-from normlab.probes.observe import DEPARTS, Readings
+from normlab.probes.observe import DEPARTS, JUMPS, Readings
 
 KEYS = ["step", "site", "layer", "metric", "mask"]
 
@@ -34,45 +35,67 @@ def reading(step: int, sizes: dict[int, float], metric: str = "rms", site: str =
     return pandas.DataFrame(rows, columns=[*KEYS, "value"])
 
 
-def calm(readings: Readings, count: int, seed: int = 0) -> None:
-    noise = np.random.default_rng(seed)
+def grown(factors: Callable[[int, int], float], count: int = 50, **where: str) -> Readings:
+    """Readings of four layers that grow and vary from batch to batch, times a factor of (reading, layer)."""
+    noise, readings = np.random.default_rng(0), Readings()
     for step in range(count):
-        growth = 1 + step / 200
-        readings.add(reading(step, {layer: layer * growth * noise.normal(1, 0.01) for layer in range(1, 5)}))
+        batch = noise.normal(1, 0.1) * (1 + step / 200)
+        sizes = {layer: layer * batch * noise.normal(1, 0.01) * factors(step, layer) for layer in range(1, 5)}
+        readings.add(reading(step, sizes, **where))
+    return readings
 
 
-def test_the_first_layer_in_forward_order_is_named():
-    readings = Readings()
-    calm(readings, 20)
+def test_the_layer_that_changes_the_stream_is_named_and_not_those_that_pass_it_on():
+    readings = grown(lambda step, layer: 1.0, 20)
     assert readings.explain().verdict.startswith("no site left its past in 20 readings")
-    readings.add(reading(20, {1: 1.1, 2: 2.2, 3: 9.0, 4: 40.0}))
+    readings.add(reading(20, {1: 1.1, 2: 2.2, 3: 9.9, 4: 13.2}))
     explanation = readings.explain()
     assert explanation.verdict.startswith("layer 3, ") and "at step 20" in explanation.verdict
-    assert explanation.table["layer"].tolist() == [3, 4] and (explanation.table["z"].abs() > DEPARTS).all()
+    assert explanation.table["layer"].tolist() == [3] and explanation.table["z"].abs().item() > JUMPS
     assert explanation.plot("rms").data[0].type == "heatmap"
 
 
+@pytest.mark.parametrize("where", [{}, {"metric": "grad_l2_mean", "site": "block_in_grad"}])
+def test_slow_growth_is_named_by_its_layer_in_either_direction(where):
+    passes_on = {1, 2} if where else {2, 3, 4}
+    explanation = grown(lambda step, layer: 1.2 ** max(0, step - 30) if layer in passes_on else 1.0, **where).explain()
+    assert explanation.verdict.startswith("layer 2, ")
+    assert 31 <= explanation.table["step"][0] <= 36 and explanation.table["z"].abs().min() > DEPARTS
+
+
+def test_what_all_layers_do_alike_is_no_departure():
+    def schedule(step: int, layer: int) -> float:  # a warm-up, its end, and one odd batch
+        return (1.1 ** min(step, 20)) * (3.0 if step == 40 else 1.0)
+
+    readings = grown(schedule)
+    assert set(readings.explain().table["layer"]) <= {1}  # the first place has none before it
+    assert readings.explain(41).verdict.startswith("no site left its past")
+
+
 def test_a_departure_is_found_after_an_earlier_one_has_passed():
-    readings = Readings()
-    calm(readings, 20)
-    readings.add(reading(20, {1: 5.0, 2: 2.2, 3: 3.3, 4: 4.4}))
-    for step in range(21, 50):
-        readings.add(reading(step, {layer: 1.1 * layer for layer in range(1, 5)}))
+    readings = grown(lambda step, layer: 5.0 if step == 20 and layer > 1 else 1.0)
     readings.add(reading(50, {1: 1.1, 2: 2.2, 3: 3.3, 4: 44.0}))
     assert readings.explain(since=40).verdict.startswith("layer 4, ")
-    assert readings.explain().verdict.startswith("layer 1, ")
+    assert readings.explain().verdict.startswith("layer 2, ")
 
 
-def test_a_value_that_is_not_finite_leaves_at_once():
-    readings = Readings()
-    calm(readings, 3)
-    readings.add(reading(3, {1: 1.0, 2: float("nan"), 3: float("inf"), 4: 1.0}))
-    assert "layer 2, " in readings.explain().verdict and "not finite" in readings.explain().verdict
+def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
+    model = tiny_llama()
+    with normlab.observe(model, every=1) as observer:
+        for step in range(3):
+            if step == 2:
+                torch.nn.init.constant_(model.model.layers[1].mlp.down_proj.weight, float("nan"))
+            loss = model(**token_batch()).loss
+            loss.backward()
+            observer.step(loss.item(), step)
+    assert observer.spike is not None
+    assert observer.spike.verdict.startswith("layer 2, block output left") and "not finite" in observer.spike.verdict
 
 
 def test_memory_is_bounded_and_the_file_stays_when_the_process_is_killed(tmp_path):
     readings = Readings(keep=5, path=tmp_path / "last.csv")
-    calm(readings, 12)
+    for step in range(12):
+        readings.add(reading(step, {1: 1.0, 2: 2.0}))
     assert pandas.read_csv(tmp_path / "last.csv")["step"].unique().tolist() == [7, 8, 9, 10, 11]
     assert readings.to_pandas()["step"].nunique() == 12
     script = (

@@ -58,6 +58,10 @@ def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(sa
     assert (tmp_path / "out" / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page
     skipped = pandas.read_csv(tmp_path / "out" / "skip_sensitivity.csv")
     assert set(skipped["part"]) == {"block", "attention", "mlp"}
+    assert pandas.read_csv(tmp_path / "out" / "massive_activations.csv").empty
+    sinks = pandas.read_csv(tmp_path / "out" / "attention_sinks.csv")[["row", "position"]].drop_duplicates()
+    assert "Massive activations: none in the first batch" in page
+    assert f"Attention sinks: {len(sinks) or 'none'} {'tokens of' if len(sinks) else 'in'} the first batch" in page
 
 
 def test_encoder_and_decoder_are_both_in_the_table_and_on_the_page(tmp_path):
