@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,11 +28,13 @@ from findings import (
 from tables import table
 
 import normlab
-from normlab.analysis.selection import title_of
+from normlab.analysis.compare import last_values
+from normlab.analysis.selection import Selection, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING = "not comparable", "missing"
+LEAGUE_RUNS = ROOT / "data" / "league"
 LEAGUE = "`league`: every scheme at 8 blocks, 3 seeds"
 RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
@@ -76,11 +80,12 @@ def _in_words(row: pd.Series) -> str:
     return ("x " if ratio else "") + interval(row, sign=not ratio)
 
 
-def _verdict(row: object, lower: bool | None) -> str:
-    neutral = 1.0 if row.kind == "ratio" else 0.0  # type: ignore[attr-defined]
-    if row.verdict != DIFFERENT or lower is None:  # type: ignore[attr-defined]
-        return CONTRADICTS if row.verdict == EQUIVALENT else UNDECIDED  # type: ignore[attr-defined]
-    return AGREES if (row.estimate < neutral) == lower else CONTRADICTS  # type: ignore[attr-defined]
+def _verdict(row: Any, lower: bool | None) -> str:
+    if lower is None:
+        return NOT_COMPARABLE
+    if row.verdict != DIFFERENT:
+        return CONTRADICTS if row.verdict == EQUIVALENT else UNDECIDED
+    return AGREES if (row.estimate < (1.0 if row.kind == "ratio" else 0.0)) == lower else CONTRADICTS
 
 
 def curse_of_depth() -> list[Row]:
@@ -147,7 +152,7 @@ def curse_of_depth() -> list[Row]:
             verdict=MISSING,
         ),
         *(
-            Row("Table 6", f"loss of {title_of(name)}", "no value at hand", "none", f"{LEAGUE}", verdict=MISSING)
+            Row("Table 6", f"loss of {title_of(name)} minus Pre-LN's", "no value at hand", *_ours(name, losses))
             for name in ("layer_scale", "skip_init")
         ),
     ]
@@ -207,13 +212,25 @@ def bhyt() -> list[Row]:
 
 
 def _ours(scheme: str, losses: pd.DataFrame) -> tuple[pd.Series | str, str]:
-    """Our loss minus Pre-LN's, and what it rests on: three seeds at 16 blocks, or one at 4."""
+    """Our loss minus Pre-LN's, and what it rests on: three seeds at 16 blocks, the league's at 8, or one at 4."""
     if scheme in losses.index:
         return losses.loc[scheme], "16 blocks, each at its own rate"
+    if scheme in league().index:
+        return league().loc[scheme], "the league: 8 blocks, each at its own rate"
     end = chosen().query("depth == 4").groupby("scheme")["eval_loss"].mean()
     if scheme not in end.index:
         return "none", LEAGUE
     return f"{signed(end[scheme] - end[PRE_LN])} (4 blocks, one seed)", LEAGUE
+
+
+@cache
+def league() -> pd.DataFrame:
+    """Each scheme's loss minus Pre-LN's in the final runs of data/league, by scheme; empty before there are any."""
+    if not LEAGUE_RUNS.is_dir():
+        return pd.DataFrame()
+    table = normlab.load_runs(LEAGUE_RUNS)
+    values = last_values(Selection(table, summarize(table)), "loss")
+    return pd.concat(differences(values, a, PRE_LN, "loss") for a in set(values["scheme"]) - {PRE_LN}).set_index("a")
 
 
 def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[tuple[str, float]]:

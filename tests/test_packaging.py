@@ -1,4 +1,4 @@
-"""What is declared about the package agrees (dependencies, extras, citation), and importing it is quiet."""
+"""Declarations about the package agree (dependencies, extras, citation), and importing it is quiet."""
 
 from __future__ import annotations
 
