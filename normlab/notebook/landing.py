@@ -1,6 +1,6 @@
-"""The landing page of a folder of notebooks' pages: tables of the runs, and a card per notebook.
+"""The landing page of a folder of notebooks' pages: findings of the runs, and a card per notebook.
 
-findings      tables of the runs
+findings      sentences computed from the runs
 picture_of    the figure on a notebook's card
 sentence_of   the first sentence of a notebook's claim
 write_index   writes the page
@@ -10,39 +10,90 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from nbformat import NotebookNode
 
 import normlab
 from normlab.analysis import claims
-from normlab.analysis.selection import choose, deepest
+from normlab.analysis.selection import choose, deepest, seeds_in_words, title_of
 from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
+from normlab.runs import find_runs, read_run
+from normlab.training.grids import CLEARLY
 
 PICTURE_TAG = "picture"  # of the cell whose figure is on the card; default: the first figure
 
 
 def findings(path: str | Path) -> dict[str, str]:
-    """Tables of the runs at `path`, as HTML by heading: losses, and growth at the deepest depth of three schemes.
+    """Findings of the runs at `path`, as heading -> sentences.
+
+    What was trained, which schemes learned, losses and growth of the deepest models that three schemes share, and
+    limits of the evidence.
 
     Raises:
         NormlabError: no runs there, or runs that differ in more than a table can show.
     """
     runs = normlab.load_runs(path)
-    about, growth = choose(runs, depth=None).describe(), claims.growth(runs)
-    tables = {
-        f"Held-out loss by number of blocks, in nats per token ({about})": claims.losses(runs),
-        "L2 norm of a token after the last block, over that after the first": claims.shown(
-            growth[growth["depth"] == deepest(runs)]
-        ).set_index("scheme"),
+    chosen, counts = choose(runs, depth=None), claims.learned(runs)
+    depth = deepest(counts)
+    here, grown = counts[counts["depth"] == depth], claims.growth(runs).query("depth == @depth")
+    seeds = seeds_in_words(here["seeds"])
+    if here["seeds"].max() > 1:
+        trust = f"{seeds} per scheme: the notebooks give each difference its interval and its verdict."
+    else:
+        trust = (
+            f"One seed per scheme, so nothing has an interval. Another seed moves a loss by about {CLEARLY} nats: "
+            "smaller differences between schemes mean nothing."
+        )
+    return {
+        "Trained": f"{counts['seeds'].sum()} runs of {len(chosen.schemes)} schemes, {_where(path, runs)}. "
+        f"{chosen.describe().replace(' · ', ', ').capitalize()}.",
+        "Learned": _learned(counts),
+        "Loss": f"Held-out loss at {depth} layers, in nats per token: {_in_order(here['scheme'], here['eval_loss'])}.",
+        "Growth": f"L2 norm of a token after the last of {depth} layers over that after the first: "
+        f"{_in_order(grown['a'], grown['estimate'])}. A stream may grow by a large factor and stay small.",
+        "Trust": f"{trust} These are small models, trained briefly.",
     }
-    return {heading: table.to_html(border=0) for heading, table in tables.items()}
+
+
+def _where(path: str | Path, runs: pd.DataFrame) -> str:
+    """The runs' precision and device, from their manifests."""
+    names = set(runs["run"])
+    manifests = [read_run(folder).manifest for folder in find_runs(path) if folder.name in names]
+    precisions = sorted({manifest["config"].get("dtype", "an unknown precision") for manifest in manifests})
+    devices = sorted({_device(manifest.get("environment", {})) for manifest in manifests})
+    return f"in {' and '.join(precisions)} on {' and '.join(devices)}"
+
+
+def _device(environment: Mapping[str, str]) -> str:
+    device = environment.get("device", "an unknown device")
+    return f"a CPU with {environment['cpu_capability']}" if device == "cpu" else device
+
+
+def _learned(counts: pd.DataFrame) -> str:
+    """The number of runs below the trigram, and the schemes with runs above it."""
+    if counts["trigram_loss"].isna().all():
+        return "These runs do not know the loss of a trigram model, so nothing says which of them have learned."
+    total, below = counts["seeds"].sum(), counts["below_trigram"].sum()
+    text = f"{below} of {total} runs have learned: their loss is below that of a trigram model of the same text"
+    text += f" ({counts['trigram_loss'].mean():.2f} nats per token)."
+    others = counts[counts["below_trigram"] < counts["seeds"]]
+    names = "; ".join(f"{title_of(row.scheme)} at {row.depth} layers" for row in others.itertuples())
+    return f"{text} Above it: {names}. Conclude nothing from their losses." if names else text
+
+
+def _in_order(schemes: pd.Series, values: pd.Series) -> str:
+    """Titles and values, smallest first, infinite losses in words: "LNS 2.25; Pre-LN 2.28"."""
+    pairs = sorted(zip(values.fillna(np.inf), map(title_of, schemes), strict=True))
+    return "; ".join(f"{title} {value:.2f}" if np.isfinite(value) else f"{title} diverged" for value, title in pairs)
 
 
 def picture_of(notebook: NotebookNode) -> go.Figure | None:

@@ -1,4 +1,4 @@
-"""The first page: tables of the runs; a picture and a sentence per notebook."""
+"""The first page: what the runs say, in sentences computed from them; a picture and a sentence per notebook."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from normlab.errors import NormlabError
 from normlab.figures import layer_growth, loss_curves
 from normlab.notebook.exporters import claim_of
 from normlab.notebook.landing import findings, picture_of, sentence_of, write_index
+from normlab.runs import MANIFEST
+
+
+def known(runs: Path, trigram: float | None = 4.6, **fields: Any) -> Path:
+    """The same runs, trained in float32 on a CPU with AVX2; those whose loss is below the trigram's have learned."""
+    for path in runs.glob(f"*/{MANIFEST}"):
+        manifest = json.loads(path.read_text())
+        manifest["config"]["dtype"] = "float32"
+        manifest |= {"environment": {"device": "cpu", "cpu_capability": "AVX2"}, "trigram_loss": trigram} | fields
+        path.write_text(json.dumps(manifest))
+    return runs
 
 
 def executed(*figures: Any, tags: tuple[str, ...] = (), claim: str = "It grows. With depth.") -> nbformat.NotebookNode:
@@ -28,12 +39,31 @@ def executed(*figures: Any, tags: tuple[str, ...] = (), claim: str = "It grows. 
     return nbformat.v4.new_notebook(cells=cells)
 
 
-def test_the_tables_are_computed_from_the_runs(tmp_path: Path):
-    runs = write_runs(tmp_path, schemes=["pre_rmsnorm", "lns", "bhyt"], seeds=[0], statuses={("lns", 4): "diverged"})
-    (heading, losses), (_, growth) = findings(runs).items()
-    assert "depth 2, 4" in heading and f"{final_loss('bhyt', 0):.3f}" in losses and "(diverged)" in losses
-    ratio = activation("pre_rmsnorm", 4, 20) / activation("pre_rmsnorm", 1, 20)
-    assert f"{ratio:.3f}" in growth and "one seed: no interval" in growth
+def test_what_was_found_is_computed_from_the_runs(tmp_path: Path):
+    runs = known(
+        write_runs(tmp_path, schemes=["pre_rmsnorm", "lns", "bhyt"], seeds=[0], statuses={("lns", 4): "diverged"})
+    )
+    said = findings(runs)
+    assert said["Trained"].startswith("6 runs of 3 schemes, in float32 on a CPU with AVX2. Depth 2, 4, width")
+    losses = {title: final_loss(name, 0) for name, title in (("bhyt", "BHyT"), ("pre_rmsnorm", "Pre-LN"))}
+    ordered = [f"{title} {loss:.2f}" for title, loss in sorted(losses.items(), key=lambda item: item[1])]
+    assert said["Loss"] == f"Held-out loss at 4 layers, in nats per token: {'; '.join(ordered)}; LNS diverged."
+    growth = activation("pre_rmsnorm", 4, 20) / activation("pre_rmsnorm", 1, 20)
+    assert f"Pre-LN {growth:.2f}" in said["Growth"]
+    assert "One seed per scheme" in said["Trust"] and "0.05 nats" in said["Trust"]
+
+
+def test_who_has_not_learned_is_named(tmp_path: Path):
+    runs = known(
+        write_runs(tmp_path, schemes=["pre_rmsnorm", "bhyt"], depths=(2,)), trigram=final_loss("bhyt", 0) - 0.01
+    )
+    below = sum(
+        final_loss(name, seed) < final_loss("bhyt", 0) - 0.01 for name in ("pre_rmsnorm", "bhyt") for seed in range(3)
+    )
+    said = findings(runs)
+    assert said["Learned"].startswith(f"{below} of 6 runs have learned")
+    assert "BHyT at 2 layers" in said["Learned"] and "3 seeds per scheme" in said["Trust"]
+    assert "nothing says which" in findings(known(runs, trigram=None))["Learned"]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
@@ -67,7 +97,7 @@ def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path: P
     from playwright.sync_api import sync_playwright
     from plotly.offline import get_plotlyjs
 
-    runs = write_runs(tmp_path / "runs", depths=(2,))
+    runs = known(write_runs(tmp_path / "runs", depths=(2,)))
     nbformat.write(executed(loss_curves(table())), tmp_path / "one.ipynb")
     nbformat.write(executed(claim="`code` & <b>. More."), tmp_path / "two.ipynb")
     (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
@@ -81,10 +111,7 @@ def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path: P
         view.goto((tmp_path / "index.html").as_uri())
         view.wait_for_function("() => document.querySelector('.card img')?.naturalWidth === 760")
         assert view.locator(".card img").count() == 1 and view.locator(".card img").get_attribute("alt")
-        assert (
-            "undecided" in view.locator(".table").nth(1).inner_text()
-            or "above 1" in view.locator(".table").nth(1).inner_text()
-        )
+        assert "float32 on a CPU with AVX2" in view.locator("dl").inner_text()
         browser.close()
 
 
