@@ -92,7 +92,7 @@ class Intervene(PageWidget):
         return themed(intervention(self.before, self.now, self._word, no_share), "light")
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What the changed model does with a row of tokens."""
+        """The changed model's answer to a row of tokens."""
         return ask_row(self.model, asked["tokens"], Change(**asked["change"]), asked["at"])
 
     def _word(self, token: int) -> str:
