@@ -47,6 +47,8 @@ def title_of(scheme: str) -> str:
 
 def checked(table: pd.DataFrame, needed: Sequence[str] = NEEDED, source: str = "load_runs") -> pd.DataFrame:
     """The table, if it has the columns of `normlab.load_runs` or `normlab.load_experiments`."""
+    if not isinstance(table, pd.DataFrame):
+        raise NormlabError(f"{table!r:.80} is not a table: pass what normlab.{source} returns")
     missing = [name for name in needed if name not in table.columns]
     if missing:
         raise NormlabError(f"the table lacks the columns {', '.join(missing)}: pass what normlab.{source} returns")

@@ -94,6 +94,8 @@ def diff(
     Raises:
         NormlabError: no stack of blocks was found; depths differ; no site is in both.
     """
+    if not hasattr(batch, "items"):
+        raise NormlabError("batch must be a dict of the models' arguments, such as {'input_ids': ...}")
     batch = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
     models = [_original(model) for model in (a, b) if isinstance(model, nn.Module)]
     training = [model.training for model in models]

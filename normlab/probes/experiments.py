@@ -83,6 +83,8 @@ class Runner:
     """A model and the batches to run it on: on its device, without cache, behind a progress bar."""
 
     def __init__(self, model: nn.Module | Sites, batches: Iterable[Batch], progress: bool, title: str):
+        if not isinstance(batches, Iterable):
+            raise NormlabError(f"batches is {batches!r:.80}: give dicts of the model's arguments")
         self.sites = model if isinstance(model, Sites) else sites(model)
         self.model = self.sites.model
         self._batches, self._progress, self._title = batches, progress, title
