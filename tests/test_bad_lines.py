@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import socket
 import subprocess
 import sys
@@ -254,4 +253,3 @@ def test_an_interrupted_import_is_one_line() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (130, f"normlab: error: {errors.STOPPED}\n")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

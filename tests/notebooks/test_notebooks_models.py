@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import os
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from notebook_twice import Executed, once_and_twice, row_of, rows_in
 from transformers import AutoTokenizer
 
 import normlab
+from normlab.runs import find_runs, read_run
 
 DATA = NOTEBOOKS.parent / "data"
 GRID = str(DATA / "gain_or_bound")
@@ -145,7 +145,7 @@ def schemes_of(figure: dict) -> set[str]:
 
 def test_gain_or_bound_holds_its_runs_against_the_trigram_of_their_own_text():
     source = (NOTEBOOKS / "08_gain_or_bound.ipynb").read_text(encoding="utf-8")
-    texts = {json.loads(path.read_text())["corpus"]["content_hash"] for path in Path(GRID).glob("*/manifest.json")}
-    pilots = [json.loads(path.read_text()) for path in (DATA / "pilot").glob("*/manifest.json")]
+    grid, pilots = ([read_run(path).manifest for path in find_runs(folder)] for folder in (GRID, DATA / "pilot"))
+    texts = {run["corpus"]["content_hash"] for run in grid}
     levels = {run["trigram_loss"] for run in pilots if {run["corpus"]["content_hash"]} == texts}
     assert levels and all(f"TRIGRAM = {level:.3f} " in source for level in levels)
