@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
     os.environ.update({"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)})
+    # A shell starts background jobs with Ctrl-C ignored, and so would every process that a test starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The same examples every time, and no verdict that depends on how busy the machine is.
