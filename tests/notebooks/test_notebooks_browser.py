@@ -79,7 +79,7 @@ def test_start_here_moves_with_the_keyboard(address: str, chromium: str):
         wait_for(page, "lns", [])
         # The plots follow JupyterLab's theme.
         set_theme(page, "JupyterLab Dark")
-        dark = f"{PLOT}.layout.template.layout.paper_bgcolor === '#14171b'"
+        dark = f"{PLOT}?._fullLayout?.paper_bgcolor === '#14171b'"
         page.wait_for_function(f"() => {dark} && document.body.dataset.jpThemeLight === 'false'", timeout=20_000)
         assert errors == []
 
