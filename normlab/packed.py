@@ -10,6 +10,7 @@ text of manifest.json), `stats` and `experiments` (the rows of these tables). We
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -124,6 +125,8 @@ def pack(folder: Path) -> Path:
     )
     if not parquet.read_table(staged).equals(whole):
         raise NormlabError(f"{staged} does not read back as it was written; nothing was deleted")
+    with staged.open("rb+") as file:
+        os.fsync(file.fileno())
     staged.replace(folder / FILE)
     for path in directories:
         shutil.rmtree(path)
