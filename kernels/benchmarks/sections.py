@@ -267,15 +267,18 @@ def training_step(model: Any, device: Device) -> Callable[[], object]:
 
 def token_step(model: Any, batch: int, device: Device) -> Callable[[], object]:
     """One more token for each of some sequences, through the cache, always from the same prompt."""
+    from transformers import DynamicCache
+
     model.eval()
     prompt = (ON_GPU if device.torch.type == "cuda" else ON_CPU)["prompt"]
     tokens = torch.randint(VOCABULARY, (batch, prompt), device=device.torch)
     with torch.no_grad():
-        cache = model(tokens, use_cache=True).past_key_values
+        cache = DynamicCache(config=model.config)
+        model(tokens, None, None, cache)  # by position: its name depends on transformers
 
     def step() -> Tensor:
         with torch.no_grad():
-            logits = model(tokens[:, :1], past_key_values=cache, use_cache=True).logits
+            logits = model(tokens[:, :1], None, None, cache).logits
         cache.crop(-1)
         return logits
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -101,14 +100,15 @@ class NormedAttention(ConstantStart, LlamaAttention):
             scale = (scale / self.initial_scale).square()
         return unit_length(query) * scale
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        older = kwargs.pop("past_key_values", None)  # the name before transformers 5.24
+        cache = kwargs.pop("cache", older)
         shape = hidden_states.shape[:-1]
         if self.shifted:
             hidden_states = hidden_states + self.shift[0]
@@ -125,8 +125,8 @@ class NormedAttention(ConstantStart, LlamaAttention):
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if self.unit:
             query, key = self._unit_scaled(query), unit_length(key)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )

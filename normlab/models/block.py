@@ -14,7 +14,6 @@ import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
@@ -197,31 +196,14 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             self.kept_growth = (c, lam, versions, growth)
         return growth
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, position_ids: Tensor | None = None, **arguments: Any) -> Tensor:
         residual = hidden_states
         mean_square = None
         if self.carried:
             hidden_states, mean_square = self.norm_at("attn_in")(hidden_states, return_mean_square=True)
         else:
             hidden_states = self._normalize("attn_in", hidden_states)
-        hidden_states, _ = self.self_attn(
-            hidden_states=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, position_ids=position_ids, **arguments)
         hidden_states = self._normalize("attn_out", hidden_states)
         if self.layout.attn_sum:
             residual = self._add("attn_sum", hidden_states, residual)[1]

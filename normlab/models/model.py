@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from normlab.errors import NormlabError, first_line, hub_or_cache
@@ -97,7 +96,6 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         **kwargs,
     ):
@@ -116,7 +114,6 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )

@@ -32,7 +32,7 @@ _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "i
 _OTHER = ("pixel_values", "input_features", "input_values", "flattened_patches", "images", "pixel_values_videos")
 _TOKENS = ("input_ids", "inputs_embeds", "attention_mask")
 _DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
-_CACHES = ("past_key_values", "cache_params", "past_kv_cache", "mems", "state", "past_buckets_states")
+_CACHES = ("cache", "past_key_values", "cache_params", "past_kv_cache", "mems", "state", "past_buckets_states")
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
