@@ -176,9 +176,9 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
 
 
 def _code_of(model: nn.Module, roles: Roles, site: Site, name: str) -> str:
-    """The module that computes a site, its class, and the file and line of its code. A sum is its block's."""
-    is_sum = site.name == "block_out" or site.name.endswith(("norm_in", "_grad"))
-    if 1 <= site.layer <= len(roles.blocks) and (is_sum or not name):
+    """The module that computes a site, its class, the file and line of its code. Sums and inputs are the block's."""
+    is_blocks = site.name == "block_out" or site.name.endswith(("_in", "_grad"))
+    if 1 <= site.layer <= len(roles.blocks) and (is_blocks or not name):
         name = roles.blocks[site.layer - 1]
     module = model.get_submodule(name)
     words = f"{name or 'the model'}, {type(module).__name__}"

@@ -20,7 +20,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import normlab
 from benchmarks import ports
 from normlab.differences import diff, read_arrays, write_arrays
-from normlab.differences.capture import counted
+from normlab.differences.capture import Site, counted, roles_of
+from normlab.differences.compare import _code_of
 from normlab.errors import NormlabError
 
 SIZES = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -207,6 +208,12 @@ def test_a_port_with_names_of_its_own_is_equal_and_its_fault_is_named_with_the_l
     result = diff(a, ports.Port(a, "norm without the mean").eval(), {"input_ids": torch.arange(24).view(1, -1)})
     assert result.causes == ["B does not subtract the mean: LayerNorm or RMSNorm"], result
     assert re.search(r"blocks.0.before.0, Norm, .*ports.py:\d+", str(result))
+
+
+@pytest.mark.parametrize("name", ["mlp_in", "mlp_norm_in", "block_out"])
+def test_a_sum_and_what_a_part_reads_are_computed_by_the_block(llama, batch, name):
+    words = _code_of(llama, roles_of(llama, batch), Site(name, 2), "model.layers.1.mlp")
+    assert words.startswith("model.layers.1, LlamaDecoderLayer, ")
 
 
 def test_tokens_are_told_behind_prompts_and_in_streams_one_after_another():
