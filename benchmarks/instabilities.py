@@ -6,7 +6,8 @@ A model of six blocks reads bytes of the Python standard library at rate 2e-3 af
 are measured. At step 150 one of `FAULTS` begins. Those of one block have a right layer, that block. Those of the whole
 model have none: there only the step counts. Quiet runs, of several schemes and rates, have a warm-up and a decay.
 
-The thresholds of `normlab.probes.observe` were chosen on the half "development", and were not changed for "test".
+The rule of `normlab.probes.observe` was chosen on the half "development". It was not changed for "test", whose seeds no
+rule had seen. Earlier rules were judged on seeds 2, 3 and 204 to 207, which are now of "development".
 Readings are kept in a folder, a file per run; runs that are there are not trained again. One row per run:
 
     named_step, layer, site, metric, z   what left its past first, at the fault's first step or later
@@ -38,12 +39,12 @@ from normlab.models.config import NormlabConfig
 from normlab.probes.observe import LossSpikes, Readings
 
 DEPTH, WIDTH, ROWS, LENGTH, RATE = 6, 32, 8, 64, 2e-3
-WARM_UP, BEGINS, STEPS, EVERY = 50, 150, 400, 5
+WARM_UP, BEGINS, STEPS, EVERY = 50, 150, 500, 5
 QUIET, DECAY = 1000, 300  # steps of a quiet run, and the last of them, in which the rate falls to 0
 AFTER = 10  # steps trained on once the loss shows the fault
 SCHEMES = ("pre_rmsnorm", "pre_layernorm")  # of the runs with faults, in turn by seed
-SEEDS = {"development": (0, 1), "test": (2, 3)}
-QUIET_SEEDS = {"development": range(100, 104), "test": range(200, 210)}
+SEEDS = {"development": range(4), "test": range(4, 8)}
+QUIET_SEEDS = {"development": (*range(100, 104), *range(204, 208)), "test": range(300, 310)}
 QUIET_RATES = (1e-3, 2e-3, 4e-3)
 QUIET_SCHEMES = ("pre_rmsnorm", "pre_layernorm", "peri_ln", "post_rmsnorm", "lns", "bhyt", "sub_ln", "mix_ln")
 

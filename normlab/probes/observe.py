@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import CallInputs, LossTokens
@@ -34,10 +37,10 @@ DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean"
 COLUMNS = ["step", "site", "layer", "metric", "mask", "value"]
 KEEP = 64  # readings
 RECENT = 32  # readings before a spike in which its origin is sought
-PAST = 16  # readings whose median a reading is compared with
+PAST = 6  # readings whose median a reading is compared with
 LEAST = 8  # such comparisons before one can be judged
 SCARCE = 24  # n comparisons widen the noise by 1 + SCARCE / n
-FLOOR = 0.03  # of the logarithm of a ratio: a change of 3% is none, however calm the past
+FLOOR = 0.025  # of the logarithm of a ratio: a change of 2.5% is none, however calm the past
 DEPARTS, JUMPS = 6.0, 12.0  # |z| of two readings in a row, and of one
 # A block's sites in the order of computation.
 PLACES = (
@@ -125,15 +128,8 @@ class Readings:
         """Add values that have no layer, to the table alone."""
         import pandas
 
-        row = {
-            "step": step,
-            "site": list(site),
-            "layer": pandas.NA,
-            "metric": metric,
-            "mask": "all",
-            "value": list(value),
-        }
-        self._tables.append(pandas.DataFrame(row).astype({"layer": "Int64"}))
+        row = {"step": step, "site": list(site), "layer": pandas.NA, "metric": metric, "mask": "all"}
+        self._tables.append(pandas.DataFrame({**row, "value": list(value)}).astype({"layer": "Int64"}))
 
     def to_pandas(self) -> pandas.DataFrame:
         """Everything measured so far: step, site, layer, metric, mask, value."""
@@ -142,12 +138,13 @@ class Readings:
     def explain(self, since: int = 0) -> Explanation:
         """Rank the sites by when, and how far, they left their own past at step `since` or later.
 
-        The stream's sizes are taken relative to the place before, gradients to the place after. So a block that only
-        passes a change on is not named. Of the logarithm x of that ratio
+        The stream's sizes are taken relative to what enters the block, gradients to what enters it from above. So a
+        block that only passes a change on is not named. Sizes of weights are taken relative to the median block. Of the
+        logarithm x of that ratio
 
-            d = x - median of the 16 readings before
+            d = x - median of the 6 readings before
             s = 1.4826 median |d| (1 + 24 / n), over the n readings before
-            z = d / (s + 0.03)
+            z = d / (s + 0.025)
 
         A series leaves where |z| is above 6 in two readings in a row, with one sign, or above 12 in one. At least 8
         values of d must be known. A value that is not finite leaves at once. Of the sites that leave at one step the
@@ -192,31 +189,40 @@ def _departures(history: pandas.DataFrame, since: int) -> pandas.DataFrame:
     z = _scores(series).mask(np.isinf(values), math.inf)
     in_a_row = (z.abs() > DEPARTS) & (z.shift().abs() > DEPARTS) & (z * z.shift() > 0)
     leaves = (in_a_row | (z.abs() > JUMPS))[z.index >= since]
-    rows = []
-    for column, step in leaves.loc[:, leaves.any()].idxmax().items():
-        metric, site, layer = column
-        rows.append((step, site, layer, metric, values.loc[step, column], z.loc[step, column]))
+    rows = [
+        (step, site, layer, metric, *(table.loc[step, (metric, site, layer)] for table in (values, z)))
+        for (metric, site, layer), step in leaves.loc[:, leaves.any()].idxmax().items()
+    ]
     table = pandas.DataFrame(rows, columns=columns)
     return table.sort_values(["step", "z"], key=lambda x: -x.abs() if x.name == "z" else x, ignore_index=True)
 
 
 def _series(values: pandas.DataFrame) -> pandas.DataFrame:
-    """Columns to compare with their past, in the order of computation: gradients last, from the last block on."""
+    """Columns to compare with their past: those of the stream in the order of computation, gradients, weights."""
     import pandas
 
     def order(column: tuple[str, str, int]) -> tuple[int, int, int]:
         _, site, layer = column
-        backward = -1 if SITES[site].takes == "gradient" else 1
-        return -backward, backward * layer, backward * PLACES.index(SITES[site].of or site)
+        if site not in SITES:
+            return 2, layer, 0
+        backward = SITES[site].takes == "gradient"
+        return backward, -layer if backward else layer, PLACES.index(SITES[site].of or site) * (-1) ** backward
 
-    series: dict[tuple[str, str, int], pandas.Series] = {}
-    before: dict[str, pandas.Series] = {}
-    for column in sorted(values, key=order):
-        row, known = metric_row(column[0]), values[column].where(np.isfinite(values[column]))
-        size = np.log(known.abs().where(known != 0)) if row.is_ratio else known
-        series[column] = size - before[row.name] if row.name in before else size
-        if row.kind in ("activation", "gradient"):
-            before[row.name] = size
+    sizes = values.where(np.isfinite(values))[sorted(values, key=order)]
+    is_ratio = [metric_row(name).is_ratio for name in sizes.columns.get_level_values("metric")]
+    sizes[:] = np.where(is_ratio, np.log(sizes.abs().where(sizes != 0)), sizes)
+    blocks = sizes.T.groupby(level=["metric", "site"])
+    median = blocks.transform("median").where(blocks.transform("count") > 2).T
+    series = {}
+    for column in sizes:
+        metric, site, layer = column
+        kind, given = metric_row(metric).kind, []
+        if kind == "activation":
+            given = [(metric, "block_out", layer - (site != "final_norm_in"))]
+        elif kind == "gradient" and site != "final_norm_in_grad":
+            given = [(metric, "block_in_grad", layer + 1), (metric, "final_norm_in_grad", layer)]
+        relative_to = [sizes[place] for place in given if place in sizes] or [0.0]
+        series[column] = sizes[column] - (relative_to[0] if site in SITES else median[column])
     return pandas.concat(series, axis=1, names=values.columns.names)
 
 
@@ -226,6 +232,21 @@ def _scores(series: pandas.DataFrame) -> pandas.DataFrame:
     before = off.abs().rolling(KEEP, min_periods=LEAST)
     noise = 1.4826 * before.median().shift() * (1 + SCARCE / before.count().shift())
     return off / (noise + FLOOR)
+
+
+def _weights(where: Sites, step: int) -> pandas.DataFrame:
+    """`parameter_rms` in each block. A number in a name is a star: of experts it is the mean."""
+    import pandas
+
+    rows = []
+    for block in where.blocks:
+        for name, weight in block.module.named_parameters():
+            if weight.is_floating_point() and weight.numel():
+                norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
+                site = re.sub(r"\.\d+\.", ".*.", name)
+                rows.append((step, site, block.index, "parameter_rms", "all", norm.item() / weight.numel() ** 0.5))
+    return pandas.DataFrame(rows, columns=COLUMNS).groupby(COLUMNS[:-1], sort=False, as_index=False).mean()
 
 
 def observe(
@@ -259,7 +280,7 @@ def observe(
     Args:
         model: any model that `record` measures; wrappers are looked through.
         every: optimizer steps between measurements; step `start` is measured.
-        metrics: names from `METRICS`.
+        metrics: names from `METRICS`. `parameter_rms` of the blocks' parameters, after the step, is read besides.
         start: number of the first step.
         blocks: which modules are the blocks, if structure does not show them (see `sites`).
         loss_tokens: how many labels the loss averages over; default: counted, where the model returns a loss and
@@ -328,7 +349,8 @@ class Observer:
         is_measured = self.pause()
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
-            self.readings.add(recorder.stats(step=step).across_ranks(self._group).to_pandas())
+            layers = recorder.stats(step=step).across_ranks(self._group).to_pandas()
+            self.readings.add(_joined([layers, _weights(self.sites, step)]))
         return is_measured
 
     def step(self, loss: float | Tensor, step: int) -> None:

@@ -55,19 +55,25 @@ def test_the_layer_that_changes_the_stream_is_named_and_not_those_that_pass_it_o
     assert explanation.plot("rms").data[0].type == "heatmap"
 
 
-@pytest.mark.parametrize("where", [{}, {"metric": "grad_l2_mean", "site": "block_in_grad"}])
-def test_slow_growth_is_named_by_its_layer_in_either_direction(where):
-    passes_on = {1, 2} if where else {2, 3, 4}
-    explanation = grown(lambda step, layer: 1.2 ** max(0, step - 30) if layer in passes_on else 1.0, **where).explain()
+WEIGHTS = {"metric": "parameter_rms", "site": "mlp.up_proj.weight"}
+
+
+@pytest.mark.parametrize(
+    ("grows", "where"),
+    [({2, 3, 4}, {}), ({1, 2}, {"metric": "grad_l2_mean", "site": "block_in_grad"}), ({2}, WEIGHTS)],
+)
+def test_slow_growth_is_named_by_its_layer_in_either_direction(grows, where):
+    explanation = grown(lambda step, layer: 1.2 ** max(0, step - 30) if layer in grows else 1.0, **where).explain()
     assert explanation.verdict.startswith("layer 2, ")
     assert 31 <= explanation.table["step"][0] <= 36 and explanation.table["z"].abs().min() > DEPARTS
 
 
-def test_what_all_layers_do_alike_is_no_departure():
+@pytest.mark.parametrize("where", [{}, WEIGHTS])
+def test_what_all_layers_do_alike_is_no_departure(where):
     def schedule(step: int, layer: int) -> float:  # a warm-up, its end, and one odd batch
         return (1.1 ** min(step, 20)) * (3.0 if step == 40 else 1.0)
 
-    readings = grown(schedule)
+    readings = grown(schedule, **where)
     assert set(readings.explain().table["layer"]) <= {1}  # the first place has none before it
     assert readings.explain(41).verdict.startswith("no site left its past")
 
@@ -77,6 +83,26 @@ def test_a_departure_is_found_after_an_earlier_one_has_passed():
     readings.add(reading(50, {1: 1.1, 2: 2.2, 3: 3.3, 4: 44.0}))
     assert readings.explain(since=40).verdict.startswith("layer 4, ")
     assert readings.explain().verdict.startswith("layer 2, ")
+
+
+def test_a_change_within_a_block_is_named_where_a_place_inside_it_was_not_read():
+    readings = grown(lambda step, layer: 1.0, 20)
+    readings.add(reading(20, {2: 2.2}, site="mlp_norm_in"))
+    readings.add(reading(21, {1: 1.1, 2: 2.2, 3: 9.9, 4: 13.2}))
+    assert readings.explain().table[["layer", "site"]].values.tolist() == [[3, "block_out"]]
+
+
+def test_weights_that_grow_in_one_block_are_named_before_they_harm():
+    model, batch = tiny_llama(), token_batch()
+    weight = model.model.layers[2].mlp.down_proj.weight
+    with torch.no_grad(), normlab.observe(model, every=1, metrics=["rms"]) as observer:
+        for step in range(18):
+            weight.mul_(1.0 if step < 15 else 1.08)
+            model(**batch)
+            observer.step(2.0, step)
+    (first, *_) = observer.explain().table.itertuples()
+    assert (first.step, first.site, first.layer) == (17, "mlp.down_proj.weight", 3)
+    assert first.value == pytest.approx(weight.square().mean().sqrt().item())
 
 
 def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
