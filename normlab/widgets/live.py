@@ -26,8 +26,9 @@ from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
 from normlab.probes import sites
 from normlab.release import shipped_models
 from normlab.widgets.change import SLOPES, slope_of
-from normlab.widgets.plot import script
+from normlab.widgets.plot import write_page
 
+SCRIPTS = ("model.js", "tokenizer.js", "chart.js", "live.js")
 STATIC = Path(__file__).parent / "static"
 
 # y = scale gamma f(slope (x - mean) / sqrt(ms + eps) + shift) + bias: what each norm has of it.
@@ -158,24 +159,23 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     tokenizers = {(source / "tokenizer.json").read_text(encoding="utf-8") for source in sources}
     if len(tokenizers) > 1:
         raise NormlabError("the models have different tokenizers: write a page for each")
-    folder.mkdir(parents=True, exist_ok=True)
     loaded = {source.name: load_model(source) for source in sources}
     (tokenizer,) = tokenizers
     page = {
         "models": [describe(model, name) | {"spec": model_spec(model)} for name, model in loaded.items()],
         "passages": _passages(sources[0], tokenizer),
         "tokenizer": page_tokenizer(tokenizer),
-        "kernel": kernel_text(),
+        "kernel": kernel_bytes(),
         "tour": {source.name for source in sources} <= set(shipped_models()),
     }
+    about = "Small language models run in this page. Move a slider, and every layer is computed again."
+    title = "Change a trained model's normalization"
+    scripts = [*SCRIPTS, "live_page.js"]
+    path = write_page(folder / "index.html", scripts, page, kind="live", title=title, about=about, plotly="")
     for source in sources:
         raw, name = weights_of(source), source.name
         packed = b64encode(gzip.compress(raw[::2] + raw[1::2], 6, mtime=0)).decode()  # by planes of bytes, 11% smaller
         (folder / f"{name}.js").write_text(f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n", encoding="utf-8")
-    text = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
-    html = script("live.html").replace("/*style*/", script("live.css")).replace("/*script*/", live_script())
-    path = folder / "index.html"
-    path.write_text(html.replace("/*data*/", text), encoding="utf-8")
     return path
 
 
@@ -188,14 +188,9 @@ def _passages(source: Path, tokenizer: str) -> list[list[int]]:
     return [Tokenizer.from_str(tokenizer).encode(_SAMPLE).ids]
 
 
-def live_script() -> str:
-    """The scripts of the page and of the widget, as one."""
-    return "\n".join(script(f"{name}.js") for name in ("model", "tokenizer", "chart", "live"))
-
-
-def kernel_text() -> str:
-    """The assembled kernel, in base64."""
-    return b64encode((STATIC / "matmul.wasm").read_bytes()).decode()
+def kernel_bytes() -> list[int]:
+    """The assembled kernel."""
+    return list((STATIC / "matmul.wasm").read_bytes())
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:

@@ -10,10 +10,13 @@ traces' defaults back.
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
-from collections.abc import Callable
+from base64 import b64encode
+from collections.abc import Callable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -26,18 +29,38 @@ from plotly.utils import PlotlyJSONEncoder
 from normlab.errors import NormlabError
 
 
-def script(name: str) -> str:
-    """The text of a file in `static`."""
-    return files("normlab.widgets").joinpath("static", name).read_text(encoding="utf-8")
+def static_text(*names: str) -> str:
+    """The text of files in `static`, one after another."""
+    folder = files("normlab.widgets").joinpath("static")
+    return "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def esm(*names: str) -> str:
     """plotly and scripts of `static` as one module; the page evaluates plotly once, however many plots it has."""
     alone = "const module = { exports: {} }, exports = module.exports, define = undefined;"  # no loader of the page's
     library = f"globalThis.normlabPlotly ??= (() => {{ {alone}\n{get_plotlyjs()}\nreturn module.exports; }})()"
-    return f"const library = () => {library};\n" + "".join(
-        script(f"{name}.js") for name in ("plot", "page_side", *names)
-    )
+    return f"const library = () => {library};\n" + static_text("plot.js", "page_side.js", *names)
+
+
+def write_page(path: str | Path, scripts: Sequence[str], data: Any, **parts: str) -> Path:
+    """Write one page that needs no kernel; returns its path, whose folder is made.
+
+    Args:
+        path: the HTML file.
+        scripts: names in `static`.
+        data: what `read` of page.js promises.
+        parts: the others of page.html: kind, title, about, plotly.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    packed = b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    page = static_text("page.html")
+    inside = {"style": static_text("pages.css"), "script": static_text("page.js", *scripts), "data": packed}
+    for name, part in (inside | parts).items():
+        page = page.replace(f"/*{name}*/", part)
+    path.write_text(page, encoding="utf-8")
+    return path
 
 
 class PageWidget(anywidget.AnyWidget):
@@ -72,7 +95,7 @@ class Plot(anywidget.AnyWidget):
     lost.
     """
 
-    _esm = esm("plot_widget")
+    _esm = esm("plot_widget.js")
     figure = traitlets.Dict().tag(sync=True)
     dark_page = traitlets.Bool(False).tag(sync=True)
 

@@ -20,7 +20,7 @@ from normlab.errors import NormlabError
 from normlab.models.pretrained import model_folder
 from normlab.widgets.change import Change, changed
 from normlab.widgets.live import live_page, page_tokenizer
-from normlab.widgets.plot import script
+from normlab.widgets.plot import static_text
 
 MODELS = ["pre_rmsnorm-d8", "bhyt-d8", "rmsnorm_gain-d8"]
 READY = "() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length > 0"
@@ -78,7 +78,7 @@ def test_the_tokenizer_is_that_of_tokenizers():
     with open_page() as (page, errors):
         ask = "([source, data, texts]) => { const t = new Function(source + '; return bytePairs')()(data);"
         ask += " return texts.map(text => t.encode(text)); }"
-        encoded = page.evaluate(ask, [script("tokenizer.js"), page_tokenizer(text), strings])
+        encoded = page.evaluate(ask, [static_text("tokenizer.js"), page_tokenizer(text), strings])
     assert len(strings) == 1000 and not errors
     for string, ids in zip(strings, encoded, strict=True):
         assert ids == truth.encode(string).ids, string
@@ -97,7 +97,7 @@ def test_it_opens_from_a_file_and_answers_as_python_does(site: Path):
         page.get_by_role("slider", name="κ, all blocks").focus()
         page.keyboard.press("ArrowDown")
         page.wait_for_function("() => location.hash.includes('all=kappa:0.420448')")
-        page.get_by_label("beside").select_option("pre_rmsnorm-d8")
+        page.get_by_label("compare with").select_option("pre_rmsnorm-d8")
         page.wait_for_function("() => document.querySelectorAll('.panel').length === 2")
         page.get_by_role("button", name="as trained").click()
         wait_for_costs(page)

@@ -117,6 +117,8 @@ def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[An
         page.on("request", lambda request: requests.append(request.url))
         page.goto(path.as_uri())
         page.wait_for_selector(".js-plotly-plot .main-svg")
+        wide = "document.querySelector('.plot').clientWidth === +document.querySelector('.main-svg').getAttribute('width')"
+        page.wait_for_function(wide)
         yield page
         assert errors == [] and [url for url in requests if not url.startswith("file:")] == []
 

@@ -2,7 +2,7 @@
    in nothing but their numbers and the title are not laid out anew. Used by the widget and by the page without a kernel. */
 function plotter(Plotly, element, clicked = () => {}) {
   const NUMBERS = new Set(["x", "y", "customdata"]);
-  const CONFIG = { responsive: true, displaylogo: false };
+  const CONFIG = { displaylogo: false };
   const STILL = { mode: "immediate", transition: { duration: 0 }, frame: { duration: 0, redraw: false } };
   let wanted = null, last = null, frame = null, drawing = false, listening = false, width = 0;
 
@@ -20,6 +20,7 @@ function plotter(Plotly, element, clicked = () => {}) {
     if (now !== frame) {
       frame = null;
       await Plotly.react(element, figure.data, figure.layout, CONFIG);
+      if (listening && width !== element.clientWidth) await Plotly.Plots.resize(element); // plotly keeps its first width
       if (!listening) element.on("plotly_click", clicked);
       listening = true;
       frame = now;
@@ -48,12 +49,11 @@ function plotter(Plotly, element, clicked = () => {}) {
   return {
     show(figure) {
       wanted = last = figure;
-      if (!drawing) work();
+      if (!drawing && element.clientWidth) work();
     },
     /* The element may have another width: drawn anew, and for the first time once it has any. */
     resize() {
       if (!element.clientWidth || element.clientWidth === width || !last) return;
-      width = element.clientWidth;
       frame = null;
       this.show(last);
     },
