@@ -28,7 +28,7 @@ from normlab.figures.draw import axis_bounds
 from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, plain, published_remark, theory_remark
 from normlab.figures.theme import message_figure, on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
-from normlab.widgets.plot import PageWidget, esm, static_text, write_page
+from normlab.widgets.plot import PageWidget, plotly_text, static_text, write_page
 
 _ABOUT = """Small language models that differ in nothing but their normalization, trained on the same text from the same
 seeds. Choose what was measured, move the sliders, and hover over a line for its value. Nothing is fetched: the data are
@@ -56,8 +56,9 @@ class NormExplorer(PageWidget):
     A table with nothing to show gives a widget that says so.
     """
 
-    _esm = esm("explorer.js", "explorer_widget.js")
+    _esm = static_text("plot.js", "page_side.js", "explorer.js", "explorer_widget.js")
     _css = static_text("pages.css")
+    _plotly = plotly_text()
     metric = traitlets.Unicode().tag(sync=True)
     site = traitlets.Unicode().tag(sync=True)
     mask = traitlets.Unicode("all").tag(sync=True)
@@ -210,6 +211,7 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
     shown = shown_first(profiles.schemes)
     first = default_view(profiles, shown)
     titles = {name: style_of(name).title for name in profiles.schemes}
+    labels = {name: metric_row(name).label for name in by_metric}
     ways = [["absolute values", ABSOLUTE], ["relative to layer 1", RELATIVE]]
     return {
         "schemes": [_scheme(name) for name in profiles.schemes],
@@ -217,7 +219,7 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
         "families": by_family([name for name in profiles.schemes if name not in shown]),
         "depths": profiles.depths,
         "start": first.depth if first else None,
-        "metrics": [[_capital(metric_row(name).label) + f" ({name})", name] for name in by_metric],
+        "metrics": [[f"{label[0].upper()}{label[1:]} ({name})", name] for name, label in labels.items()],
         "sites": by_metric,
         "masks": masks,
         "ways": ways + [[f"against {titles[name]}", name] for name in references],
@@ -306,7 +308,3 @@ def _scheme(name: str) -> dict[str, Any]:
     style = style_of(name)
     title = f"{style.title} (control)" if style.is_control else style.title
     return {"name": name, "title": style.title, "label": title, "color": style.color}
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

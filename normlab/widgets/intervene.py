@@ -15,7 +15,7 @@ from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.figures.one_model import Answer, intervention
 from normlab.widgets.change import Change, ask, ask_row
-from normlab.widgets.live import SCRIPTS, describe, kernel_bytes, model_spec, page_tokenizer, weights_of
+from normlab.widgets.live import KERNEL, SCRIPTS, describe, model_spec, page_tokenizer, weights_of
 from normlab.widgets.plot import PageWidget, static_text
 
 MOST_BYTES = 64_000_000  # of weights that a browser is given; a larger model answers from the kernel
@@ -58,7 +58,7 @@ class Intervene(PageWidget):
                 weights = weights_of(model)
             except (NormlabError, AttributeError):  # a part that the page does not compute, or not a Llama
                 about["spec"] = None
-        data = {"models": [about], "passages": self.tokens.tolist(), "tour": False, "kernel": kernel_bytes()}
+        data = {"models": [about], "passages": self.tokens.tolist(), "tour": False, "kernel": KERNEL}
         super().__init__(change={}, data=data | _words(model, tokenizer), weights=weights if about["spec"] else b"")
 
     def __repr__(self) -> str:
@@ -68,10 +68,6 @@ class Intervene(PageWidget):
     def _check(self, proposal: Any) -> dict[str, Any]:
         value = proposal["value"]
         return (value if isinstance(value, Change) else Change(**value)).to_json()
-
-    def undo(self) -> None:
-        """Back to the model as it is."""
-        self.change = {}
 
     @property
     def before(self) -> Answer:

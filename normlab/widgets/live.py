@@ -30,6 +30,7 @@ from normlab.widgets.plot import write_page
 
 SCRIPTS = ("model.js", "tokenizer.js", "chart.js", "live.js")
 STATIC = Path(__file__).parent / "static"
+KERNEL = list((STATIC / "matmul.wasm").read_bytes())
 
 # y = scale gamma f(slope (x - mean) / sqrt(ms + eps) + shift) + bias: what each norm has of it.
 NORMS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
@@ -69,7 +70,8 @@ def model_spec(model: Any) -> dict[str, Any]:
         _refuse(model, "a block, an embedding or an attention of another kind")
     if any(block.carried and (block.correction != "none" or block.calibration != 1.0) for block in blocks):
         _refuse(model, "a learned correction of its carried statistic")
-    if type(model.lm_head) is not nn.Linear or any(layer.bias is not None for layer in _linears(model)):
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if type(model.lm_head) is not nn.Linear or any(layer.bias is not None for layer in linears):
         _refuse(model, "biases, or a head that is no matrix")
     if getattr(config, "norms_folded", False) or config.rope_parameters["rope_type"] != "default":
         _refuse(model, "folded norms or scaled rotary positions")
@@ -112,10 +114,6 @@ def _norm_spec(norm: Any, names: Mapping[nn.Module, str], model: nn.Module) -> d
     spec = {"scale": 1.0, "f": "none", **NORMS[type(norm)](norm), "centre": norm.centre, "weight": "weight"}
     tensors = {field: f"{names[norm]}.{spec[field]}" for field in (*_TENSORS, "weight") if field in spec}
     return spec | tensors
-
-
-def _linears(model: nn.Module) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 def _refuse(model: Any, part: str) -> None:
@@ -165,7 +163,7 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
         "models": [describe(model, name) | {"spec": model_spec(model)} for name, model in loaded.items()],
         "passages": _passages(sources[0], tokenizer),
         "tokenizer": page_tokenizer(tokenizer),
-        "kernel": kernel_bytes(),
+        "kernel": KERNEL,
         "tour": {source.name for source in sources} <= set(shipped_models()),
     }
     about = "Small language models run in this page. Move a slider, and every layer is computed again."
@@ -186,11 +184,6 @@ def _passages(source: Path, tokenizer: str) -> list[list[int]]:
     from tokenizers import Tokenizer
 
     return [Tokenizer.from_str(tokenizer).encode(_SAMPLE).ids]
-
-
-def kernel_bytes() -> list[int]:
-    """The assembled kernel."""
-    return list((STATIC / "matmul.wasm").read_bytes())
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:

@@ -35,13 +35,6 @@ def static_text(*names: str) -> str:
     return "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
-def esm(*names: str) -> str:
-    """plotly and scripts of `static` as one module; the page evaluates plotly once, however many plots it has."""
-    alone = "const module = { exports: {} }, exports = module.exports, define = undefined;"  # no loader of the page's
-    library = f"globalThis.normlabPlotly ??= (() => {{ {alone}\n{get_plotlyjs()}\nreturn module.exports; }})()"
-    return f"const library = () => {library};\n" + static_text("plot.js", "page_side.js", *names)
-
-
 def write_page(path: str | Path, scripts: Sequence[str], data: Any, **parts: str) -> Path:
     """Write one page that needs no kernel; returns its path, whose folder is made.
 
@@ -61,6 +54,11 @@ def write_page(path: str | Path, scripts: Sequence[str], data: Any, **parts: str
         page = page.replace(f"/*{name}*/", part)
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def plotly_text() -> traitlets.Unicode:
+    """plotly as a trait, and no part of the widget's script: anywidget gives that two seconds to start."""
+    return traitlets.Unicode(get_plotlyjs()).tag(sync=True)
 
 
 class PageWidget(anywidget.AnyWidget):
@@ -90,12 +88,12 @@ class PageWidget(anywidget.AnyWidget):
 class Plot(anywidget.AnyWidget):
     """A plotly figure in a notebook: `show` draws another in its place.
 
-    `figure` is what the browser has: data and layout. `dark_page`: the browser says so. `lock` is held while a message
-    of the page is handled. Traitlets holds all notifications back meanwhile, and an update from another thread could be
-    lost.
+    `figure` is the data and layout that the browser has. `lock` is held while a message of the page is handled.
+    Traitlets holds notifications back meanwhile, and an update from another thread could be lost.
     """
 
-    _esm = esm("plot_widget.js")
+    _esm = static_text("plot.js", "page_side.js", "plot_widget.js")
+    _plotly = plotly_text()
     figure = traitlets.Dict().tag(sync=True)
     dark_page = traitlets.Bool(False).tag(sync=True)
 
@@ -127,7 +125,7 @@ class PlotWidget(widgets.VBox):
 
     Args:
         draw: the figure of the state, for a page of that theme, "light" or "dark".
-        rows: of controls.
+        rows: of controls: a widget, or several side by side.
         describe: the line of the state, HTML.
     """
 

@@ -38,7 +38,7 @@ const TOUR = [
 /* A model in a worker, or in the page where it may not start one: methods of LiveModel as promises. */
 function engineOf(spec, weights, kernel) {
   const constants = `const AS_IS = ${JSON.stringify(AS_IS)}, MATRICES = ${JSON.stringify(MATRICES)};`;
-  const source = [constants, changeAt, readSafetensors, erf, plainMatmul, LiveModel, serveModel, "serveModel(self);"].join("\n");
+  const source = [constants, changeAt, padded, readSafetensors, erf, plainMatmul, LiveModel, serveModel, "serveModel(self);"].join("\n");
   const waiting = new Map();
   let worker = null;
   const settle = ({ data: { id, answer, error } }) => {
@@ -64,11 +64,17 @@ function engineOf(spec, weights, kernel) {
 }
 
 const element = (tag, options = {}, ...children) => {
-  const { dataset, ...others } = options, made = Object.assign(document.createElement(tag), others);
-  Object.assign(made.dataset, dataset);
+  const made = Object.assign(document.createElement(tag), options);
   made.append(...children);
   return made;
 };
+/* Put others in the place of an element's children; the focus stays on the button of the same name, or on the first. */
+function replaceButtons(parent, ...children) {
+  const focused = parent.getRootNode().activeElement, inside = parent.contains(focused);
+  parent.replaceChildren(...children);
+  const buttons = [...parent.querySelectorAll("button:enabled")];
+  if (inside) (buttons.find(button => button.textContent === focused.textContent) ?? buttons[0])?.focus();
+}
 const differs = change => JSON.stringify(change) !== "{}";
 
 /* Drop what changes nothing, so that equal changes are written alike. */
@@ -251,7 +257,7 @@ function live(root, data, host) {
     if (own && document.activeElement !== ui.own) ui.own.value = state.text;
     const possible = Object.entries(FIELDS).filter(([, { needs }]) => !needs || current().some(model => has(model, needs))).map(([name]) => name);
     if (!possible.includes(state.field)) state.field = possible[0];
-    ui.fields.replaceChildren(...possible.map(name => element("button", {
+    replaceButtons(ui.fields, ...possible.map(name => element("button", {
       type: "button", ariaPressed: name === state.field, title: FIELDS[name].about, textContent: name === "lam" ? byName[state.model].slope ?? "λ" : FIELDS[name].label,
       onclick: () => set({ field: name }), className: touched(name) ? "touched" : "",
     })));
@@ -303,12 +309,12 @@ function live(root, data, host) {
     const place = Math.min(state.step, steps.length - 1), { title, say, act, needs, change } = steps[place];
     const button = (text, options) => element("button", { type: "button", textContent: text, ...options });
     const able = has(byName[state.model], needs) ? state.model : names.find(name => has(byName[name], needs));
-    ui.tour.replaceChildren(
+    replaceButtons(ui.tour,
       element("p", { className: "count", textContent: `${place + 1} of ${steps.length}` }), element("h2", { textContent: title }), element("p", { textContent: say }),
       element("div", { className: "row" }, button(act, { className: "primary", onclick: () => set({ model: able, change, field: Object.keys(change.layers?.[1] ?? change)[0] }) }),
         button("back", { disabled: place === 0, onclick: () => set({ step: place - 1, change: {} }) }),
         button("next", { disabled: place === steps.length - 1, onclick: () => set({ step: place + 1, change: {} }) }),
-        button("close", { onclick: () => set({ step: null }) })));
+        button("close", { onclick: () => { set({ step: null }); ui.guide.focus(); } })));
   }
 
   /* --- work: one request at a time, always of the latest state --- */

@@ -38,5 +38,8 @@ const weights = name => new Promise((resolve, reject) => document.head.append(el
 followDark(() => {});
 read.then(data => {
   const page = live(root, data, { read: readState, write: writeState, weights });
-  addEventListener("hashchange", () => page.set({ change: {}, ...readState() }));
+  addEventListener("hashchange", () => {
+    written = readAddress();
+    page.set({ change: {}, ...readState() });
+  });
 });

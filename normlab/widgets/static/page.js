@@ -4,10 +4,11 @@ const unzip = text => {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip")));
 };
 const readAddress = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-let saved = null, chosen = readAddress().dark;
+let saved = null, written = readAddress(), chosen = written.dark;
 
 /* Once the reader rests: writing the address takes as long as drawing. */
-function writeAddress(values) {
+function writeAddress(values = written) {
+  written = values;
   clearTimeout(saved);
   const text = new URLSearchParams({ ...values, ...(chosen === undefined ? {} : { dark: chosen }) }).toString();
   saved = setTimeout(() => history.replaceState(null, "", "#" + text.replaceAll("%3A", ":").replaceAll("%2C", ",")), 250);
@@ -24,6 +25,7 @@ function followDark(act) {
   box.addEventListener("change", () => {
     chosen = box.checked ? "1" : "0";
     paint(box.checked);
+    writeAddress();
   });
   system.addEventListener("change", () => paint(system.matches));
   paint(chosen ? chosen === "1" : system.matches);

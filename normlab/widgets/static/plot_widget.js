@@ -4,7 +4,7 @@ function render({ model, el }) {
   place.style.width = "100%";
   place.style.height = `${model.get("figure").layout.height}px`; // so that nothing below moves when the plot comes
   el.append(place);
-  const plot = plotter(library(), place, ({ points: [{ data, x }] }) => model.send({ trace: data.name, x }));
+  const plot = plotter(library(model), place, ({ points: [{ data, x }] }) => model.send({ trace: data.name, x }));
   const show = () => plot.show(structuredClone(model.get("figure")));
   let stop = null;
   const observer = new ResizeObserver(() => {
