@@ -49,30 +49,22 @@ def test_many_contexts_some_left_by_exception_leave_the_hook_dictionaries_as_the
     assert torch.overrides._len_torch_function_stack() == 0
 
 
-def test_a_forward_that_raises_leaves_no_trace_and_does_not_count(batch):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_forward_that_raises_leaves_no_trace_and_does_not_count(batch, error):
+    def raises(*_):
+        raise error
+
     model = tiny_llama()
     clean = trained_step(model, batch, EVERYTHING)
     with record(model, EVERYTHING) as rec:
-        broken = model.model.layers[2].mlp.register_forward_pre_hook(lambda m, a: 1 / 0)
+        broken = model.model.layers[2].mlp.register_forward_pre_hook(raises)
         for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(error):
                 model(**batch)
         assert torch.overrides._len_torch_function_stack() == 0
         broken.remove()
         model(**batch).loss.backward()
     assert values(rec.stats()) == clean
-
-
-def test_an_interrupt_inside_a_watched_block_does_not_leave_the_attention_watch_on(batch):
-    model = tiny_llama()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt), record(model, ["attention_entropy"]):
-        model(**batch)
-    assert torch.overrides._len_torch_function_stack() == 0
 
 
 def test_outputs_and_gradients_are_bit_identical_while_everything_is_recorded(batch):
@@ -141,16 +133,6 @@ def test_a_recording_begun_in_inference_mode_goes_on_outside_and_the_other_way_r
         with torch.inference_mode():
             model(**batch)
     assert values(rec.stats()) == near(inside, 8)
-
-
-def test_the_final_norms_input_is_not_the_last_hidden_state(batch):
-    model = tiny_llama()
-    with record(model, ["max_abs"]) as rec, torch.no_grad():
-        states = model(**batch, output_hidden_states=True).hidden_states
-    found = values(rec.stats())
-    assert found["final_norm_in", DEPTH, "max_abs", "all"] == found["block_out", DEPTH, "max_abs", "all"]
-    after_norm = float(states[-1][batch["attention_mask"].bool()].abs().max())
-    assert found["final_norm_in", DEPTH, "max_abs", "all"] != pytest.approx(after_norm, rel=1e-2)
 
 
 def test_padding_may_hold_nan_and_does_not_count(batch):
