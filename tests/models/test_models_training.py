@@ -33,12 +33,12 @@ def rounding_of(gradient: torch.Tensor) -> float:
     return 1e-4 if gradient.numel() > 1 else 2e-3
 
 
-@pytest.mark.parametrize(  # tracing takes seconds: two always, the others when asked for
-    ("scheme", "extra"),
-    [
-        pytest.param("bhyt", {"carried": "causal"}),
-        *(pytest.param(name, {}, id=name, marks=() if name == "hyper_connections" else pytest.mark.slow) for name in SCHEMES),
-    ],
+# Tracing takes seconds: these always, the others when asked for.
+TRACED = [("bhyt", {"carried": "causal"}), ("hyper_connections", {})]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "extra"), [*TRACED, *(pytest.param(name, {}, marks=pytest.mark.slow) for name in SCHEMES)]
 )
 def test_the_whole_model_compiles_as_one_graph(scheme, extra, fresh_compiler):
     depth = 2 if SCHEMES[scheme].first_layout else 1  # a block of each kind
