@@ -1,5 +1,5 @@
 """Two ranks, under torchrun or forked: each measures its share of the rows; rank 0 saves the merged statistics to
-argv[1]. With argv[2], a backend, in a step compiled by it; with argv[3], "fsdp", of a sharded model."""
+argv[1]."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ import torch.distributed as dist
 # keep alive: the group's threads would go on after `destroy_process_group` and can hang the interpreter's exit.
 import torch.distributed.nn.functional
 from probe_zoo import tiny_llama, token_batch
-from torch.distributed.fsdp import fully_shard
 
-from normlab.experimental.compiled_statistics import IN_GRAPH, CompiledRecorder
-from normlab.probes import METRICS, Recorder, record, sites
-from normlab.probes.metrics import resolve_metrics
+from normlab.probes import METRICS, record
 
 METRIC_NAMES = list(METRICS)
 
@@ -46,33 +43,14 @@ def main(meet: str = "env://") -> None:
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", meet, timedelta(seconds=60), world_size=ranks, rank=rank)
-    model: torch.nn.Module = tiny_llama()
-    if sys.argv[3:] == ["fsdp"]:
-        for block in model.model.layers:
-            fully_shard(block)
-        fully_shard(model)
-    else:
-        model = torch.nn.parallel.DistributedDataParallel(model)
+    model = torch.nn.parallel.DistributedDataParallel(tiny_llama())
     share = {name: value[rank::ranks] for name, value in whole_batch().items()}
-    rec: Recorder | CompiledRecorder
-    if len(sys.argv) > 2:
-        rec = CompiledRecorder(sites(model), resolve_metrics(IN_GRAPH))
-        rec.start()
-        compiled = torch.compile(model.train(), backend=sys.argv[2])
-        compiled(**share).loss.backward()
-        rec.stop()
-    else:
-        with record(model, METRIC_NAMES) as rec:
-            model(**share).loss.backward()
+    with record(model, METRIC_NAMES) as rec:
+        model(**share).loss.backward()
     merged = rec.stats().across_ranks()
     if rank == 0:
         merged.save(sys.argv[1])
-    block = compiled = None
-    if sys.argv[3:]:  # the mesh that FSDP2 has made holds the group for good, and its threads may hang the exit
-        dist.barrier()
-        os._exit(0)
-    del model, rec  # they hold the group too
-    torch.compiler.reset()
+    del model, rec  # they hold the group
     gc.collect()
     dist.destroy_process_group()
     if left := [name for name in threads() if "gloo" in name]:

@@ -53,10 +53,10 @@ def run_with_descendants(command: list[str], timeout: float) -> tuple[int, str]:
         raise
 
 
-def run_on_two_ranks(out: Path, *arguments: str, started: Sequence[str] = ()) -> Path:
+def run_on_two_ranks(out: Path, started: Sequence[str] = ()) -> Path:
     """The helper `probe_ranks.py`, forked or under `started`; returns the file of the merged statistics."""
     script = Path(__file__).with_name("probe_ranks.py")
-    command = [sys.executable, *started, str(script), str(out), *arguments]
+    command = [sys.executable, *started, str(script), str(out)]
     code, errors = run_with_descendants(command, timeout=240)
     assert code == 0, errors[-2000:]
     return out
