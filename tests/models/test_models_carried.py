@@ -65,23 +65,6 @@ def test_c_uses_the_configured_length_which_defaults_to_the_longest():
     assert_bits(constants(default), constants(long))
 
 
-@pytest.mark.parametrize("scheme", CARRYING)
-def test_c_never_depends_on_the_batch(scheme):
-    model = tiny_model(scheme)
-    before = constants(model).clone()
-    for length in (3, 40, 1):
-        model.train()
-        model(tokens(1, length), labels=tokens(1, length)).loss.backward()
-        model.eval().generate(tokens(1, length), max_new_tokens=2, do_sample=False)
-    assert_bits(constants(model), before)
-    model.refresh_carried()
-    model(tokens(1, 3))
-    refreshed = constants(model).clone()
-    model(tokens(1, 40))
-    model.refresh_carried()
-    assert_bits(constants(model), refreshed)
-
-
 @every_scheme
 def test_refresh_changes_c_and_nothing_else(scheme):
     model, ids = tiny_model(scheme), tokens()
