@@ -97,7 +97,7 @@ def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(
 
 
 def test_figures_are_written_and_an_unreadable_run_is_a_warning(
-    text: Path, capsys: pytest.CaptureFixture[str], refused: Callable, monkeypatch: pytest.MonkeyPatch
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("plotly")
     from normlab import export
@@ -115,9 +115,8 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
     for page in (text.parent / "figures").iterdir():  # plotly itself is inside: nothing is fetched
         assert "<script src=" not in page.read_text() and page.stat().st_size > 1_000_000
     assert "normlab: warning: left out: run" in err and export.NO_BROWSER in err
-    assert "No run of depth 7 in the table, which has depth 2." in refused(
-        "figures", out, "--depth", 7, "--out", text.parent / "deep", "--quiet"
-    )
+    assert main(["figures", str(out), "--depth", "7", "--out", str(text.parent / "deep"), "--quiet"]) == 2
+    assert "error: No run of depth 7 in the table, which has depth 2." in capsys.readouterr().err
     assert not (text.parent / "deep").exists()
 
 
