@@ -76,7 +76,6 @@ bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on 
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
 	$(BIN)/python -m benchmarks.probes --out $(OUT)/bench/probes_cpu.csv
 	$(BIN)/python -m benchmarks.observer --out $(OUT)/bench/observer_cpu.csv
-	$(BIN)/python -m benchmarks.compiled_statistics --out $(OUT)/bench/compiled_statistics.csv
 	$(BIN)/python -m benchmarks.clusters --out $(OUT)/bench/ray_workers.csv --cache-dir $(OUT)/cache
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows host --out $(OUT)/bench
 	$(BIN)/python -m benchmarks.latency data/runs --out $(OUT)/bench/latency.csv

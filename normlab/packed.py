@@ -3,6 +3,7 @@
 names, manifest, table   the runs of a folder's file, and what each holds
 holds                    whether a path, folder / run, is one of them
 pack                     write the file, and delete the directories: `python -m normlab.packed FOLDER ...`
+add                      add what a sweep has finished: `python -m normlab.packed --from SWEEP FOLDER`
 
 A run keeps its path, folder / run: what reads a directory of runs reads the file too. Columns: `run`, `manifest` (the
 text of manifest.json), `stats` and `experiments` (the rows of these tables). Weights are not packed.
@@ -44,14 +45,22 @@ def manifest(path: Path) -> str:
 
 def table(path: Path, name: str) -> pd.DataFrame | None:
     """A packed run's `stats` or `experiments`; None if it has none."""
+    found = _table(path, name)
+    return None if found is None else found.to_pandas()
+
+
+def _table(path: Path, name: str) -> pyarrow.Table | None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
     folder = path.parent
+    if name not in parquet.read_schema(folder / FILE).names:  # no run has it
+        return None
     rows, metadata = _rows(folder, name, _changed(folder))
     of_run = rows[names(folder).index(path.name)]
     if not of_run.is_valid:
         return None
-    import pyarrow as pa
-
-    return pa.Table.from_struct_array(of_run.values).replace_schema_metadata({b"pandas": metadata}).to_pandas()
+    return pa.Table.from_struct_array(of_run.values).replace_schema_metadata({b"pandas": metadata})
 
 
 def _changed(folder: Path) -> int:
@@ -89,9 +98,6 @@ def pack(folder: Path) -> Path:
 
     NormlabError: there is no run, one keeps its weights, or the folder has such a file.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     directories = sorted(path.parent for path in folder.glob("*/manifest.json"))
     if not directories:
         raise NormlabError(f"{folder} has no run to pack")
@@ -99,14 +105,41 @@ def pack(folder: Path) -> Path:
         raise NormlabError(f"{folder / FILE} exists: pack into a folder without it")
     if kept := [path for path in directories if (path / "model.safetensors").is_file()]:
         raise NormlabError(f"{kept[0]} keeps its weights: only runs without are packed")
+    _write(folder, directories)
+    for path in directories:
+        shutil.rmtree(path)
+    return folder / FILE
+
+
+def add(sweep: Path, folder: Path) -> list[Path]:
+    """Add the finished runs of a sweep, its search and its finals to the packed ones of a folder, without weights.
+
+    Nothing changes in the sweep's directory, so it may still be running. A run that is there already is replaced.
+    """
+    written = []
+    for place in (".", "search", "finals"):
+        found = {path.parent.name: path.parent for path in sweep.glob(f"{place}/*/manifest.json")}
+        if found:
+            there = {name: folder / place / name for name in names(folder / place)}
+            written.append(_write(folder / place, [path for _, path in sorted((there | found).items())]))
+    return written
+
+
+def _write(folder: Path, runs: Sequence[Path]) -> Path:
+    """Write directories of runs, and runs packed before, as the file of a folder, and read it back."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    folder.mkdir(parents=True, exist_ok=True)
     columns: dict[str, Any] = {
-        "run": [path.name for path in directories],
-        "manifest": [(path / "manifest.json").read_text(encoding="utf-8") for path in directories],
+        "run": [path.name for path in runs],
+        "manifest": [
+            manifest(path) if holds(path) else (path / "manifest.json").read_text(encoding="utf-8") for path in runs
+        ],
     }
     metadata = {}
     for name in _TABLES:
-        files = [path / f"{name}.parquet" for path in directories]
-        tables = [parquet.read_table(file) if file.is_file() else None for file in files]
+        tables = [_table(path, name) if holds(path) else _stored(path / f"{name}.parquet") for path in runs]
         if (first := next((t for t in tables if t is not None), None)) is not None:
             columns[name] = _lists(tables, first.schema.remove_metadata())
             metadata[name.encode()] = first.schema.metadata[b"pandas"]
@@ -128,9 +161,13 @@ def pack(folder: Path) -> Path:
     with staged.open("rb+") as file:
         os.fsync(file.fileno())
     staged.replace(folder / FILE)
-    for path in directories:
-        shutil.rmtree(path)
     return folder / FILE
+
+
+def _stored(file: Path) -> pyarrow.Table | None:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(file) if file.is_file() else None
 
 
 def _struct(whole: pyarrow.Table, leaf: str) -> pyarrow.StructType:
@@ -151,5 +188,7 @@ def _lists(tables: Sequence[pyarrow.Table | None], schema: pyarrow.Schema) -> py
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(pack(Path(argument)))
+    if sys.argv[1:2] == ["--from"]:
+        print(*add(*map(Path, sys.argv[2:])), sep="\n")
+    else:
+        print(*[pack(Path(argument)) for argument in sys.argv[1:]], sep="\n")

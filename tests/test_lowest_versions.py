@@ -20,9 +20,7 @@ from normlab.analysis.theory import predict_runs
 from normlab.cli import main
 
 pytestmark = pytest.mark.slow
-TORCH, TRANSFORMERS = (
-    tuple(map(int, version.split(".")[:2])) for version in (torch.__version__, transformers.__version__)
-)
+TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
 RUNS = Path(__file__).resolve().parents[1] / "data" / "runs"
 LAYERS = 3
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -87,16 +85,6 @@ def test_the_callback_measures_training_and_does_not_change_it(model: Any, token
     for step, site, metric in ((0, "block_out", "token_l2_mean"), (2, "block_in_grad", "grad_l2_mean")):
         values = layer_values(table[table["step"] == step], site, metric)
         assert len(values) >= LAYERS and all(value > 0 for value in values.values())
-
-
-def test_compiled_statistics_say_which_torch_they_need() -> None:
-    from normlab.experimental.compiled_statistics import CompiledStatsCallback
-
-    if TORCH < (2, 11):
-        with pytest.raises(NormlabError, match=r"^compiled statistics needs torch>=2\.11: pip install"):
-            CompiledStatsCallback()
-    else:
-        assert CompiledStatsCallback().to_pandas().empty
 
 
 def test_the_shipped_runs_are_one_table_that_is_drawn_and_compared() -> None:

@@ -332,6 +332,21 @@ def test_packed_runs_are_read_as_their_directories_were(tmp_path: Path) -> None:
         load_runs(folder)
 
 
+def test_a_sweep_under_way_adds_what_it_has_finished(tmp_path: Path) -> None:
+    sweep, folder = tmp_path / "sweep", tmp_path / "data"
+    make_run(sweep / store.SEARCH, "first")
+    packed.add(sweep, folder)
+    make_run(sweep / store.SEARCH, "second")
+    make_run(sweep / store.SEARCH / store.PARTIAL, "third")
+    final = make_run(sweep, "final")
+    packed.add(sweep, folder)
+    shutil.rmtree(sweep / store.SEARCH / "first")  # a sweep elsewhere has other runs
+    assert packed.add(sweep, folder) == [folder / packed.FILE, folder / store.SEARCH / packed.FILE]
+    assert set(load_runs(folder / store.SEARCH).run) == {"first", "second"}
+    pd.testing.assert_frame_equal(load_runs(folder), load_runs(sweep))
+    assert (final / runs.WEIGHTS).is_file() and not list(folder.rglob(runs.WEIGHTS))
+
+
 def test_only_runs_without_weights_are_packed(tmp_path: Path) -> None:
     make_run(tmp_path)
     with pytest.raises(NormlabError, match="bhyt-a keeps its weights"):

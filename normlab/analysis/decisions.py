@@ -270,8 +270,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
     A scheme is out of the set if some other scheme is better with p < 0.05. The test is one-sided, paired by seed, and
     corrected over all others (Bonferroni). These are multiple comparisons with the best (Hsu 1984) with each pair's own
-    variance. The set holds the best scheme with probability 0.95. Schemes without final runs are below at 2M
-    tokens.
+    variance. The set holds the best scheme with probability 0.95. A scheme without final runs is below at 2M tokens if
+    its best loss of the search is above those of all that have them by their rank. Else it is only searched.
 
     Args:
         finals, search: of `normlab.load_runs`, at the sweep `league` and below its `search`.
@@ -285,6 +285,9 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     p = {name: _worse_than_some(values, name, names) for name in names}
     means = values.groupby("scheme")["value"].agg(["mean", "count"])
     about = summarize(search)
+    tried = {*names} & {*about["scheme"]}
+    by_rank = about["scheme"].isin(tried - {*tagged("always_final")} or tried)
+    passed = about[by_rank].groupby("scheme")["eval_loss"].min().max()  # the last whose rank gave it final runs
     rows = []
     for scheme in in_order({*names, *about["scheme"]}):
         tried = about[about["scheme"] == scheme].groupby("lr")["eval_loss"].min()
@@ -298,7 +301,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
             row |= {"in_set": not p[scheme] < 0.05}
             row["says"] = "not told from the best" if row["in_set"] else "below the best"
         else:
-            row |= {"in_set": False, "says": "below at 2M tokens"}
+            words = "below at 2M tokens" if row["search_loss"] > passed else "only searched"
+            row |= {"in_set": False, "says": words if math.isfinite(row["search_loss"]) else "diverged"}
         rows.append(row)
     columns = ["scheme", "loss", "seeds", "p", "in_set", "search_loss", "rate", "inside", "says"]
     return pd.DataFrame(rows, columns=columns).sort_values(["loss", "search_loss"], ignore_index=True)

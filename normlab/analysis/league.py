@@ -2,9 +2,10 @@
 
 load       the tables of a sweep `league` in some folders
 standings  one row per scheme: losses, rates, what its depth does, costs, and what others said of it
+shown      its main columns as text
 printed    the same as lines for a terminal
 
-A scheme has final runs, or a search only, or no run. `says` tells which.
+A scheme has final runs, or a search only, or no run. `says` tells which. `normlab.figures.league` draws the table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from normlab.analysis.decisions import league as sets
 from normlab.analysis.selection import Selection, experiments_of, in_order, summarize, title_of
 from normlab.analysis.verdicts import differences, judged, means
 from normlab.errors import NormlabError
-from normlab.models.costs import table as costs_table
 from normlab.runs import COLUMNS, find_runs, load_experiments, load_runs
 from normlab.schemes import BASELINE, SCHEMES
 from normlab.store import SEARCH, child, is_address
@@ -81,7 +81,8 @@ def _runs_at(place: str | Path) -> pd.DataFrame:
 def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     """The league as a table, one row per scheme of the registry and of the runs, best first.
 
-    `says` is "not told from the best", "below the best", "below at 2M tokens" or "not run".
+    `says` is "not told from the best", "below the best", "below at 2M tokens", "only searched", "diverged" or
+    "not run".
     Intervals are 95% intervals over seeds. Values are of the final runs, except those of the search.
 
     Returns:
@@ -92,9 +93,12 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
         minus: held-out loss minus Pre-LN's, paired by seed, with `minus_low minus_high verdict`. One family.
         search_loss, rate: the best of the search. `inside`: rates on both sides of it were tried.
         valley: largest over smallest rate within 0.05 nats of the best. `valley_open`: one of them is at an edge.
-        growth: L2 norm of a token after the last block, over that after the first.
+        loss_at_R, growth_at_R: of the search's run at rate R, for each rate. One seed; an infinite loss diverged.
+        tokens, trigram_loss: of the final runs, read in training and of the held-out blocks; `search_tokens
+            search_trigram_loss`: of the search's.
+        growth: L2 norm of a token after the last block, over that after the first, with `growth_low growth_high`.
         uniform: the number of uniform attentions, of `attentions`. The first block's are left out.
-        deep_cost: sum of the skip costs of the deeper half of the blocks, in nats.
+        deep_cost: sum of the skip costs of the deeper half of the blocks, in nats, with `deep_cost_low deep_cost_high`.
         parameters, operations, bytes: of norms and residual rules, per token (`normlab.models.costs`).
         step_cost: measured time of a training step over Pre-LN's, with `step_low step_high`.
         equal_compute: Pre-LN's loss at the same compute, minus this scheme's. Positive is better. Pre-LN's loss falls
@@ -109,13 +113,19 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     table["says"] = table["says"].fillna(NOT_RUN)
     table["in_set"] = table["in_set"].eq(True)
     table["title"] = [title_of(name) for name in table.index]
-    chosen = Selection(finals, summarize(finals))
+    chosen, searched = (Selection(runs, summarize(runs)) for runs in (finals, search))
     for column, values in (
         *_losses(chosen).items(),
-        *_valleys(summarize(search)).items(),
+        *_valleys(searched.runs).items(),
+        *_by_rate(searched, depth).items(),
         *_depth_use(chosen, league.experiments, depth).items(),
     ):
         table[column] = values.reindex(table.index)
+    for runs, which in ((chosen, ""), (searched, "search_")):
+        table[f"{which}tokens"] = runs.table["tokens"].max()
+        table[f"{which}trigram_loss"] = runs.runs["trigram_loss"].max()
+    from normlab.models.costs import table as costs_table  # needs transformers, and figures import this module
+
     table = table.join(costs_table(width, depth).set_index("name")[["parameters", "operations", "bytes"]])
     table["equal_compute"] = -table["minus"] - _fall(table, finals, search) * np.log(table["step_cost"])
     said = claims(published)
@@ -130,8 +140,7 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
 def _losses(chosen: Selection) -> dict[str, pd.Series]:
     """Losses with intervals, differences from Pre-LN, and step costs; each indexed by scheme."""
     values = last_values(chosen, "loss")
-    own = means(values, "loss").set_index("a") if len(values) else _NO_ROWS
-    columns = {"loss_low": own["low"], "loss_high": own["high"]}
+    columns = _with_interval("loss", values, "loss")
     columns["seen_loss"] = last_values(chosen, "seen_loss").groupby("scheme")["value"].mean()
     others = [name for name in in_order(values["scheme"]) if name != BASELINE]
     rows = [differences(values, name, BASELINE, "loss") for name in others]
@@ -158,17 +167,35 @@ def _valleys(search: pd.DataFrame) -> dict[str, pd.Series]:
 
 def _depth_use(chosen: Selection, experiments: pd.DataFrame | None, depth: int) -> dict[str, pd.Series]:
     """Growth, uniform attentions and cost of deep blocks after training; each indexed by scheme."""
-    last, first = (last_values(chosen, "token_l2_mean", layer=layer) for layer in (depth, 1))
-    growth = last.assign(value=np.log(last["value"] / first["value"])).groupby("scheme")["value"].mean()
     rows = chosen.rows("model", "uniform_attention")
     rows = rows[rows["step"].eq(rows["step"].max()) & rows["layer"].gt(1)]
     uniform = rows.groupby("scheme", observed=True)["value"].agg(["sum", "size"])
-    columns = {"growth": np.exp(growth), "uniform": uniform["sum"], "attentions": uniform["size"]}
+    columns = {"uniform": uniform["sum"], "attentions": uniform["size"]}
+    columns |= _with_interval("growth", _growth(chosen, depth), "token_l2_mean")
     if experiments is not None:
         skips = experiments_of(experiments, "skip_delta_loss", "block")
-        deep = skips[skips["layer"] > depth // 2].groupby(["scheme", "run"], observed=True)["value"].sum()
-        columns["deep_cost"] = deep.groupby("scheme", observed=True).mean()
+        by_run = skips[skips["layer"] > depth // 2].groupby(["scheme", "depth", "seed", "run"], observed=True)
+        columns |= _with_interval("deep_cost", by_run["value"].sum().reset_index(), "skip_delta_loss")
     return columns
+
+
+def _with_interval(name: str, values: pd.DataFrame, metric: str) -> dict[str, pd.Series]:
+    own = means(values, metric).set_index("a") if len(values) else _NO_ROWS
+    return {name: own["estimate"], f"{name}_low": own["low"], f"{name}_high": own["high"]}
+
+
+def _growth(chosen: Selection, depth: int) -> pd.DataFrame:
+    """The L2 norm after the last block over that after the first at the end, one row per run."""
+    last, first = (last_values(chosen, "token_l2_mean", layer=layer) for layer in (depth, 1))
+    return last.assign(value=last["value"] / first["value"])
+
+
+def _by_rate(searched: Selection, depth: int) -> dict[str, pd.Series]:
+    """Loss and growth of the search's runs at each rate; each indexed by scheme."""
+    losses = searched.runs.pivot_table(index="scheme", columns="lr", values="eval_loss", aggfunc="min")
+    grown = _growth(searched, depth).dropna(subset="value").pivot_table(index="scheme", columns="lr", values="value")
+    tables = {"loss": losses, "growth": grown}
+    return {f"{name}_at_{rate:g}": wide[rate] for name, wide in tables.items() for rate in sorted(wide)}
 
 
 def _fall(table: pd.DataFrame, finals: pd.DataFrame, search: pd.DataFrame) -> float:
@@ -204,26 +231,30 @@ def claims(published: pd.DataFrame) -> dict[str, str]:
 
 def printed(table: pd.DataFrame) -> str:
     """The table's main columns, and a line with the schemes that were not run."""
-    run = table[table["says"] != NOT_RUN]
-    shown = pd.DataFrame(
-        {
-            "scheme": run["title"],
-            "loss": [_interval(row.loss, row.loss_low, row.loss_high) for row in run.itertuples()],
-            "minus Pre-LN": [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()],
-            "seen": run["seen_loss"].map(_number),
-            "rate": run["rate"].map("{:g}".format),
-            "valley": [_valley(row) for row in run.itertuples()],
-            "growth": run["growth"].map(_number),
-            "uniform": [_count(row.uniform, row.attentions) for row in run.itertuples()],
-            "deep cost": run.get("deep_cost", pd.Series(math.nan, run.index)).map(_number),
-            "step": run["step_cost"].map(_number),
-            "equal compute": run["equal_compute"].map(lambda gain: _number(gain, "+")),
-            "": run["says"],
-        }
-    )
     missing = table.loc[table["says"] == NOT_RUN, "title"]
-    lines = [shown.to_string(index=False)]
+    lines = [shown(table).to_string(index=False)]
     return "\n".join([*lines, f"not run: {', '.join(missing)}"] if len(missing) else lines)
+
+
+def shown(table: pd.DataFrame) -> pd.DataFrame:
+    """The table's main columns as text, one row per scheme that was run."""
+    run = table[table["says"] != NOT_RUN]
+    columns = {
+        "scheme": run["title"],
+        "": run["says"],
+        "loss": [_interval(row.loss, row.loss_low, row.loss_high) for row in run.itertuples()],
+        "minus Pre-LN": [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()],
+        "seen": run["seen_loss"].map(_number),
+        "at 2M tokens": run["search_loss"].map(_number),
+        "rate": run["rate"].map("{:g}".format),
+        "valley": [_valley(row) for row in run.itertuples()],
+        "growth": run["growth"].map(_number),
+        "uniform": [_count(row.uniform, row.attentions) for row in run.itertuples()],
+        "deep cost": run.get("deep_cost", pd.Series(math.nan, run.index)).map(_number),
+        "step": run["step_cost"].map(_number),
+        "equal compute": run["equal_compute"].map(lambda gain: _number(gain, "+")),
+    }
+    return pd.DataFrame(columns).loc[:, lambda text: (text != "").any()]
 
 
 def _number(value: float, sign: str = "") -> str:

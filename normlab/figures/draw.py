@@ -251,7 +251,7 @@ def note(figure: go.Figure, text: str, axis: str = "") -> None:
 def footnote(figure: go.Figure, text: str) -> None:
     """Write a line below the axis titles."""
     corner = dict(x=0, xref="paper", xanchor="left", y=0, yref="paper", yanchor="top", yshift=-46)
-    figure.add_annotation(text=text, showarrow=False, font=dict(size=12, color=NEUTRAL), **corner)
+    figure.add_annotation(text=text, showarrow=False, align="left", font=dict(size=12, color=NEUTRAL), **corner)
 
 
 def beside(figure: go.Figure, y: float, shift: int, text: str, color: str, left: bool = False) -> None:

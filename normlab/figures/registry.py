@@ -28,7 +28,8 @@ class FigureRow:
         paper_figure: the published figure it reproduces (B: BHyT, C: The Curse of Depth), or N for one of our own.
         shows: one phrase.
         options: arguments of `draw` that make it this figure.
-        reads: the table it takes: "runs" (`normlab.load_runs`) or "experiments" (`normlab.load_experiments`).
+        reads: the table it takes: "runs" (`normlab.load_runs`), "experiments" (`normlab.load_experiments`) or "league"
+            (`normlab.analysis.league.standings`).
         overlays: whether published values can be drawn over it.
     """
 
@@ -37,7 +38,7 @@ class FigureRow:
     shows: str
     draw: Callable[..., go.Figure]
     options: Mapping[str, Any] = field(default_factory=dict)
-    reads: Literal["runs", "experiments"] = "runs"
+    reads: Literal["runs", "experiments", "league"] = "runs"
     overlays: bool = False
 
     def __call__(self, table: Any, published: pd.DataFrame | None = None, **options: Any) -> go.Figure:
@@ -67,7 +68,7 @@ def register(
     paper_figure: str,
     shows: str,
     *,
-    reads: Literal["runs", "experiments"] = "runs",
+    reads: Literal["runs", "experiments", "league"] = "runs",
     overlays: bool = False,
     **options: Any,
 ) -> Callable[[Callable[Arguments, go.Figure]], Callable[Arguments, go.Figure]]:
@@ -91,7 +92,7 @@ def register(
 def draw_all(
     tables: Mapping[str, pd.DataFrame], published: pd.DataFrame | None = None
 ) -> Iterator[tuple[str, go.Figure]]:
-    """Name and picture of every figure that reads one of `tables`: "runs", "experiments"."""
+    """Name and picture of every figure that reads one of `tables`: "runs", "experiments", "league"."""
     for row in FIGURES.values():
         if row.reads in tables:
             yield row.name, row(tables[row.reads], published)

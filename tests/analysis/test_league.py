@@ -39,7 +39,11 @@ def final(scheme: str, seed: int) -> pd.DataFrame:
 
 def searched(scheme: str, losses: dict[float, float]) -> pd.DataFrame:
     """Runs of the search: 10 steps, half of a final run's."""
-    runs = [with_loss(one_run(scheme, seed=1000, lr=lr, steps=(0, 10)), loss) for lr, loss in losses.items()]
+    status = {True: "finished", False: "diverged"}
+    runs = [
+        with_loss(one_run(scheme, seed=1000, lr=lr, steps=(0, 10), status=status[math.isfinite(loss)]), loss)
+        for lr, loss in losses.items()
+    ]
     return pd.concat(runs, ignore_index=True)
 
 
@@ -67,6 +71,19 @@ def test_every_scheme_has_a_row_and_what_was_not_run_says_so(table: pd.DataFrame
     assert table.loc[MINE, "title"] == MINE and math.isnan(table.loc[MINE, "parameters"])
 
 
+def test_a_search_without_final_runs_puts_nobody_below_anybody():
+    losses = {PRE: {0.002: 3.9, 0.008: 4.2}, LNS: {0.002: 3.8, 0.008: math.inf}, "dyt": {0.002: math.inf}}
+    runs = [searched(scheme, rates) for scheme, rates in losses.items()]
+    search = pd.concat(runs, ignore_index=True)
+    found = league.standings(league.League(search.iloc[:0], search, None), load_published()).set_index("scheme")
+    assert found.loc[[LNS, PRE, "dyt", "mhc"], "says"].tolist() == [*["only searched"] * 2, "diverged", "not run"]
+    assert found.loc[LNS, ["loss_at_0.002", "loss_at_0.008"]].tolist() == [3.8, math.inf]
+    expected = activation(LNS, 4, 10) / activation(LNS, 1, 10)
+    assert found.loc[LNS, "growth_at_0.002"] == pytest.approx(expected)
+    assert math.isnan(found.loc[LNS, "growth_at_0.008"])
+    assert "diverged" in league.printed(found.reset_index())
+
+
 def test_losses_and_their_intervals(table: pd.DataFrame):
     row = table.loc[LNS]
     assert (row["loss"], row["seen_loss"]) == pytest.approx((3.401, 3.2))
@@ -85,6 +102,7 @@ def test_what_depth_does(table: pd.DataFrame):
     assert table.loc[LNS, ["growth", "uniform", "attentions", "deep_cost"]].tolist() == pytest.approx(
         [expected, 1, 9, 0.3 + 0.4]
     )
+    assert table.loc[LNS, ["growth_low", "deep_cost_high"]].tolist() == pytest.approx([expected, 0.3 + 0.4])
     assert table.loc[MINE, "uniform"] == 6
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from probe_zoo import near
+from hatchling.build import build_editable
+from probe_zoo import near, tiny_llama
 
 import normlab
 from normlab.errors import NormlabError
@@ -216,8 +217,6 @@ def test_a_linear_share_is_that_of_the_tanh_s_argument(ids):
 
 
 def test_what_cannot_be_bridged_or_attributed_is_refused(ids):
-    from probe_zoo import tiny_llama
-
     with pytest.raises(NormlabError, match="to_bridge takes a NormlabForCausalLM, not LlamaForCausalLM"):
         to_bridge(tiny_llama())
     answers = torch.tensor([3, 7])
@@ -231,11 +230,9 @@ def test_what_cannot_be_bridged_or_attributed_is_refused(ids):
         direct_logit_attribution(bridge, ids, torch.tensor([1, 2, 3]))
 
 
-def test_transformer_lens_finds_the_adapter_by_what_pip_installs(tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    built = f"from hatchling.build import build_editable; build_editable({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", built], cwd=root, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+def test_transformer_lens_finds_the_adapter_by_what_pip_installs(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    wheel = tmp_path / build_editable(str(tmp_path))
     code = """if True:
         import sys, torch, normlab
         from transformer_lens.model_bridge.sources import build_bridge_from_module

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 from model_helpers import LLAMA, assert_near, tiny_model, tokens
-from reference_model import as_float64, reference
+from reference_model import as_float64
+from reference_schemes import reference
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,

@@ -1,0 +1,217 @@
+"""Figures of the league (N4), from the table of `normlab.analysis.league.standings` or data/league.csv.
+
+by_scheme      a row per scheme, in sets: losses, growth of the stream, cost of leaving out deep blocks
+league_rates   the search's loss at each learning rate
+league_costs   loss against the time of a step
+
+A scheme without a run is named below the figure.
+"""
+
+from __future__ import annotations
+
+import math
+from textwrap import wrap
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from normlab.analysis.league import NOT_RUN
+from normlab.analysis.selection import NothingToShow, title_of
+from normlab.figures import theme
+from normlab.figures.draw import LINE, SEQUENTIAL_SCALE, axis_bounds, beside, footnote, interval_bars, short, value_axis
+from normlab.figures.registry import register
+from normlab.schemes import BASELINE
+
+NO_FINALS = "No final run of the league in this table: these are made after the search."
+SETS = ("not told from the best", "below the best", "below at 2M tokens", "only searched")
+# quantity -> (title, axis, whether it is a ratio)
+QUANTITIES = {
+    "loss": ("Held-out loss in the league", "nats per token", False),
+    "growth": ("Growth of a token's L2 norm from the first block to the last", "last block / first", True),
+    "deep_cost": ("Loss added by leaving out each block of the deeper half", "sum of nats per token", False),
+}
+_TRIGRAMS = {"loss": "trigram_loss", "search_loss": "search_trigram_loss"}
+_ROW = 23  # pixels of a scheme
+_WORST = 0.5  # nats above a scheme's best loss from which colours no longer differ
+
+
+@register("league_losses", "N4", "the league: losses in sets that are not told apart", reads="league", quantity="loss")
+@register("league_growth", "N4", "the league: growth of the stream", reads="league", quantity="growth")
+@register("league_deep_cost", "N4", "the league: what leaving out deep blocks costs", reads="league",
+          quantity="deep_cost")  # fmt: skip
+def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
+    """A row per scheme, in the sets of the table's `says`. Final runs have intervals. The search has one seed.
+
+    Sizes compare at one rate only. So growth is shown at the rates that most schemes share, too.
+
+    Args:
+        table: of `normlab.analysis.league.standings`.
+        quantity: a name of `QUANTITIES`.
+    """
+    title, axis, log = QUANTITIES[quantity]
+    top = 116 if quantity == "loss" else 150  # a title of two lines
+    columns = {name: words for name, words in _columns(table, quantity).items() if np.isfinite(table[name]).any()}
+    if not columns:
+        raise NothingToShow(NO_FINALS)
+    rows = table[np.isfinite(table[list(columns)].astype(float)).any(axis=1)]
+    rows = rows.sort_values("says", key=lambda says: says.map(SETS.index), kind="stable").reset_index(drop=True)
+    is_first = rows["says"].ne(rows["says"].shift())
+    rows["position"] = np.arange(len(rows)) + is_first.cumsum()  # a heading takes a row
+    grid = dict(shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=[*columns.values()])
+    figure = make_subplots(1, len(columns), **grid).update_annotations(font=dict(size=13))
+    for position, words in rows.loc[is_first, ["position", "says"]].itertuples(index=False):
+        beside(figure, position - 1, -10, f"<b>{words}</b>", theme.NEUTRAL, left=True)
+    for place, name in enumerate(columns, 1):
+        ends = [rows.get(f"{name}_{end}", pd.Series(math.nan, rows.index)) for end in ("low", "high")]
+        _add_column(figure, rows, name, ends, place)
+        level = table[_TRIGRAMS[name]].max() if name in _TRIGRAMS else math.nan
+        held = [*rows[name], *ends[0], *ends[1], level]
+        figure.update_xaxes(title_text=axis, **value_axis(axis_bounds(map(float, held), log), log), row=1, col=place)
+        if math.isfinite(level):
+            figure.add_vline(float(level), line=dict(color=theme.NEUTRAL, dash="dot", width=1.2), row=1, col=place)
+    styles = map(theme.style_of, rows["scheme"])
+    names = [f"<b style='color:{style.color}'>{style.title}</b>" for style in styles]
+    bottom = int(rows["position"].max())
+    figure.update_yaxes(tickvals=rows["position"].tolist(), ticktext=names, ticks="", range=[bottom + 0.6, -0.6])
+    figure.update_layout(showlegend=False, margin=dict(l=190, r=30, t=top, b=70 + _name_missing(figure, table)))
+    about = "● not told from the best, ○ others · bars: 95% interval over seeds"
+    about += " · dotted: a trigram model of the text" * (quantity == "loss")
+    first = next(iter(columns))
+    return theme.titled(figure, title + _message(rows, first, columns[first]), about, top + 134 + _ROW * bottom)
+
+
+def _columns(table: pd.DataFrame, quantity: str) -> dict[str, str]:
+    """The columns of the table that show a quantity, with what they were measured on."""
+    final, searched = (f"{table[name].max() / 1e6:.2f}M tokens" for name in ("tokens", "search_tokens"))
+    seeds = f"{table['seeds'].max():.0f} seeds"
+    if quantity == "loss":
+        return {"loss": f"final runs: {final}, {seeds}", "search_loss": f"best of the search: {searched}, one seed"}
+    if quantity == "growth":
+        rates = table.filter(regex="^growth_at_").count()
+        most = rates[rates > rates.max() / 2].sort_values(ascending=False, kind="stable").index
+        shared = {name: f"search: {name.replace('growth_at_', 'rate ')}, one seed" for name in most}
+        return shared | {"growth": f"final runs, own rates, {seeds}"}
+    return {name: f"final runs, {final}, {seeds}" for name in (quantity,) if name in table}
+
+
+def _add_column(figure: go.Figure, rows: pd.DataFrame, name: str, ends: list[pd.Series], place: int) -> None:
+    for row, value, low, high in zip(rows.itertuples(), rows[name].astype(float), *ends, strict=True):
+        if not math.isfinite(value):
+            continue
+        style = theme.style_of(row.scheme)
+        figure.add_scatter(
+            x=[value],
+            y=[row.position],
+            error_x=interval_bars(value, low, high, color=style.color) if math.isfinite(low) else None,
+            mode="markers",
+            name=style.title,
+            meta=dict(scheme=row.scheme, column=name),
+            marker=_mark(row.in_set, style.color),
+            hovertemplate=f"<b>{style.title}</b><br>%{{x:.4~g}}, {row.says}<extra></extra>",
+            row=1,
+            col=place,
+        )
+
+
+def _mark(in_set: bool, color: str) -> dict:
+    return dict(color=color, size=9, symbol="circle" if in_set else "circle-open", line=dict(width=2, color=color))
+
+
+def _message(rows: pd.DataFrame, name: str, words: str) -> str:
+    if name == "loss":
+        return f": {rows['in_set'].sum()} of {rows[name].notna().sum()} schemes are not told from the best"
+    values = rows.set_index("scheme")[name].astype(float)
+    values = values[np.isfinite(values)].sort_values()
+    if name == "search_loss":
+        return f": {len(values)} schemes only searched, {values.iloc[0]:.2f} to {values.iloc[-1]:.2f} nats"
+    low, high = (f"{short(value)} ({title_of(str(scheme))})" for scheme, value in values.iloc[[0, -1]].items())
+    return f":<br>{low} to {high}, {words.removeprefix('search: ').partition(',')[0]}"
+
+
+def _name_missing(figure: go.Figure, table: pd.DataFrame) -> int:
+    """Name the schemes without a run below the axes, and those that diverged. Returns its height in pixels."""
+    lines = []
+    for says in ("diverged", NOT_RUN):
+        names = ", ".join(table.loc[table["says"] == says, "title"])
+        lines += wrap(f"{says.capitalize()}: {names}", 165) if names else []
+    footnote(figure, "<br>".join(lines))
+    return (LINE + 1) * len(lines)
+
+
+@register("league_rates", "N4", "the league: loss at each learning rate", reads="league")
+def league_rates(table: pd.DataFrame) -> go.Figure:
+    """The search's loss by scheme and learning rate. Dark is far above the scheme's best loss.
+
+    Args:
+        table: of `normlab.analysis.league.standings`.
+    """
+    rows = table.dropna(subset="search_loss").sort_values("search_loss").reset_index(drop=True)
+    if rows.empty:
+        raise NothingToShow("No run of the league's search in this table.")
+    losses = rows.filter(regex="^loss_at_").rename(columns=lambda name: float(name.removeprefix("loss_at_")))
+    losses = losses[sorted(losses)].astype(float)
+    above = losses.sub(rows["search_loss"].replace(math.inf, math.nan), axis=0)
+    words = losses.map(lambda loss: "" if math.isnan(loss) else f"{loss:.2f}" if math.isfinite(loss) else "diverged")
+    figure = go.Figure()
+    figure.add_heatmap(
+        x=[f"{rate:g}" for rate in losses],
+        y=rows["title"].tolist(),
+        z=above.clip(upper=_WORST).astype(object).where(losses.notna() & above.notna(), None).values.tolist(),
+        text=words.values.tolist(),
+        texttemplate="%{text}",
+        colorscale=SEQUENTIAL_SCALE,
+        zmin=0.0,
+        zmax=_WORST,
+        xgap=2,
+        ygap=2,
+        colorbar=dict(title="nats above<br>its best", thickness=10, outlinewidth=0),
+        hovertemplate="<b>%{y}</b>, rate %{x}: %{text}<extra></extra>",
+    )
+    figure.update_xaxes(type="category", title_text="learning rate", showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    figure.update_layout(margin=dict(l=190, r=30, t=96, b=70 + _name_missing(figure, table)))
+    wide = int((rows["valley"] > 1).sum())
+    title = f"Learning rates: {wide} of {len(rows)} schemes have a second one within 0.05 nats of their best"
+    about = f"the search's losses, {table['search_tokens'].max() / 1e6:.2f}M tokens, one seed · empty: not tried"
+    return theme.titled(figure, title, about, 250 + _ROW * len(rows))
+
+
+@register("league_costs", "N4", "the league: loss against the time of a training step", reads="league")
+def league_costs(table: pd.DataFrame) -> go.Figure:
+    """Held-out loss of final runs against the time of a training step, over Pre-LN's. Both have intervals.
+
+    Args:
+        table: of `normlab.analysis.league.standings`.
+    """
+    rows = table.dropna(subset="loss").assign(step_cost=lambda t: t["step_cost"].mask(t["scheme"] == BASELINE, 1.0))
+    rows = rows.dropna(subset="step_cost")
+    if rows.empty:
+        raise NothingToShow(NO_FINALS)
+    figure = go.Figure()
+    for row in rows.itertuples():
+        style = theme.style_of(row.scheme)
+        faded = theme.faded(style.color, 0.4)
+        figure.add_scatter(
+            x=[row.step_cost],
+            y=[row.loss],
+            error_x=interval_bars(row.step_cost, row.step_low, row.step_high, color=faded),
+            error_y=interval_bars(row.loss, row.loss_low, row.loss_high, color=faded),
+            mode="markers+text",
+            text=[f" {style.title}"],
+            textposition="top right",
+            textfont=dict(color=style.color),
+            marker=_mark(row.in_set, style.color),
+            name=style.title,
+            hovertemplate=f"<b>{style.title}</b><br>x %{{x:.3f}}, %{{y:.3f}} nats<extra></extra>",
+        )
+    for axis, held in (("x", ("step_cost", "step_low", "step_high")), ("y", ("loss", "loss_low", "loss_high"))):
+        bounds = axis_bounds(rows[list(held)].to_numpy(float).ravel(), axis == "x", 0.12)
+        figure.update_layout({f"{axis}axis": value_axis(bounds, axis == "x")})
+    figure.update_xaxes(title_text="time of a training step, over Pre-LN's").update_yaxes(title_text="nats per token")
+    figure.update_layout(showlegend=False, margin=dict(l=80, r=30, t=96, b=70))
+    better = rows.loc[rows["scheme"] != BASELINE, "equal_compute"].dropna()
+    title = f"Loss against time: {(better > 0).sum()} of {len(better)} schemes end below Pre-LN at equal compute"
+    about = "● not told from the best, ○ others · bars: 95% intervals over seeds · times were taken on a busy machine"
+    return theme.titled(figure, title, about, 560)
