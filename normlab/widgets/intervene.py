@@ -69,6 +69,10 @@ class Intervene(PageWidget):
         value = proposal["value"]
         return (value if isinstance(value, Change) else Change(**value)).to_json()
 
+    def undo(self) -> None:
+        """Back to the model as it is."""
+        self.change = {}
+
     @property
     def before(self) -> Answer:
         """The model as it is, over all rows."""

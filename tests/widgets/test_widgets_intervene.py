@@ -141,7 +141,7 @@ def test_the_change_is_a_trait_and_what_is_shown():
     assert max(traces(widget)["intervened share"].y) > 0.0 == max(traces(widget)["as it is share"].y)
     with pytest.raises(NormlabError, match="not a change: block"):
         widget.change = {"block": 2}
-    widget.change = {}
+    widget.undo()
     assert widget.change == {} and size("intervened") == size("as it is")
 
 
