@@ -29,7 +29,8 @@ from tables import table
 
 import normlab
 from normlab.analysis.compare import last_values
-from normlab.analysis.selection import Selection, summarize, title_of
+from normlab.analysis.league import load
+from normlab.analysis.selection import Selection, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
@@ -226,11 +227,11 @@ def _ours(scheme: str, losses: pd.DataFrame) -> tuple[pd.Series | str, str]:
 @cache
 def league() -> pd.DataFrame:
     """Each scheme's loss minus Pre-LN's in the final runs of data/league, by scheme; empty before there are any."""
-    if not LEAGUE_RUNS.is_dir():
-        return pd.DataFrame()
-    table = normlab.load_runs(LEAGUE_RUNS)
+    table = load([LEAGUE_RUNS]).finals
     values = last_values(Selection(table, summarize(table)), "loss")
-    return pd.concat(differences(values, a, PRE_LN, "loss") for a in set(values["scheme"]) - {PRE_LN}).set_index("a")
+    names = {*values["scheme"]}
+    rows = [differences(values, a, PRE_LN, "loss") for a in in_order(names - {PRE_LN}) if PRE_LN in names]
+    return pd.concat(rows).set_index("a") if rows else pd.DataFrame()
 
 
 def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[tuple[str, float]]:
