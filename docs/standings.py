@@ -54,7 +54,7 @@ def texts() -> dict[str, str]:
 
 
 def _learned(run: pd.DataFrame) -> str:
-    """How many schemes end below a trigram model, in the search and, where there are some, in final runs."""
+    """Count the schemes that end below a trigram model, in the search and in final runs."""
     parts = []
     for which, words in (("search_", "in the search"), ("", "in final runs")):
         known = run.dropna(subset=f"{which}loss")
@@ -80,7 +80,7 @@ def _tried(row: pd.Series, rate: float) -> str:
 
 
 def _claims(run: pd.DataFrame) -> str:
-    """What papers say of the schemes that were run, beside what was measured."""
+    """Papers' claims on the schemes that were run, next to what was measured."""
     lines = []
     for row in run[run["claim"] != ""].itertuples():
         ours = f"{signed(row.minus)} [{plain(row.minus_low)}, {plain(row.minus_high)}]"
