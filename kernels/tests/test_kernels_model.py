@@ -223,18 +223,6 @@ def test_a_decoded_tokens_carried_correction_is_the_kernels(carried: str, monkey
     assert small.seen == (["div"] * 2 if carried == "causal" else [])
 
 
-@some_schemes
-def test_generate_writes_what_argmax_over_full_forwards_writes(scheme: str) -> None:
-    model, written = tiny(scheme, "triton").eval(), ids()
-    mask = torch.ones_like(written)
-    with torch.no_grad():
-        for _ in range(3):
-            last = model(written, use_cache=False).logits[:, -1]
-            written = torch.cat([written, last.argmax(-1, keepdim=True)], dim=1)
-    generated = model.generate(ids(), attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
-    assert torch.equal(generated, written)
-
-
 @pytest.mark.parametrize(
     ("scheme", "backend", "layers"),
     [

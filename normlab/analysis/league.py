@@ -24,7 +24,6 @@ from normlab.analysis.decisions import league as sets
 from normlab.analysis.selection import Selection, experiments_of, in_order, summarize, title_of
 from normlab.analysis.verdicts import differences, judged, means
 from normlab.errors import NormlabError
-from normlab.models.costs import table as costs_table
 from normlab.runs import COLUMNS, find_runs, load_experiments, load_runs
 from normlab.schemes import BASELINE, SCHEMES
 from normlab.store import SEARCH, child, is_address
@@ -125,6 +124,8 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     for runs, which in ((chosen, ""), (searched, "search_")):
         table[f"{which}tokens"] = runs.table["tokens"].max()
         table[f"{which}trigram_loss"] = runs.runs["trigram_loss"].max()
+    from normlab.models.costs import table as costs_table  # needs transformers, and figures import this module
+
     table = table.join(costs_table(width, depth).set_index("name")[["parameters", "operations", "bytes"]])
     table["equal_compute"] = -table["minus"] - _fall(table, finals, search) * np.log(table["step_cost"])
     said = claims(published)
