@@ -241,7 +241,7 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     run = table[table["says"] != NOT_RUN]
     columns = {
         "scheme": run["title"],
-        "": run["says"],
+        "set": run["says"],
         "loss": [_interval(row.loss, row.loss_low, row.loss_high) for row in run.itertuples()],
         "minus Pre-LN": [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()],
         "seen": run["seen_loss"].map(_number),
