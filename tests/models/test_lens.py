@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hatchling.build import build_editable
+from model_helpers import fresh_model
 from probe_zoo import near, tiny_llama
 
 import normlab
@@ -28,20 +29,10 @@ POST = ("post_rmsnorm", "mix_ln")
 
 
 def build(scheme: str, **changes) -> normlab.NormlabForCausalLM:
-    torch.manual_seed(0)
-    fields = dict(
-        scheme=scheme,
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        initializer_range=0.3,
-    )
-    model = normlab.NormlabForCausalLM(normlab.NormlabConfig(**{**fields, **changes})).eval()
-    with torch.no_grad():  # constants away from their defaults, which hide errors
+    """A model of 4 blocks whose constants are away from their defaults, which hide errors."""
+    fields = {"num_hidden_layers": 4, "initializer_range": 0.3, "kappa": 10.0, "lam_input": 2.0, "lam_post": 1.0}
+    model = fresh_model(scheme, **{**fields, **changes})
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.mul_(1 + 0.3 * torch.rand_like(parameter))

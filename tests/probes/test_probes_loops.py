@@ -41,16 +41,6 @@ def test_a_recipe_of_the_page_measures_what_the_plain_loop_does(name, one_proces
     same(loop_recipes.run(name), one_process)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_counts_each_block_once(one_process, reentrant):
-    def checkpointed(names: dict) -> None:
-        names["model"].gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            names["model"].enable_input_require_grads()
-
-    same(loop_recipes.run(PLAIN, checkpointed), one_process)
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> Path:
     """What two forked ranks wrote."""
