@@ -171,7 +171,7 @@ def decoded(model: Any) -> torch.Tensor:
     return torch.cat(pieces, dim=1)
 
 
-@every_scheme
+@some_schemes
 def test_decoding_one_token_takes_the_kernels_of_the_prompt(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same launches for one token as for many, and the same logits; the rows' bits are pinned in
     test_kernels_rows.py."""

@@ -105,6 +105,8 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
             with the logarithm of compute, at the slope from its search to its final runs.
         claim, predicted: what papers say, with source, and what other leagues found.
     """
+    from normlab.models.costs import table as costs_table  # needs transformers, and figures import this module
+
     finals, search = league.finals, league.search
     about = summarize(finals if len(finals) else search)
     depth, width = int(about["depth"].max()), int(about["width"].max())
@@ -124,8 +126,6 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     for runs, which in ((chosen, ""), (searched, "search_")):
         table[f"{which}tokens"] = runs.table["tokens"].max()
         table[f"{which}trigram_loss"] = runs.runs["trigram_loss"].max()
-    from normlab.models.costs import table as costs_table  # needs transformers, and figures import this module
-
     table = table.join(costs_table(width, depth).set_index("name")[["parameters", "operations", "bytes"]])
     table["equal_compute"] = -table["minus"] - _fall(table, finals, search) * np.log(table["step_cost"])
     said = claims(published)

@@ -16,7 +16,7 @@ from widget_helpers import TOKENS, model_of
 
 from normlab.figures import theme as look
 from normlab.figures.draw import finite
-from normlab.widgets import LogitAttribution, PlotWidget, SkipMap, TrainTheatre
+from normlab.widgets import Intervene, LogitAttribution, NormExplorer, PlotWidget, SkipMap, TrainTheatre
 from normlab.widgets.plot import Plot
 
 BLUE, BLUE_ON_DARK, PAPER, DARK_PAPER = "#0072b2", "#3b9ddd", "#ffffff", "#14171b"
@@ -70,6 +70,11 @@ def test_it_is_one_plot_that_follows_the_page_and_has_a_plain_twin(name: str, tm
 def test_there_is_one_technology():
     for file in Path(look.__file__).parents[1].rglob("*.py"):
         assert "FigureWidget(" not in file.read_text(encoding="utf-8")
+
+
+def test_scripts_are_small_enough_to_start_within_the_two_seconds_of_anywidget():
+    for widget in (Plot, NormExplorer, Intervene):
+        assert len(str(widget._esm)) < 100_000  # plotly has five million
 
 
 def test_what_is_not_finite_is_a_gap():

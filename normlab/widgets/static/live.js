@@ -18,13 +18,13 @@ const COSTS_AFTER_MS = 150; // after a move, before the blocks' costs are measur
 
 /* Each step: a finding, the model that shows it, and a change that tries it. tests/widgets/test_widgets_live.py checks them. */
 const TOUR = [
-  { title: "One block carries most of it", needs: "any", change: { layers: { 1: { block: 0 } } },
+  { title: "One block carries most of it", change: { layers: { 1: { block: 0 } } },
     say: "Every block adds to a running sum, the residual stream. The bars show how much the loss rises without each block. Skip block 1: most of these models then do hardly better than a guess. Skip another with its slider, or choose another model: which block matters depends on how it was trained.",
     act: "Skip block 1" },
-  { title: "Half of every block is almost enough", needs: "any", change: { block: 0.5 },
+  { title: "Half of every block is almost enough", change: { block: 0.5 },
     say: "Let every block add half of what it learned to add. The stream shrinks to half, but the loss stays close: each block begins with a norm, which divides by the stream's size, so only proportions count.",
     act: "Halve every block" },
-  { title: "A gain is not divided away", needs: "any", change: { gain: 0.5 },
+  { title: "A gain is not divided away", change: { gain: 0.5 },
     say: "After it has divided by the stream's size, a norm multiplies by its gain γ. Halve every γ: nothing makes up for it, and the loss rises several times as much as when every block was halved.",
     act: "Halve every gain" },
   { title: "A carried statistic is good enough", needs: "carried", change: { exact: true },
@@ -202,7 +202,7 @@ function live(root, data, host) {
   root.classList.add("live");
   data.words = data.tokenizer ? bytePairs(data.tokenizer) : data.vocabulary && { decode: token => data.vocabulary[token] };
   const names = data.models.map(model => model.name), byName = Object.fromEntries(data.models.map(model => [model.name, model]));
-  const has = (model, need) => need === "any" || model.traits.includes(need);
+  const has = (model, need) => !need || model.traits.includes(need);
   const START = { model: names[0], against: "", text: 0, at: null, change: {}, step: data.tour ? 0 : null, field: "block" };
   let state = { ...START, ...host.read() };
   if (!byName[state.model]) state.model = names[0];
@@ -255,7 +255,7 @@ function live(root, data, host) {
     if (ui.against) ui.against.value = state.against;
     ui.own.hidden = !own;
     if (own && document.activeElement !== ui.own) ui.own.value = state.text;
-    const possible = Object.entries(FIELDS).filter(([, { needs }]) => !needs || current().some(model => has(model, needs))).map(([name]) => name);
+    const possible = Object.entries(FIELDS).filter(([, { needs }]) => current().some(model => has(model, needs))).map(([name]) => name);
     if (!possible.includes(state.field)) state.field = possible[0];
     replaceButtons(ui.fields, ...possible.map(name => element("button", {
       type: "button", ariaPressed: name === state.field, title: FIELDS[name].about, textContent: name === "lam" ? byName[state.model].slope ?? "λ" : FIELDS[name].label,
@@ -392,7 +392,7 @@ function live(root, data, host) {
   showTour();
   work();
   return {
-    set: changes => set(changes, { quiet: true }), state: () => state, panels,
+    set: changes => set(changes, { quiet: true }), state: () => state,
     close() {
       closed = true;
       clearTimeout(rest);
