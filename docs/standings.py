@@ -45,7 +45,7 @@ def texts() -> dict[str, str]:
         "league_finals": f"{run['loss'].notna().sum()}",
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
-        "league_not_run": ", ".join(missing) or "none",
+        "league_not_run": "; ".join(missing) or "none",
         "table_of_league": table(shown(rows()), shown(rows()).itertuples(index=False)),
         "table_of_league_rates": _rates(run),
         "table_of_league_claims": _claims(run),

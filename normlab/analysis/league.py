@@ -233,7 +233,7 @@ def printed(table: pd.DataFrame) -> str:
     """The table's main columns, and a line with the schemes that were not run."""
     missing = table.loc[table["says"] == NOT_RUN, "title"]
     lines = [shown(table).to_string(index=False)]
-    return "\n".join([*lines, f"not run: {', '.join(missing)}"] if len(missing) else lines)
+    return "\n".join([*lines, f"not run: {'; '.join(missing)}"] if len(missing) else lines)
 
 
 def shown(table: pd.DataFrame) -> pd.DataFrame:

@@ -135,7 +135,7 @@ def _name_missing(figure: go.Figure, table: pd.DataFrame) -> int:
     """Name the schemes without a run below the axes, and those that diverged. Returns its height in pixels."""
     lines = []
     for says in ("diverged", NOT_RUN):
-        names = ", ".join(table.loc[table["says"] == says, "title"])
+        names = "; ".join(table.loc[table["says"] == says, "title"])
         lines += wrap(f"{says.capitalize()}: {names}", 150) if names else []
     footnote(figure, "<br>".join(lines))
     return (LINE + 1) * len(lines)
