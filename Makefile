@@ -29,7 +29,7 @@ reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the noteboo
 	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
 	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
 
-findings: $(VENV)/.installed-docs ## write the numbers of README.md, docs/findings.md, docs/papers.md and data/README.md from the shipped tables
+findings: $(VENV)/.installed-docs ## write data/league.csv, and the numbers of README.md, data/README.md and docs/, from the shipped tables
 	$(BIN)/python docs/generate.py
 
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.

@@ -142,7 +142,15 @@ NONE_FILLED = {
 
 # Configurations whose own fields do not fit together once they are small, or are None by default.
 _SWIN = {"num_heads": [2, 4], "depths": [2, 2], "image_size": 32, "patch_size": 4, "window_size": 4}
+_CODEBOOK = {"codebook_size": 32}
+_WAVES = {"hidden_size": 32, "codebook_dim": 32, "decoder_hidden_size": 32, "decoder_num_layers": 4}
 EXACTLY: dict[str, dict[str, Any]] = {
+    "Apertus1p5Config": {
+        "vision_config": {"embed_dim": 32, "latent_channels": 32, "base_channels": 32} | _CODEBOOK,
+        "audio_config": {"model_type": "wavtokenizer_encoder", "decoder_intermediate_size": 48} | _WAVES | _CODEBOOK,
+        "image_token_offset": 32,
+        "audio_token_offset": 64,
+    },
     "SwinConfig": _SWIN,
     "DonutSwinConfig": _SWIN,
     "Mamba2Config": {"head_dim": 16},
@@ -157,6 +165,13 @@ EXACTLY: dict[str, dict[str, Any]] = {
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "EfficientNetConfig": {"initializer_range": 0.6, "depth_coefficient": 1.0},  # else its stream vanishes
     "TextNetConfig": {"image_size": [64, 64]},
+    "DoryConfig": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
 }
 # Rotary sections that the model has as a default of its own, for heads of another size.

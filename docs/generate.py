@@ -1,10 +1,12 @@
-"""Write every number that README.md, data/README.md and docs/{findings,compare,papers}.md state: `make findings`.
+"""Write data/league.csv, and every number of README.md, data/README.md and docs/{findings,league,compare,papers}.md.
+
+`make findings` calls it.
 
     python docs/generate.py           write them
     python docs/generate.py --check   change nothing; exit code 1 and a diff if a page is out of date
 
 A page marks a generated text by comments, which GitHub and Sphinx hide: `<!-- name -->text<!-- / -->`.
-The texts are made from shipped tables, by docs/findings.py, docs/papers.py and docs/data_numbers.py.
+The texts are made from shipped tables, by docs/findings.py, docs/standings.py, docs/papers.py and docs/data_numbers.py.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import data_numbers  # noqa: E402
 import findings  # noqa: E402
 import papers  # noqa: E402
+import standings  # noqa: E402
 import tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/findings.md", "docs/compare.md", "docs/papers.md", "data/README.md", "README.md")
+PAGES = ("docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "data/README.md", "README.md")
 MARKED = re.compile(r"<!-- (\w+) -->(.*?)<!-- / -->", re.DOTALL)
 
 
@@ -44,9 +47,10 @@ def main(arguments: list[str]) -> int:
 
 
 def pages() -> dict[str, str]:
-    """The pages with the numbers of the shipped tables."""
-    texts = findings.texts() | papers.texts() | data_numbers.texts() | {"site_names": tables.site_names()}
-    written: dict[str, str] = {}
+    """The pages with the numbers of the shipped tables, and the league as a table."""
+    texts = findings.texts() | standings.texts() | papers.texts() | data_numbers.texts()
+    texts["site_names"] = tables.site_names()
+    written = {"data/league.csv": standings.csv()}
     for name in PAGES:
         written[name] = filled((ROOT / name).read_text(encoding="utf-8"), texts, name)
         if name == "docs/findings.md":

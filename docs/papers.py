@@ -29,7 +29,8 @@ from tables import table
 
 import normlab
 from normlab.analysis.compare import last_values
-from normlab.analysis.selection import Selection, summarize, title_of
+from normlab.analysis.league import load
+from normlab.analysis.selection import Selection, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
@@ -37,6 +38,7 @@ NOT_COMPARABLE, MISSING = "not comparable", "missing"
 LEAGUE_RUNS = ROOT / "data" / "league"
 LEAGUE = "`league`: every scheme at 8 blocks, 3 seeds"
 RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
+NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
 
 
@@ -95,8 +97,8 @@ def curse_of_depth() -> list[Row]:
     return [
         Row(
             "Fig. 1",
-            "LNS's loss falls more with a model's size, to 7B",
-            "no value at hand",
+            "loss against a model's size, to 7B, with LNS and without",
+            "no value at hand (the caption in the proceedings, as Fig. 4)",
             f"gain from 4 to 16 blocks, LNS minus Pre-LN: {interval(_gain(), sign=True)}",
             f"Here depth grows, at one width. {RATES}",
             verdict=NOT_COMPARABLE,
@@ -104,7 +106,7 @@ def curse_of_depth() -> list[Row]:
         Row(
             "Fig. 3",
             "deep blocks turn the stream more under LNS",
-            "claimed; no value at hand",
+            f"no value at hand; {NOT_CHECKED}",
             _pair(angles(), "angle", "angular_distance"),
             f"Mean angle over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
             lower=False,
@@ -112,7 +114,7 @@ def curse_of_depth() -> list[Row]:
         Row(
             "Fig. 5",
             "Jacobians of deep blocks are further from the identity under LNS",
-            "claimed; no value at hand",
+            f"no value at hand; {NOT_CHECKED}: notes of others name only LLaMA2-7B, a Pre-LN model",
             _pair(costs, "change", "jacobian_identity"),
             f"Mean distance over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
             lower=False,
@@ -120,7 +122,7 @@ def curse_of_depth() -> list[Row]:
         Row(
             "Fig. 7",
             "leaving out a deep block costs more under LNS",
-            '"more balanced"',
+            '"more balanced"; by its caption in v1 (Fig. 4) deep layers contribute',
             _pair(costs, "deep", "skip_delta_loss"),
             f"Mean cost over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
             lower=False,
@@ -128,7 +130,7 @@ def curse_of_depth() -> list[Row]:
         Row(
             "Fig. 9",
             "the variance of the stream grows less over the blocks under LNS",
-            "claimed; no value at hand",
+            "no value at hand; so says the caption of v1's Fig. 1",
             _pair(growth(), "growth", "feature_var_mean"),
             f"Variance after block 16 over that after block 1, LNS over Pre-LN. {unequal}, at 0.001 too",
             lower=True,
@@ -226,11 +228,11 @@ def _ours(scheme: str, losses: pd.DataFrame) -> tuple[pd.Series | str, str]:
 @cache
 def league() -> pd.DataFrame:
     """Each scheme's loss minus Pre-LN's in the final runs of data/league, by scheme; empty before there are any."""
-    if not LEAGUE_RUNS.is_dir():
-        return pd.DataFrame()
-    table = normlab.load_runs(LEAGUE_RUNS)
+    table = load([LEAGUE_RUNS]).finals
     values = last_values(Selection(table, summarize(table)), "loss")
-    return pd.concat(differences(values, a, PRE_LN, "loss") for a in set(values["scheme"]) - {PRE_LN}).set_index("a")
+    names = {*values["scheme"]}
+    rows = [differences(values, a, PRE_LN, "loss") for a in in_order(names - {PRE_LN}) if PRE_LN in names]
+    return pd.concat(rows).set_index("a") if rows else pd.DataFrame()
 
 
 def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[tuple[str, float]]:

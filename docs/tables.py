@@ -131,7 +131,7 @@ def _preset(preset: Preset) -> tuple[object, ...]:
 def shipped() -> str:
     """The runs in data/, counted from their manifests."""
     rows = []
-    for folder in ("runs", "other_rates", "depth", "gain_or_bound", "pilot"):
+    for folder in ("runs", "other_rates", "depth", "gain_or_bound", "gains", "league/search", "pilot"):
         runs = normlab.load_configs(ROOT / "data" / folder)
         rows.append(
             (

@@ -11,7 +11,7 @@ import random
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parents[1] / "build" / "test-cache"
@@ -86,6 +86,21 @@ def seeded() -> Iterator[None]:
     yield
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must be refused: exit code 2, nothing printed, and one line on standard error, returned."""
+    from normlab import cli
+
+    def refused(*arguments: object) -> str:
+        capsys.readouterr()
+        assert cli.main([str(argument) for argument in arguments]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.startswith("normlab: error: ") and err.count("\n") == 1, out + err
+        return err
+
+    return refused
 
 
 @pytest.fixture(scope="session")

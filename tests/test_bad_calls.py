@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from probe_zoo import tiny_llama
 
 import normlab
 from normlab import NormlabError
@@ -43,22 +44,18 @@ def test_a_field_of_another_type_or_out_of_range_is_named(kind: Any, name: str, 
     assert "\n" not in str(caught.value)
 
 
-def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    fields = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
-    return LlamaForCausalLM(LlamaConfig(**fields))
-
-
 CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "unknown field of a swap": (lambda _: normlab.swap_norms(_llama(), "bhyt", zzz_unknown=3), "zzz_unknown changes"),
+    "unknown field of a swap": (
+        lambda _: normlab.swap_norms(tiny_llama(), "bhyt", zzz_unknown=3),
+        "zzz_unknown changes",
+    ),
     "depth of a swap": (
-        lambda _: normlab.swap_norms(_llama(), "bhyt", num_hidden_layers=7),
+        lambda _: normlab.swap_norms(tiny_llama(), "bhyt", num_hidden_layers=7),
         "num_hidden_layers changes",
     ),
-    "span of nothing": (lambda _: normlab.skip_sensitivity(_llama(), [{"input_ids": IDS}], span=0), "span is 0"),
-    "no batches": (lambda _: normlab.skip_sensitivity(_llama(), None), "batches is None"),
-    "a batch without names": (lambda _: normlab.diff(_llama(), _llama(), IDS), "batch must be a dict"),
+    "span of nothing": (lambda _: normlab.skip_sensitivity(tiny_llama(), [{"input_ids": IDS}], span=0), "span is 0"),
+    "no batches": (lambda _: normlab.skip_sensitivity(tiny_llama(), None), "batches is None"),
+    "a batch without names": (lambda _: normlab.diff(tiny_llama(), tiny_llama(), IDS), "batch must be a dict"),
     "a figure of a path": (lambda _: normlab.figures.loss_curves("data/runs"), "is not a table"),
     "statistics between steps": (lambda _: normlab.LayerStatsCallback(every=1.5), "every is 1.5"),
     "record of nothing": (lambda _: normlab.record(None), "None: give a torch module"),

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +80,14 @@ BAD: dict[str, tuple[list[Any], str]] = {
 }
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    """The one line on standard error of a command that ends with exit code 2 and prints nothing else."""
-    assert cli.main([str(argument) for argument in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.startswith("normlab: error: ") and err.count("\n") == 1, out + err
-    return err
-
-
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_command_line_is_one_line(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     arguments, words = BAD[case]
-    assert words in refused(capsys, *arguments)
+    assert words in refused(*arguments)
     assert not list(tmp_path.iterdir()), "something was written"
 
 
@@ -107,43 +100,39 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_CONFIGS)
-def test_a_run_of_a_damaged_manifest_is_not_repeated(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_a_damaged_manifest_is_not_repeated(case: str, tmp_path: Path, refused: Callable) -> None:
     change, words = WRONG_CONFIGS[case]
     path = write_run(tiny(write_text(tmp_path / "text.txt")), tmp_path / "out", corpus={"unigram_entropy": 6.5})
     manifest = json.loads((path / runs.MANIFEST).read_text())
     manifest |= change if "config" in change else {"config": {**manifest["config"], **change}}
     store.write_json(path / runs.MANIFEST, manifest)
-    assert words in refused(capsys, "train", "--from-manifest", path, "--out", tmp_path / "again", "--quiet")
+    assert words in refused("train", "--from-manifest", path, "--out", tmp_path / "again", "--quiet")
 
 
-def test_a_foreign_folder_keeps_no_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_folder_keeps_no_lock(tmp_path: Path, refused: Callable) -> None:
     (tmp_path / "thesis.tex").touch()
-    assert "holds something else (thesis.tex)" in refused(capsys, "remove-norms", "model", "--out", tmp_path)
+    assert "holds something else (thesis.tex)" in refused("remove-norms", "model", "--out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_rank_that_is_not_the_first_lets_the_first_speak(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_not_the_first_lets_the_first_speak(refused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
-    assert "--dept" in refused(capsys, "train", "--dept", 4)
+    assert "--dept" in refused("train", "--dept", 4)
     assert waited == [errors.PATIENCE]
 
 
 def test_a_table_that_cannot_be_parsed_is_one_line_and_not_the_readers_too(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
     (tmp_path / "text.jsonl").write_text('{"text": ')
     where = ["--corpus", tmp_path / "text.jsonl", "--out", tmp_path / "out", "--cache-dir", tmp_path / "cache"]
-    assert "text.jsonl" in refused(capsys, "train", *where, "--quiet")
+    assert "text.jsonl" in refused("train", *where, "--quiet")
     assert not [record for record in caplog.records if record.name.startswith("datasets")]
 
 
@@ -165,12 +154,12 @@ def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch: pytest.Mon
     assert shown == [False, before] and logging.is_progress_bar_enabled() == before
 
 
-def test_too_large_a_model_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_model_is_one_line(refused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*, quiet: bool = False) -> None:
         torch.empty(2**60)
 
     monkeypatch.setattr(cli, "_export", too_large)
-    assert "out of memory: " in refused(capsys, "export")
+    assert "out of memory: " in refused("export")
 
 
 class Silent(MemoryFileSystem):
@@ -197,31 +186,31 @@ class Silent(MemoryFileSystem):
     "unanswered, tried", [("looking for", "looking for it"), ("listing", "listing it"), ("", "reading manifest.json")]
 )
 def test_a_store_that_does_not_answer_is_one_line(
-    unanswered: str, tried: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    unanswered: str, tried: str, refused: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsspec.register_implementation("silent", Silent, clobber=True)
     monkeypatch.setattr(Silent, "unanswered", unanswered)
     monkeypatch.setattr(store, "ANSWER_SECONDS", 0.1)
-    line = refused(capsys, "compare", "lns", "bhyt", "--runs", "silent://runs")
+    line = refused("compare", "lns", "bhyt", "--runs", "silent://runs")
     assert f"silent://runs does not answer: {tried} took more than 0.1" in line
 
 
 def test_an_address_of_text_that_does_not_answer_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(source, "ANSWER_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
         address = f"http://127.0.0.1:{server.getsockname()[1]}/text.txt"
         where = ["--out", tmp_path / "out", "--cache-dir", tmp_path / "cache", "--quiet"]
-        assert address in refused(capsys, "train", "--corpus", address, *where)
+        assert address in refused("train", "--corpus", address, *where)
 
 
 @pytest.mark.parametrize(
     "arguments", [["probe", "no/where", "--text", HERE], ["train", "--corpus", "no/where"], ["diff", "no/where", "b"]]
 )
 def test_a_hub_that_does_not_answer_is_one_line(
-    arguments: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[Any], tmp_path: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 
@@ -231,7 +220,7 @@ def test_a_hub_that_does_not_answer_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         where = ["--text", HERE] if "diff" in arguments else []
-        assert "no/where" in refused(capsys, *arguments, *where, "--quiet")
+        assert "no/where" in refused(*arguments, *where, "--quiet")
     assert not constants.HF_HUB_OFFLINE
 
 

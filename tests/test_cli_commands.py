@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,6 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt")
 
 
-def _refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    """The one line that the command says when it refuses; its exit code is 2 and it prints nothing else."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("normlab: error: ") and err.count("\n") == 1
-    return err
-
-
 def _train(text: Path, *more: Any) -> list[str]:
     root = text.parent
     fixed = ["train", "--corpus", text, "--out", root / "out", "--cache-dir", root / "cache", "--quiet", *TINY_FLAGS]
@@ -45,31 +35,16 @@ def _train(text: Path, *more: Any) -> list[str]:
 # --- bad input ---
 
 
-def test_a_model_field_out_of_range_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "kappa -1 must be positive" in _refused(capsys, *_train(text, "--model", "kappa=-1"))
+def test_a_model_field_out_of_range_is_one_line(text: Path, refused: Callable) -> None:
+    assert "kappa -1 must be positive" in refused(*_train(text, "--model", "kappa=-1"))
 
 
-def test_runs_that_cannot_be_read_are_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root, out = text.parent, text.parent / "out"
-    assert "does not exist" in _refused(capsys, "figures", root / "nowhere", "--out", root / "figures")
-    out.mkdir()
-    assert "no runs in" in _refused(capsys, "figures", out, "--out", root / "figures")
-    old = write_run(tiny(text), out, schema=0)
-    assert "schema version 0, this normlab reads 1" in _refused(capsys, "figures", out, "--out", root / "figures")
-    shutil.rmtree(old)
-    stats = write_run(tiny(text), out) / runs.STATS
-    stats.write_bytes(stats.read_bytes()[:50])
-    assert "stats.parquet cannot be read" in _refused(capsys, "figures", out, "--out", root / "figures")
-
-
-def test_an_unreadable_place_is_one_line(
-    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_place_is_one_line(text: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/some/where")
 
     monkeypatch.setattr(Path, "mkdir", denied)
-    assert "Permission denied: /some/where" in _refused(capsys, *_train(text))
+    assert "Permission denied: /some/where" in refused(*_train(text))
 
 
 # --- what it does ---

@@ -16,7 +16,7 @@ from normlab.analysis import claims
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-MODULES = ("tables", "findings", "papers", "data_numbers", "generate")
+MODULES = ("tables", "findings", "standings", "papers", "data_numbers", "generate")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import yaml
 
 import normlab
 from normlab import training
-from normlab.cli import main
 from normlab.models.config import TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,13 +74,12 @@ def test_training_asks_for_what_its_extra_brings_and_a_model_for_no_more():
 
 @pytest.mark.parametrize("lacking", ["no-such-package>=1.0", "torch>=99"])
 def test_what_a_command_lacks_is_one_line_that_names_the_extra(
-    lacking: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    lacking: str, monkeypatch: pytest.MonkeyPatch, refused: Callable, tmp_path: Path
 ):
     monkeypatch.setattr(training, "PACKAGES", ("numpy>=1.0", lacking))
     for command in (["train", "--steps", "1"], ["sweep", "--preset", "tiny"]):
-        assert main([*command, "--out", str(tmp_path / "runs"), "--quiet"]) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert line.endswith(f"training needs {lacking}: pip install --upgrade 'normlab[train]'")
+        line = refused(*command, "--out", tmp_path / "runs", "--quiet")
+        assert line.endswith(f"training needs {lacking}: pip install --upgrade 'normlab[train]'\n")
     assert not (tmp_path / "runs").exists()
 
 

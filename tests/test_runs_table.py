@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from training_helpers import write_files
 
 from normlab import NormlabError, load_runs, packed, runs, store
 from normlab.analysis.selection import summarize
@@ -30,20 +31,9 @@ def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
         for layer in (0, 1)
         for mask in ("all", "no_first")
     ]
-    store.write_stats(path / runs.STATS, runs.stats_frame(rows))
     save_file({"weight": np.zeros((8, 8), dtype=np.float32)}, path / runs.WEIGHTS)
-    content = {
-        "schema": runs.SCHEMA_VERSION,
-        "run": name,
-        "status": "finished",
-        "eval_loss": 2.0,
-        "config": {"scheme": "bhyt", "depth": 1, "width": 8, "seed": 0, "lr": 0.1},
-        "corpus": {"unigram_entropy": 6.5},
-        "bigram_loss": 4.5,
-        "trigram_loss": 4.0,
-        "measured": {"tokens_per_s": 100.0, "wall_s": 1.0},
-    }
-    store.write_json(path / runs.MANIFEST, {**content, **manifest})
+    config = {"scheme": "bhyt", "depth": 1, "width": 8, "seed": 0, "lr": 0.1}
+    write_files(path, rows, **{"run": name, "config": config, **manifest})
     return path
 
 
@@ -76,13 +66,8 @@ def test_what_counting_achieves_and_speed_are_rows_of_the_last_step(tmp_path: Pa
     table = load_runs(tmp_path).set_index("metric")
     for metric, value in {"unigram_entropy": 6.5, "bigram_loss": 4.5, "trigram_loss": 4.0}.items():
         assert tuple(table.loc[metric, ["step", "tokens", "split", "site", "value"]]) == (3, 30, "eval", "model", value)
-    assert tuple(table.loc["tokens_per_s", ["step", "tokens", "split", "site", "value"]]) == (
-        3,
-        30,
-        "train",
-        "model",
-        100.0,
-    )
+    speed = tuple(table.loc["tokens_per_s", ["step", "tokens", "split", "site", "value"]])
+    assert speed == (3, 30, "train", "model", 1.0)
 
 
 def test_many_directories_become_one_table_and_runs_in_progress_are_left_out(tmp_path: Path) -> None:

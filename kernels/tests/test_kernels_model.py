@@ -171,7 +171,7 @@ def decoded(model: Any) -> torch.Tensor:
     return torch.cat(pieces, dim=1)
 
 
-@every_scheme
+@some_schemes
 def test_decoding_one_token_takes_the_kernels_of_the_prompt(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same launches for one token as for many, and the same logits; the rows' bits are pinned in
     test_kernels_rows.py."""
@@ -221,18 +221,6 @@ def test_a_decoded_tokens_carried_correction_is_the_kernels(carried: str, monkey
             model(ids()[:, 5:], past_key_values=cache, use_cache=True)
     assert received == [False, True] * 2 + [False]
     assert small.seen == (["div"] * 2 if carried == "causal" else [])
-
-
-@some_schemes
-def test_generate_writes_what_argmax_over_full_forwards_writes(scheme: str) -> None:
-    model, written = tiny(scheme, "triton").eval(), ids()
-    mask = torch.ones_like(written)
-    with torch.no_grad():
-        for _ in range(3):
-            last = model(written, use_cache=False).logits[:, -1]
-            written = torch.cat([written, last.argmax(-1, keepdim=True)], dim=1)
-    generated = model.generate(ids(), attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
-    assert torch.equal(generated, written)
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,8 @@ def predictions(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row per prediction: `source prediction seeds estimate low high verdict says`. Final runs decide where both
-        schemes have them. Else the best losses of the search do, one seed each, without an interval.
+        schemes have them. Else the best losses of the search do, one seed each, without an interval. "not run": one of
+        the two is missing, or diverged.
     """
     names = {scheme.title: name for name, scheme in SCHEMES.items()}
     values = last_values(Selection(finals, summarize(finals)), "loss")
@@ -356,7 +357,10 @@ def predictions(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     for row in table.itertuples():
         as_said = (row.estimate < 0) == (row.expected == "lower")
         words = ("holds" if as_said else "does not hold") if row.verdict == DIFFERENT else UNDECIDED
-        says.append(words if np.isfinite(row.low) else f"one seed each: {'as' if as_said else 'not as'} predicted")
+        one_seed = (
+            f"one seed each: {'as' if as_said else 'not as'} predicted" if np.isfinite(row.estimate) else "not run"
+        )
+        says.append(words if np.isfinite(row.low) else one_seed)
     columns = ["source", "prediction", "seeds", "estimate", "low", "high", "verdict"]
     return table[columns].assign(says=says)
 

@@ -24,7 +24,6 @@ from normlab.analysis.decisions import league as sets
 from normlab.analysis.selection import Selection, experiments_of, in_order, summarize, title_of
 from normlab.analysis.verdicts import differences, judged, means
 from normlab.errors import NormlabError
-from normlab.models.costs import table as costs_table
 from normlab.runs import COLUMNS, find_runs, load_experiments, load_runs
 from normlab.schemes import BASELINE, SCHEMES
 from normlab.store import SEARCH, child, is_address
@@ -106,6 +105,8 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
             with the logarithm of compute, at the slope from its search to its final runs.
         claim, predicted: what papers say, with source, and what other leagues found.
     """
+    from normlab.models.costs import table as costs_table  # needs transformers, and figures import this module
+
     finals, search = league.finals, league.search
     about = summarize(finals if len(finals) else search)
     depth, width = int(about["depth"].max()), int(about["width"].max())
@@ -232,7 +233,7 @@ def printed(table: pd.DataFrame) -> str:
     """The table's main columns, and a line with the schemes that were not run."""
     missing = table.loc[table["says"] == NOT_RUN, "title"]
     lines = [shown(table).to_string(index=False)]
-    return "\n".join([*lines, f"not run: {', '.join(missing)}"] if len(missing) else lines)
+    return "\n".join([*lines, f"not run: {'; '.join(missing)}"] if len(missing) else lines)
 
 
 def shown(table: pd.DataFrame) -> pd.DataFrame:
@@ -240,7 +241,7 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     run = table[table["says"] != NOT_RUN]
     columns = {
         "scheme": run["title"],
-        "": run["says"],
+        "set": run["says"],
         "loss": [_interval(row.loss, row.loss_low, row.loss_high) for row in run.itertuples()],
         "minus Pre-LN": [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()],
         "seen": run["seen_loss"].map(_number),

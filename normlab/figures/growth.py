@@ -198,7 +198,7 @@ def growth_before_after(
     if len(printed):
         layers = ", ".join(str(layer) for layer in sorted(points["layer"].unique()))
         footnote(figure, f"published: ratio in another model after its layer {layers}: {published_source(points)}.")
-    title = f"{row.label[0].upper()}{row.label[1:]} after the last layer: before and after training"
+    title = f"{row.label[0].upper()}{row.label[1:]} after the last layer{_end(table, end, pools[1], base, row)}"
     about = f"{shown.describe()} · ○ step 0, ● after training"
     return theme.titled(figure, title, about, 180 + 20 * bool(len(printed)) + _ROW * (len(table) + 1))
 
@@ -212,6 +212,20 @@ def _before_after(start: pd.DataFrame, end: pd.DataFrame, metric: str) -> pd.Dat
     table = end.groupby("scheme", observed=True)["value"].agg(end=mean, low="min", high="max", seeds="count")
     table["start"] = start.groupby("scheme", observed=True)["value"].agg(mean)
     return table
+
+
+def _end(table: pd.DataFrame, end: pd.DataFrame, pool: pd.DataFrame, base: str, row: Metric) -> str:
+    """The smallest and the largest ratio to `base` after training; of other metrics, how many schemes rise."""
+    known = table.dropna(subset=["start", "end"])
+    if not row.is_ratio or base not in known.index or len(known) < 2:
+        return f": rises in training under {(known['end'] > known['start']).sum()} of {len(known)} schemes"
+    others = [str(name) for name in known.index if name != base]
+    ratios = pd.Series(
+        [differences(end, name, base, row.name, pool=pool)["estimate"].iloc[0] for name in others], others
+    )
+    ratios = ratios.dropna().sort_values()
+    ends = [f"{short(ratio)} ({theme.style_of(str(name)).title})" for name, ratio in ratios.iloc[[0, -1]].items()]
+    return f": {' to '.join(dict.fromkeys(ends))} of {theme.style_of(base).title}'s when trained"
 
 
 def _tick(shown: Selection, name: str) -> str:

@@ -183,7 +183,22 @@ def by_pair(experiments: pd.DataFrame, metric: str = "angular_distance", *, dept
     figure.update_xaxes(showgrid=False)
     figure.update_yaxes(showgrid=False).update_yaxes(title_text=upwards, col=1)
     figure.update_layout(margin=dict(l=72, r=60, t=130, b=58))
-    return theme.titled(figure, title, f"{about} · means over seeds", inner + 188)
+    return theme.titled(figure, title + _of_pairs(rows, metric), f"{about} · means over seeds", inner + 188)
+
+
+def _of_pairs(rows: pd.DataFrame, metric: str) -> str:
+    """Whether the deeper half turns the stream less, block 1 apart; or the skipped block that changes most."""
+    if metric == "angular_distance":
+        turns = rows[rows["other"].eq(rows["layer"] + 1) & rows["other"].gt(1)]
+        is_deep = (turns["other"] > turns["depth"] // 2).rename("deep")
+        halves = turns.groupby(["scheme", is_deep], observed=True)["value"].mean().unstack()
+        if halves.shape[1] < 2:
+            return ""
+        count = int((halves[True] < halves[False]).sum())
+        return f": block 1 apart, the deeper half turns it less under {count} of {len(halves)} schemes"
+    mean = rows.groupby(["scheme", "other"], observed=True)["value"].mean().unstack()
+    most = mean.idxmax(axis=1)
+    return f": most for block {int(most.mode()[0])} under {(most == most.mode()[0]).sum()} of {len(most)} schemes"
 
 
 def _of_depth(experiments: pd.DataFrame, metric: str, part: str, depth: int | None) -> tuple[pd.DataFrame, str]:

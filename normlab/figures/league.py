@@ -79,7 +79,7 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
     about = "● not told from the best, ○ others · bars: 95% interval over seeds"
     about += " · dotted: a trigram model of the text" * (quantity == "loss")
     first = next(iter(columns))
-    return theme.titled(figure, title + _message(rows, first, columns[first]), about, top + 134 + _ROW * bottom)
+    return theme.titled(figure, title + _message(rows, first, columns[first]), about, top + 134 + _ROW * max(bottom, 3))
 
 
 def _columns(table: pd.DataFrame, quantity: str) -> dict[str, str]:
@@ -125,17 +125,18 @@ def _message(rows: pd.DataFrame, name: str, words: str) -> str:
     values = rows.set_index("scheme")[name].astype(float)
     values = values[np.isfinite(values)].sort_values()
     if name == "search_loss":
-        return f": {len(values)} schemes only searched, {values.iloc[0]:.2f} to {values.iloc[-1]:.2f} nats"
-    low, high = (f"{short(value)} ({title_of(str(scheme))})" for scheme, value in values.iloc[[0, -1]].items())
-    return f":<br>{low} to {high}, {words.removeprefix('search: ').partition(',')[0]}"
+        ends = [f"{values.iloc[place]:.2f}" for place in (0, -1)]
+        return f": {len(values)} only searched, {' to '.join(dict.fromkeys(ends))} nats"
+    ends = [f"{short(value)} ({title_of(str(scheme))})" for scheme, value in values.iloc[[0, -1]].items()]
+    return f":<br>{' to '.join(dict.fromkeys(ends))}, {words.removeprefix('search: ').partition(',')[0]}"
 
 
 def _name_missing(figure: go.Figure, table: pd.DataFrame) -> int:
     """Name the schemes without a run below the axes, and those that diverged. Returns its height in pixels."""
     lines = []
     for says in ("diverged", NOT_RUN):
-        names = ", ".join(table.loc[table["says"] == says, "title"])
-        lines += wrap(f"{says.capitalize()}: {names}", 165) if names else []
+        names = "; ".join(table.loc[table["says"] == says, "title"])
+        lines += wrap(f"{says.capitalize()}: {names}", 150) if names else []
     footnote(figure, "<br>".join(lines))
     return (LINE + 1) * len(lines)
 
@@ -175,7 +176,7 @@ def league_rates(table: pd.DataFrame) -> go.Figure:
     wide = int((rows["valley"] > 1).sum())
     title = f"Learning rates: {wide} of {len(rows)} schemes have a second one within 0.05 nats of their best"
     about = f"the search's losses, {table['search_tokens'].max() / 1e6:.2f}M tokens, one seed · empty: not tried"
-    return theme.titled(figure, title, about, 250 + _ROW * len(rows))
+    return theme.titled(figure, title, about, 250 + _ROW * max(len(rows), 4))
 
 
 @register("league_costs", "N4", "the league: loss against the time of a training step", reads="league")

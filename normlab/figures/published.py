@@ -112,10 +112,23 @@ def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) 
     figure.update_annotations(font=dict(size=13))
     figure.update_layout(legend=dict(x=1.01, y=1, xanchor="left"), margin=dict(l=150, r=230, t=132, b=60))
     subtitle = f"ours: {shown.describe()}<br>sizes at one learning rate where schemes of a depth share one"
+    subtitle += " · sides: our deepest models, without intervals"
     if any(ratio > _edge(quantity) for quantity, ratio in zip(table["quantity"], table["ratio"], strict=True)):
         subtitle += f" · ▶ more than {BROKEN['perplexity']:g} times the base's perplexity: did not train"
-    title = f"Ratios to {theme.style_of(BASE).title}: what papers print, and these runs"
+    title = f"Ratios to {theme.style_of(BASE).title}: {_agreement(table)}"
     return theme.titled(figure, title, subtitle, 192 + round(_MARK * (deepest + 1)))
+
+
+def _agreement(table: pd.DataFrame) -> str:
+    """The number of published ratios that lie on the same side of 1 as that of our deepest models."""
+    is_ours = table["source"] == HERE
+    ours = table[is_ours].assign(depth=lambda rows: rows["model"].str.split().str[1].astype(int)).sort_values("depth")
+    ours = ours.groupby(["quantity", "scheme"], observed=True)["ratio"].last().rename("here")
+    both = table[~is_ours].join(ours, on=["quantity", "scheme"], how="inner")
+    same = ((both["ratio"] < 1) == (both["here"] < 1)).sum()
+    if both.empty:
+        return "no published ones to compare with"
+    return f"{same} of {len(both)} published ones lie on the same side of 1 as ours"
 
 
 def _positions(table: pd.DataFrame, schemes: list[str]) -> tuple[dict[str, float], float]:

@@ -18,7 +18,7 @@ from plotly.subplots import make_subplots
 
 from normlab.analysis.selection import NothingToShow, in_order
 from normlab.analysis.theory import chebyshev_bound
-from normlab.analysis.verdicts import in_words
+from normlab.analysis.verdicts import DIFFERENT, in_words
 from normlab.figures import theme
 from normlab.figures.draw import (
     LEGEND_ABOVE,
@@ -70,7 +70,10 @@ def variant_differences(table: pd.DataFrame) -> go.Figure:
     words = f"ratio of {metric.label}" if is_ratio else f"difference in {metric.axis}"
     figure.update_xaxes(title_text=words, **value_axis(bounds, is_ratio))
     figure.update_layout(showlegend=False, margin=dict(l=250, r=300, t=100, b=62))
-    title = f"{a.title} against {b.title}: {metric.label}"
+    apart = f"{(table['verdict'] == DIFFERENT).sum()} of {len(table)} differences are told from {neutral:g}"
+    title = (
+        f"{a.title} against {b.title}, {metric.label}: {apart.replace('differences', 'ratios') if is_ratio else apart}"
+    )
     about = f"paired by seed · 95% interval · Holm over {len(table)} · {theme.VERDICT_KEY}"
     return theme.titled(figure, title, about, 190 + _ROW * (positions[-1] + 1))
 

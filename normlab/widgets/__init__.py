@@ -15,8 +15,7 @@ live_page(models, folder)   a page that runs trained models and changes their no
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import lazy_loader
 
 try:
     import anywidget  # noqa: F401
@@ -25,27 +24,17 @@ except ImportError as error:  # pragma: no cover - needs an environment without 
     raise ImportError("widgets need ipywidgets, anywidget and plotly: pip install 'normlab[notebooks]'") from error
 
 # Resolved at first use: one that trains or measures imports torch, which the explorer does without.
-_PUBLIC = {
-    "NormExplorer": "normlab.widgets.explorer",
-    "Intervene": "normlab.widgets.intervene",
-    "Change": "normlab.widgets.change",
-    "changed": "normlab.widgets.change",
-    "SkipMap": "normlab.widgets.skip_map",
-    "LogitAttribution": "normlab.widgets.attribution",
-    "KernelTimes": "normlab.widgets.kernels",
-    "TrainTheatre": "normlab.widgets.live_training",
-    "PlotWidget": "normlab.widgets.plot",
-    "explorer_page": "normlab.widgets.explorer",
-    "live_page": "normlab.widgets.live",
-}
-__all__ = list(_PUBLIC)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'normlab.widgets' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "attribution": ["LogitAttribution"],
+        "change": ["Change", "changed"],
+        "explorer": ["NormExplorer", "explorer_page"],
+        "intervene": ["Intervene"],
+        "kernels": ["KernelTimes"],
+        "live": ["live_page"],
+        "live_training": ["TrainTheatre"],
+        "plot": ["PlotWidget"],
+        "skip_map": ["SkipMap"],
+    },
+)

@@ -35,11 +35,7 @@ class LogitAttribution(PlotWidget):
     """
 
     def __init__(
-        self,
-        bridge: Any,
-        tokens: torch.Tensor,
-        answers: torch.Tensor,
-        against: torch.Tensor | None = None,
+        self, bridge: Any, tokens: torch.Tensor, answers: torch.Tensor, against: torch.Tensor | None = None
     ) -> None:
         from normlab.models.lens import direct_logit_attribution
 

@@ -10,9 +10,6 @@ others. The page has all views inside; the widget asks for each when it is first
 
 from __future__ import annotations
 
-import gzip
-import json
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,8 +28,11 @@ from normlab.figures.draw import axis_bounds
 from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, plain, published_remark, theory_remark
 from normlab.figures.theme import message_figure, on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
-from normlab.widgets.plot import PageWidget, esm, script
+from normlab.widgets.plot import PageWidget, plotly_text, static_text, write_page
 
+_ABOUT = """Small language models that differ in nothing but their normalization, trained on the same text from the same
+seeds. Choose what was measured, move the sliders, and hover over a line for its value. Nothing is fetched: the data are
+in this page, and its address keeps the view you chose."""
 DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
 _DIGITS = 4  # significant ones: what a plot can show, at half the size
@@ -56,8 +56,9 @@ class NormExplorer(PageWidget):
     A table with nothing to show gives a widget that says so.
     """
 
-    _esm = esm("explorer", "explorer_widget")
-    _css = script("explorer.css")
+    _esm = static_text("plot.js", "page_side.js", "explorer.js", "explorer_widget.js")
+    _css = static_text("pages.css")
+    _plotly = plotly_text()
     metric = traitlets.Unicode().tag(sync=True)
     site = traitlets.Unicode().tag(sync=True)
     mask = traitlets.Unicode("all").tag(sync=True)
@@ -162,14 +163,15 @@ def explorer_page(
     found = page_data(profiles)
     if not found["views"]:
         raise NormlabError(f"no page to write: nothing was measured at {', '.join(DEFAULT_SITES)}")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
-    page = script("explorer.html").replace("/*style*/", script("explorer.css")).replace("/*plotly*/", get_plotlyjs())
-    page = page.replace("/*script*/", script("plot.js") + script("explorer.js"))
-    page = page.replace("/*data*/", b64encode(gzip.compress(text.encode(), mtime=0)).decode())
-    path.write_text(page, encoding="utf-8")
-    return path
+    return write_page(
+        path,
+        ["plot.js", "explorer.js", "explorer_page.js"],
+        found,
+        kind="explorer",
+        title="What normalization does, layer by layer",
+        about=_ABOUT,
+        plotly=get_plotlyjs(),
+    )
 
 
 def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -> dict[str, Any]:
@@ -209,6 +211,7 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
     shown = shown_first(profiles.schemes)
     first = default_view(profiles, shown)
     titles = {name: style_of(name).title for name in profiles.schemes}
+    labels = {name: metric_row(name).label for name in by_metric}
     ways = [["absolute values", ABSOLUTE], ["relative to layer 1", RELATIVE]]
     return {
         "schemes": [_scheme(name) for name in profiles.schemes],
@@ -216,7 +219,7 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
         "families": by_family([name for name in profiles.schemes if name not in shown]),
         "depths": profiles.depths,
         "start": first.depth if first else None,
-        "metrics": [[_capital(metric_row(name).label) + f" ({name})", name] for name in by_metric],
+        "metrics": [[f"{label[0].upper()}{label[1:]} ({name})", name] for name, label in labels.items()],
         "sites": by_metric,
         "masks": masks,
         "ways": ways + [[f"against {titles[name]}", name] for name in references],
@@ -305,7 +308,3 @@ def _scheme(name: str) -> dict[str, Any]:
     style = style_of(name)
     title = f"{style.title} (control)" if style.is_control else style.title
     return {"name": name, "title": style.title, "label": title, "color": style.color}
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -15,8 +15,8 @@ from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.figures.one_model import Answer, intervention
 from normlab.widgets.change import Change, ask, ask_row
-from normlab.widgets.live import describe, kernel_text, live_script, model_spec, page_tokenizer, weights_of
-from normlab.widgets.plot import PageWidget, script
+from normlab.widgets.live import KERNEL, SCRIPTS, describe, model_spec, page_tokenizer, weights_of
+from normlab.widgets.plot import PageWidget, static_text
 
 MOST_BYTES = 64_000_000  # of weights that a browser is given; a larger model answers from the kernel
 
@@ -39,8 +39,8 @@ class Intervene(PageWidget):
         NormlabError: a string without a tokenizer, or fewer than two tokens.
     """
 
-    _esm = "\n".join([script("page_side.js"), live_script(), script("intervene_widget.js")])
-    _css = script("live.css")
+    _esm = static_text("page_side.js", *SCRIPTS, "intervene_widget.js")
+    _css = static_text("pages.css")
     change = traitlets.Any().tag(sync=True)
     row = traitlets.Int(0).tag(sync=True)
     token = traitlets.Int(None, allow_none=True).tag(sync=True)
@@ -58,7 +58,7 @@ class Intervene(PageWidget):
                 weights = weights_of(model)
             except (NormlabError, AttributeError):  # a part that the page does not compute, or not a Llama
                 about["spec"] = None
-        data = {"models": [about], "passages": self.tokens.tolist(), "tour": False, "kernel": kernel_text()}
+        data = {"models": [about], "passages": self.tokens.tolist(), "tour": False, "kernel": KERNEL}
         super().__init__(change={}, data=data | _words(model, tokenizer), weights=weights if about["spec"] else b"")
 
     def __repr__(self) -> str:

@@ -26,9 +26,11 @@ from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
 from normlab.probes import sites
 from normlab.release import shipped_models
 from normlab.widgets.change import SLOPES, slope_of
-from normlab.widgets.plot import script
+from normlab.widgets.plot import write_page
 
+SCRIPTS = ("model.js", "tokenizer.js", "chart.js", "live.js")
 STATIC = Path(__file__).parent / "static"
+KERNEL = list((STATIC / "matmul.wasm").read_bytes())
 
 # y = scale gamma f(slope (x - mean) / sqrt(ms + eps) + shift) + bias: what each norm has of it.
 NORMS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
@@ -68,7 +70,8 @@ def model_spec(model: Any) -> dict[str, Any]:
         _refuse(model, "a block, an embedding or an attention of another kind")
     if any(block.carried and (block.correction != "none" or block.calibration != 1.0) for block in blocks):
         _refuse(model, "a learned correction of its carried statistic")
-    if type(model.lm_head) is not nn.Linear or any(layer.bias is not None for layer in _linears(model)):
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if type(model.lm_head) is not nn.Linear or any(layer.bias is not None for layer in linears):
         _refuse(model, "biases, or a head that is no matrix")
     if getattr(config, "norms_folded", False) or config.rope_parameters["rope_type"] != "default":
         _refuse(model, "folded norms or scaled rotary positions")
@@ -113,10 +116,6 @@ def _norm_spec(norm: Any, names: Mapping[nn.Module, str], model: nn.Module) -> d
     return spec | tensors
 
 
-def _linears(model: nn.Module) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
-
-
 def _refuse(model: Any, part: str) -> None:
     name = getattr(model.config, "scheme", None) or type(model).__name__
     raise NormlabError(f"the page does not compute {name}: it has {part}")
@@ -158,24 +157,23 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     tokenizers = {(source / "tokenizer.json").read_text(encoding="utf-8") for source in sources}
     if len(tokenizers) > 1:
         raise NormlabError("the models have different tokenizers: write a page for each")
-    folder.mkdir(parents=True, exist_ok=True)
     loaded = {source.name: load_model(source) for source in sources}
     (tokenizer,) = tokenizers
     page = {
         "models": [describe(model, name) | {"spec": model_spec(model)} for name, model in loaded.items()],
         "passages": _passages(sources[0], tokenizer),
         "tokenizer": page_tokenizer(tokenizer),
-        "kernel": kernel_text(),
+        "kernel": KERNEL,
         "tour": {source.name for source in sources} <= set(shipped_models()),
     }
+    about = "Small language models run in this page. Move a slider, and every layer is computed again."
+    title = "Change a trained model's normalization"
+    scripts = [*SCRIPTS, "live_page.js"]
+    path = write_page(folder / "index.html", scripts, page, kind="live", title=title, about=about, plotly="")
     for source in sources:
         raw, name = weights_of(source), source.name
         packed = b64encode(gzip.compress(raw[::2] + raw[1::2], 6, mtime=0)).decode()  # by planes of bytes, 11% smaller
         (folder / f"{name}.js").write_text(f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n", encoding="utf-8")
-    text = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
-    html = script("live.html").replace("/*style*/", script("live.css")).replace("/*script*/", live_script())
-    path = folder / "index.html"
-    path.write_text(html.replace("/*data*/", text), encoding="utf-8")
     return path
 
 
@@ -186,16 +184,6 @@ def _passages(source: Path, tokenizer: str) -> list[list[int]]:
     from tokenizers import Tokenizer
 
     return [Tokenizer.from_str(tokenizer).encode(_SAMPLE).ids]
-
-
-def live_script() -> str:
-    """The scripts of the page and of the widget, as one."""
-    return "\n".join(script(f"{name}.js") for name in ("model", "tokenizer", "chart", "live"))
-
-
-def kernel_text() -> str:
-    """The assembled kernel, in base64."""
-    return b64encode((STATIC / "matmul.wasm").read_bytes()).decode()
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:

@@ -10,10 +10,13 @@ traces' defaults back.
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
-from collections.abc import Callable
+from base64 import b64encode
+from collections.abc import Callable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -26,18 +29,36 @@ from plotly.utils import PlotlyJSONEncoder
 from normlab.errors import NormlabError
 
 
-def script(name: str) -> str:
-    """The text of a file in `static`."""
-    return files("normlab.widgets").joinpath("static", name).read_text(encoding="utf-8")
+def static_text(*names: str) -> str:
+    """The text of files in `static`, one after another."""
+    folder = files("normlab.widgets").joinpath("static")
+    return "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
-def esm(*names: str) -> str:
-    """plotly and scripts of `static` as one module; the page evaluates plotly once, however many plots it has."""
-    alone = "const module = { exports: {} }, exports = module.exports, define = undefined;"  # no loader of the page's
-    library = f"globalThis.normlabPlotly ??= (() => {{ {alone}\n{get_plotlyjs()}\nreturn module.exports; }})()"
-    return f"const library = () => {library};\n" + "".join(
-        script(f"{name}.js") for name in ("plot", "page_side", *names)
-    )
+def write_page(path: str | Path, scripts: Sequence[str], data: Any, **parts: str) -> Path:
+    """Write one page that needs no kernel; returns its path, whose folder is made.
+
+    Args:
+        path: the HTML file.
+        scripts: names in `static`.
+        data: what `read` of page.js promises.
+        parts: the others of page.html: kind, title, about, plotly.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    packed = b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    page = static_text("page.html")
+    inside = {"style": static_text("pages.css"), "script": static_text("page.js", *scripts), "data": packed}
+    for name, part in (inside | parts).items():
+        page = page.replace(f"/*{name}*/", part)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def plotly_text() -> traitlets.Unicode:
+    """plotly as a trait, and no part of the widget's script: anywidget gives that two seconds to start."""
+    return traitlets.Unicode(get_plotlyjs()).tag(sync=True)
 
 
 class PageWidget(anywidget.AnyWidget):
@@ -67,12 +88,12 @@ class PageWidget(anywidget.AnyWidget):
 class Plot(anywidget.AnyWidget):
     """A plotly figure in a notebook: `show` draws another in its place.
 
-    `figure` is what the browser has: data and layout. `dark_page`: the browser says so. `lock` is held while a message
-    of the page is handled. Traitlets holds all notifications back meanwhile, and an update from another thread could be
-    lost.
+    `figure` is the data and layout that the browser has. `lock` is held while a message of the page is handled.
+    Traitlets holds notifications back meanwhile, and an update from another thread could be lost.
     """
 
-    _esm = esm("plot_widget")
+    _esm = static_text("plot.js", "page_side.js", "plot_widget.js")
+    _plotly = plotly_text()
     figure = traitlets.Dict().tag(sync=True)
     dark_page = traitlets.Bool(False).tag(sync=True)
 
@@ -104,7 +125,7 @@ class PlotWidget(widgets.VBox):
 
     Args:
         draw: the figure of the state, for a page of that theme, "light" or "dark".
-        rows: of controls.
+        rows: of controls: a widget, or several side by side.
         describe: the line of the state, HTML.
     """
 

@@ -12,7 +12,6 @@ from normlab.analysis import claims
 from normlab.analysis.compare import compare
 from normlab.analysis.notebook_tables.curse_of_depth import by_tokens
 from normlab.analysis.selection import deepest
-from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
 
 SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
@@ -96,13 +95,6 @@ def test_each_scheme_is_compared_at_its_own_deepest_depth_with_several_seeds(los
     gains = [losses["lns", 4, k] - losses["lns", 16, k] for k in range(2)]
     assert found.loc["lns", "estimate"] == pytest.approx(np.mean(gains)) and found.loc["lns", "df"] == 1
     assert set(claims.depth_gain(runs[there], 4, 8)["seeds"]) == {1}
-
-
-def test_one_schemes_interval_is_scipys_one_sample_t():
-    values = pd.DataFrame({"depth": 8, "scheme": "lns", "seed": range(5), "value": [0.1, 0.3, 0.2, 0.15, 0.4]})
-    row = means(values, "loss").iloc[0]
-    expected = stats.ttest_1samp(values["value"], 0.0)
-    assert (row["p"], row["low"], row["high"]) == pytest.approx((expected.pvalue, *expected.confidence_interval()))
 
 
 def test_growth_is_the_geometric_mean_of_the_last_layer_over_the_first(losses):

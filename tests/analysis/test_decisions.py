@@ -249,6 +249,8 @@ def test_d_predictions_of_others():
         search.add(scheme, 8, 1000, 0.004, loss)
     table = decisions.predictions(finals.frame(), search.frame())
     assert table["says"].tolist() == ["holds", "undecided", "one seed each: as predicted"]
+    nothing = decisions.predictions(finals.frame().iloc[:0], search.frame())
+    assert nothing["says"].tolist() == ["not run", "not run", "one seed each: as predicted"]
 
 
 def test_a_question_asked_of_other_runs_is_one_line():

@@ -159,33 +159,23 @@ def test_norms_that_no_gain_can_stand_for_are_refused_in_one_line(scheme, tmp_pa
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
 
-def test_the_command_prints_the_table_and_refuses_what_it_cannot_do(text, corpus, tmp_path, capsys):
+def test_the_command_prints_the_table_and_refuses_what_it_cannot_do(text, corpus, tmp_path, capsys, refused):
     folder = saved(corpus, tmp_path / "trained")
     fixed = ["--corpus", str(text), "--cache-dir", str(text.parent / "cache"), "--quiet", "--batch-size", "2"]
-    command = [
-        "remove-norms",
-        str(folder),
-        "--out",
-        str(tmp_path / "out"),
-        "--eval-blocks",
-        "2",
-        "--steps",
-        "0",
-        *fixed,
-    ]
-    assert main([*command, "--block-length", "32"]) == 2
-    assert "the model was made for at most 16" in capsys.readouterr().err
-    command[3] = str(tmp_path / "fits")
-    assert main([*command, "--block-length", "16"]) == 0
+    evaluation = ["--eval-blocks", "2", "--steps", "0"]
+
+    def command(out, length):
+        return ["remove-norms", str(folder), "--out", str(out), *evaluation, *fixed, "--block-length", str(length)]
+
+    assert "the model was made for at most 16" in refused(*command(tmp_path / "out", 32))
+    assert main(command(tmp_path / "fits", 16)) == 0
     printed = capsys.readouterr().out
     assert all(site in printed for site in SITES) and "loss_tuned" in printed
     table = pd.read_parquet(tmp_path / "fits" / "removal.parquet")
     assert (table["loss_tuned"] == table["loss_removed"]).all()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text(" ".join(WORDS))
-    command[3] = str(tmp_path / "other")
-    assert main([*command, "--block-length", "16"]) == 2
-    assert "holds something else (thesis.tex)" in capsys.readouterr().err
+    assert "holds something else (thesis.tex)" in refused(*command(tmp_path / "other", 16))
 
 
 @pytest.mark.slow

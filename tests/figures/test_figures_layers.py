@@ -97,6 +97,22 @@ def test_the_depth_with_most_runs_is_shown_and_named(measured):
     assert "depth 8 · width 32 · 1 seeds" not in text_of(by_pair(measured))
 
 
+def test_the_title_says_what_the_pairs_show(measured):
+    """Block 2 of 4 turns the stream more than blocks 3 and 4 under one of two schemes; block 1 does not count."""
+    turn = {"pre_rmsnorm": (0.1, 0.5, 0.3, 0.4), "lns": (0.9, 0.2, 0.3, 0.3)}
+    rows = [
+        (f"{scheme}-{seed}", scheme, 4, 32, seed, "angular_distance", "block", layer, layer + 1, angle)
+        for scheme, angles in turn.items()
+        for seed in range(2)
+        for layer, angle in enumerate(angles)
+    ]
+    angles = pd.DataFrame(rows, columns=measured.columns)
+    assert by_pair(angles).layout.title.text.endswith("the deeper half turns it less under 1 of 2 schemes")
+    skipped = measured[measured["metric"] == "skip_future_effect"]
+    skipped = skipped.assign(value=skipped["value"].mask(skipped["other"] == 2, 9.0))
+    assert by_pair(skipped, "skip_future_effect", depth=4).layout.title.text.endswith("block 2 under 2 of 2 schemes")
+
+
 @pytest.mark.parametrize("metric", BY_PAIR)
 def test_a_panel_a_scheme_holds_means_over_seeds_on_one_scale(measured, metric):
     figure = by_pair(measured, metric, depth=4)

@@ -73,7 +73,7 @@ def test_a_search_alone_says_so_and_draws_no_final_runs(table: pd.DataFrame):
     none = dict.fromkeys(("loss", "loss_low", "loss_high", "growth", "step_cost", "tokens", "seeds"), NAN)
     searched = table.assign(**none, in_set=False, says=[*["only searched"] * 4, "diverged", "not run"])
     figure = FIGURES["league_losses"](searched)
-    assert figure.layout.title.text.endswith("4 schemes only searched, 3.90 to 4.40 nats")
+    assert figure.layout.title.text.endswith("4 only searched, 3.90 to 4.40 nats")
     assert {column for _, column, _ in drawn(figure)} == {"search_loss"}
     assert "No final run" in words(FIGURES["league_costs"](searched))
     assert "No final run" in words(FIGURES["league_deep_cost"](searched))

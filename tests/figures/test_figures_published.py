@@ -122,6 +122,9 @@ def test_theirs_and_ours_are_in_one_figure_and_what_did_not_train_stands_at_the_
     assert max(x for trace in first for x in trace.x) <= 3.0
     assert "▶ more than 3 times the base's perplexity: did not train" in text_of(figure)
     without = table(("pre_rmsnorm", "bhyt"), depths=(4,))
+    sides = published_ratios(without, load_published()).layout.title.text
+    # BHyT's two perplexities and two sizes are below 1 in print; here its sizes are, and its loss is above Pre-LN's.
+    assert sides == "Ratios to Pre-LN: 2 of 4 published ones lie on the same side of 1 as ours"
     assert "▶" not in text_of(published_ratios(without))
 
 

@@ -1,7 +1,7 @@
 """Helpers of the model tests.
 
-CASES               every scheme of the shipped runs, and BHyT's options, as (scheme, extra config fields); all schemes
-                    are in test_schemes_suite.py
+CASES               every scheme of the shipped runs, and BHyT's options, as (scheme, extra config fields)
+every_registered    the same and all other schemes: one a family, the others under the slow marker
 tiny_model          a small model with every default moved: norms, weights, lambda, c, kappa, eps
 lively              the same for a model that exists
 faulty_bhyt              a BHyT forward with another way to take its statistic
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from normlab import NormlabConfig, NormlabForCausalLM
+from normlab import SCHEMES, NormlabConfig, NormlabForCausalLM
 from normlab.schemes import STUDIED
 
 # Nothing at its default: a formula that drops a factor of 1 or mistakes one eps for another shows.
@@ -61,6 +61,12 @@ CASES = [pytest.param(name, {}, id=name) for name in STUDIED] + [
 ]
 every_scheme = pytest.mark.parametrize("scheme", list(STUDIED))
 every_case = pytest.mark.parametrize(("scheme", "extra"), CASES)
+FIELD = [name for name in SCHEMES if name not in STUDIED]
+ONE_A_FAMILY = {row.family: name for name, row in reversed(SCHEMES.items()) if name in FIELD}.values()
+every_registered = pytest.mark.parametrize(
+    ("scheme", "extra"),
+    CASES + [pytest.param(name, {}, id=name, marks=() if name in ONE_A_FAMILY else pytest.mark.slow) for name in FIELD],
+)
 carrying_case = pytest.mark.parametrize(
     ("scheme", "extra"),
     [

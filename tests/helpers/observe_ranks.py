@@ -1,6 +1,7 @@
-"""Two forked ranks run the recipes of docs/loops.md under DDP, FSDP2 and tensor parallelism.
+"""Two forked ranks run the recipes of docs/loops.md under DDP, FSDP2 and tensor parallelism, and record a pass.
 
 python observe_ranks.py FOLDER          ddp.csv, fsdp.csv, tp.csv: the observer's table, from rank 0
+                                        recorded.parquet: the merged statistics of `record`
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import loop_recipes
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: its default arguments hold what they find
+from probe_zoo import tiny_llama, token_batch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+from normlab.probes import METRICS, record
 
 
 def share(names: dict[str, Any]) -> None:
@@ -60,7 +64,12 @@ def rank_main(rank: int, folder: str) -> None:
         "fsdp": loop_recipes.run(loop_recipes.PLAIN, sharded),
         "tp": loop_recipes.run("Tensor parallelism", tensor_parallel),
     }
+    model = DistributedDataParallel(tiny_llama())
+    with record(model, list(METRICS)) as rec:
+        model(**{name: value[rank::2] for name, value in token_batch(6).items()}).loss.backward()
+    merged = rec.stats().across_ranks()
     if rank == 0:
+        merged.save(Path(folder) / "recorded.parquet")
         for name, table in tables.items():
             table.to_csv(Path(folder) / f"{name}.csv", index=False)
     dist.barrier()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 import torch
@@ -51,12 +48,3 @@ def run_with_descendants(command: list[str], timeout: float) -> tuple[int, str]:
         process.communicate()
         psutil.wait_procs(descendants, timeout=30)
         raise
-
-
-def run_on_two_ranks(out: Path, started: Sequence[str] = ()) -> Path:
-    """The helper `probe_ranks.py`, forked or under `started`; returns the file of the merged statistics."""
-    script = Path(__file__).with_name("probe_ranks.py")
-    command = [sys.executable, *started, str(script), str(out)]
-    code, errors = run_with_descendants(command, timeout=240)
-    assert code == 0, errors[-2000:]
-    return out

@@ -1,16 +1,17 @@
 """Every scheme in float64 from its formula alone: a Llama whose parts a scheme replaces, by name, in tables.
 
-It shares no code with normlab. ``logits(config, state, ids)`` reads a state dict (names as saved) and the published
-constants; autograd runs through it. Attention, rotary embedding and MLP come from `reference_model`.
+It shares no code with normlab. ``reference(config, state, ids)`` reads a state dict (names as saved) and the published
+constants; autograd runs through it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
-from reference_model import State, mean_square, rms_norm, rotate
+from reference_model import State, layer_norm, mean_square, rms_norm, rotate
 from reference_streams import OUT, PERI_IN, PRE, WHOLE
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Model:
         self.heads = config.num_attention_heads
         self.head = self.d // self.heads
         self.scheme = config.scheme
+        self.hidden: list[Tensor] = []
 
     def get(self, name: str) -> Tensor:
         return self.state[name]
@@ -39,6 +41,10 @@ class Model:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return NORMS.get(self.scheme, Model.rms)(self, x, name)
+
+    def tanh_norm(self, x: Tensor, name: str, ms: Tensor) -> Tensor:
+        z = self.get(f"{name}.lam") / self.config.kappa * x / torch.sqrt(ms + 1e-6)
+        return self.get(f"{name}.weight") * (z if self.scheme == "bhyt_linear" else torch.tanh(z))
 
     # -- branches ---------------------------------------------------------------------------------------------------
 
@@ -59,8 +65,7 @@ class Model:
             query, key = self.rms(query, f"{name}.q_norm"), self.rms(key, f"{name}.k_norm")
         if self.scheme.startswith("hybridnorm"):
             value = self.rms(value, f"{name}.v_norm")
-        positions = torch.arange(length).expand(batch, length)
-        query, key = rotate(query, positions), rotate(key, positions)
+        query, key = rotate(query), rotate(key)
         root = 1.0 if self.scheme == "complete_p" else 0.5  # q.k / d_head
         factor = torch.full((self.heads, 1), self.head**-root, dtype=torch.float64)
         if kind == "l2":
@@ -112,7 +117,7 @@ class Model:
 
     def embedded(self) -> Tensor:
         rows = self.get("model.embed_tokens.weight")[self.ids]
-        if self.scheme in ("derf", "dyisru"):
+        if self.scheme in ("dyt", "derf", "dyisru"):
             return rows * self.get("model.shared_scale")
         if self.scheme == "fixnorm":
             return self.d**0.5 * unit(rows)
@@ -151,6 +156,18 @@ class Model:
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------
+
+
+def layer(m: Model, x: Tensor, name: str) -> Tensor:
+    return layer_norm(x, m.get(f"{name}.weight"), m.get(f"{name}.bias"), 1e-5)
+
+
+def dyt(m: Model, x: Tensor, name: str) -> Tensor:
+    return m.get(f"{name}.weight") * torch.tanh(m.get(f"{name}.alpha") * x)
+
+
+def final_of_bhyt(m: Model, x: Tensor, name: str) -> Tensor:
+    return m.tanh_norm(x, name, mean_square(x)) if m.config.lam_last > 0 else m.rms(x, name)
 
 
 def derf(m: Model, x: Tensor, name: str) -> Tensor:
@@ -199,6 +216,11 @@ def running(m: Model, x: Tensor, name: str) -> Tensor:
 
 
 NORMS: dict[str, Norm] = {
+    "pre_layernorm": layer,
+    "dyt": dyt,
+    "bhyt": final_of_bhyt,
+    "bhyt_exact": final_of_bhyt,
+    "bhyt_linear": final_of_bhyt,
     "derf": derf,
     "dyisru": dyisru,
     "scalenorm": scaled,
@@ -222,12 +244,27 @@ FINAL = dict.fromkeys(("residual_dual", "ngpt", "skip_init", "fixup", "none"), "
 
 def one_stream(m: Model, x: Tensor) -> Tensor:
     for layer, part, f, name in m.sublayers():
+        if part == "attn":
+            m.hidden.append(x)
         x = JOINS.get(m.scheme, pre)(m, x, f, name, part, layer)
     return x
 
 
 def pre(m, x, f, name, part, layer):
     return x + f(m.norm(x, f"{name}.{PRE[part]}"))
+
+
+def lns(m, x, f, name, part, layer):
+    return x + f(m.norm(x, f"{name}.{PRE[part]}") / math.sqrt(layer))
+
+
+def post(m, x, f, name, part, layer):
+    return m.norm(x + f(x), f"{name}.{OUT[part]}")
+
+
+def mix(m, x, f, name, part, layer):
+    first = max(1, int(m.config.post_fraction * m.depth))
+    return (post if layer <= first else pre)(m, x, f, name, part, layer)
 
 
 def peri(m, x, f, name, part, layer):
@@ -313,6 +350,10 @@ def ngpt(m, x, f, name, part, layer):
 
 
 JOINS = {
+    "lns": lns,
+    "post_rmsnorm": post,
+    "mix_ln": mix,
+    "peri_ln": peri,
     "none": none,
     "residual_gate": residual_gate,
     "minimax": minimax,
@@ -333,5 +374,7 @@ JOINS = {
 }
 
 
-def logits(config, state: State, ids: Tensor) -> Tensor:
-    return Model(config, state, ids).logits()
+def reference(config, state: State, ids: Tensor) -> SimpleNamespace:
+    """Logits (batch, tokens, vocab) and, where one stream goes through the blocks, ``hidden``: what each reads."""
+    model = Model(config, state, ids)
+    return SimpleNamespace(logits=model.logits(), hidden=model.hidden)

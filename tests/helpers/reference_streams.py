@@ -16,6 +16,39 @@ PERI_IN = {"attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"}
 OUT = {"attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
 
 
+def bhyt(m, x: Tensor) -> Tensor:
+    """The MLP's norm takes what the attention's norm measured, corrected, or measures again where that is exact."""
+    for layer, part, f, name in m.sublayers():
+        if part == "attn":
+            m.hidden.append(x)
+            entering = ms = mean_square(x)
+        else:
+            ms = mean_square(x) if m.config.carried == "exact" else carried(m, entering, layer, name)
+        x = x + f(m.tanh_norm(x, f"{name}.{PRE[part]}", ms))
+    return x
+
+
+def carried(m, ms: Tensor, layer: int, name: str) -> Tensor:
+    """The statistic carried to the MLP's norm: the estimated growth, what a block learns of it, its fixed factor.
+
+    The growth is c lambda_in^2 / kappa^2, and a constant to autograd.
+    """
+    config = m.config
+    grown = m.get(f"{name}.c_attn").detach() * m.get(f"{name}.input_layernorm.lam").detach() ** 2 / config.kappa**2
+    if config.carried == "causal":
+        grown = grown * config.train_seq_len / (torch.arange(ms.shape[1], dtype=torch.float64)[:, None] + 1)
+    learned = {which: m.state.get(f"{name}.var_{which}") for which in ("beta", "eta", "cross_beta", "alpha")}
+    if config.correction == "beta":
+        ms = ms + learned["beta"] * grown
+    elif config.correction == "eta":
+        ms = ms * (1 + learned["eta"])
+    elif config.correction == "residual_aware":
+        ms = ms * (1 + learned["cross_beta"]) + learned["alpha"] * grown
+    else:
+        ms = ms + grown
+    return ms * (config.calibration[layer - 1] if config.calibration else 1.0)
+
+
 def b2t(m, x: Tensor) -> Tensor:
     entered = x
     for _, part, f, name in m.sublayers():
@@ -127,6 +160,9 @@ def attn_residuals(m, x: Tensor) -> Tensor:
 
 
 WHOLE = {
+    "bhyt": bhyt,
+    "bhyt_exact": bhyt,
+    "bhyt_linear": bhyt,
     "b2t": b2t,
     "residual_dual": residual_dual,
     "siamese_norm": siamese,

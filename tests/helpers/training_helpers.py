@@ -47,6 +47,23 @@ def tiny(corpus: Path, **fields: Any) -> TrainConfig:
     return TrainConfig(**{**TINY, "scheme": "bhyt", "corpus": str(corpus), **fields})
 
 
+def write_files(path: Path, rows: list[tuple], **manifest: Any) -> None:
+    """The table and the manifest of a finished run; `manifest` has at least "run" and "config"."""
+    from normlab import runs, store
+
+    store.write_stats(path / runs.STATS, runs.stats_frame(rows))
+    content = {
+        "schema": runs.SCHEMA_VERSION,
+        "status": "finished",
+        "eval_loss": 2.0,
+        "corpus": {"unigram_entropy": 6.5},
+        "bigram_loss": 4.5,
+        "trigram_loss": 4.0,
+        "measured": {"wall_s": 0.0, "tokens_per_s": 1.0},
+    }
+    store.write_json(path / runs.MANIFEST, {**content, **manifest})
+
+
 def write_run(
     config: TrainConfig,
     out: str | Path,
@@ -55,26 +72,21 @@ def write_run(
     **manifest: Any,
 ) -> Path:
     """A finished run written by hand, in no time. `corpus`: its identity, where a true one would take too long."""
-    from normlab import runs, store
+    from normlab import store
     from normlab.training.text.corpus import corpus_of
 
     staged = Path(out) / store.PARTIAL / config.run_id
     shutil.rmtree(staged, ignore_errors=True)  # of a worker that was killed
     staged.mkdir(parents=True)
     rows = [(step, step * config.tokens_per_step, "train", "model", None, "loss", "all", 3.0) for step in (1, 2)]
-    store.write_stats(staged / runs.STATS, runs.stats_frame(rows))
     content = {
-        "schema": runs.SCHEMA_VERSION,
         "run": config.run_id,
         "status": "finished" if eval_loss is not None else "diverged",
         "eval_loss": eval_loss,
         "config": config.to_dict(),
         "corpus": corpus or corpus_of(config, Path(out).parent / "cache").identity(),
-        "bigram_loss": 4.5,
-        "trigram_loss": 4.0,
-        "measured": {"wall_s": 0.0, "tokens_per_s": 1.0},
     }
-    store.write_json(staged / runs.MANIFEST, {**content, **manifest})
+    write_files(staged, rows, **{**content, **manifest})
     store.publish(staged, Path(out) / config.run_id)
     return Path(out) / config.run_id
 

@@ -7,6 +7,21 @@ from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from normlab import NormlabConfig, NormlabForCausalLM
+
+TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(scheme: str, depth: int = 3, **fields: Any) -> NormlabForCausalLM:
+    """A small untrained model that can read TOKENS."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
+    sizes |= {"num_hidden_layers": depth, "max_position_embeddings": 12}
+    return NormlabForCausalLM(NormlabConfig(scheme=scheme, **sizes | fields)).eval()
+
+
 # A model as anywidget gives it to a script. `kernel` is Python.
 MOUNT = """([esm, css, traits, weights]) => {
     document.head.append(Object.assign(document.createElement('style'), { textContent: css }));
@@ -47,7 +62,8 @@ class Mounted:
         page.goto("about:blank")
         page.expose_binding("kernel", self._kernel)
         weights = b64encode(getattr(widget, "weights", b"")).decode()
-        page.evaluate(MOUNT, [str(widget._esm), str(widget._css), self._traits(), weights])
+        traits = self._traits() | {"_plotly": getattr(widget, "_plotly", None)}
+        page.evaluate(MOUNT, [str(widget._esm), str(widget._css), traits, weights])
 
     def _traits(self) -> dict[str, Any]:
         return {name: getattr(self.widget, name) for name in self.names}

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from probe_zoo import near
+from hatchling.build import build_editable
+from model_helpers import fresh_model
+from probe_zoo import near, tiny_llama
 
 import normlab
 from normlab.errors import NormlabError
@@ -27,20 +29,10 @@ POST = ("post_rmsnorm", "mix_ln")
 
 
 def build(scheme: str, **changes) -> normlab.NormlabForCausalLM:
-    torch.manual_seed(0)
-    fields = dict(
-        scheme=scheme,
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        initializer_range=0.3,
-    )
-    model = normlab.NormlabForCausalLM(normlab.NormlabConfig(**{**fields, **changes})).eval()
-    with torch.no_grad():  # constants away from their defaults, which hide errors
+    """A model of 4 blocks whose constants are away from their defaults, which hide errors."""
+    fields = {"num_hidden_layers": 4, "initializer_range": 0.3, "kappa": 10.0, "lam_input": 2.0, "lam_post": 1.0}
+    model = fresh_model(scheme, **{**fields, **changes})
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
@@ -216,8 +208,6 @@ def test_a_linear_share_is_that_of_the_tanh_s_argument(ids):
 
 
 def test_what_cannot_be_bridged_or_attributed_is_refused(ids):
-    from probe_zoo import tiny_llama
-
     with pytest.raises(NormlabError, match="to_bridge takes a NormlabForCausalLM, not LlamaForCausalLM"):
         to_bridge(tiny_llama())
     answers = torch.tensor([3, 7])
@@ -231,11 +221,9 @@ def test_what_cannot_be_bridged_or_attributed_is_refused(ids):
         direct_logit_attribution(bridge, ids, torch.tensor([1, 2, 3]))
 
 
-def test_transformer_lens_finds_the_adapter_by_what_pip_installs(tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    built = f"from hatchling.build import build_editable; build_editable({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", built], cwd=root, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+def test_transformer_lens_finds_the_adapter_by_what_pip_installs(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    wheel = tmp_path / build_editable(str(tmp_path))
     code = """if True:
         import sys, torch, normlab
         from transformer_lens.model_bridge.sources import build_bridge_from_module

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from model_helpers import LLAMA, assert_near, tiny_model, tokens
-from reference_model import as_float64, reference
+from model_helpers import LLAMA, assert_near, lively, tiny_model, tokens
+from reference_model import as_float64
+from reference_schemes import reference
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -25,32 +26,19 @@ from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM, refresh_carried, set_schedules, swap_norms
 from normlab.schemes import SCHEMES, STUDIED
 
-FIELDS = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
 FAMILIES = [
     (LlamaConfig, LlamaForCausalLM),
     (Qwen2Config, Qwen2ForCausalLM),
     (Qwen3Config, Qwen3ForCausalLM),
     (MistralConfig, MistralForCausalLM),
 ]
-IDS = torch.arange(24).reshape(2, 12) % 96
+IDS = tokens(2, 12)
 
 
 def foreign(config_class, model_class):
     """A model whose every parameter, gains included, is away from its default."""
     torch.manual_seed(0)
-    model = model_class(config_class(**FIELDS)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return lively(model_class(config_class(**LLAMA))).eval()
 
 
 @pytest.mark.parametrize(("config_class", "model_class"), FAMILIES, ids=lambda item: item.__name__)
@@ -66,7 +54,7 @@ def test_swapped_bhyt_trains_everywhere_and_equals_our_model_if_llama(config_cla
     constants = [layer.c_attn.item() for layer in model.model.layers]
     assert all(c > 0 for c in constants)
     if model_class is LlamaForCausalLM:
-        ours = NormlabForCausalLM(NormlabConfig(scheme="bhyt", train_seq_len=32, lam_input=3.0, **FIELDS))
+        ours = NormlabForCausalLM(NormlabConfig(scheme="bhyt", train_seq_len=32, lam_input=3.0, **LLAMA))
         ours.load_state_dict(model.state_dict())
         assert torch.equal(ours(IDS).logits, model(IDS).logits)
     model(IDS, labels=IDS).loss.backward()
@@ -147,10 +135,10 @@ RELEASED = [("bhytline", "bhyt"), ("bhyt", "bhyt"), ("bhytstar", "bhyt_exact"), 
 def test_a_released_checkpoint_loads_with_its_own_lambda_kappa_and_length(tmp_path, norm_type, scheme):
     torch.manual_seed(1)
     values = {"lam_input": 3.0, "lam_post": 1.5, "lam_last": 0.5, "kappa": 8, "train_seq_len": 48}
-    model = NormlabForCausalLM(NormlabConfig(scheme=scheme, **values, **FIELDS)).eval()
+    model = NormlabForCausalLM(NormlabConfig(scheme=scheme, **values, **LLAMA)).eval()
     model.save_pretrained(tmp_path)
     names = {"input_layer_lam": 3.0, "post_layer_lam": 1.5, "last_layer_lam": 0.5, "bhyt_kappa": 8, "seq_len": 48}
-    released = {**LlamaConfig(**FIELDS).to_dict(), "norm_type": norm_type, **names}
+    released = {**LlamaConfig(**LLAMA).to_dict(), "norm_type": norm_type, **names}
     (tmp_path / "config.json").write_text(json.dumps(released))
     loaded = NormlabForCausalLM.from_released(str(tmp_path))
     assert {name: getattr(loaded.config, name) for name in values} == values
@@ -158,7 +146,7 @@ def test_a_released_checkpoint_loads_with_its_own_lambda_kappa_and_length(tmp_pa
 
 
 def test_a_release_that_does_not_say_its_scheme_must_be_told():
-    released = LlamaConfig(**FIELDS).to_dict()
+    released = LlamaConfig(**LLAMA).to_dict()
     with pytest.raises(NormlabError, match="pass scheme="):
         NormlabConfig.from_released(released)
     assert NormlabConfig.from_released(released, scheme="lns").scheme == "lns"

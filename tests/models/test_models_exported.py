@@ -103,13 +103,12 @@ def test_lm_eval_measures_our_own_loss(exported: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_one_line(
-    done: runs.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    done: runs.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable
 ) -> None:
     out = tmp_path / "out"
     assert main(["export", str(done.path), str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
-    assert main(["export", str(done.path), str(out)]) == 2
-    assert f"{out} is there already" in capsys.readouterr().err
+    assert f"{out} is there already" in refused("export", done.path, out)
     (tmp_path / "empty").mkdir()
     with pytest.raises(NormlabError, match="holds no weights: name a run that was trained with keep_weights"):
         export_model(tmp_path / "empty", tmp_path / "other")

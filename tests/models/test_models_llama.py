@@ -7,7 +7,6 @@ import torch
 from model_helpers import (
     LLAMA,
     assert_bits,
-    every_case,
     every_scheme,
     fresh_model,
     gradients,
@@ -17,7 +16,7 @@ from model_helpers import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from normlab import NormlabConfig, NormlabForCausalLM
+from normlab import SCHEMES, NormlabConfig, NormlabForCausalLM
 
 SHAPES = {
     "grouped_query": {"num_key_value_heads": 2},
@@ -68,27 +67,16 @@ def test_padding_cache_and_generation_equal_stock_llama_bit_for_bit():
         assert_bits(written[1], written[0])
 
 
-def test_training_steps_equal_stock_llama_bit_for_bit():
-    (stock, ours), ids = pair(), tokens(4, 12)
-    for model in (stock, ours):
-        model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(ids, labels=ids).loss.backward()
-            optimizer.step()
-    for name, tensor in ours.state_dict().items():
-        assert_bits(tensor, stock.state_dict()[name], name)
-
-
 @every_scheme
-def test_one_seed_starts_every_shared_tensor_where_stock_llama_starts_it(scheme):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_one_seed_starts_every_shared_tensor_where_stock_llama_starts_it(scheme, seed):
+    torch.manual_seed(seed)
     stock = LlamaForCausalLM(LlamaConfig(**LLAMA)).state_dict()
-    for name, tensor in fresh_model(scheme).state_dict().items():
-        scaled = scheme == "pre_rmsnorm_scaled_init" and name.endswith(("o_proj.weight", "down_proj.weight"))
+    for name, tensor in fresh_model(scheme, seed=seed).state_dict().items():
+        scaled = SCHEMES[scheme].init and name.endswith(("o_proj.weight", "down_proj.weight"))
         if tensor.dim() == 2 and not scaled:
             assert_bits(tensor, stock[name], name)
+            assert tensor.std() == pytest.approx(0.02, rel=0.15)
 
 
 # Parameters of released checkpoints, by block, beside Llama's matrices.
@@ -127,18 +115,7 @@ def released_state(scheme: str, layers: int = 4) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scheme", [*RELEASED_BLOCK, "mix_ln"])
-def test_released_names_load_unrenamed_and_complete(scheme):
-    state, model = released_state(scheme), tiny_model(scheme, num_hidden_layers=4)
-    assert not model.load_state_dict(state, strict=True).missing_keys
-    loaded = model.state_dict()
-    assert {name for name in loaded if not name.endswith("c_attn")} == set(state)
-    for name, tensor in state.items():
-        assert_bits(loaded[name], tensor, name)
-    assert all(torch.isfinite(model(tokens()).logits).flatten())
-
-
-@pytest.mark.parametrize("scheme", [*RELEASED_BLOCK, "mix_ln"])
-def test_released_folder_loads_with_nothing_missing_or_unexpected(scheme, tmp_path):
+def test_a_released_folder_loads_unrenamed_with_nothing_missing_or_unexpected(scheme, tmp_path):
     from safetensors.torch import save_file
 
     state, model = released_state(scheme), tiny_model(scheme, num_hidden_layers=4)
@@ -146,16 +123,10 @@ def test_released_folder_loads_with_nothing_missing_or_unexpected(scheme, tmp_pa
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded, report = NormlabForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
+    assert {name for name in loaded.state_dict() if not name.endswith("c_attn")} == set(state)
     for name, tensor in state.items():
         assert_bits(loaded.state_dict()[name], tensor, name)
     for layer in loaded.model.layers:
         if layer.carried:
             assert_bits(layer.c_attn, layer.attention_variance_constant())
-
-
-@every_case
-def test_only_c_is_saved_beside_parameters(scheme, extra):
-    model = tiny_model(scheme, **extra)
-    buffers = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    allowed = ("c_attn", "lam") if extra.get("learnable_lam") is False else ("c_attn",)
-    assert all(name.endswith(allowed) for name in buffers), buffers
+    assert torch.isfinite(loaded(tokens()).logits).all()

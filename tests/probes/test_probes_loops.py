@@ -10,6 +10,10 @@ import pandas
 import pytest
 from loop_recipes import PLAIN, RECIPES
 from probe_runs import run_with_descendants
+from probe_zoo import near, tiny_llama, token_batch
+from probe_zoo import values as recorded_values
+
+from normlab.probes import METRICS, LayerStats, record
 
 
 def values(table: pandas.DataFrame) -> dict:
@@ -37,22 +41,28 @@ def test_a_recipe_of_the_page_measures_what_the_plain_loop_does(name, one_proces
     same(loop_recipes.run(name), one_process)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_counts_each_block_once(one_process, reentrant):
-    def checkpointed(names: dict) -> None:
-        names["model"].gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            names["model"].enable_input_require_grads()
-
-    same(loop_recipes.run(PLAIN, checkpointed), one_process)
-
-
-def test_two_ranks_under_ddp_fsdp2_and_tensor_parallelism_equal_one_process(one_process, tmp_path):
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    """What two forked ranks wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).parents[1] / "helpers" / "observe_ranks.py"
-    code, errors = run_with_descendants([sys.executable, str(script), str(tmp_path)], timeout=240)
+    code, errors = run_with_descendants([sys.executable, str(script), str(folder)], timeout=240)
     assert code == 0, errors[-2000:]
+    return folder
+
+
+def test_two_ranks_under_ddp_fsdp2_and_tensor_parallelism_equal_one_process(one_process, two_ranks):
     for name in ("ddp", "fsdp", "tp"):
-        same(pandas.read_csv(tmp_path / f"{name}.csv"), one_process)
+        same(pandas.read_csv(two_ranks / f"{name}.csv"), one_process)
+
+
+def test_recordings_of_two_ranks_merge_to_that_of_all_rows(two_ranks):
+    merged = LayerStats.load(two_ranks / "recorded.parquet")
+    with record(tiny_llama(), list(METRICS)) as rec:
+        rec.sites.model(**token_batch(6)).loss.backward()
+    whole = rec.stats()
+    assert recorded_values(merged) == near(recorded_values(whole))
+    assert merged.manifest["forward_passes"] == 2 and merged.manifest["loss_tokens"] == whole.manifest["loss_tokens"]
 
 
 def test_a_recipe_has_at_most_ten_lines():

@@ -249,20 +249,13 @@ def test_a_model_or_tokenizer_that_cannot_be_loaded_is_named(saved, tmp_path):
         probe_report(tiny_llama(), saved / "text.txt")
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "the weights lack"),
-        ({"num_hidden_layers": 4}, "the weights lack .*layers.3"),
-        ({"num_hidden_layers": 2}, "the configuration has no place for .*layers.2"),
-        ({"intermediate_size": 8}, "the configuration gives another shape to .*mlp.* more"),
-    ],
-)
-def test_weights_that_do_not_fit_the_configuration_are_refused(fields, message, saved, tmp_path):
+def test_weights_that_do_not_fit_the_configuration_are_refused(saved, tmp_path):
+    """Otherwise a random model is measured. The other ways are in tests/models/test_models_exported.py."""
     folder = shutil.copytree(saved, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
+    fields = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
-    with pytest.raises(NormlabError, match=message) as refused:
+    with pytest.raises(NormlabError, match="the weights lack") as refused:
         load(str(folder))
     assert "\n" not in str(refused.value)
 

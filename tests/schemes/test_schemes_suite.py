@@ -1,7 +1,6 @@
-"""Every scheme of the registry under the same tests, with no special cases.
+"""Every scheme of the registry in training, probes, figures and TransformerLens, with no special cases.
 
-Every formula is always tested. The rest runs for one scheme per family (compilation for one), and for all under the
-slow marker. Schemes of the shipped runs have their formula in `reference_model`, all others in `reference_schemes`.
+One scheme a family always, all under the slow marker. Formulas, decoding, saving and compilation are in tests/models.
 """
 
 from __future__ import annotations
@@ -13,72 +12,18 @@ import numpy as np
 import pytest
 import torch
 from figures_helpers import one_run
-from model_helpers import assert_bits, assert_near, fresh_model, gradients, optimizer_of, tiny_model, tokens
-from reference_model import as_float64, next_token_loss, reference
-from reference_schemes import logits as field_logits
+from model_helpers import ONE_A_FAMILY, assert_bits, assert_near, fresh_model, optimizer_of, tiny_model, tokens
 
-from normlab import SCHEMES, NormlabError, NormlabForCausalLM
+from normlab import SCHEMES, NormlabError
 from normlab.figures import depth_scaling, loss_curves
 from normlab.figures.theme import style_of
 from normlab.models import fold_norms, without_blocks
 from normlab.probes import angular_distance, jacobian_identity, record, skip_future_effect
-from normlab.schemes import STUDIED
 from normlab.training.experiments import experiments
 
-FIELD = [name for name in SCHEMES if name not in STUDIED]
-ONE_A_FAMILY = {row.family: name for name, row in reversed(SCHEMES.items()) if name not in STUDIED}.values()
 matrix = pytest.mark.parametrize(
     "scheme", [pytest.param(name, marks=() if name in ONE_A_FAMILY else pytest.mark.slow) for name in SCHEMES]
 )
-
-
-def expected_logits(config, state, ids):
-    if config.scheme in STUDIED:
-        return reference(config, state, ids).logits
-    return field_logits(config, state, ids)
-
-
-def two_blocks(scheme: str) -> int:
-    """Blocks that show each of a scheme's layouts."""
-    return 2 if SCHEMES[scheme].first_layout else 1
-
-
-@pytest.mark.parametrize("scheme", FIELD)
-def test_logits_and_gradients_follow_the_formula(scheme):
-    model, ids = tiny_model(scheme), tokens(2, 7)
-    state = as_float64(model.state_dict(), grad=True)
-    wanted = expected_logits(model.config, state, ids)
-    assert_near(model(ids).logits, wanted, 5e-5, "logits")
-    ours = gradients(model, model(ids, labels=ids).loss)
-    targets = torch.autograd.grad(next_token_loss(wanted, ids), [state[name] for name in ours])
-    for (name, gradient), target in zip(ours.items(), targets, strict=True):
-        assert target.abs().max() > 1e-8, f"{name} has no gradient to compare"
-        assert_near(gradient, target, 1e-3 if gradient.numel() > 1 else 5e-3, name)  # a scalar's terms cancel
-
-
-@pytest.mark.parametrize("kind", ["l2", "rms_head", "rms_width"])
-def test_normalized_queries_and_keys_are_an_option_of_any_scheme(kind):
-    model, ids = tiny_model("gpas", qk_norm=kind), tokens(2, 7)
-    state = as_float64(model.state_dict())
-    assert_near(model(ids).logits, expected_logits(model.config, state, ids), 5e-5)
-
-
-def test_depth_is_attended_to_in_blocks_of_several_layers():
-    model, ids = tiny_model("block_attn_residuals", num_hidden_layers=10), tokens(1, 5)
-    state = as_float64(model.state_dict())
-    assert_near(model(ids).logits, expected_logits(model.config, state, ids), 5e-5)
-
-
-@pytest.mark.parametrize("scheme", ["gpas", pytest.param("deepnorm", marks=pytest.mark.slow)])
-def test_affine_attention_is_an_option_of_any_scheme(scheme):
-    model, ids = tiny_model(scheme, affine_attention=True), tokens(2, 7)
-    state = as_float64(model.state_dict(), grad=True)
-    wanted = expected_logits(model.config, state, ids)
-    assert_near(model(ids).logits, wanted, 5e-5)
-    ours = gradients(model, model(ids, labels=ids).loss)
-    targets = torch.autograd.grad(next_token_loss(wanted, ids), [state[name] for name in ours])
-    for (name, gradient), target in zip(ours.items(), targets, strict=True):
-        assert_near(gradient, target, 5e-3, name)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -100,44 +45,6 @@ def test_a_zero_centred_gain_is_the_same_function_and_decays(scheme):
 
 
 @matrix
-def test_decoding_with_a_cache_gives_the_full_forward(scheme):
-    model, ids = tiny_model(scheme), tokens(2, 8)
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        out = model(ids[:, :3], use_cache=True)
-        pieces = [out.logits]
-        for position in range(3, 8):
-            out = model(ids[:, position : position + 1], past_key_values=out.past_key_values, use_cache=True)
-            pieces.append(out.logits)
-    assert_near(torch.cat(pieces, 1), whole, 2e-5)
-
-
-@matrix
-def test_saving_and_loading_keeps_every_bit(scheme, tmp_path):
-    model, ids = tiny_model(scheme), tokens()
-    model.save_pretrained(tmp_path)
-    loaded = NormlabForCausalLM.from_pretrained(tmp_path).eval()
-    before, after = model.state_dict(), loaded.state_dict()
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert_bits(after[name], tensor, name)
-    with torch.no_grad():
-        assert_bits(loaded(ids).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize(  # tracing takes seconds: one always, the others when asked for
-    "scheme", [pytest.param(name, marks=pytest.mark.slow if number else ()) for number, name in enumerate(FIELD)]
-)
-def test_the_whole_compiles_as_one_graph(scheme):
-    torch._dynamo.reset()
-    model, ids = tiny_model(scheme, num_hidden_layers=two_blocks(scheme)), tokens(1, 8)
-    loss = model(ids, labels=ids, use_cache=False).loss
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_near(compiled(ids, labels=ids, use_cache=False).loss, loss, 1e-5)
-    torch._dynamo.reset()
-
-
-@matrix
 def test_it_learns_a_batch_in_twenty_steps(scheme):
     model, ids = fresh_model(scheme, residual_warmup=2, tie_word_embeddings=True).train(), tokens(4, 16)
     optimizer, losses = optimizer_of(model, 3e-3), []
@@ -150,15 +57,6 @@ def test_it_learns_a_batch_in_twenty_steps(scheme):
         optimizer.step()
         model.after_step(step, 20)
     assert losses[-1] < 0.985 * losses[0] and max(losses) < losses[0] + 1, losses
-
-
-@matrix
-def test_gradient_checkpointing_gives_the_same_gradients(scheme):
-    model, ids = tiny_model(scheme).train(), tokens(2, 6)
-    plain = gradients(model, model(ids, labels=ids).loss)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for name, gradient in gradients(model, model(ids, labels=ids).loss).items():
-        assert_near(gradient, plain[name], 1e-5, name)
 
 
 @matrix

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from widget_helpers import model_of
 
-import normlab
 from normlab.figures import logit_attribution
 
 pytest.importorskip("transformer_lens")
@@ -18,10 +18,8 @@ NAMES = ["embed", "attn 1", "mlp 1", "attn 2", "mlp 2", "attn 3", "mlp 3"]
 
 
 def bridge_of(scheme: str, **fields: object):
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=61)
-    config = normlab.NormlabConfig(scheme=scheme, initializer_range=0.3, max_position_embeddings=16, **sizes, **fields)
-    return to_bridge(normlab.NormlabForCausalLM(config).eval())
+    sizes = {"intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 61, "max_position_embeddings": 16}
+    return to_bridge(model_of(scheme, initializer_range=0.3, **sizes, **fields))
 
 
 def bars(widget: LogitAttribution) -> dict[str, dict[str, float]]:

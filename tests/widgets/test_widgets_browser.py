@@ -10,27 +10,22 @@ import pytest
 from browser_helpers import PLOT, jupyter_lab, page_of, run_all, set_theme, shoot
 from training_helpers import TINY, write_text
 
-SKIP_MAP = """
+MODELS = """
 import torch
-import normlab
-from normlab.widgets import SkipMap
-
-torch.manual_seed(0)
-sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=50)
-model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme="lns", num_hidden_layers=6, **sizes)).eval()
-SkipMap(model, [{"input_ids": torch.randint(0, 50, (3, 12))}], name="lns")
-"""
-INTERVENE = """
-import torch
-import normlab
+from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.widgets import Intervene, SkipMap
 
-torch.manual_seed(0)
-sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=50)
-model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme="bhyt", num_hidden_layers=6, **sizes)).eval()
-one = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme="pre_rmsnorm", num_hidden_layers=1, **sizes)).eval()
+def model_of(scheme, depth):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=50)
+    return NormlabForCausalLM(NormlabConfig(scheme=scheme, num_hidden_layers=depth, **sizes)).eval()
+
 tokens = torch.randint(0, 50, (3, 12))
-display(Intervene(model, tokens), SkipMap(one, [{"input_ids": tokens}], name="pre_rmsnorm"))
+"""
+SKIP_MAP = 'SkipMap(model_of("lns", 6), [{"input_ids": tokens}], name="lns")'
+INTERVENE = """
+display(Intervene(model_of("bhyt", 6), tokens))
+display(SkipMap(model_of("pre_rmsnorm", 1), [{"input_ids": tokens}], name="pre_rmsnorm"))
 """
 THEATRE = """
 from normlab.widgets import TrainTheatre
@@ -46,8 +41,8 @@ def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator
     folder = tmp_path_factory.mktemp("lab")
     recipe = TINY | {"corpus": str(write_text(folder / "text.txt")), "steps": 5000, "probe_every": 20}
     sources = {
-        "skip_map": SKIP_MAP,
-        "intervene": INTERVENE,
+        "skip_map": MODELS + SKIP_MAP,
+        "intervene": MODELS + INTERVENE,
         "theatre": THEATRE.format(recipe=recipe, out=str(folder / "runs")),
     }
     about = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}

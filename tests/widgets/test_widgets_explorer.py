@@ -105,13 +105,10 @@ def predicted(scheme: str, depth: int, metric: str = "token_l2_mean", **changes:
     return rows["value"].tolist()
 
 
-def remarks(runs: pd.DataFrame, configs: Any = None, **view: Any) -> str:
-    """What the page says under a view: of the step, of theory and of a log axis."""
-    place = {"site": "block_out", "metric": "token_l2_mean", "mask": "all", "depth": 4, "way": ABSOLUTE} | view
-    step = place.pop("step", -1)
-    order = ("site", "metric", "mask", "depth", "way")
-    found = page_data(Profiles(runs, configs), None)["views"]["|".join(str(place[name]) for name in order)]
-    return " · ".join([*found["frames"][step]["remarks"], *found["remarks"].values()])
+def remarks(runs: pd.DataFrame, configs: Any = None, view: str = "block_out|token_l2_mean") -> str:
+    """What the page says under a view after training: of the step, of theory and of a log axis."""
+    found = page_data(Profiles(runs, configs), None)["views"][f"{view}|all|4|{ABSOLUTE}"]
+    return " · ".join([*found["frames"][-1]["remarks"], *found["remarks"].values()])
 
 
 def test_theory_is_a_line_with_rings_where_it_says_something():
@@ -134,60 +131,43 @@ def test_theory_is_a_line_with_rings_where_it_says_something():
     assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name]
     said = remarks(table(), configs_of(table()))
     assert "with rings: theory, before training" in said
-    gradient = remarks(table(), configs_of(table()), metric="grad_l2_mean", site="block_in_grad")
+    gradient = remarks(table(), configs_of(table()), "block_in_grad|grad_l2_mean")
     assert "theory says nothing here of the gradient norm of a token" in gradient
-
-
-def test_theory_is_of_the_models_that_the_runs_had():
-    wide = {"model": {"initializer_range": 0.1}}
+    wide = {"model": {"initializer_range": 0.1}}  # it is of the models that the runs had
     explorer = NormExplorer(table(), configs=configs_of(table(), **wide))
     explorer.theory = True
     assert drawn(explorer.figure, "bhyt theory") == pytest.approx(predicted("bhyt", 4, **wide))
     assert predicted("bhyt", 4, **wide) != pytest.approx(predicted("bhyt", 4), rel=0.5)
 
 
-def of_two_models() -> dict[str, Any]:
-    runs, configs = table(), configs_of(table())
-    others = runs.loc[runs["seed"] == 1, "run"].unique()
-    return configs | {name: configs[name] | {"block_length": 32} for name in others}
+def test_theory_is_silent_about_models_that_it_does_not_know():
+    known = configs_of(table())
+    others = table().query("seed == 1")["run"].unique()
+    unknown = {
+        "two models": known | {name: known[name] | {"block_length": 32} for name in others},
+        "another version": {name: config | {"later": 1} for name, config in known.items()},
+        "outliers": configs_of(table(), outlier_channels=2),
+        "no word of them": None,
+    }
+    for about, configs in unknown.items():
+        explorer = NormExplorer(table(), configs=configs)
+        explorer.theory = True
+        assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name], about
+        assert "theory says nothing here" in remarks(table(), configs), about
 
 
-def of_another_version() -> dict[str, Any]:
-    return {name: config | {"later": 1} for name, config in configs_of(table()).items()}
-
-
-@pytest.mark.parametrize(
-    "configs",
-    [None, of_two_models(), of_another_version(), configs_of(table(), outlier_channels=2)],
-    ids=["unknown", "two models", "another version", "outliers"],
-)
-def test_theory_is_silent_about_models_that_it_does_not_know(configs: dict[str, Any] | None):
-    explorer = NormExplorer(table(), configs=configs)
-    explorer.theory = True
-    assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name]
-    assert "theory says nothing here" in remarks(table(), configs)
-
-
-@pytest.mark.parametrize(
-    ("runs", "remark"),
-    [
-        (empty(), "no run has been trained yet"),
-        (one_run("bhyt")[lambda t: t["site"] == "model"], "No layer was measured"),
-    ],
-    ids=["empty", "no_layers"],
-)
-def test_with_nothing_to_show_it_says_so(runs: pd.DataFrame, remark: str):
-    explorer = NormExplorer(runs)
-    assert remark in explorer.figure.layout.annotations[0].text and remark in explorer.choices["missing"]
-    with pytest.raises(NormlabError, match=remark):
-        explorer.view  # noqa: B018
+def test_with_nothing_to_show_it_says_so():
+    no_layers = one_run("bhyt").query("site == 'model'")
+    for runs, remark in ((empty(), "no run has been trained yet"), (no_layers, "No layer was measured")):
+        explorer = NormExplorer(runs)
+        assert remark in explorer.figure.layout.annotations[0].text and remark in explorer.choices["missing"]
+        with pytest.raises(NormlabError, match=remark):
+            explorer.view  # noqa: B018
 
 
 def test_it_shows_what_there_is_and_says_what_is_missing():
-    runs = pd.concat(
-        [one_run("pre_rmsnorm"), one_run("lns", status="diverged"), one_run("dyt", depth=2).assign(value=np.nan)],
-        ignore_index=True,
-    )
+    parts = [one_run("pre_rmsnorm"), one_run("lns", status="diverged"), one_run("dyt", depth=2).assign(value=np.nan)]
+    runs = pd.concat(parts, ignore_index=True)
     explorer = NormExplorer(runs)
     assert drawn(explorer.figure, "pre_rmsnorm") and drawn(explorer.figure, "lns") == []
     said = remarks(runs)
@@ -198,7 +178,7 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     assert "LNS" in explorer.figure.layout.annotations[0].text
     zeros = table()
     zeros.loc[(zeros["scheme"] == "lns") & (zeros["site"] == "block_in_grad"), "value"] = 0.0
-    said = remarks(zeros, metric="grad_l2_mean", site="block_in_grad")
+    said = remarks(zeros, None, "block_in_grad|grad_l2_mean")
     assert "LNS: zero, below a log axis" in said and "log axis" not in remarks(zeros)
 
 
@@ -206,9 +186,8 @@ def test_one_run_any_name_and_unknown_schemes():
     assert len(drawn(NormExplorer(one_run("bhyt")).figure, "bhyt")) == 5
     with pytest.raises(NormlabError, match="no run of 'lns'"):
         NormExplorer(one_run("bhyt"), schemes=["lns"])
-    runs = table(schemes=("lns", "bhyt")).replace({"scheme": {"lns": "my <norm> 2"}})
-    explorer = NormExplorer(runs)
-    assert drawn(explorer.figure, "my <norm> 2")
+    named = table(schemes=("lns", "bhyt")).replace({"scheme": {"lns": "my <norm> 2"}})
+    assert drawn(NormExplorer(named).figure, "my <norm> 2")
 
 
 def test_of_many_schemes_it_opens_with_the_short_list_and_keeps_the_rest_by_family():

@@ -12,39 +12,30 @@ import plotly.graph_objects as go
 import pytest
 import torch
 from training_helpers import TINY
+from widget_helpers import TOKENS, model_of
 
-from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.figures import theme as look
 from normlab.figures.draw import finite
-from normlab.widgets import LogitAttribution, PlotWidget, SkipMap, TrainTheatre
+from normlab.widgets import Intervene, LogitAttribution, NormExplorer, PlotWidget, SkipMap, TrainTheatre
 from normlab.widgets.plot import Plot
 
-TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 BLUE, BLUE_ON_DARK, PAPER, DARK_PAPER = "#0072b2", "#3b9ddd", "#ffffff", "#14171b"
-
-
-def model_of(scheme: str) -> NormlabForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
-    return NormlabForCausalLM(
-        NormlabConfig(scheme=scheme, num_hidden_layers=2, max_position_embeddings=12, **sizes)
-    ).eval()
-
-
-def attribution() -> LogitAttribution:
-    pytest.importorskip("transformer_lens")
-    from normlab.models.lens import to_bridge
-
-    return LogitAttribution(to_bridge(model_of("dyt")), TOKENS, TOKENS[:, 0])
 
 
 # Each has something in the first blue of the palette, which a dark page has brighter.
 WIDGETS: dict[str, Callable[[Path], PlotWidget]] = {
-    "SkipMap": lambda path: SkipMap(model_of("bhyt"), [{"input_ids": TOKENS}], name="bhyt"),
-    "LogitAttribution": lambda path: attribution(),
+    "SkipMap": lambda path: SkipMap(model_of("bhyt", 2), [{"input_ids": TOKENS}], name="bhyt"),
+    "LogitAttribution": lambda path: LogitAttribution(_bridge(), TOKENS, TOKENS[:, 0]),
     "TrainTheatre": lambda path: TrainTheatre(["bhyt"], path, TINY),
     "PlotWidget": lambda path: PlotWidget(line_in_blue),
 }
+
+
+def _bridge() -> Any:
+    pytest.importorskip("transformer_lens")
+    from normlab.models.lens import to_bridge
+
+    return to_bridge(model_of("dyt", 2))
 
 
 def line_in_blue(theme: str) -> go.Figure:
@@ -79,6 +70,11 @@ def test_it_is_one_plot_that_follows_the_page_and_has_a_plain_twin(name: str, tm
 def test_there_is_one_technology():
     for file in Path(look.__file__).parents[1].rglob("*.py"):
         assert "FigureWidget(" not in file.read_text(encoding="utf-8")
+
+
+def test_scripts_are_small_enough_to_start_within_the_two_seconds_of_anywidget():
+    for widget in (Plot, NormExplorer, Intervene):
+        assert len(str(widget._esm)) < 100_000  # plotly has five million
 
 
 def test_what_is_not_finite_is_a_gap():

@@ -10,22 +10,17 @@ import pytest
 import torch
 from browser_helpers import page_of
 from transformers import GPT2Config, GPT2LMHeadModel
-from widget_helpers import Mounted
+from widget_helpers import TOKENS, Mounted, model_of
 
-from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.errors import NormlabError
 from normlab.probes import skip_sensitivity
 from normlab.widgets import Intervene
 from normlab.widgets.change import Change, ask, changed
 
-TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 
-
-def model_of(scheme: str, **fields: object) -> NormlabForCausalLM:
+def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
-    config = NormlabConfig(scheme=scheme, num_hidden_layers=3, max_position_embeddings=12, **sizes, **fields)
-    return NormlabForCausalLM(config).eval()
+    return GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50)).eval()
 
 
 def loss_of(model: torch.nn.Module) -> float:
@@ -58,9 +53,8 @@ def test_lambda_up_is_kappa_down_and_pushes_tanh_inputs_beyond_their_bound():
     assert ask(model, TOKENS, Change()).profile("saturation", "attn_norm_in").max() == 0.0
     assert down.profile("saturation", "attn_norm_in").min() > 0.0
     bound = down.profile("saturation_bound", "attn_norm_in")
-    assert (down.profile("saturation", "attn_norm_in") <= bound).all() and bound.iloc[0] == pytest.approx(
-        0.16, rel=0.05
-    )
+    assert (down.profile("saturation", "attn_norm_in") <= bound).all()
+    assert bound.iloc[0] == pytest.approx(0.16, rel=0.05)
 
 
 def test_the_exact_statistic_is_that_of_the_exact_scheme():
@@ -115,9 +109,7 @@ def test_a_zero_centred_gain_is_multiplied_as_gamma():
         assert torch.allclose(norm.gamma(), 3 * gamma)
 
 
-@pytest.mark.parametrize(
-    "model", [model_of("lns"), GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50)).eval()]
-)
+@pytest.mark.parametrize("model", [model_of("lns"), gpt2()])
 def test_skipping_a_block_costs_what_the_probe_says(model: torch.nn.Module):
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     probed = skip_sensitivity(model, [batch], progress=False).set_index("layer")["skip_delta_loss"]
@@ -157,21 +149,19 @@ def test_the_change_is_a_trait_and_what_is_shown():
     ("scheme", "expected"),
     [("pre_rmsnorm", ([], "")), ("dyt", (["slope"], "α")), ("bhyt", (["slope", "kappa", "carried"], "λ"))],
 )
-def test_a_model_offers_what_its_norms_have(scheme: str, expected: tuple[list[str], str]):
+def test_a_model_offers_what_its_norms_have(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, expected: tuple[list[str], str]
+):
     widget = Intervene(model_of(scheme), TOKENS)
     about = widget.data["models"][0]
     assert (about["traits"], about["slope"]) == expected
     notes = " ".join(note.text for note in widget.figure.layout.annotations)
     assert ("no λ or α in these norms" in notes) == (scheme == "pre_rmsnorm")
     assert ("|tanh z| > 0.95" in notes) == (scheme == "dyt")
-
-
-def test_a_tanh_norm_that_does_not_tell_its_input_still_has_its_slope_scaled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("normlab.norms.DyT.tanh_input", None)
-    widget = Intervene(model_of("dyt"), TOKENS)
-    assert any("do not tell" in a.text for a in widget.figure.layout.annotations)
+    assert any("do not tell" in note.text for note in widget.figure.layout.annotations) == (scheme == "dyt")
     widget.change = {"lam": 16.0}
-    assert widget.now.loss != widget.before.loss
+    assert (widget.now.loss != widget.before.loss) == bool(expected[1])
 
 
 def test_both_states_are_told_apart_without_colour_and_a_broken_model_has_gaps():
@@ -204,11 +194,7 @@ MOVE = "() => { document.activeElement.stepUp(); document.activeElement.dispatch
 @pytest.mark.parametrize("where", ["browser", "kernel"])
 def test_the_reader_and_python_hear_of_each_other(where: str, chromium: str):
     """In the browser a model that the page computes, from the kernel one that it does not."""
-    if where == "browser":
-        model: Any = model_of("bhyt")
-    else:
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50)).eval()
+    model: Any = model_of("bhyt") if where == "browser" else gpt2()
     widget = Intervene(model, TOKENS)
     assert bool(widget.weights) == (where == "browser")
 

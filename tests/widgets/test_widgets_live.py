@@ -14,13 +14,12 @@ from browser_helpers import page_of
 from tokenizers import Tokenizer
 
 import normlab
-from benchmarks.browser import find_browser
 from normlab.cli import main
 from normlab.errors import NormlabError
 from normlab.models.pretrained import model_folder
-from normlab.widgets.change import Change, changed
+from normlab.widgets.change import Change, ask
 from normlab.widgets.live import live_page, page_tokenizer
-from normlab.widgets.plot import script
+from normlab.widgets.plot import static_text
 
 MODELS = ["pre_rmsnorm-d8", "bhyt-d8", "rmsnorm_gain-d8"]
 READY = "() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length > 0"
@@ -29,13 +28,6 @@ READY = "() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return live_page(MODELS, tmp_path_factory.mktemp("page"))
-
-
-def open_page(**options: Any):
-    chromium = find_browser()
-    if chromium is None:
-        pytest.skip("no Chromium or Chrome on the PATH")
-    return page_of(chromium, **options)
 
 
 def loss_in(page: Any) -> float:
@@ -61,12 +53,10 @@ def press(page: Any, button: Any) -> None:
 
 
 def python_loss(name: str, change: Change) -> float:
-    model, tokens = normlab.load_model(name), normlab.load_held_out(name)[4:5, :64]
-    with changed(model, change), torch.no_grad():
-        return float(model(input_ids=tokens, labels=tokens).loss)
+    return ask(normlab.load_model(name), normlab.load_held_out(name)[4:5, :64], change).loss
 
 
-def test_the_tokenizer_is_that_of_tokenizers():
+def test_the_tokenizer_is_that_of_tokenizers(chromium: str):
     text = (model_folder("bhyt-d8") / "tokenizer.json").read_text()
     source, truth = random.Random(0), Tokenizer.from_str(text)
     letters = "abcdefgh     \n\t.,_'\"(){}=0123456789éßñ中文字🙂\u00a0\u2003\u0085\ufeffÀ-—½²Ⅷ"
@@ -75,29 +65,33 @@ def test_the_tokenizer_is_that_of_tokenizers():
     strings += ["".join(source.choices(words, k=source.randint(1, 12))) for _ in range(250)]
     rows = normlab.load_held_out("bhyt-d8")[:250, :100].tolist()
     strings += [truth.decode(row, skip_special_tokens=False) for row in rows]
-    with open_page() as (page, errors):
+    with page_of(chromium) as (page, errors):
         ask = "([source, data, texts]) => { const t = new Function(source + '; return bytePairs')()(data);"
         ask += " return texts.map(text => t.encode(text)); }"
-        encoded = page.evaluate(ask, [script("tokenizer.js"), page_tokenizer(text), strings])
+        encoded = page.evaluate(ask, [static_text("tokenizer.js"), page_tokenizer(text), strings])
     assert len(strings) == 1000 and not errors
     for string, ids in zip(strings, encoded, strict=True):
         assert ids == truth.encode(string).ids, string
 
 
-def test_it_opens_from_a_file_and_answers_as_python_does(site: Path):
+def test_it_opens_from_a_file_and_answers_as_python_does(site: Path, chromium: str):
     assert len(gzip.compress(site.read_bytes())) < 200_000
-    with open_page() as (page, errors):
+    with page_of(chromium) as (page, errors):
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(site.as_uri() + "#model=bhyt-d8&all=kappa:0.5&3=block:0.25")
         wait_for_costs(page)
         change = Change(kappa=0.5, layers={3: {"block": 0.25}})
         assert loss_in(page) == pytest.approx(python_loss("bhyt-d8", change), abs=1e-3)
-        page.get_by_role("button", name="κ").click()
+        page.get_by_role("button", name="κ").focus()
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.textContent") == "κ"  # the focus stays
+        page.locator("#dark").press("Space")
+        page.wait_for_function("() => location.hash.includes('dark=1') && location.hash.includes('3=block:0.25')")
         page.get_by_role("slider", name="κ, all blocks").focus()
         page.keyboard.press("ArrowDown")
         page.wait_for_function("() => location.hash.includes('all=kappa:0.420448')")
-        page.get_by_label("beside").select_option("pre_rmsnorm-d8")
+        page.get_by_label("compare with").select_option("pre_rmsnorm-d8")
         page.wait_for_function("() => document.querySelectorAll('.panel').length === 2")
         page.get_by_role("button", name="as trained").click()
         wait_for_costs(page)
@@ -111,13 +105,13 @@ def test_it_opens_from_a_file_and_answers_as_python_does(site: Path):
         page.wait_for_function(
             "count => document.querySelector('.status').textContent.startsWith(count)", arg=str(len(truth))
         )
-        model, tokens = normlab.load_model("bhyt-d8"), torch.tensor([truth])
-        assert loss_in(page) == pytest.approx(float(model(input_ids=tokens, labels=tokens).loss.detach()), abs=1e-3)
+        loss = ask(normlab.load_model("bhyt-d8"), torch.tensor([truth]), Change()).loss
+        assert loss_in(page) == pytest.approx(loss, abs=1e-3)
         assert not errors and {url.partition(":")[0] for url in asked} <= {"file", "blob"}
 
 
-def test_the_tour_says_what_happens(site: Path):
-    with open_page() as (page, errors):
+def test_the_tour_says_what_happens(site: Path, chromium: str):
+    with page_of(chromium) as (page, errors):
         page.goto(site.as_uri())
         wait_for_costs(page)
         page.evaluate(COUNT)
@@ -126,9 +120,8 @@ def test_the_tour_says_what_happens(site: Path):
             before = loss_in(page)
             press(page, page.locator(".tour .primary"))
             if step == 4:  # inputs beyond lambda, below the bound; none as trained
-                shown = page.locator(".share svg").get_attribute("aria-label")
-                parts = [part.split(": ") for part in shown.split(". ", 1)[1].split("; ")]
-                shares = dict(parts)
+                shown = page.locator(".share svg").get_attribute("aria-label").split(". ", 1)[1]
+                shares = dict(part.split(": ") for part in shown.split("; "))
                 beyond = [float(value.strip("%")) for value in shares["attention"].split(", ")]
                 assert min(beyond) > 0 and max(beyond) < 16 and set(shares["as trained"].split(", ")) == {"0%"}
                 assert set(shares["bound"].split(", ")) == {"16%"}
@@ -143,8 +136,8 @@ def test_the_tour_says_what_happens(site: Path):
 
 
 @pytest.mark.parametrize("width", [390, 820])
-def test_it_fits_a_phone_and_follows_a_dark_page(site: Path, width: int):
-    with open_page(width=width, height=844, color_scheme="dark") as (page, errors):
+def test_it_fits_a_phone_and_follows_a_dark_page(site: Path, chromium: str, width: int):
+    with page_of(chromium, width=width, height=844, color_scheme="dark") as (page, errors):
         page.goto(site.as_uri() + "#model=bhyt-d8&all=gain:0.5")
         wait_for_costs(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -153,13 +146,15 @@ def test_it_fits_a_phone_and_follows_a_dark_page(site: Path, width: int):
         assert not errors
 
 
-def test_missing_weights_and_other_bad_input_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_weights_and_other_bad_input_are_one_line(
+    tmp_path: Path, chromium: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(NormlabError, match="no model for the page"):
         live_page([], tmp_path)
     assert main(["page", "bhyt-d8", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "index.html")
     (tmp_path / "bhyt-d8.js").unlink()
-    with open_page() as (page, _):
+    with page_of(chromium) as (page, _):
         page.goto((tmp_path / "index.html").as_uri())
         page.wait_for_function("() => document.querySelector('.status').textContent.includes('bhyt-d8.js has to lie')")
     other = json.loads((model_folder("bhyt-d8") / "tokenizer.json").read_text())

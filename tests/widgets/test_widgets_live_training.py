@@ -74,10 +74,8 @@ def test_curves_and_layers_grow_and_every_button_does_what_it_says(theatre: Call
     assert widget.wait(60, step=12)
     # It draws by itself, from another thread.
     until(lambda: len(trace(widget, "bhyt train").y) > 0 and 10 in trace(widget, "bhyt held out").x)
-    assert (
-        list(trace(widget, "bhyt last").x) == [0, 1, 2]
-        and trace(widget, "bhyt last").y != trace(widget, "bhyt first").y
-    )
+    assert list(trace(widget, "bhyt last").x) == [0, 1, 2]
+    assert trace(widget, "bhyt last").y != trace(widget, "bhyt first").y
     widget.rest.click()
     until(lambda: states(widget) == {"paused"})
     until(lambda: widget.rest.disabled and widget.go.description == "continue" and "> paused" in widget.message.value)
@@ -90,9 +88,8 @@ def test_curves_and_layers_grow_and_every_button_does_what_it_says(theatre: Call
     assert widget.wait(60) and states(widget) == {"stopped"}
     assert not widget.go.disabled and widget.rest.disabled and widget.end.disabled
     for name, run in widget.runs.items():
-        assert [checkpoint.name for checkpoint in run.out.glob(f".partial/{run.config.run_id}/checkpoint-*")] == [
-            f"checkpoint-{run.step}"
-        ]
+        kept = run.out.glob(f".partial/{run.config.run_id}/checkpoint-*")
+        assert [checkpoint.name for checkpoint in kept] == [f"checkpoint-{run.step}"]
         assert list(trace(widget, f"{name} train").x) == list(range(1, run.step + 1))
 
 
@@ -174,12 +171,10 @@ def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(thea
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_what_it_cannot_train_is_one_sentence(tmp_path: Path):
-    with pytest.raises(NormlabError, match="each once"):
-        TrainTheatre(["bhyt", "bhyt"], tmp_path)
-    with pytest.raises(NormlabError, match="recipe .* 'layers'"):
-        TrainTheatre(SCHEMES, tmp_path, {"layers": 3})
-    with pytest.raises(NormlabError, match="depth is 0"):
-        TrainTheatre(SCHEMES, tmp_path, {"depth": 0})
+    refused = (["bhyt", "bhyt"], {}, "each once"), (SCHEMES, {"layers": 3}, "'layers'"), (SCHEMES, {"depth": 0}, "is 0")
+    for schemes, recipe, match in refused:
+        with pytest.raises(NormlabError, match=match):
+            TrainTheatre(schemes, tmp_path, recipe)
     gc.collect()  # nor is there another word when what was refused is thrown away
 
 
@@ -187,12 +182,8 @@ def test_a_long_curve_is_thinned_by_means_and_gaps_stay_gaps():
     pairs = [(step, float(step % 2)) for step in range(1, 10_001)]
     few = thinned(pairs)
     assert len(few) <= MOST_POINTS and few[-1][0] == 10_000 and {value for _, value in few[:-1]} <= {0.48, 0.5, 0.52}
-    progress = Progress(
-        train=[(1, 5.0), (2, float("nan"))],
-        first=[(0, 1.0)],
-        last=[(0, 1.0), (1, 0.0)],
-        levels={"unigram_entropy": 4.0},
-    )
+    parts = {"first": [(0, 1.0)], "last": [(0, 1.0), (1, 0.0)], "levels": {"unigram_entropy": 4.0}}
+    progress = Progress(train=[(1, 5.0), (2, float("nan"))], **parts)
     figure = training_progress({"bhyt": progress}, "token_l2_mean", "block_out", depth=2)
     lines = {trace.name: trace for trace in figure.data}
     assert list(lines["bhyt train"].y) == [5.0, None] and list(lines["unigram entropy"].y) == [4.0, 4.0]

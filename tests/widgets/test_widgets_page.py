@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 from browser_helpers import page_of
-from figures_helpers import SCHEMES, configs_of, empty, one_run, table
+from figures_helpers import SCHEMES, configs_of, empty, table
 
 from normlab.analysis.profiles import Profiles, View
 from normlab.errors import NormlabError
@@ -57,24 +57,6 @@ def shown_at(view: dict[str, Any], step: int, name: str) -> dict[str, Any]:
     return first | view["frames"][view["steps"].index(step)]["data"][name]
 
 
-def test_the_data_are_the_tables_to_four_digits():
-    data = page_data(Profiles(noisy()))
-    view = data["views"]["block_out|token_l2_mean|all|4|absolute"]
-    assert view["steps"] == [0, 10, 20]
-    runs = noisy()
-    own = runs[(runs["scheme"] == "bhyt") & (runs["depth"] == 4) & (runs["step"] == 20)]
-    own = own[(own["metric"] == "token_l2_mean") & np.isfinite(own["value"])]
-    line = shown_at(view, 20, "bhyt")
-    assert line["x"] == [0, 1, 2, 3, 4]
-    assert line["y"][3] == pytest.approx(np.exp(np.log(own.loc[own["layer"] == 3, "value"]).mean()), rel=1e-3)
-    assert line["customdata"][2] == pytest.approx(
-        [own.loc[own["layer"] == 2, "value"].min(), own.loc[own["layer"] == 2, "value"].max()], rel=1e-3
-    )
-    assert "LNS: diverged, nothing measured at step 20" in view["frames"][2]["remarks"]
-    one_seed = page_data(Profiles(one_run("bhyt")))["views"].values()
-    assert not [trace["name"] for one in one_seed for trace in one["traces"] if "band" in trace["name"]]
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("log", [False, True])
 def test_every_frame_is_what_the_explorer_draws(way: str, log: bool):
@@ -88,13 +70,14 @@ def test_every_frame_is_what_the_explorer_draws(way: str, log: bool):
         traces = [shown_at(found, step, trace["name"]) for trace in found["traces"] if trace["name"] in frame["data"]]
         layout = found["layout"] | frame["layout"] | {"yaxis": found["axes"]["log" if log else "linear"]}
         made = go.Figure({"data": [*traces, *labels], "layout": layout})
-        assert {trace.name for trace in made.data} == {trace.name for trace in drawn.data}
         wanted = {trace.name: trace for trace in drawn.data}
+        assert {trace.name for trace in made.data} == set(wanted)
         for trace in made.data:
-            assert np.array(trace.y, float) == pytest.approx(
-                np.array(wanted[trace.name].y, float), rel=1e-3, nan_ok=True
-            )
-            assert trace.hovertemplate == wanted[trace.name].hovertemplate
+            other = wanted[trace.name]
+            for mine, its in ((trace.y, other.y), (trace.customdata, other.customdata)):
+                numbers = [np.array([] if part is None else part, float) for part in (mine, its)]
+                assert numbers[0] == pytest.approx(numbers[1], rel=1e-3, nan_ok=True)
+            assert trace.hovertemplate == other.hovertemplate
         drawn.layout.template = made.layout.template = None
         for one in (drawn, made):
             one.layout.yaxis.range = [float(f"{end:.3g}") for end in one.layout.yaxis.range]
@@ -117,27 +100,29 @@ def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[An
         page.on("request", lambda request: requests.append(request.url))
         page.goto(path.as_uri())
         page.wait_for_selector(".js-plotly-plot .main-svg")
+        until(page, "querySelector('.main-svg').clientWidth === document.querySelector('.plot').clientWidth")
         yield page
         assert errors == [] and [url for url in requests if not url.startswith("file:")] == []
 
 
-def curve(page: Any, name: str) -> list[float] | None:
-    """The y values of a trace, None where the plot has no such trace."""
-    read = "name => document.querySelector('.plot').data.find(t => t.name === name)?.y ?? null"
-    y = page.evaluate(read, name)
-    return None if y is None else [np.nan if v is None else v for v in y]
+PLOT = "document.querySelector('.plot')"
 
 
 def wait_for(page: Any, name: str, values: np.ndarray | None, rtol: float = 2e-3) -> None:
     """Until the plot shows these values, or no such trace."""
-    agrees = """([name, values, rtol]) => {
-        const y = document.querySelector('.plot').data.find(t => t.name === name)?.y ?? null;
+    agrees = f"""([name, values, rtol]) => {{
+        const y = {PLOT}.data.find(t => t.name === name)?.y ?? null;
         if (y === null || values === null) return y === values;
         const near = (a, b) => a === null || b === null ? a === b : Math.abs(a - b) <= rtol * Math.abs(b);
         return y.length === values.length && y.every((v, i) => near(v, values[i]));
-    }"""
+    }}"""
     wanted = None if values is None else [float(v) if np.isfinite(v) else None for v in values]
     page.wait_for_function(agrees, arg=[name, wanted, rtol], timeout=10_000)
+
+
+def until(page: Any, condition: str) -> None:
+    """Until something holds of the plot."""
+    page.wait_for_function(f"() => {PLOT}.{condition}", timeout=10_000)
 
 
 def slide(page: Any, name: str, key: str) -> None:
@@ -148,14 +133,12 @@ def slide(page: Any, name: str, key: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_page_shows_what_the_library_computes(page: Any, way: str):
     profiles = Profiles(noisy())
+    view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
     page.select_option("[name=way]", way)
     slide(page, "depth", "End")
     for key, step in (("Home", 0), ("ArrowRight", 10), ("End", 20)):
         slide(page, "step", key)
-        lines = {
-            line.scheme: line
-            for line in profiles.lines(View("token_l2_mean", "block_out", "all", 4, step, tuple(SCHEMES), **WAYS[way]))
-        }
+        lines = {line.scheme: line for line in profiles.lines(replace(view, step=step))}
         for scheme in SCHEMES:
             line = lines.get(scheme)
             wait_for(page, scheme, None if line is None else line.values)
@@ -172,71 +155,68 @@ def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: P
     with page.context.browser.new_page() as own:
         own.goto(path.as_uri())
         own.wait_for_selector(".js-plotly-plot .main-svg")
-        drawn = "() => document.querySelector('.plot').data.map(trace => trace.name)"
-        assert set(own.evaluate(drawn)) == {style_of(name).title for name in tagged("short")}
+        names = own.evaluate(f"() => {PLOT}.data.map(trace => trace.name)")
+        assert set(names) == {style_of(name).title for name in tagged("short")}
         assert not own.locator(".scheme input[value=keel]").is_visible()
         own.locator("details summary").click()
         assert own.locator("details").inner_text().startswith("5 further schemes")
         own.locator(".scheme input[value=keel]").check()
-        own.wait_for_function("() => document.querySelector('.plot').data.some(trace => trace.name === 'Keel')")
+        until(own, "data.some(trace => trace.name === 'Keel')")
     assert page.locator("details").is_hidden()
 
 
 def test_every_control_of_the_page_answers_the_keyboard(page: Any):
+    def press(name: str, key: str = "Space") -> None:
+        page.locator(name).focus()
+        page.keyboard.press(key)
+
     slide(page, "depth", "Home")
-    page.wait_for_function("() => document.querySelector('.plot').layout.xaxis.range[1] === 2")
-    page.locator(".scheme input[value=bhyt]").focus()
-    page.keyboard.press("Space")
+    until(page, "layout.xaxis.range[1] === 2")
+    press(".scheme input[value=bhyt]")
     wait_for(page, "bhyt", None)
-    page.keyboard.press("Space")
-    page.wait_for_function("() => document.querySelector('.plot').data.some(trace => trace.name === 'bhyt')")
+    press(".scheme input[value=bhyt]")
+    until(page, "data.some(trace => trace.name === 'bhyt')")
     assert page.locator("[name=depth]").get_attribute("aria-valuetext") == "2"
     slide(page, "step", "Home")
     assert page.locator("[name=step]").get_attribute("aria-valuetext") == "0"
-    page.locator("[name=play]").focus()
-    page.keyboard.press("Enter")  # goes to the end by itself, and stops there
+    press("[name=play]", "Enter")  # goes to the end by itself, and stops there
     page.wait_for_function("() => document.querySelector('[name=step]').getAttribute('aria-valuetext') === '20'")
     page.wait_for_function("() => document.querySelector('[name=play]').textContent === 'play'")
-    page.locator("[name=band]").focus()
-    page.keyboard.press("Space")
+    press("[name=band]")
     wait_for(page, "bhyt band", None)
-    page.keyboard.press("Space")
-    page.locator("#dark").focus()
-    page.keyboard.press("Space")
+    press("[name=band]")
+    press("#dark")
     assert page.evaluate("document.body.classList.contains('dark')")
-    page.keyboard.press("Space")
+    press("#dark")
     page.select_option("[name=metric]", "grad_l2_total")
     assert page.evaluate("document.querySelector('[name=site]').value") == "block_in_grad"
-    page.wait_for_function("() => document.querySelector('.plot').data.find(t => t.name === 'bhyt').y.length === 2")
-    page.locator("[name=log]").focus()
-    page.keyboard.press("Space")
-    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.type === 'log'")
-    page.keyboard.press("Space")
-    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.type === 'linear'")
+    until(page, "data.find(t => t.name === 'bhyt').y.length === 2")
+    for kind in ("log", "linear"):
+        press("[name=log]")
+        until(page, f"layout.yaxis.type === '{kind}'")
 
 
 def test_an_axis_fits_the_lines_that_are_left(page: Any):
     page.select_option("[name=metric]", "token_l2_mean")
     slide(page, "depth", "End")
     slide(page, "step", "End")
-    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.range[1] > 8")
+    until(page, "layout.yaxis.range[1] > 8")
     page.locator(".scheme input[value=pre_rmsnorm]").uncheck()
     wait_for(page, "pre_rmsnorm", None)
-    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.range[1] < 8")
-    page.wait_for_function("() => document.querySelectorAll('.plot .legendtext').length === 3")  # LNS diverged
+    until(page, "layout.yaxis.range[1] < 8")
+    until(page, "querySelectorAll('.legendtext').length === 3")  # LNS diverged
     page.locator(".scheme input[value=pre_rmsnorm]").check()
-    page.wait_for_function("() => document.querySelectorAll('.plot .legendtext').length === 0")
+    until(page, "querySelectorAll('.legendtext').length === 0")
 
 
 def test_the_address_keeps_the_view(page: Any):
+    line = f"{PLOT}.data.find(trace => trace.name === 'lns').y"
     page.select_option("[name=metric]", "feature_var_mean")
     slide(page, "step", "Home")
     page.wait_for_url("**metric=feature_var_mean**step=0**")  # written once the reader rests
-    address, before = page.url, curve(page, "lns")
+    address, before = page.url, page.evaluate(line)
     page.goto("about:blank")
     page.goto(address)
     page.wait_for_selector(".js-plotly-plot .main-svg")
-    assert (
-        curve(page, "lns") == before
-        and page.evaluate("document.querySelector('[name=metric]').value") == "feature_var_mean"
-    )
+    assert page.evaluate(line) == before
+    assert page.evaluate("document.querySelector('[name=metric]').value") == "feature_var_mean"

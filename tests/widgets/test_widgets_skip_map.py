@@ -7,19 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from widget_helpers import TOKENS, model_of
 
-from normlab import NormlabConfig, NormlabForCausalLM
 from normlab.probes import skip_future_effect, skip_sensitivity
 from normlab.widgets import SkipMap
 
-TOKENS = torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(0))
 BATCHES = [{"input_ids": TOKENS}]
-
-
-def model_of(depth: int) -> NormlabForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
-    return NormlabForCausalLM(NormlabConfig(scheme="lns", num_hidden_layers=depth, **sizes)).eval()
 
 
 def traces_of(widget: SkipMap) -> dict[str, Any]:
@@ -27,7 +20,7 @@ def traces_of(widget: SkipMap) -> dict[str, Any]:
 
 
 def test_it_shows_what_was_measured_and_answers_the_slider():
-    model = model_of(4)
+    model = model_of("lns", 4)
     cost = skip_sensitivity(model, BATCHES, progress=False)
     effect = skip_future_effect(model, BATCHES, progress=False)
     widget = SkipMap(model, BATCHES, name="lns")
@@ -46,7 +39,7 @@ def test_it_shows_what_was_measured_and_answers_the_slider():
 
 
 def test_a_click_chooses_the_block_under_it():
-    widget = SkipMap(model_of(3), BATCHES)
+    widget = SkipMap(model_of("lns", 3), BATCHES)
     for trace, block, shown in (("effect", 2, 2), ("column", 3, 2), ("cost", 3, 3)):
         widget.plot._handle_custom_msg({"trace": trace, "x": block}, [])  # as a page sends it
         assert widget.block.value == shown
@@ -55,7 +48,7 @@ def test_a_click_chooses_the_block_under_it():
 
 
 def test_a_model_of_one_block_has_a_cost_and_no_later_blocks():
-    widget = SkipMap(model_of(1), BATCHES)
+    widget = SkipMap(model_of("lns", 1), BATCHES)
     traces = traces_of(widget)
     assert len(traces["cost"].y) == 1 and traces["effect"].z is None and not traces["column"].x
     assert "one block" in widget.figure.layout.annotations[-1].text
@@ -63,7 +56,7 @@ def test_a_model_of_one_block_has_a_cost_and_no_later_blocks():
 
 
 def test_a_broken_model_is_said_to_be_so():
-    model = model_of(3)
+    model = model_of("lns", 3)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
     widget = SkipMap(model, BATCHES)
@@ -74,20 +67,10 @@ def test_a_broken_model_is_said_to_be_so():
     assert list(traces["cost"].y) == [None] * 3 and list(traces["chosen"].y) == [None]
 
 
-def test_a_block_without_which_the_model_breaks_is_said_to_be_so():
-    widget = SkipMap(model_of(3), BATCHES)
+def test_what_has_no_number_is_said_in_words():
+    widget = SkipMap(model_of("lns"), BATCHES)
     widget.cost.loc[widget.cost["layer"] == 2, ["skip_delta_loss", "low", "high"]] = float("nan")
     widget.block.value = 2
     assert "without block 2 the loss is not finite" in widget.message.value and "nan" not in widget.message.value
-
-
-def test_one_row_of_tokens_has_no_interval():
-    widget = SkipMap(model_of(3), [{"input_ids": TOKENS[:1]}])
+    widget = SkipMap(model_of("lns"), [{"input_ids": TOKENS[:1]}])  # one row has no interval
     assert "nan" not in widget.message.value and "without block 1:" in widget.message.value
-
-
-def test_a_black_line_is_bright_on_a_dark_page():
-    widget = SkipMap(model_of(2), BATCHES, name="pre_rmsnorm")
-    widget.plot.dark_page = True
-    lines = {trace.name: trace.line.color for trace in widget.figure.data if trace.type == "scatter"}
-    assert lines["cost"] == lines["column"] == "#f4f4f5"

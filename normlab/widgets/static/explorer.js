@@ -2,10 +2,11 @@
 
    explorer(root, data, host)
      data   choices, schemes and colours: normlab/widgets/explorer.py, `page_data`
-     host   { Plotly, read() -> state, write(state), view(key, theory) -> drawings or a promise of them }
+     host   { Plotly (or a promise of it), read() -> state, write(state), view(key, theory) -> drawings or a promise of them }
    A state is { metric, site, mask, way, depth, step, schemes, band, log, theory, published }. A view's drawings hold every
    step: moving the step puts one step's numbers in place of another's. */
 const SWITCHES = { band: "seeds / interval", log: "log axis", theory: "theory", published: "published values" };
+const CHOICES = { metric: "metric", site: "measured at", mask: "tokens", way: "shown as" };
 const PLAY_MS = 350;
 
 /* A template with a layout over it: plotly would put the two together at every move. */
@@ -29,45 +30,35 @@ function someLabels(labels, titles) {
 function explorerPane(data, host, state, told) {
   const root = document.createElement("div");
   root.className = "pane";
-  const field = (name, text, tag) => `<label>${text} ${tag}</label>`;
+  const each = (parts, made) => Object.entries(parts).map(made).join("");
   root.innerHTML = `
-    <div class="row">${[["metric", "metric"], ["site", "measured at"], ["mask", "tokens"], ["way", "shown as"]]
-      .map(([name, text]) => field(name, text, `<select name="${name}"></select>`)).join("")}</div>
-    <div class="row">${["depth", "step"].map(name => field(name, name, `<input name="${name}" type="range" min="0" step="1"><output></output>`)).join("")}
+    <div class="row">${each(CHOICES, ([name, text]) => `<label>${text} <select name="${name}"></select></label>`)}</div>
+    <div class="row">${["depth", "step"].map(name => `<label>${name} <input name="${name}" type="range" min="0" step="1"><output></output></label>`).join("")}
       <button name="play" type="button">play</button>
-      ${Object.entries(SWITCHES).map(([name, text]) => `<label><input name="${name}" type="checkbox"> ${text}</label>`).join("")}</div>
+      ${each(SWITCHES, ([name, text]) => `<label><input name="${name}" type="checkbox"> ${text}</label>`)}</div>
     <div class="row schemes"></div><details hidden><summary></summary></details>
     <div class="wide"><div class="plot" role="img"></div></div><div class="remarks" role="status"></div>
     <div class="row exports">${["PNG", "SVG", "CSV", "code"].map(kind => `<button type="button" name="${kind}">${kind}</button>`).join("")}</div><pre hidden></pre>`;
   const at = name => root.querySelector(`[name="${name}"]`), find = selector => root.querySelector(selector);
   const plot = plotter(host.Plotly, find(".plot"));
   let now = null, drawn = null, asked = null, timer = null, closed = false;
-  const key = (changes = {}) => ["site", "metric", "mask", "depth", "way"].map(name => ({ ...state, ...changes })[name]).join("|");
+  const key = () => ["site", "metric", "mask", "depth", "way"].map(name => state[name]).join("|");
+  const options = { metric: () => data.metrics, site: () => data.sites[state.metric], mask: () => data.masks[`${state.site}|${state.metric}`], way: () => data.ways };
   const shown = () => data.schemes.filter(({ name }) => state.schemes.includes(name));
   const inked = part => host.dark()
     ? JSON.parse(Object.entries(data.on_dark).reduce((text, [light, bright]) => text.replaceAll(light, bright), JSON.stringify(part))) : part;
 
   /* What may be chosen depends on the choices before it; each choice that still exists stays. */
-  function settle() {
-    const among = (name, options) => { if (!options.some(option => option[1] === state[name])) state[name] = options[0]?.[1]; };
-    among("metric", data.metrics);
-    among("site", data.sites[state.metric]);
-    among("mask", data.masks[`${state.site}|${state.metric}`]);
-    among("way", data.ways);
-    if (!data.depths.includes(state.depth)) state.depth = data.start;
-  }
-  function fill(name, options) {
-    const text = JSON.stringify(options);
-    if (at(name).dataset.options !== text) at(name).replaceChildren(...options.map(([label, value]) => new Option(label, value)));
+  function offer(name, choices) {
+    if (!choices.some(([, value]) => value === state[name])) state[name] = choices[0]?.[1];
+    const text = JSON.stringify(choices);
+    if (at(name).dataset.options !== text) at(name).replaceChildren(...choices.map(([label, value]) => new Option(label, value)));
     at(name).dataset.options = text;
     at(name).value = state[name];
   }
   async function refresh() {
-    settle();
-    fill("metric", data.metrics);
-    fill("site", data.sites[state.metric]);
-    fill("mask", data.masks[`${state.site}|${state.metric}`]);
-    fill("way", data.ways);
+    for (const name of Object.keys(options)) offer(name, options[name]());
+    if (!data.depths.includes(state.depth)) state.depth = data.start;
     for (const name of Object.keys(SWITCHES)) at(name).checked = state[name];
     at("published").disabled = !data.published;
     at("depth").max = data.depths.length - 1;
@@ -127,16 +118,10 @@ function explorerPane(data, host, state, told) {
     told(state);
   }
 
-  /* A change by the reader, or by Python: only another view is asked for anew. */
+  /* A change by the reader, or by Python. */
   function set(changes) {
-    const before = [key(), state.theory].join();
     Object.assign(state, changes);
-    if ([key(), state.theory].join() === before && now && !("theory" in changes)) {
-      for (const name of Object.keys(SWITCHES)) at(name).checked = state[name];
-      for (const box of root.querySelectorAll(".scheme input")) box.checked = state.schemes.includes(box.value);
-      if (now.steps.includes(state.step)) at("step").value = now.steps.indexOf(state.step);
-      draw();
-    } else refresh();
+    refresh();
   }
 
   const families = Object.entries(data.families), rest = families.flatMap(([, names]) => names), rows = {};
@@ -164,15 +149,15 @@ function explorerPane(data, host, state, told) {
     timer = null;
     at("play").textContent = "play";
   };
-  for (const name of ["metric", "site", "mask", "way"]) at(name).addEventListener("change", () => set({ [name]: at(name).value }));
+  for (const name of Object.keys(CHOICES)) at(name).addEventListener("change", () => set({ [name]: at(name).value }));
   at("depth").addEventListener("input", () => set({ depth: data.depths[+at("depth").value] }));
   at("step").addEventListener("input", event => {
     if (event.isTrusted) stop(); // moved by the reader
-    set({ step: now.steps[+at("step").value] });
+    if (now) set({ step: now.steps[+at("step").value] });
   });
   for (const name of Object.keys(SWITCHES)) at(name).addEventListener("change", () => set({ [name]: at(name).checked }));
   at("play").addEventListener("click", () => {
-    if (timer) return stop();
+    if (timer || !now) return stop();
     at("play").textContent = "stop";
     if (state.step === now.steps.at(-1)) set({ step: now.steps[0] });
     timer = setInterval(() => {
@@ -186,7 +171,7 @@ function explorerPane(data, host, state, told) {
     state.way === "absolute" ? "" : state.way].filter(Boolean).join("-").replace(/[^\w-]/g, "-");
   const python = value => (value === true ? "True" : value === false ? "False" : JSON.stringify(value));
   for (const format of ["png", "svg"])
-    at(format.toUpperCase()).addEventListener("click", () => host.Plotly.downloadImage(find(".plot"), { format, filename: name(), width: 1280, height: 520 }));
+    at(format.toUpperCase()).addEventListener("click", async () => (await host.Plotly).downloadImage(find(".plot"), { format, filename: name(), width: 1280, height: 520 }));
   at("CSV").addEventListener("click", () => {
     const lines = drawn.flatMap(({ name: scheme, x, y, customdata = [] }) => x.map((layer, place) => [scheme, layer, y[place] ?? "", ...(customdata[place] ?? ["", ""])].join(",")));
     const link = Object.assign(document.createElement("a"), { download: `${name()}.csv` });

@@ -20,7 +20,7 @@ export default widgetOf(Object.fromEntries(TRAITS.map(name => [name, name])), (r
       for (const depth of data.depths) view([state.site, state.metric, state.mask, depth, state.way].join("|"), state.theory);
     }, AHEAD_MS);
   };
-  const page = explorer(root, data, { ...host, Plotly: library(), write, view });
+  const page = explorer(root, data, { ...host, Plotly: library(model), write, view });
   return { ...page, close() {
     clearTimeout(ahead);
     page.close();

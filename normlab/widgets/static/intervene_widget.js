@@ -11,5 +11,5 @@ export default widgetOf({ change: "change", text: "row", at: "token" }, (root, h
     const { buffer, byteOffset, byteLength } = model.get("weights");
     return buffer.slice(byteOffset, byteOffset + byteLength);
   };
-  return live(root, { ...data, kernel: unbase64(data.kernel) }, { ...host, weights, engine: about => (about.spec ? null : kernel) });
+  return live(root, data, { ...host, weights, engine: about => (about.spec ? null : kernel) });
 });

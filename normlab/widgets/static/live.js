@@ -9,7 +9,7 @@ const FIELDS = {
   attention: { label: "attention", about: "how much of what attention adds is kept" },
   mlp: { label: "MLP", about: "how much of what the MLP adds is kept" },
   gain: { label: "γ", about: "factor on the gain of the block's norms", factor: true },
-  lam: { label: "λ", about: "factor on λ, the size that a tanh's input may have", factor: true, needs: "slope" },
+  lam: { label: "λ", about: "factor on λ, which multiplies a tanh's input", factor: true, needs: "slope" },
   kappa: { label: "κ", about: "factor on κ, which divides a tanh's input", factor: true, needs: "kappa" },
   exact: { label: "statistic", about: "the MLP's norm measures the stream again, in place of the carried statistic", flag: true, needs: "carried" },
 };
@@ -18,29 +18,29 @@ const COSTS_AFTER_MS = 150; // after a move, before the blocks' costs are measur
 
 /* Each step: a finding, the model that shows it, and a change that tries it. tests/widgets/test_widgets_live.py checks them. */
 const TOUR = [
-  { title: "The first blocks build the stream", needs: "any", change: { layers: { 1: { block: 0 } } },
-    say: "Every block adds to a running sum, the residual stream. Without block 1 the model loses almost all it learned. Without block 4 you will hardly see a difference: try it with the sliders. The bars show what each block is worth.",
+  { title: "One block carries most of it", change: { layers: { 1: { block: 0 } } },
+    say: "Every block adds to a running sum, the residual stream. The bars show how much the loss rises without each block. Skip block 1: most of these models then do hardly better than a guess. Skip another with its slider, or choose another model: which block matters depends on how it was trained.",
     act: "Skip block 1" },
-  { title: "Half of every block is almost enough", needs: "any", change: { block: 0.5 },
-    say: "Let every block add half of what it learned to add. The stream shrinks, but the loss stays close: the next norm divides by the stream's size, so only proportions count.",
+  { title: "Half of every block is almost enough", change: { block: 0.5 },
+    say: "Let every block add half of what it learned to add. The stream shrinks to half, but the loss stays close: each block begins with a norm, which divides by the stream's size, so only proportions count.",
     act: "Halve every block" },
-  { title: "A gain is not divided away", needs: "any", change: { gain: 0.5 },
-    say: "A norm divides by the stream's size, then multiplies by its gain γ. Halve every γ: nothing makes up for it, and the loss rises several times as much as when every block was halved.",
+  { title: "A gain is not divided away", change: { gain: 0.5 },
+    say: "After it has divided by the stream's size, a norm multiplies by its gain γ. Halve every γ: nothing makes up for it, and the loss rises several times as much as when every block was halved.",
     act: "Halve every gain" },
   { title: "A carried statistic is good enough", needs: "carried", change: { exact: true },
-    say: "BHyT measures the stream once a block: the MLP's norm reuses the mean square of attention's norm. Let it measure again, and the layers hardly move, although the model was trained without.",
-    act: "Make the statistic exact" },
+    say: "A norm divides by the root of the stream's mean square. BHyT computes that once a block, before attention, and its MLP's norm makes do with the same number. Let the MLP's norm compute its own: layers and loss hardly move, although the model never trained that way.",
+    act: "Make it exact" },
   { title: "κ is a bound and a gain", needs: "kappa", change: { kappa: 0.25 },
-    say: "BHyT divides the input of its tanh by κ. As trained, no input goes beyond λ. With a quarter of κ some do: in attention, whose norm measures the stream itself, never more than the dotted bound 1/κ². The loss says what that costs.",
+    say: "BHyT's norm is a tanh of λ/κ times the stream divided by its size. A large κ keeps the tanh's input below λ: as trained, no input goes beyond it. With a quarter of κ the input is four times as large, and the stream grows. Now some inputs go beyond λ, in attention never more than a share of 1/κ², the dotted bound.",
     act: "Quarter κ" },
 ];
 
 /* A model in a worker, or in the page where it may not start one: methods of LiveModel as promises. */
 function engineOf(spec, weights, kernel) {
   const constants = `const AS_IS = ${JSON.stringify(AS_IS)}, MATRICES = ${JSON.stringify(MATRICES)};`;
-  const source = [constants, changeAt, readSafetensors, erf, plainMatmul, LiveModel, serveModel, "serveModel(self);"].join("\n");
-  let worker = { postMessage: data => setTimeout(() => worker.onmessage({ data }), 0) };
+  const source = [constants, changeAt, padded, readSafetensors, erf, plainMatmul, LiveModel, serveModel, "serveModel(self);"].join("\n");
   const waiting = new Map();
+  let worker = null;
   const settle = ({ data: { id, answer, error } }) => {
     const { resolve, reject } = waiting.get(id);
     waiting.delete(id);
@@ -52,24 +52,29 @@ function engineOf(spec, weights, kernel) {
   } catch {
     const scope = { postMessage: data => settle({ data }) };
     serveModel(scope);
-    worker.onmessage = scope.onmessage;
+    worker = { postMessage: data => setTimeout(scope.onmessage, 0, { data }) };
   }
   let count = 0;
   const call = method => (...values) => new Promise((resolve, reject) => {
     waiting.set(++count, { resolve, reject });
     worker.postMessage({ id: count, method, values });
   });
-  call("load")(spec, weights, kernel);
+  call("load")(spec, weights, new Uint8Array(kernel));
   return { ask: call("ask"), without: call("without"), close: () => worker.terminate?.() };
 }
 
-const unbase64 = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
 const element = (tag, options = {}, ...children) => {
-  const { dataset, ...others } = options, made = Object.assign(document.createElement(tag), others);
-  Object.assign(made.dataset, dataset);
+  const made = Object.assign(document.createElement(tag), options);
   made.append(...children);
   return made;
 };
+/* Put others in the place of an element's children; the focus stays on the button of the same name, or on the first. */
+function replaceButtons(parent, ...children) {
+  const focused = parent.getRootNode().activeElement, inside = parent.contains(focused);
+  parent.replaceChildren(...children);
+  const buttons = [...parent.querySelectorAll("button:enabled")];
+  if (inside) (buttons.find(button => button.textContent === focused.textContent) ?? buttons[0])?.focus();
+}
 const differs = change => JSON.stringify(change) !== "{}";
 
 /* Drop what changes nothing, so that equal changes are written alike. */
@@ -86,11 +91,10 @@ class Panel {
     Object.assign(this, { model, data, choose, before: null, now: null, costs: [] });
     const part = (name, tag = "div") => (this[name] = element(tag, { className: name }));
     this.root = element("section", { className: "panel", ariaLabel: model.title }, part("head"),
-      element("div", { className: "charts" }, part("profile"), part("share"), part("cost"), element("div", {}, element("h3", { textContent: "next token" }),
-        element("p", { className: "unit", textContent: "probability; grey: as trained" }), part("next"))),
-      element("h3", { textContent: "loss by token" }),
-      element("p", { className: "unit", textContent: "darker: more nats; underlined: at least 1 more than before. Choose a token to see what follows." }),
-      part("text"));
+      element("div", { className: "charts" }, part("profile"), part("cost"), element("div", {}, element("h3", { textContent: "next token" }),
+        element("p", { className: "unit", textContent: "probability; grey: as trained" }), part("next")), part("share")),
+      element("div", {}, element("h3", { textContent: "loss by token" }),
+        element("p", { className: "unit", textContent: "darker: more nats; underlined: at least 1 more than as trained. Choose a token to see what follows." }), part("text")));
   }
 
   async begin(host) {
@@ -156,7 +160,7 @@ class Panel {
     this.width = this.profile.clientWidth || 320; // asked once: each answer after a drawing costs a layout of the page
     chart(this.profile, { title: "size of the residual stream", y: "mean L2 norm of a token", xs: layers, width: this.width,
                           lines: [...was(before.sizes), { name: "now", values: now.sizes, color, label: changes }] });
-    const shares = [...was(before.shares.attn), { name: "attention", values: now.shares.attn, color }, { name: "MLP", values: now.shares.mlp, color, dash: "2 3" },
+    const shares = [...was(before.shares.attn), { name: "attention", values: now.shares.attn, color }, { name: "MLP", values: now.shares.mlp, color, dash: "9 3 2 3" },
                     { name: "bound", values: now.bounds.attn, color: "var(--ink)", dash: "1 4" }].filter(({ values }) => values.some(Number.isFinite));
     const title = now.bounds.attn.some(Number.isFinite) ? "share of tanh inputs beyond λ" : "share of flat tanh inputs";
     this.share.hidden = !shares.length;
@@ -198,7 +202,7 @@ function live(root, data, host) {
   root.classList.add("live");
   data.words = data.tokenizer ? bytePairs(data.tokenizer) : data.vocabulary && { decode: token => data.vocabulary[token] };
   const names = data.models.map(model => model.name), byName = Object.fromEntries(data.models.map(model => [model.name, model]));
-  const has = (model, need) => need === "any" || model.traits.includes(need);
+  const has = (model, need) => !need || model.traits.includes(need);
   const START = { model: names[0], against: "", text: 0, at: null, change: {}, step: data.tour ? 0 : null, field: "block" };
   let state = { ...START, ...host.read() };
   if (!byName[state.model]) state.model = names[0];
@@ -225,7 +229,7 @@ function live(root, data, host) {
   const texts = data.passages.map((tokens, place) => [place, `${place + 1}: ${excerpt(tokens)}`]);
   root.replaceChildren(element("div", { className: "layout" }, ui.tour, element("section", { className: "controls", ariaLabel: "controls" },
     element("div", { className: "row" }, labelled("model", chosen("model", data.models.map(({ name, title }) => [name, title]))),
-      ...(names.length > 1 ? [labelled("beside", chosen("against", [["", "no other"], ...data.models.map(({ name, title }) => [name, title])]))] : []),
+      ...(names.length > 1 ? [labelled("compare with", chosen("against", [["", "no other"], ...data.models.map(({ name, title }) => [name, title])]))] : []),
       labelled("reads", chosen("text", [...texts, ...(data.tokenizer ? [["own", "a text of your own"]] : [])]))),
     ui.own, ui.fields, ui.about, ui.bank, element("div", { className: "row" }, ui.reset, ui.guide, ui.status)), ui.panels));
 
@@ -251,10 +255,10 @@ function live(root, data, host) {
     if (ui.against) ui.against.value = state.against;
     ui.own.hidden = !own;
     if (own && document.activeElement !== ui.own) ui.own.value = state.text;
-    const possible = Object.entries(FIELDS).filter(([, { needs }]) => !needs || current().some(model => has(model, needs))).map(([name]) => name);
+    const possible = Object.entries(FIELDS).filter(([, { needs }]) => current().some(model => has(model, needs))).map(([name]) => name);
     if (!possible.includes(state.field)) state.field = possible[0];
-    ui.fields.replaceChildren(...possible.map(name => element("button", {
-      type: "button", ariaPressed: name === state.field, textContent: name === "lam" ? byName[state.model].slope ?? "λ" : FIELDS[name].label,
+    replaceButtons(ui.fields, ...possible.map(name => element("button", {
+      type: "button", ariaPressed: name === state.field, title: FIELDS[name].about, textContent: name === "lam" ? byName[state.model].slope ?? "λ" : FIELDS[name].label,
       onclick: () => set({ field: name }), className: touched(name) ? "touched" : "",
     })));
     ui.about.textContent = FIELDS[state.field].about;
@@ -291,7 +295,7 @@ function live(root, data, host) {
     if (flag) input.checked = value;
     else input.value = factor ? Math.log2(value) : value;
     const text = flag ? (value ? "exact" : "carried") : factor ? `×${+value.toPrecision(2)}` : String(+value.toPrecision(2));
-    input.parentElement.firstChild.value = text;
+    input.parentElement.firstChild.value = text.replace("×", "");
     input.setAttribute("aria-valuetext", text);
     input.parentElement.classList.toggle("moved", value !== AS_IS[state.field]);
   }
@@ -305,12 +309,12 @@ function live(root, data, host) {
     const place = Math.min(state.step, steps.length - 1), { title, say, act, needs, change } = steps[place];
     const button = (text, options) => element("button", { type: "button", textContent: text, ...options });
     const able = has(byName[state.model], needs) ? state.model : names.find(name => has(byName[name], needs));
-    ui.tour.replaceChildren(
+    replaceButtons(ui.tour,
       element("p", { className: "count", textContent: `${place + 1} of ${steps.length}` }), element("h2", { textContent: title }), element("p", { textContent: say }),
       element("div", { className: "row" }, button(act, { className: "primary", onclick: () => set({ model: able, change, field: Object.keys(change.layers?.[1] ?? change)[0] }) }),
         button("back", { disabled: place === 0, onclick: () => set({ step: place - 1, change: {} }) }),
         button("next", { disabled: place === steps.length - 1, onclick: () => set({ step: place + 1, change: {} }) }),
-        button("close", { onclick: () => set({ step: null }) })));
+        button("close", { onclick: () => { set({ step: null }); ui.guide.focus(); } })));
   }
 
   /* --- work: one request at a time, always of the latest state --- */
@@ -363,7 +367,7 @@ function live(root, data, host) {
       }
       if (String(panel.tokens) !== String(tokens)) await panel.read(tokens, at);
       else panel.mark(at);
-      await panel.answer(tidy(limited(change, model.depth)), at);
+      await panel.answer(change, at);
     }));
     const order = models.map(model => panels.get(model.name).root);
     if (order.some((panel, place) => ui.panels.children[place] !== panel)) {
@@ -374,8 +378,6 @@ function live(root, data, host) {
     ui.status.textContent = `${tokens.length} tokens; ${first.now.computed ?? "all"} of ${first.model.depth} blocks computed in ${Math.round(first.took)} ms`;
     root.dispatchEvent(new CustomEvent("answered"));
   }
-  const limited = ({ layers = {}, ...all }, depth) => ({ ...all, layers: Object.fromEntries(Object.entries(layers).filter(([layer]) => layer <= depth)) });
-
   ui.model.addEventListener("change", () => set({ model: ui.model.value }));
   ui.against?.addEventListener("change", () => set({ against: ui.against.value }));
   ui.text.addEventListener("change", () => set({ text: ui.text.value === "own" ? "def add(first, second):\n    \"\"\"Return the sum of" : +ui.text.value, at: null }));
@@ -390,7 +392,7 @@ function live(root, data, host) {
   showTour();
   work();
   return {
-    set: changes => set(changes, { quiet: true }), state: () => state, panels,
+    set: changes => set(changes, { quiet: true }), state: () => state,
     close() {
       closed = true;
       clearTimeout(rest);

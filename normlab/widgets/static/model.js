@@ -10,6 +10,11 @@ function changeAt({ layers = {}, ...all }, layer) {
   return { ...AS_IS, ...all, ...layers[layer] };
 }
 
+/* The kernel takes 4 rows and 8 columns at a time. */
+function padded(count) {
+  return Math.ceil(count / 8) * 8;
+}
+
 /* Tensors of a safetensors file: name -> { shape, data }, bfloat16 widened to 32 bits. */
 function readSafetensors(buffer) {
   const size = Number(new DataView(buffer).getBigUint64(0, true));
@@ -53,17 +58,16 @@ class LiveModel {
   constructor(spec, buffer, kernel) {
     const tensors = readSafetensors(buffer);
     const { width, heads, kv_heads, head_dim, inner, vocab, length } = spec;
-    const rows = Math.ceil(length / 8) * 8; // the kernel takes 4 rows and 8 columns at a time
+    const rows = padded(length);
     const parts = [
       ...spec.blocks.flatMap(({ prefix }) => Object.values(MATRICES).map(name => prefix + name)), spec.head, // matrices
     ];
-    const round = count => Math.ceil(count / 8) * 8;
     const sizes = { // of what changes from pass to pass
       x: rows * width, read: rows * width, branch: rows * width, q: rows * heads * head_dim, k: rows * kv_heads * head_dim,
       v: rows * kv_heads * head_dim, mixed: rows * heads * head_dim, scores: rows * rows, panel: rows * head_dim,
-      gate: rows * round(inner), up: rows * round(inner), logits: rows * round(vocab), states: (spec.blocks.length + 1) * rows * width,
+      gate: rows * inner, up: rows * inner, logits: rows * padded(vocab), states: (spec.blocks.length + 1) * rows * width,
     };
-    const matrices = parts.reduce((sum, name) => sum + round(tensors[name].shape[0]) * tensors[name].shape[1], 0);
+    const matrices = parts.reduce((sum, name) => sum + padded(tensors[name].shape[0]) * tensors[name].shape[1], 0);
     const bytes = 4 * (matrices + Object.values(sizes).reduce((a, b) => a + b));
     const memory = kernel && new WebAssembly.Memory({ initial: Math.ceil(bytes / 65536) });
     this.heap = new Float32Array(kernel ? memory.buffer : bytes / 4);
@@ -78,7 +82,7 @@ class LiveModel {
     this.packed = {};
     for (const name of parts) {
       const { shape: [outputs, inputs], data } = tensors[name];
-      const start = this.packed[name] ??= reserve(round(outputs) * inputs);
+      const start = this.packed[name] ??= reserve(padded(outputs) * inputs);
       this.pack(start, outputs, inputs, data, 0, inputs, 1);
     }
     this.vectors = Object.fromEntries(Object.entries(tensors).filter(([name, { shape }]) => shape.length < 2 || name === spec.embed)
@@ -101,8 +105,8 @@ class LiveModel {
   }
 
   linear(x, name, y, inner, outer) {
-    const padded = Math.ceil(outer / 8) * 8;
-    this.matmul(x, inner, this.packed[name], y, padded, this.rows, inner, padded / 8);
+    const columns = padded(outer);
+    this.matmul(x, inner, this.packed[name], y, columns, this.rows, inner, columns / 8);
   }
 
   /* y = scale gamma f(slope (x - mean) / sqrt(ms + eps) + shift) + bias, row by row; a norm lacks some of these.
@@ -131,7 +135,7 @@ class LiveModel {
         heap[y + at + i] = gamma[i] * (tanh ? Math.tanh(z) : bounded ? erf(z) : z) + (bias ? bias[i] : 0);
       }
     }
-    return { squares, share: norm.slope ? beyond / (count * width) : null, bound: norm.kappa ? bound : null };
+    return { squares, share: norm.slope && norm.f !== "erf" ? beyond / (count * width) : null, bound: norm.kappa ? bound : null };
   }
 
   /* Rotary positions: halves of each head turn by position * theta^(-2i/d), in 32 bits as PyTorch computes them. */
@@ -211,7 +215,7 @@ class LiveModel {
 
   /* Final norm and logits of the stream at x; cross-entropy of each next token, in nats. */
   losses(x) {
-    const { heap, count, spec, at: { read, logits } } = this, row = Math.ceil(spec.vocab / 8) * 8;
+    const { heap, count, spec, at: { read, logits } } = this, row = padded(spec.vocab);
     this.norm(spec.final, AS_IS, x, read);
     this.linear(read, spec.head, logits, spec.width, spec.vocab);
     return Array.from(this.tokens.slice(1), (token, t) => {
@@ -231,7 +235,7 @@ class LiveModel {
       this.done = [];
       this.tokens = [...tokens];
       this.count = tokens.length;
-      this.rows = Math.ceil(this.count / 8) * 8;
+      this.rows = padded(this.count);
       const scale = spec.embedding_scale ? this.vectors[spec.embedding_scale][0] : 1;
       tokens.forEach((token, t) => {
         for (let i = 0; i < width; i++) heap[states + t * width + i] = scale * this.vectors[spec.embed][token * width + i];
@@ -248,7 +252,7 @@ class LiveModel {
     }
     [this.done, this.settings] = [keys, settings];
     heap.copyWithin(x, state(blocks.length), state(blocks.length) + size);
-    const losses = this.losses(x), start = logits + position * Math.ceil(spec.vocab / 8) * 8;
+    const losses = this.losses(x), start = logits + position * padded(spec.vocab);
     const seen = (part, what) => this.layers.slice(1).map(layer => layer[part]?.[what] ?? null);
     return {
       loss: losses.reduce((sum, loss) => sum + loss, 0) / losses.length, losses, sizes: this.layers.map(layer => layer.size),

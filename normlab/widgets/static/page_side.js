@@ -57,6 +57,13 @@ function followTheme(element, act) {
   return () => themes.disconnect();
 }
 
+/* plotly, from the widget's trait; one for all widgets of the notebook. */
+function library(model) {
+  const lines = ["const module = { exports: {} }, exports = module.exports, define = undefined;", model.get("_plotly"), "export default module.exports;"];
+  const address = () => URL.createObjectURL(new Blob([lines.join("\n")], { type: "text/javascript" }));
+  return globalThis.normlabPlotly ??= import(address()).then(module => module.default);
+}
+
 /* A widget that is a page. `names` says which trait of the model holds which part of the page's state.
    `begin(root, host)` makes the page. Its host has `dark`, `read` and `write` for the state, and `ask` for the kernel. */
 const TELL_AFTER_MS = 120; // Python hears once the reader rests: a message takes time that the next move needs

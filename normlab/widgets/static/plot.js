@@ -1,8 +1,8 @@
-/* Draws plotly figures into one element: no two at a time, the latest wins, and lines on fixed axes that differ from those before
+/* Draws plotly figures into one element (`Plotly`: the library, or a promise of it): no two at a time, the latest wins, and lines on fixed axes that differ from those before
    in nothing but their numbers and the title are not laid out anew. Used by the widget and by the page without a kernel. */
 function plotter(Plotly, element, clicked = () => {}) {
   const NUMBERS = new Set(["x", "y", "customdata"]);
-  const CONFIG = { responsive: true, displaylogo: false };
+  const CONFIG = { displaylogo: false };
   const STILL = { mode: "immediate", transition: { duration: 0 }, frame: { duration: 0, redraw: false } };
   let wanted = null, last = null, frame = null, drawing = false, listening = false, width = 0;
 
@@ -16,10 +16,12 @@ function plotter(Plotly, element, clicked = () => {}) {
   const keepsItsLayout = ({ data, layout }) => data.every(isLine) && Object.entries(layout).every(isFixed);
 
   async function draw(figure) {
+    const { react, relayout, animate, Plots } = await Plotly;
     const now = keepsItsLayout(figure) ? outline(figure) : {}; // which equals nothing
     if (now !== frame) {
       frame = null;
-      await Plotly.react(element, figure.data, figure.layout, CONFIG);
+      await react(element, figure.data, figure.layout, CONFIG);
+      if (listening && width !== element.clientWidth) await Plots.resize(element); // plotly keeps its first width
       if (!listening) element.on("plotly_click", clicked);
       listening = true;
       frame = now;
@@ -27,9 +29,9 @@ function plotter(Plotly, element, clicked = () => {}) {
       return;
     }
     const title = figure.layout.title?.text;
-    if (title !== element.layout.title?.text) Plotly.relayout(element, { "title.text": title });
+    if (title !== element.layout.title?.text) relayout(element, { "title.text": title });
     const numbers = figure.data.map(trace => Object.fromEntries(Object.entries(trace).filter(([key]) => NUMBERS.has(key))));
-    await Plotly.animate(element, { data: numbers, traces: numbers.map((_, place) => place) }, STILL);
+    await animate(element, { data: numbers, traces: numbers.map((_, place) => place) }, STILL);
   }
 
   async function work() {
@@ -48,18 +50,17 @@ function plotter(Plotly, element, clicked = () => {}) {
   return {
     show(figure) {
       wanted = last = figure;
-      if (!drawing) work();
+      if (!drawing && element.clientWidth) work();
     },
     /* The element may have another width: drawn anew, and for the first time once it has any. */
     resize() {
       if (!element.clientWidth || element.clientWidth === width || !last) return;
-      width = element.clientWidth;
       frame = null;
       this.show(last);
     },
     remove() {
       wanted = last = null;
-      Plotly.purge(element);
+      Promise.resolve(Plotly).then(({ purge }) => purge(element));
     },
   };
 }

@@ -4,31 +4,25 @@ function render({ model, el }) {
   place.style.width = "100%";
   place.style.height = `${model.get("figure").layout.height}px`; // so that nothing below moves when the plot comes
   el.append(place);
-  const plot = plotter(library(), place, ({ points: [{ data, x }] }) => model.send({ trace: data.name, x }));
-  let begun = false;
+  const plot = plotter(library(model), place, ({ points: [{ data, x }] }) => model.send({ trace: data.name, x }));
   const show = () => plot.show(structuredClone(model.get("figure")));
-  const update = () => { if (begun) show(); };
-  let stop = () => {};
+  let stop = null;
   const observer = new ResizeObserver(() => {
-    if (begun) plot.resize();
-    else if (place.clientWidth) {
-      begun = true;
-      const root = place.closest(".normlab");
-      if (root) stop = attend(root);
-      show();
-    }
+    if (place.clientWidth) stop ??= attend(place.closest(".normlab") ?? el);
+    plot.resize();
   });
   const forget = followTheme(el, dark => {
     model.set("dark_page", dark);
     model.save_changes();
   });
-  model.on("change:figure", update);
+  model.on("change:figure", show);
   observer.observe(place);
+  show();
   return () => {
-    model.off("change:figure", update);
+    model.off("change:figure", show);
     observer.disconnect();
     forget();
-    stop();
+    stop?.();
     plot.remove();
   };
 }

@@ -1,0 +1,97 @@
+"""The league as data/league.csv and as the tables of docs/league.md, made from data/league.
+
+csv     the whole table
+texts   every text by the name that marks it in the page
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pandas as pd
+from findings import ROOT, manifests, plain, signed
+from tables import table
+
+import normlab
+from normlab.analysis.decisions import predictions
+from normlab.analysis.league import NOT_RUN, League, load, shown, standings
+
+RUNS = ROOT / "data" / "league"
+
+
+@cache
+def league() -> League:
+    return load([RUNS])
+
+
+@cache
+def rows() -> pd.DataFrame:
+    return standings(league(), normlab.load_published())
+
+
+def csv() -> str:
+    return rows().to_csv(index=False, float_format="%.6g", lineterminator="\n")
+
+
+def texts() -> dict[str, str]:
+    run = rows()[rows()["says"] != NOT_RUN]
+    missing = rows().loc[rows()["says"] == NOT_RUN, "title"]
+    spent = [m["measured"]["wall_s"] for folder in ("league", "league/search") for m in manifests(folder)]
+    return {
+        "league_learned": _learned(run),
+        "league_schemes": f"{len(rows())}",
+        "league_searched": f"{run['search_loss'].notna().sum()}",
+        "league_finals": f"{run['loss'].notna().sum()}",
+        "league_runs": f"{len(spent)}",
+        "league_hours": plain(sum(spent) / 3600, 1),
+        "league_not_run": "; ".join(missing) or "none",
+        "table_of_league": table(shown(rows()), shown(rows()).itertuples(index=False)),
+        "table_of_league_rates": _rates(run),
+        "table_of_league_claims": _claims(run),
+        "table_of_predictions": _predictions(),
+    }
+
+
+def _learned(run: pd.DataFrame) -> str:
+    """Count the schemes that end below a trigram model, in the search and in final runs."""
+    parts = []
+    for which, words in (("search_", "in the search"), ("", "in final runs")):
+        known = run.dropna(subset=f"{which}loss")
+        trigram = known[f"{which}trigram_loss"]
+        if len(known):
+            count = (known[f"{which}loss"] < trigram).sum()
+            parts.append(f"{count} of {len(known)} {words} (trigram {plain(trigram.max())})")
+    return " and ".join(parts)
+
+
+def _rates(run: pd.DataFrame) -> str:
+    """The search's loss, and the growth of the stream, at each rate that was tried."""
+    rates = sorted(float(name.removeprefix("loss_at_")) for name in run if name.startswith("loss_at_"))
+    lines = [(row["title"], *(_tried(row, rate) for rate in rates)) for _, row in run.iterrows()]
+    return table(("scheme", *(f"rate {rate:g}" for rate in rates)), lines)
+
+
+def _tried(row: pd.Series, rate: float) -> str:
+    loss, growth = (row.get(f"{name}_at_{rate:g}", np.nan) for name in ("loss", "growth"))
+    if np.isnan(loss):
+        return ""
+    return f"{plain(loss)} (x {plain(growth, 1)})" if np.isfinite(loss) else "diverged"
+
+
+def _claims(run: pd.DataFrame) -> str:
+    """Papers' claims on the schemes that were run, next to what was measured."""
+    lines = []
+    for row in run[run["claim"] != ""].itertuples():
+        ours = f"{signed(row.minus)} [{plain(row.minus_low)}, {plain(row.minus_high)}]"
+        lines.append((row.title, row.claim, ours if np.isfinite(row.minus) else ""))
+    return table(("scheme", "what papers say", "ours: loss minus Pre-LN's"), lines) if lines else "None of those yet."
+
+
+def _predictions() -> str:
+    found = predictions(league().finals, league().search)
+    lines = [
+        (row.source, row.prediction, signed(row.estimate) if np.isfinite(row.estimate) else "", row.says)
+        for row in found.itertuples()
+    ]
+    return table(("source", "predicted", "ours", "so"), lines)
