@@ -13,7 +13,7 @@ from normlab.store import FINALS, SEARCH
 
 
 def texts() -> dict[str, str]:
-    parts = (pilot, precision, hours, removal, deepest, packages, bench, instabilities, observer)
+    parts = (pilot, precision, hours, removal, deepest, packages, bench, differences, instabilities, observer)
     return {name: text for part in parts for name, text in part().items()}
 
 
@@ -130,6 +130,22 @@ def bench() -> dict[str, str]:
         "slider_page": plain(moves.loc["explorer, page", "median_ms"], 0),
         "fader_lab": plain(moves.loc["model, JupyterLab", "median_ms"], 0),
         "fader_page": plain(moves.loc["model, page", "median_ms"], 0),
+    }
+
+
+def differences() -> dict[str, str]:
+    """Counts of seeded faults that `diff` is right about, and of equal pairs that part."""
+    faults, pairs = (
+        pd.read_csv(ROOT / "data" / "bench" / f"{name}.csv") for name in ("first_layer", "first_layer_equal")
+    )
+    ran = pairs["equal"].dropna().astype(str)
+    return {
+        "faults": f"{len(faults)}",
+        "faults_classes": f"{faults['class'].nunique()}",
+        "faults_placed": f"{(faults['block_right'] & faults['site_right']).sum()}",
+        "faults_caused": f"{faults['cause_right'].sum()}",
+        "equal_pairs": f"{len(ran)}",
+        "equal_parted": f"{(ran != 'True').sum()}",
     }
 
 
