@@ -18,6 +18,7 @@ SAYS = {
     "none": "diverged",
     "mhc": "not run",
 }
+
 TITLES = {"pre_rmsnorm": "Pre-LN", "peri_ln": "Peri-LN", "lns": "LNS", "dyt": "DyT", "none": "No norm", "mhc": "mHC"}
 NAN, INF = math.nan, math.inf
 
@@ -67,6 +68,13 @@ def test_losses_stand_in_sets_and_not_in_ranks(table: pd.DataFrame):
 
 def final_meta(scheme: str) -> dict[str, str]:
     return {"scheme": scheme, "column": "loss"}
+
+
+def test_single_final_runs_make_no_set(table: pd.DataFrame):
+    one = table.assign(seeds=table["seeds"].where(table["seeds"].isna(), 1.0), in_set=False)
+    one["says"] = ["one final run"] * 3 + [*SAYS.values()][3:]
+    title = FIGURES["league_losses"](one).layout.title.text
+    assert title.endswith("3 with one final run, 3.40 to 3.60 nats")
 
 
 def test_a_search_alone_says_so_and_draws_no_final_runs(table: pd.DataFrame):
