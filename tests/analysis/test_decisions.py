@@ -67,7 +67,7 @@ def depth_and_rate(loss: float = 0.0, seen: float = 0.0, seeds: int = 4, gain: f
         (-0.05, 0.0, 3, "different", "incomplete: 3 of 4 seeds"),
     ],
 )
-def test_a1_is_lns_better_at_equal_rates(loss: float, seen: float, seeds: int, verdict: str, says: str):
+def test_a1_is_lns_better_at_equal_rates(loss, seen, seeds, verdict, says):
     row = decisions.equal_rates(depth_and_rate(loss, seen, seeds).frame()).iloc[0]
     assert (row["verdict"], row["says"]) == (verdict, says)
 
@@ -128,7 +128,7 @@ def test_a2_does_lns_wake_deep_layers():
 
 
 @pytest.mark.parametrize(("factor", "says"), [(1.6, "paper-like"), (1.4, "not paper-like")])
-def test_a3_does_the_stream_grow_as_in_the_papers(factor: float, says: str):
+def test_a3_does_the_stream_grow_as_in_the_papers(factor, says):
     table = Table()
     for scheme, grows in ((PRE, 4.0 * factor), (LNS, 4.0)):
         for lr in RATES[:2]:
@@ -199,7 +199,7 @@ def test_b_says_what_is_missing_and_what_was_not_ill():
         (set(), "undecided"),
     ],
 )
-def test_c_does_the_bound_matter(apart: set[float], says: str):
+def test_c_does_the_bound_matter(apart, says):
     table, configs = Table(), {}
     for scheme in ("bhyt_exact", "bhyt_linear", "rmsnorm_gain"):
         for g in decisions.GAINS:
