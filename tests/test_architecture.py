@@ -47,12 +47,12 @@ def names_in(folder: Path, names: set[str]) -> list[str]:
 
 
 @has_kernels
-def test_the_contracts_of_imports_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_contracts_of_imports_hold(capsys):
     result = import_linter.lint_imports(str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True)
     assert result == import_linter.EXIT_STATUS_SUCCESS, capsys.readouterr().out
 
 
-def test_the_library_does_not_import_its_own_face() -> None:
+def test_the_library_does_not_import_its_own_face():
     """`from normlab import NAME` would hide from the contracts which room NAME lives in."""
     graph = grimp.build_graph("normlab")
     allowed = {"cli", "notebook"}  # above all other rooms
@@ -68,23 +68,23 @@ def test_the_library_does_not_import_its_own_face() -> None:
     assert not lines
 
 
-def test_no_scheme_is_named_outside_the_registry() -> None:
+def test_no_scheme_is_named_outside_the_registry():
     assert not names_in(PACKAGE, set(SCHEMES) - {"none"})  # "none" is also an option
 
 
 @has_kernels
-def test_the_kernels_know_functions_not_schemes() -> None:
+def test_the_kernels_know_functions_not_schemes():
     functions = {"bhyt", "dyt", "derf"}  # schemes that are named for their function
     assert not names_in(KERNELS, set(SCHEMES) - functions)
 
 
-def test_a_scheme_in_code_is_found_and_one_in_a_docstring_is_not() -> None:
+def test_a_scheme_in_code_is_found_and_one_in_a_docstring_is_not():
     source = 'def f(scheme):\n    """As lns does."""\n    return scheme == "lns" or f"{scheme}, like bhyt"\n'
     assert scheme_names(source, set(SCHEMES)) == [(3, "lns"), (3, "bhyt")]
 
 
 @has_kernels
-def test_the_kernels_import_torch_and_triton_only() -> None:
+def test_the_kernels_import_torch_and_triton_only():
     graph = grimp.build_graph("normlab_kernels", include_external_packages=True)
     known = {*sys.stdlib_module_names, "torch", "triton", "normlab_kernels"}
     optional = {"numpy"}  # behind a try: the kernels run without it

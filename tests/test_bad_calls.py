@@ -38,7 +38,7 @@ FIELDS: list[tuple[Any, str, Any, str]] = [
 
 
 @pytest.mark.parametrize("kind, name, value, words", FIELDS, ids=lambda one: ascii(one)[:24])
-def test_a_field_of_another_type_or_out_of_range_is_named(kind: Any, name: str, value: Any, words: str) -> None:
+def test_a_field_of_another_type_or_out_of_range_is_named(kind, name, value, words):
     with pytest.raises(NormlabError, match=rf"^{name} is .*{words}") as caught:
         kind(**{name: value})
     assert "\n" not in str(caught.value)
@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_bad_call_is_one_line(case: str, tmp_path: Path) -> None:
+def test_a_bad_call_is_one_line(case, tmp_path):
     call, words = CALLS[case]
     with pytest.raises(NormlabError, match=words) as caught:
         call(tmp_path)

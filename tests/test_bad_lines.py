@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +80,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_command_line_is_one_line(
-    case: str, tmp_path: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_command_line_is_one_line(case, tmp_path, refused, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     arguments, words = BAD[case]
@@ -100,7 +97,7 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_CONFIGS)
-def test_a_run_of_a_damaged_manifest_is_not_repeated(case: str, tmp_path: Path, refused: Callable) -> None:
+def test_a_run_of_a_damaged_manifest_is_not_repeated(case, tmp_path, refused):
     change, words = WRONG_CONFIGS[case]
     path = write_run(tiny(write_text(tmp_path / "text.txt")), tmp_path / "out", corpus={"unigram_entropy": 6.5})
     manifest = json.loads((path / runs.MANIFEST).read_text())
@@ -109,13 +106,13 @@ def test_a_run_of_a_damaged_manifest_is_not_repeated(case: str, tmp_path: Path, 
     assert words in refused("train", "--from-manifest", path, "--out", tmp_path / "again", "--quiet")
 
 
-def test_a_foreign_folder_keeps_no_lock(tmp_path: Path, refused: Callable) -> None:
+def test_a_foreign_folder_keeps_no_lock(tmp_path, refused):
     (tmp_path / "thesis.tex").touch()
     assert "holds something else (thesis.tex)" in refused("remove-norms", "model", "--out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_rank_that_is_not_the_first_lets_the_first_speak(refused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_not_the_first_lets_the_first_speak(refused, monkeypatch):
     waited: list[float] = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
@@ -123,12 +120,7 @@ def test_a_rank_that_is_not_the_first_lets_the_first_speak(refused: Callable, mo
     assert waited == [errors.PATIENCE]
 
 
-def test_a_table_that_cannot_be_parsed_is_one_line_and_not_the_readers_too(
-    tmp_path: Path,
-    refused: Callable,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_table_that_cannot_be_parsed_is_one_line_and_not_the_readers_too(tmp_path, refused, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
     (tmp_path / "text.jsonl").write_text('{"text": ')
     where = ["--corpus", tmp_path / "text.jsonl", "--out", tmp_path / "out", "--cache-dir", tmp_path / "cache"]
@@ -136,14 +128,14 @@ def test_a_table_that_cannot_be_parsed_is_one_line_and_not_the_readers_too(
     assert not [record for record in caplog.records if record.name.startswith("datasets")]
 
 
-def test_more_blocks_than_there_are_is_a_warning(tmp_path: Path) -> None:
+def test_more_blocks_than_there_are_is_a_warning(tmp_path):
     config = tiny(write_text(tmp_path / "text.txt"), eval_blocks=10_000_000)
     corpus = corpus_of(config, tmp_path / "cache", False)
     with pytest.warns(UserWarning, match=f"eval_blocks is 10000000; all of the {len(corpus.held_out)} held-out"):
         corpus.measured_on(config)
 
 
-def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch):
     from transformers.utils import logging
 
     shown: list[bool] = []
@@ -154,7 +146,7 @@ def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch: pytest.Mon
     assert shown == [False, before] and logging.is_progress_bar_enabled() == before
 
 
-def test_too_large_a_model_is_one_line(refused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_model_is_one_line(refused, monkeypatch):
     def too_large(*, quiet: bool = False) -> None:
         torch.empty(2**60)
 
@@ -185,9 +177,7 @@ class Silent(MemoryFileSystem):
 @pytest.mark.parametrize(
     "unanswered, tried", [("looking for", "looking for it"), ("listing", "listing it"), ("", "reading manifest.json")]
 )
-def test_a_store_that_does_not_answer_is_one_line(
-    unanswered: str, tried: str, refused: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_is_one_line(unanswered, tried, refused, monkeypatch):
     fsspec.register_implementation("silent", Silent, clobber=True)
     monkeypatch.setattr(Silent, "unanswered", unanswered)
     monkeypatch.setattr(store, "ANSWER_SECONDS", 0.1)
@@ -195,9 +185,7 @@ def test_a_store_that_does_not_answer_is_one_line(
     assert f"silent://runs does not answer: {tried} took more than 0.1" in line
 
 
-def test_an_address_of_text_that_does_not_answer_is_one_line(
-    tmp_path: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_of_text_that_does_not_answer_is_one_line(tmp_path, refused, monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(source, "ANSWER_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
@@ -209,9 +197,7 @@ def test_an_address_of_text_that_does_not_answer_is_one_line(
 @pytest.mark.parametrize(
     "arguments", [["probe", "no/where", "--text", HERE], ["train", "--corpus", "no/where"], ["diff", "no/where", "b"]]
 )
-def test_a_hub_that_does_not_answer_is_one_line(
-    arguments: list[Any], tmp_path: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_does_not_answer_is_one_line(arguments, tmp_path, refused, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.chdir(tmp_path)
@@ -224,7 +210,7 @@ def test_a_hub_that_does_not_answer_is_one_line(
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+def test_a_cluster_that_does_not_answer_is_one_line(tmp_path):
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -233,7 +219,7 @@ def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_interrupted_import_is_one_line() -> None:
+def test_an_interrupted_import_is_one_line():
     """The process interrupts itself in the middle of an import, as a user does who changes his mind at once."""
     code = (
         "import importlib, os, signal, sys, time; from normlab.__main__ import main\n"

@@ -6,7 +6,6 @@ import errno
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,11 @@ def _train(text: Path, *more: Any) -> list[str]:
 # --- bad input ---
 
 
-def test_a_model_field_out_of_range_is_one_line(text: Path, refused: Callable) -> None:
+def test_a_model_field_out_of_range_is_one_line(text, refused):
     assert "kappa -1 must be positive" in refused(*_train(text, "--model", "kappa=-1"))
 
 
-def test_an_unreadable_place_is_one_line(text: Path, refused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_place_is_one_line(text, refused, monkeypatch):
     def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/some/where")
 
@@ -50,7 +49,7 @@ def test_an_unreadable_place_is_one_line(text: Path, refused: Callable, monkeypa
 # --- what it does ---
 
 
-def test_training_from_the_command_equals_training_from_python(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_from_the_command_equals_training_from_python(text, capsys):
     assert main(_train(text, "--scheme", "lns", "--no-keep-weights")) == 0
     out, err = capsys.readouterr()
     config = tiny(text, scheme="lns", keep_weights=False)
@@ -67,7 +66,7 @@ def test_training_from_the_command_equals_training_from_python(text: Path, capsy
     assert again.read_bytes() == (path / runs.STATS).read_bytes()
 
 
-def test_the_bar_shows_loss_speed_and_time_left(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_shows_loss_speed_and_time_left(text, capsys):
     flags = [flag for flag in _train(text, "--no-keep-weights") if flag != "--quiet"]
     assert main(flags) == 0
     last = capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
@@ -76,9 +75,7 @@ def test_the_bar_shows_loss_speed_and_time_left(text: Path, capsys: pytest.Captu
     assert "Writing" not in last
 
 
-def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(
-    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(text, capsys, monkeypatch):
     asked: dict[str, Any] = {}
 
     def fake(preset: Any, out: str, **options: Any) -> sweep_module.SweepResult:
@@ -96,9 +93,7 @@ def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(
     assert "1 runs, 1 finished" in out and "normlab: failed: other-run: it broke" in err
 
 
-def test_figures_are_written_and_an_unreadable_run_is_a_warning(
-    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_written_and_an_unreadable_run_is_a_warning(text, capsys, monkeypatch):
     pytest.importorskip("plotly")
     from normlab import export
     from normlab.figures import FIGURES
@@ -128,9 +123,7 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(
         (["figures", "nowhere", "--out", "x"], {"transformers", "torch._dynamo"}, "nowhere does not exist"),
     ],
 )
-def test_a_command_loads_only_what_it_needs_to_refuse(
-    arguments: list[str], unneeded: set[str], line: str, tmp_path: Path
-) -> None:
+def test_a_command_loads_only_what_it_needs_to_refuse(arguments, unneeded, line, tmp_path):
     code = (
         f"import sys; from normlab.cli import main; code = main({arguments});"
         f"sys.exit(f'loaded {{found}}' if (found := {unneeded} & set(sys.modules)) else code)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_runs(tmp_path_factory.mktemp("compare") / "runs", schemes=("pre_rmsnorm", "lns", "bhyt"))
 
 
-def test_it_prints_what_compare_finds(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_it_prints_what_compare_finds(folder, capsys):
     assert main(["compare", "lns", "pre_rmsnorm", "--runs", str(folder)]) == 0
     out, err = capsys.readouterr()
     found = compare(normlab.load_runs(folder), "lns", "pre_rmsnorm")
@@ -28,7 +27,7 @@ def test_it_prints_what_compare_finds(folder: Path, capsys: pytest.CaptureFixtur
         assert f"[{row.low:+.4f}, {row.high:+.4f}]  different: lns is higher" in line
 
 
-def test_it_takes_every_choice_of_the_explorer(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_it_takes_every_choice_of_the_explorer(folder, capsys):
     flags = ["--metric", "grad_l2_mean", "--depth", "4", "--layer", "2", "--step", "10", "--level", "0.9"]
     assert main(["compare", "bhyt", "pre_rmsnorm", "--runs", str(folder), *flags]) == 0
     (line,) = capsys.readouterr().out.splitlines()[3:]
@@ -37,9 +36,7 @@ def test_it_takes_every_choice_of_the_explorer(folder: Path, capsys: pytest.Capt
     assert f"{found['estimate']:.4g}  [{found['low']:.4g}, {found['high']:.4g}]  different: bhyt is lower" in line
 
 
-def test_one_seed_and_two_runs_say_that_there_is_no_interval(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_one_seed_and_two_runs_say_that_there_is_no_interval(tmp_path, folder, capsys):
     alone = write_runs(tmp_path / "alone", schemes=("lns", "bhyt"), seeds=(0,))
     assert main(["compare", "lns", "bhyt", "--runs", str(alone)]) == 0
     assert capsys.readouterr().out.count("one seed: no interval") == 2
@@ -67,5 +64,5 @@ def test_one_seed_and_two_runs_say_that_there_is_no_interval(
         ("lns-4-0-0.001 lns-4-1-0.001", "have seed 0 and 1: no pair"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(arguments: str, words: str, folder: Path, refused: Callable):
+def test_what_cannot_be_compared_is_one_line(arguments, words, folder, refused):
     assert words in refused("compare", *arguments.split(), "--runs", folder)

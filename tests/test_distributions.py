@@ -66,7 +66,7 @@ def requirements(project: Path) -> dict[str, list[str]]:
     return {"": table["dependencies"], **table["optional-dependencies"]}
 
 
-def test_one_wheel_holds_both_packages_with_types_licence_and_published_values(wheel: Path):
+def test_one_wheel_holds_both_packages_with_types_licence_and_published_values(wheel):
     packages = files(ROOT / "normlab", "normlab") | files(KERNELS / "normlab_kernels", "normlab_kernels")
     assert {"normlab/py.typed", "normlab_kernels/py.typed"} <= set(packages)
     published = files(ROOT / "data" / "paper", "normlab/paper_values")
@@ -78,7 +78,7 @@ def test_one_wheel_holds_both_packages_with_types_licence_and_published_values(w
     assert licence == (ROOT / "LICENSE").read_bytes()
 
 
-def test_the_kernels_alone_are_the_same_package_with_the_same_requirements(wheel: Path, kernels_wheel: Path):
+def test_the_kernels_alone_are_the_same_package_with_the_same_requirements(wheel, kernels_wheel):
     alone = contents(kernels_wheel)
     package = {name: data for name, data in alone.items() if ".dist-info/" not in name}
     assert package == {name: data for name, data in contents(wheel).items() if name.startswith("normlab_kernels/")}
@@ -87,7 +87,7 @@ def test_the_kernels_alone_are_the_same_package_with_the_same_requirements(wheel
     assert theirs["gpu"] == ours["gpu"]
 
 
-def test_one_editable_install_finds_both_packages(tmp_path: Path):
+def test_one_editable_install_finds_both_packages(tmp_path):
     code = f"from hatchling.build import build_editable; print(build_editable({str(tmp_path)!r}))"
     found = contents(tmp_path / done(sys.executable, "-c", code, cwd=ROOT).strip())
     (paths,) = (data.decode() for name, data in found.items() if name.endswith(".pth"))
@@ -95,7 +95,7 @@ def test_one_editable_install_finds_both_packages(tmp_path: Path):
     assert not [name for name in found if name.endswith(".py")]
 
 
-def test_mypy_sees_a_wrong_attribute_in_a_users_script(tmp_path: Path):
+def test_mypy_sees_a_wrong_attribute_in_a_users_script(tmp_path):
     # Each package's face alone, which is where the names stand: following every import takes half a minute.
     options = "[mypy]\nfollow_imports = skip\n[mypy-normlab,normlab_kernels]\nfollow_imports = normal\n"
     (tmp_path / "mypy.ini").write_text(options)
@@ -150,9 +150,7 @@ NORMLAB_WORKS = "import normlab; normlab.NormlabForCausalLM; print('works', norm
 
 
 @pytest.mark.slow
-def test_uninstalling_the_kernels_beside_normlab_says_how_to_get_them_back(
-    environment: Environment, wheel: Path, kernels_wheel: Path
-):
+def test_uninstalling_the_kernels_beside_normlab_says_how_to_get_them_back(environment, wheel, kernels_wheel):
     for first, second in ((wheel, kernels_wheel), (kernels_wheel, wheel)):
         environment.install(first)
         environment.install(second)
@@ -170,7 +168,7 @@ def test_uninstalling_the_kernels_beside_normlab_says_how_to_get_them_back(
 
 
 @pytest.mark.slow
-def test_a_newcomer_trains_measures_and_looks_with_the_installed_wheel(environment: Environment, wheel: Path):
+def test_a_newcomer_trains_measures_and_looks_with_the_installed_wheel(environment, wheel):
     environment.install(wheel)
     path = os.pathsep.join([str(environment.bin), os.environ["PATH"]])
     message = done(ROOT / ".ci" / "try-installed", cwd=environment.folder, PATH=path)

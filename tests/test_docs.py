@@ -65,7 +65,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name_of)
-def test_the_examples_of_a_page_run_one_after_the_other(path: Path, elsewhere: None):
+def test_the_examples_of_a_page_run_one_after_the_other(path, elsewhere):
     names: dict[str, object] = {}
     for example in blocks(path, "python"):
         exec(compile(example, path.name, "exec"), names)
@@ -86,7 +86,7 @@ def test_the_example_of_the_kernels_runs():
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_every_command_of_a_page_exists(path: Path):
+def test_every_command_of_a_page_exists(path):
     lines = [line.split("#")[0].strip() for block in blocks(path, "bash") for line in block.splitlines()]
     for line in lines:
         if line.startswith("normlab "):
@@ -97,7 +97,7 @@ def test_every_command_of_a_page_exists(path: Path):
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "data" / "README.md"], ids=name_of)
-def test_every_file_that_a_page_names_exists(page: Path):
+def test_every_file_that_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"`((?:normlab|kernels|benchmarks|notebooks|docs|data|tests|\.github|\.ci)/[\w/.-]*)`", text)
     named += re.findall(r"\bpython ([\w/]+\.py)\b", text)
@@ -111,7 +111,7 @@ def test_every_target_can_be_planned():
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)
 
 
-def test_the_readme_is_short_and_its_example_measures_every_layer(capsys: pytest.CaptureFixture[str]):
+def test_the_readme_is_short_and_its_example_measures_every_layer(capsys):
     assert len(re.sub(r"<!--.*?-->", "", README.read_text(encoding="utf-8")).split()) <= 1000
     example, _ = blocks(README, "python")
     assert len(example.strip().splitlines()) <= 15
@@ -121,7 +121,7 @@ def test_the_readme_is_short_and_its_example_measures_every_layer(capsys: pytest
     assert all(float(value) > 0 for value in printed[3::2])
 
 
-def test_the_table_of_schemes_is_what_the_command_prints(site_code: dict[str, ModuleType]):
+def test_the_table_of_schemes_is_what_the_command_prints(site_code):
     lines = site_code["tables"].schemes().splitlines()
     head, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if "---" not in line)
     printed = costs.table()
@@ -133,7 +133,7 @@ def test_the_table_of_schemes_is_what_the_command_prints(site_code: dict[str, Mo
     assert sources == list(printed["paper"])
 
 
-def test_a_docstring_is_text_with_code_in_it(site_code: dict[str, ModuleType]):
+def test_a_docstring_is_text_with_code_in_it(site_code):
     lines = ["|x| of `h_l`, **not** x_; see `normlab.record`.", "", "    with code: |x|", "", "Args:", "    a_: `b`."]
     site_code["docstrings"].to_rst(None, "function", "f", None, None, lines)
     text = "\n".join(lines)
@@ -141,7 +141,7 @@ def test_a_docstring_is_text_with_code_in_it(site_code: dict[str, ModuleType]):
     assert "::\n\n    with code: |x|\n" in text and text.endswith("Args:\n    a\\_: ``b``.")
 
 
-def test_parameters_described_in_one_line_come_apart(site_code: dict[str, ModuleType]):
+def test_parameters_described_in_one_line_come_apart(site_code):
     lines = ["y. x: no.", "", "Args:", "    x: (..., d). weight: (d,). bias, eps: constants; see: this."]
     site_code["docstrings"].to_rst(None, "function", "f", lambda x, weight, bias, eps: None, None, lines)
     assert lines == [
@@ -154,7 +154,7 @@ def test_parameters_described_in_one_line_come_apart(site_code: dict[str, Module
     ]
 
 
-def test_a_broken_link_is_found(tmp_path: Path, site_code: dict[str, ModuleType]):
+def test_a_broken_link_is_found(tmp_path, site_code):
     (tmp_path / "a.html").write_text(
         '<p id="here"><a href="#here"><a href="b.html#there"><a href="https://example.org">'
     )
@@ -166,9 +166,7 @@ def test_a_broken_link_is_found(tmp_path: Path, site_code: dict[str, ModuleType]
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(
-    tmp_path: Path, site_code: dict[str, ModuleType]
-):
+def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path, site_code):
     """All but the notebooks' pages, which `make site` executes: here their places are empty."""
     site = tmp_path / "site"
     options = ["--fail-on-warning", "--keep-going", "-q", "-d", tmp_path / "doctrees"]

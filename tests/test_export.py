@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from figures_helpers import table
 
 from normlab.export import NO_BROWSER, save_images
 from normlab.figures import layer_growth, loss_curves
 
 
-def test_a_missing_browser_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_browser_is_one_line(tmp_path, monkeypatch):
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("Kaleido requires Google Chrome to be installed.")
 
@@ -20,7 +17,7 @@ def test_a_missing_browser_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert files == [] and note == NO_BROWSER and "\n" not in NO_BROWSER
 
 
-def test_images_are_written_where_there_is_a_browser(tmp_path: Path, chromium: str):
+def test_images_are_written_where_there_is_a_browser(tmp_path, chromium):
     drawn = {"one": loss_curves(table()), "two": layer_growth(table())}
     files, note = save_images(drawn, tmp_path / "new")
     assert [file.name for file in files] == ["one.png", "two.png"] and note == ""

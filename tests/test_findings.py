@@ -31,12 +31,12 @@ def code() -> Iterator[dict[str, ModuleType]]:
         sys.modules.pop(name)
 
 
-def test_generating_the_numbers_changes_nothing(code: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]):
+def test_generating_the_numbers_changes_nothing(code, capsys):
     code["generate"].main(["--check"])
     assert capsys.readouterr().out == "", "run make findings"
 
 
-def test_a_mark_is_filled_and_a_bad_one_is_refused(code: dict[str, ModuleType]):
+def test_a_mark_is_filled_and_a_bad_one_is_refused(code):
     filled = code["generate"].filled
     texts = {"loss": "3.14", "table": "| a |"}
     assert filled("It is <!-- loss -->?<!-- / -->.", texts, "p") == "It is <!-- loss -->3.14<!-- / -->."
@@ -56,7 +56,7 @@ def test_a_finding_is_one_short_sentence_with_one_number_and_its_interval():
         assert item in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_words_of_the_findings_hold(code: dict[str, ModuleType]):
+def test_the_words_of_the_findings_hold(code):
     """The verdicts that the sentences state; the numbers are generated."""
     findings = code["findings"]
     runs, pair = findings.runs(), findings.pair
@@ -78,7 +78,7 @@ def test_the_words_of_the_findings_hold(code: dict[str, ModuleType]):
     assert equal["low"] < 0 < equal["high"]
 
 
-def test_what_the_sections_say_of_single_runs(code: dict[str, ModuleType]):
+def test_what_the_sections_say_of_single_runs(code):
     findings = code["findings"]
     about = findings.chosen()
     assert (about["eval_loss"] < about["trigram_loss"]).all(), "each has learned"

@@ -112,7 +112,7 @@ def paths_of(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 @counts
-def test_a_changed_manifest_is_refused_or_read(count: int, victim: Path) -> None:
+def test_a_changed_manifest_is_refused_or_read(count, victim):
     original = (victim / runs.MANIFEST).read_text()
 
     @each(count, which=st.integers(0, 10**4), value=ODD, is_removed=st.booleans())
@@ -130,7 +130,7 @@ def test_a_changed_manifest_is_refused_or_read(count: int, victim: Path) -> None
 
 
 @counts
-def test_a_damaged_file_of_a_run_is_refused_or_read(count: int, victim: Path) -> None:
+def test_a_damaged_file_of_a_run_is_refused_or_read(count, victim):
     originals = {file: (victim / file).read_bytes() for file in (runs.STATS, runs.MANIFEST)}
 
     @each(count, file=st.sampled_from(sorted(originals)), how=DAMAGE)
@@ -155,7 +155,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @counts
-def test_a_damaged_checkpoint_is_found(count: int, checkpoint: Path) -> None:
+def test_a_damaged_checkpoint_is_found(count, checkpoint):
     paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     originals = [path.read_bytes() for path in paths]
 
@@ -182,7 +182,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_damaged_model_is_refused_or_read(saved: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_is_refused_or_read(saved, tmp_path):
     folder = tmp_path / "model"
 
     @each(150, file=st.sampled_from(["config.json", "model.safetensors"]), how=DAMAGE)
@@ -220,7 +220,7 @@ LAST = {
 
 
 @counts
-def test_a_bad_command_line_is_one_line(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_command_line_is_one_line(count, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     @each(count, name=st.sampled_from(sorted(LAST)), words=st.lists(WORDS, max_size=6))

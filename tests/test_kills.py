@@ -81,7 +81,7 @@ def kill_one(process: subprocess.Popen, choose: random.Random) -> bool:
 
 
 @pytest.mark.parametrize("kind, kills", [("process", 16), ("ranks", 12), ("sweep", 12)])
-def test_runs_that_are_killed_end_as_if_they_were_not(kind: str, kills: int, tmp_path: Path) -> None:
+def test_runs_that_are_killed_end_as_if_they_were_not(kind, kills, tmp_path):
     write_text(tmp_path / CORPUS)
     (tmp_path / "sweep.py").write_text(SWEEP)
     began = time.perf_counter()

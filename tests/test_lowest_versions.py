@@ -51,7 +51,7 @@ def layer_values(table: Any, site: str, metric: str) -> dict[int, float]:
     return dict(zip(rows["layer"], rows["value"], strict=True))
 
 
-def test_record_measures_what_the_model_hands_on_and_its_gradients(model: Any, tokens: Tensor) -> None:
+def test_record_measures_what_the_model_hands_on_and_its_gradients(model, tokens):
     before = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
     with normlab.record(model, metrics=["token_l2_mean", "grad_l2_mean"]) as recorded:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -67,7 +67,7 @@ def test_record_measures_what_the_model_hands_on_and_its_gradients(model: Any, t
     assert sorted(gradients) == list(range(1, LAYERS + 1)) and all(value > 0 for value in gradients.values())
 
 
-def test_the_callback_measures_training_and_does_not_change_it(model: Any, tokens: Tensor, tmp_path: Path) -> None:
+def test_the_callback_measures_training_and_does_not_change_it(model, tokens, tmp_path):
     start = {name: value.clone() for name, value in model.state_dict().items()}
     weights = []
     callback = normlab.LayerStatsCallback(every=2)
@@ -87,7 +87,7 @@ def test_the_callback_measures_training_and_does_not_change_it(model: Any, token
         assert len(values) >= LAYERS and all(value > 0 for value in values.values())
 
 
-def test_the_shipped_runs_are_one_table_that_is_drawn_and_compared() -> None:
+def test_the_shipped_runs_are_one_table_that_is_drawn_and_compared():
     plotly = pytest.importorskip("plotly.graph_objects")
     runs = normlab.load_runs(RUNS)
     assert set(runs["scheme"]) >= {"pre_rmsnorm", "lns", "bhyt"}
@@ -98,7 +98,7 @@ def test_the_shipped_runs_are_one_table_that_is_drawn_and_compared() -> None:
     assert len(compared) > 0
 
 
-def test_a_model_of_our_own_runs_or_says_which_transformers_it_needs(tokens: Tensor) -> None:
+def test_a_model_of_our_own_runs_or_says_which_transformers_it_needs(tokens):
     def loss() -> float:
         config = normlab.NormlabConfig(scheme="bhyt", **SHAPE)
         return normlab.NormlabForCausalLM(config)(input_ids=tokens, labels=tokens).loss.item()
@@ -112,7 +112,7 @@ def test_a_model_of_our_own_runs_or_says_which_transformers_it_needs(tokens: Ten
         assert 0 < loss() < 10
 
 
-def test_the_command_trains_or_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_or_says_what_it_needs(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("\n\n".join(f"{i} is the number after {i - 1}." for i in range(2000)))
     small = "--depth 2 --width 32 --steps 2 --batch-size 2 --block-length 32 --vocab-size 300 --eval-blocks 2"
     places = ["--corpus", tmp_path / "text.txt", "--out", tmp_path / "runs", "--cache-dir", tmp_path / "cache"]

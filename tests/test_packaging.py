@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,9 +72,7 @@ def test_training_asks_for_what_its_extra_brings_and_a_model_for_no_more():
 
 
 @pytest.mark.parametrize("lacking", ["no-such-package>=1.0", "torch>=99"])
-def test_what_a_command_lacks_is_one_line_that_names_the_extra(
-    lacking: str, monkeypatch: pytest.MonkeyPatch, refused: Callable, tmp_path: Path
-):
+def test_what_a_command_lacks_is_one_line_that_names_the_extra(lacking, monkeypatch, refused, tmp_path):
     monkeypatch.setattr(training, "PACKAGES", ("numpy>=1.0", lacking))
     for command in (["train", "--steps", "1"], ["sweep", "--preset", "tiny"]):
         line = refused(*command, "--out", tmp_path / "runs", "--quiet")

@@ -30,14 +30,14 @@ def folder(done: runs.Run, cache: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def test_a_kept_model_is_the_trained_one_rounded(done: runs.Run, folder: Path) -> None:
+def test_a_kept_model_is_the_trained_one_rounded(done, folder):
     trained, model = pretrained.load_model(done.path), normlab.load_model(folder)
     assert folder.name == "bhyt-d2" and not model.training
     for (name, weight), loaded in zip(trained.named_parameters(), model.parameters(), strict=True):
         assert loaded.dtype == torch.float32 and torch.equal(weight.to(torch.bfloat16).float(), loaded), name
 
 
-def test_a_kept_model_says_its_loss_on_the_blocks_that_lie_beside_it(done: runs.Run, folder: Path) -> None:
+def test_a_kept_model_says_its_loss_on_the_blocks_that_lie_beside_it(done, folder):
     blocks = normlab.load_held_out(folder)
     reported = json.loads((folder / runs.MANIFEST).read_text())
     loss = mean_token_loss(normlab.load_model(folder), blocks.numpy(), 4)
@@ -45,7 +45,7 @@ def test_a_kept_model_says_its_loss_on_the_blocks_that_lie_beside_it(done: runs.
     assert loss == pytest.approx(done.eval_loss, abs=0.02), "bfloat16 weights, the blocks of the run's evaluation"
 
 
-def test_models_that_come_with_normlab_are_named_for_what_they_are_and_have_learned() -> None:
+def test_models_that_come_with_normlab_are_named_for_what_they_are_and_have_learned():
     names = shipped_models()
     assert {"pre_rmsnorm-d8", "lns-d8", "bhyt_exact-d8", "rmsnorm_gain-d8", "bhyt-lam_last10-d8"} <= set(names)
     for name in names:
@@ -54,7 +54,7 @@ def test_models_that_come_with_normlab_are_named_for_what_they_are_and_have_lear
         assert manifest["kept"]["eval_loss"] < manifest["trigram_loss"]
 
 
-def test_a_run_of_another_text_is_not_kept(done: runs.Run, cache: Path, tmp_path: Path) -> None:
+def test_a_run_of_another_text_is_not_kept(done, cache, tmp_path):
     manifest = json.loads((done.path / runs.MANIFEST).read_text())
     copy = tmp_path / "runs" / done.name
     copy.mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_a_run_of_another_text_is_not_kept(done: runs.Run, cache: Path, tmp_path
         keep(copy, tmp_path / "models", cache)
 
 
-def test_runs_without_weights_are_named(tmp_path: Path, done: runs.Run) -> None:
+def test_runs_without_weights_are_named(tmp_path, done):
     copy = tmp_path / done.name
     copy.mkdir()
     (copy / runs.MANIFEST).write_bytes((done.path / runs.MANIFEST).read_bytes())
@@ -116,9 +116,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str 
     return address
 
 
-def test_an_installed_package_fetches_a_model_once(
-    release: tuple[str, list[str]], installed: Callable, folder: Path
-) -> None:
+def test_an_installed_package_fetches_a_model_once(release, installed, folder):
     url, asked = release
     installed(url)
     model = normlab.load_model("bhyt-d2")
@@ -128,19 +126,19 @@ def test_an_installed_package_fetches_a_model_once(
     assert asked.count("/releases/download/v9.9/bhyt-d2.tar.gz") == 1
 
 
-def test_what_a_release_lacks_is_one_line(release: tuple[str, list[str]], installed: Callable) -> None:
+def test_what_a_release_lacks_is_one_line(release, installed):
     installed(release[0])
     with pytest.raises(NormlabError, match=r"v9\.9/lns-d8\.tar\.gz cannot be fetched"):
         normlab.load_model("lns-d8")
 
 
-def test_a_package_without_an_address_says_what_to_do(installed: Callable) -> None:
+def test_a_package_without_an_address_says_what_to_do(installed):
     installed(None)
     with pytest.raises(NormlabError, match="names no repository to fetch from; pass the path"):
         normlab.load_model("lns-d8")
 
 
-def test_a_checkout_names_the_models_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checkout_names_the_models_that_it_has(monkeypatch, tmp_path):
     (tmp_path / "models" / "lns-d8").mkdir(parents=True)
     monkeypatch.setattr("normlab.release.DATA", tmp_path)
     assert shipped("models/lns-d8") == tmp_path / "models" / "lns-d8"
@@ -148,7 +146,7 @@ def test_a_checkout_names_the_models_that_it_has(monkeypatch: pytest.MonkeyPatch
         normlab.load_model("unknown")
 
 
-def test_an_archive_never_unpacks_out_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_never_unpacks_out_of_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / "cache"))
     with tarfile.open(tmp_path / "model.tar.gz", "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("../../../victim.txt"))

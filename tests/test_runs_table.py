@@ -37,7 +37,7 @@ def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
     return path
 
 
-def test_the_table_has_the_agreed_columns_and_types(tmp_path: Path) -> None:
+def test_the_table_has_the_agreed_columns_and_types(tmp_path):
     make_run(tmp_path)
     table = load_runs(tmp_path)
     assert list(table.columns) == (
@@ -52,7 +52,7 @@ def test_the_table_has_the_agreed_columns_and_types(tmp_path: Path) -> None:
     assert not table.drop(columns="layer").isna().any().any()
 
 
-def test_the_table_holds_every_value_once(tmp_path: Path) -> None:
+def test_the_table_holds_every_value_once(tmp_path):
     make_run(tmp_path)
     table = load_runs(tmp_path)
     losses = table[table.metric == "loss"]
@@ -61,7 +61,7 @@ def test_the_table_holds_every_value_once(tmp_path: Path) -> None:
     assert not table.duplicated(["run", "step", "split", "site", "layer", "metric", "mask"]).any()
 
 
-def test_what_counting_achieves_and_speed_are_rows_of_the_last_step(tmp_path: Path) -> None:
+def test_what_counting_achieves_and_speed_are_rows_of_the_last_step(tmp_path):
     make_run(tmp_path)
     table = load_runs(tmp_path).set_index("metric")
     for metric, value in {"unigram_entropy": 6.5, "bigram_loss": 4.5, "trigram_loss": 4.0}.items():
@@ -70,7 +70,7 @@ def test_what_counting_achieves_and_speed_are_rows_of_the_last_step(tmp_path: Pa
     assert speed == (3, 30, "train", "model", 1.0)
 
 
-def test_many_directories_become_one_table_and_runs_in_progress_are_left_out(tmp_path: Path) -> None:
+def test_many_directories_become_one_table_and_runs_in_progress_are_left_out(tmp_path):
     make_run(tmp_path / "a", "one")
     make_run(tmp_path / "b" / "deep", "two", status="diverged", eval_loss=None)
     make_run(tmp_path / "a" / store.PARTIAL / "three", "final")
@@ -114,7 +114,7 @@ def make_run_of_schema_1(root: Path) -> Path:
     return path
 
 
-def test_a_run_of_schema_1_is_read_with_the_status_it_was_written_with(tmp_path: Path) -> None:
+def test_a_run_of_schema_1_is_read_with_the_status_it_was_written_with(tmp_path):
     path = make_run_of_schema_1(tmp_path)
     run = runs.read_run(path)
     assert run.manifest["trigram_loss"] is None and run.manifest["bigram_loss"] is None and run.status == "finished"
@@ -129,7 +129,7 @@ def test_a_run_of_schema_1_is_read_with_the_status_it_was_written_with(tmp_path:
     assert about[["bigram_loss", "trigram_loss"]].isna().all(axis=None)
 
 
-def test_a_run_of_schema_1_is_the_same_run_still(tmp_path: Path) -> None:
+def test_a_run_of_schema_1_is_the_same_run_still(tmp_path):
     manifest = runs.read_run(make_run_of_schema_1(tmp_path)).manifest
     config = TrainConfig.from_dict(manifest["config"])
     identity = {"train_blocks": 50, "train_tokens": 800, "held_out_blocks": 4, "unigram_entropy": 6.5}
@@ -138,7 +138,7 @@ def test_a_run_of_schema_1_is_the_same_run_still(tmp_path: Path) -> None:
         require_same(manifest, config, identity | {"train_blocks": 51})
 
 
-def test_a_run_of_schema_2_needs_its_counted_losses(tmp_path: Path) -> None:
+def test_a_run_of_schema_2_needs_its_counted_losses(tmp_path):
     path = make_run(tmp_path)
     manifest = json.loads((path / runs.MANIFEST).read_text())
     del manifest["trigram_loss"]
@@ -148,7 +148,7 @@ def test_a_run_of_schema_2_needs_its_counted_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_run_is_named_and_the_others_load(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_run_is_named_and_the_others_load(damage, tmp_path):
     name, harm, message = DAMAGE[damage]
     harm(make_run(tmp_path, "bad") / name)
     with pytest.raises(NormlabError, match=message) as caught:
@@ -185,7 +185,7 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_FIELDS)
-def test_a_wrong_field_of_a_manifest_is_named_and_the_others_load(case: str, tmp_path: Path) -> None:
+def test_a_wrong_field_of_a_manifest_is_named_and_the_others_load(case, tmp_path):
     fields, message = WRONG_FIELDS[case]
     make_run(tmp_path, "bad", **fields)
     with pytest.raises(NormlabError, match=message) as caught:
@@ -197,7 +197,7 @@ def test_a_wrong_field_of_a_manifest_is_named_and_the_others_load(case: str, tmp
             assert len(read(tmp_path))
 
 
-def test_experiments_of_a_damaged_run_are_left_out(tmp_path: Path) -> None:
+def test_experiments_of_a_damaged_run_are_left_out(tmp_path):
     table = pd.DataFrame([("skip", "block", 1, None, 0.5, 0.1)], columns=runs.EXPERIMENT_COLUMNS)
     store.write_stats(make_run(tmp_path, "good") / runs.EXPERIMENTS, table)
     (make_run(tmp_path, "bad") / runs.EXPERIMENTS).write_bytes(b"PAR1")
@@ -205,7 +205,7 @@ def test_experiments_of_a_damaged_run_are_left_out(tmp_path: Path) -> None:
         assert set(runs.load_experiments(tmp_path).run) == {"good"}
 
 
-def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path: Path) -> None:
+def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path):
     path = make_run(tmp_path, "good")
     (make_run(tmp_path, "bad") / runs.MANIFEST).write_text("{")
     run = runs.read_run(path)
@@ -215,7 +215,7 @@ def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path: Path)
     assert not load_runs(path).attrs
 
 
-def test_a_place_without_runs_is_refused(tmp_path: Path) -> None:
+def test_a_place_without_runs_is_refused(tmp_path):
     with pytest.raises(NormlabError, match="no runs in"):
         load_runs(tmp_path)
     with pytest.raises(NormlabError, match="does not exist"):
@@ -224,7 +224,7 @@ def test_a_place_without_runs_is_refused(tmp_path: Path) -> None:
         runs.read_run(tmp_path)
 
 
-def test_publishing_syncs_every_file_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_syncs_every_file_before_the_rename(tmp_path, monkeypatch):
     staged, final = tmp_path / "staged", tmp_path / "final"
     (staged / "inner").mkdir(parents=True)
     (staged / "a").write_text("a")
@@ -242,7 +242,7 @@ def test_publishing_syncs_every_file_before_the_rename(tmp_path: Path, monkeypat
     assert (final / "inner" / "b").read_text() == "b" and not staged.exists()
 
 
-def test_publishing_replaces_what_a_killed_process_left(tmp_path: Path) -> None:
+def test_publishing_replaces_what_a_killed_process_left(tmp_path):
     for name, text in (("staged", "new"), ("final", "old")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(text)
@@ -250,7 +250,7 @@ def test_publishing_replaces_what_a_killed_process_left(tmp_path: Path) -> None:
     assert (tmp_path / "final" / "file").read_text() == "new"
 
 
-def test_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_replaced_whole(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     store.write_json(path, {"a": 1})
     with monkeypatch.context() as patch:
@@ -260,7 +260,7 @@ def test_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert json.loads(path.read_text()) == {"a": 1}
 
 
-def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path: Path) -> None:
+def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path):
     lock = tmp_path / store.PARTIAL / "run.lock"
     with store.exclusive(lock):
         assert lock.exists()
@@ -272,7 +272,7 @@ def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path: Path) 
     assert [path.name for path in lock.parent.iterdir()] == ["other"]
 
 
-def test_shipped_runs_of_every_schema_can_be_read() -> None:
+def test_shipped_runs_of_every_schema_can_be_read():
     data = Path(__file__).resolve().parents[1] / "data"
     for name, schema in (("runs", 2), ("gain_or_bound", 1)):
         with warnings.catch_warnings():
@@ -284,13 +284,13 @@ def test_shipped_runs_of_every_schema_can_be_read() -> None:
         assert json.loads(written)["schema"] == schema
 
 
-def test_a_copied_run_is_still_the_run(tmp_path: Path) -> None:
+def test_a_copied_run_is_still_the_run(tmp_path):
     path = make_run(tmp_path)
     shutil.copytree(path, tmp_path / "elsewhere" / "renamed")
     assert load_runs(tmp_path / "elsewhere").run.unique().tolist() == [path.name]
 
 
-def test_packed_runs_are_read_as_their_directories_were(tmp_path: Path) -> None:
+def test_packed_runs_are_read_as_their_directories_were(tmp_path):
     tables = ("schema", "other")
     for name in (*tables, "third"):
         path = make_run(tmp_path / "search", name)
@@ -317,7 +317,7 @@ def test_packed_runs_are_read_as_their_directories_were(tmp_path: Path) -> None:
         load_runs(folder)
 
 
-def test_a_sweep_under_way_adds_what_it_has_finished(tmp_path: Path) -> None:
+def test_a_sweep_under_way_adds_what_it_has_finished(tmp_path):
     sweep, folder = tmp_path / "sweep", tmp_path / "data"
     make_run(sweep / store.SEARCH, "first")
     packed.add(sweep, folder)
@@ -332,7 +332,7 @@ def test_a_sweep_under_way_adds_what_it_has_finished(tmp_path: Path) -> None:
     assert (final / runs.WEIGHTS).is_file() and not list(folder.rglob(runs.WEIGHTS))
 
 
-def test_only_runs_without_weights_are_packed(tmp_path: Path) -> None:
+def test_only_runs_without_weights_are_packed(tmp_path):
     make_run(tmp_path)
     with pytest.raises(NormlabError, match="bhyt-a keeps its weights"):
         packed.pack(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ READERS = [normlab.load_model, load]
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_weights_that_are_a_program_are_not_run(read: Callable, folder: Path, tmp_path: Path) -> None:
+def test_weights_that_are_a_program_are_not_run(read, folder, tmp_path):
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Program(tmp_path / "victim")}, folder / "pytorch_model.bin")
     with pytest.raises(NormlabError, match="could be loaded") as caught:
@@ -52,7 +51,7 @@ def test_weights_that_are_a_program_are_not_run(read: Callable, folder: Path, tm
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_code_in_a_models_folder_is_not_run(read: Callable, folder: Path, tmp_path: Path) -> None:
+def test_code_in_a_models_folder_is_not_run(read, folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     kinds = {"AutoConfig": "evil.NormlabConfig", "AutoModelForCausalLM": "evil.NormlabForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": kinds}))
@@ -65,7 +64,7 @@ def test_code_in_a_models_folder_is_not_run(read: Callable, folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_a_checkpoint_that_is_a_program_is_not_run(fsdp: bool, text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_program_is_not_run(fsdp, text, go, tmp_path):
     config, out = tiny(text, fsdp=fsdp), tmp_path / "out"
     with pytest.raises(RunStopped):
         go(config, out, watch=lambda step, rows: step != 5)
@@ -80,7 +79,7 @@ def test_a_checkpoint_that_is_a_program_is_not_run(fsdp: bool, text: Path, go: C
     assert go(config, out).manifest["measured"]["resumed_from_step"] == 0
 
 
-def test_the_programs_of_these_tests_would_run(tmp_path: Path) -> None:
+def test_the_programs_of_these_tests_would_run(tmp_path):
     torch.save(Program(tmp_path / "victim"), tmp_path / "file")
     loaded: Any = torch.load(tmp_path / "file", weights_only=False)
     loaded.close()

@@ -27,9 +27,7 @@ def found(style: ModuleType, file: Path, capsys: pytest.CaptureFixture[str]) -> 
     return [line.removeprefix(f"{file}:")[:25] for line in lines if line]
 
 
-def test_long_sentences_and_words_to_avoid_are_found_with_their_line(
-    style: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_sentences_and_words_to_avoid_are_found_with_their_line(style, tmp_path, capsys):
     (page := tmp_path / "page.md").write_text(
         f"# {LONG}\n\nA short one. The {LONG}.\n\n```\n{LONG}\n```\n\n| {LONG} |\n\n- A table.\n- A room of its own.\n"
     )
@@ -48,7 +46,7 @@ BOUNDS = {
 LEFT = {"normlab": (15, 34), "kernels": (6, 12), "tests": (28, 46)}
 
 
-def test_the_style_of_every_room_is_held(style: ModuleType) -> None:
+def test_the_style_of_every_room_is_held(style):
     measured = {room.name: style.numbers(room) for room in style.rooms()}
     worse = []
     for name, numbers in measured.items():

@@ -59,14 +59,14 @@ def interval_of(row: pd.Series) -> list[float]:
 
 
 @pytest.mark.parametrize("depth", [4, 16])
-def test_differences_of_losses(runs: pd.DataFrame, manifests: pd.DataFrame, depth: int):
+def test_differences_of_losses(runs, manifests, depth):
     table = cells(manifests[manifests["depth"] == depth], "loss")
     for scheme in ("lns", "bhyt", "rmsnorm_gain"):
         row = compare(runs, scheme, "pre_rmsnorm", depth=depth).iloc[0]
         assert interval_of(row) == pytest.approx(paired(table, scheme, "pre_rmsnorm"))
 
 
-def test_ratios_of_sizes(runs: pd.DataFrame, manifests: pd.DataFrame):
+def test_ratios_of_sizes(runs, manifests):
     def size(path: Path) -> float:
         rows = pd.read_parquet(path / "stats.parquet").query("site == 'block_out' and metric == 'token_l2_mean'")
         last = rows.query("layer == 16 and mask == 'all' and step == step.max()")

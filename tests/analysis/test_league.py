@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -50,7 +49,12 @@ def searched(scheme: str, losses: dict[float, float]) -> pd.DataFrame:
 @pytest.fixture(scope="module")
 def table() -> pd.DataFrame:
     finals = pd.concat([final(scheme, seed) for scheme in LOSS for seed in range(3)], ignore_index=True)
-    tried = {PRE: {0.002: 3.9, 0.004: 3.89, 0.008: 4.2}, LNS: {0.002: 3.8, 0.008: 3.7}, "dyt": {0.002: 4.4, 0.008: 4.9}}
+    tried = {
+        PRE: {0.002: 3.9, 0.004: 3.89, 0.008: 4.2},
+        LNS: {0.002: 3.8, 0.008: 3.7},
+        MINE: {0.004: 4.1},
+        "dyt": {0.002: 4.4},
+    }
     search = pd.concat([searched(scheme, losses) for scheme, losses in tried.items()], ignore_index=True)
     costs = [(run, scheme, 4, layer, 0.1 * layer) for run, scheme, layer in _blocks(finals)]
     experiments = pd.DataFrame(costs, columns=["run", "scheme", "depth", "layer", "value"])
@@ -63,7 +67,7 @@ def _blocks(finals: pd.DataFrame) -> list[tuple[str, str, int]]:
     return [(run, scheme, layer) for run, scheme in names for layer in range(1, 5)]
 
 
-def test_every_scheme_has_a_row_and_what_was_not_run_says_so(table: pd.DataFrame):
+def test_every_scheme_has_a_row_and_what_was_not_run_says_so(table):
     assert set(table.index) == {*SCHEMES, MINE} and list(table.index[:4]) == [LNS, PRE, MINE, "dyt"]
     says = dict(zip(table.index, table["says"], strict=True))
     assert (says[LNS], says[PRE], says["dyt"]) == ("not told from the best", "below the best", "below at 2M tokens")
@@ -84,7 +88,7 @@ def test_a_search_without_final_runs_puts_nobody_below_anybody():
     assert "diverged" in league.printed(found.reset_index())
 
 
-def test_losses_and_their_intervals(table: pd.DataFrame):
+def test_losses_and_their_intervals(table):
     row = table.loc[LNS]
     assert (row["loss"], row["seen_loss"]) == pytest.approx((3.401, 3.2))
     half = 4.302653 * 0.001 / math.sqrt(3)
@@ -92,12 +96,12 @@ def test_losses_and_their_intervals(table: pd.DataFrame):
     assert (row["minus"], row["verdict"]) == (pytest.approx(-0.1), "different") and math.isnan(table.loc[PRE, "minus"])
 
 
-def test_the_valley_of_rates(table: pd.DataFrame):
+def test_the_valley_of_rates(table):
     assert table.loc[PRE, ["rate", "valley", "inside", "valley_open"]].tolist() == [0.004, 2.0, True, True]
     assert table.loc[LNS, ["rate", "valley", "inside", "valley_open"]].tolist() == [0.008, 1.0, False, True]
 
 
-def test_what_depth_does(table: pd.DataFrame):
+def test_what_depth_does(table):
     expected = activation(LNS, 4, 20) / activation(LNS, 1, 20)
     assert table.loc[LNS, ["growth", "uniform", "attentions", "deep_cost"]].tolist() == pytest.approx(
         [expected, 1, 9, 0.3 + 0.4]
@@ -106,14 +110,14 @@ def test_what_depth_does(table: pd.DataFrame):
     assert table.loc[MINE, "uniform"] == 6
 
 
-def test_the_gain_at_equal_compute_takes_off_what_pre_ln_gains_in_that_time(table: pd.DataFrame):
+def test_the_gain_at_equal_compute_takes_off_what_pre_ln_gains_in_that_time(table):
     assert table.loc[LNS, "step_cost"] == pytest.approx(1.25)
     fall = (3.89 - 3.501) / math.log(2)
     assert table.loc[LNS, "equal_compute"] == pytest.approx(0.1 - fall * math.log(1.25))
     assert table.loc[MINE, "equal_compute"] == pytest.approx(-0.3)
 
 
-def test_claims_have_their_source(table: pd.DataFrame):
+def test_claims_have_their_source(table):
     claim = table.loc[LNS, "claim"]
     assert "−0.029 from RMSNorm (BHyT Table 1, Llama-1B)" in claim
     assert f"−{math.log(17.02 / 15.71):.3f} from Pre-LN (Curse of Depth Table 1, Llama-1B)" in claim
@@ -122,13 +126,13 @@ def test_claims_have_their_source(table: pd.DataFrame):
     assert table.loc["post_rmsnorm", "predicted"] == "MLS-Bench: higher than Pre-LN"
 
 
-def test_the_printed_table_names_what_was_not_run(table: pd.DataFrame):
+def test_the_printed_table_names_what_was_not_run(table):
     *rows, last = league.printed(table.reset_index()).splitlines()
     assert len(rows) == 5 and last.startswith("not run: ") and "mHC" in last
     assert "1 of 9" in rows[1] and "3.40 [3.40, 3.40]" in rows[1] and ">= x 1" in rows[1]
 
 
-def test_runs_of_two_texts_make_no_league(tmp_path: Path):
+def test_runs_of_two_texts_make_no_league(tmp_path):
     text = {"unigram_entropy": 6.5}
     for scheme, trigram in ((PRE, 4.0), (LNS, 4.1)):
         write_run(TrainConfig(scheme=scheme, depth=2, dtype="float32"), tmp_path, corpus=text, trigram_loss=trigram)
@@ -136,12 +140,12 @@ def test_runs_of_two_texts_make_no_league(tmp_path: Path):
         league.load([tmp_path])
 
 
-def test_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_no_run_is_one_line(tmp_path, capsys):
     assert cli.main(["league", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_runs_without_experiments_have_no_skip_costs(tmp_path: Path):
+def test_runs_without_experiments_have_no_skip_costs(tmp_path):
     write_run(TrainConfig(scheme=PRE, depth=2, dtype="float32"), tmp_path, corpus={"unigram_entropy": 6.5})
     found = league.standings(league.load([tmp_path]), load_published())
     assert "deep_cost" not in found and found.loc[0, "scheme"] == PRE

@@ -74,7 +74,7 @@ def test_loss_and_size_by_rate_of_schemes_that_have_several():
 
 
 @pytest.mark.parametrize("differs", ["width", "steps", "text"])
-def test_runs_that_differ_in_more_than_their_rates_are_left_out(differs: str):
+def test_runs_that_differ_in_more_than_their_rates_are_left_out(differs):
     runs, other = runs_of(("pre_rmsnorm", 0, 0.004), ("bhyt", 0, 0.004)), runs_of(("bhyt", 0, 0.016))
     assert len(tables.by_rate(runs, other)) == 2
     if differs == "width":

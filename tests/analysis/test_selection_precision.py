@@ -14,7 +14,7 @@ def in_dtype(dtype: str, scheme: str, seed: int, **changes: object) -> pd.DataFr
     return run.assign(run=run["run"] + dtype, dtype=dtype, **changes)
 
 
-def test_runs_in_two_precisions_are_one_group_with_a_remark() -> None:
+def test_runs_in_two_precisions_are_one_group_with_a_remark():
     there = [in_dtype("bfloat16", scheme, seed) for scheme in ("lns", "pre_rmsnorm") for seed in (0, 1)]
     here = [in_dtype("float32", "pre_rmsnorm", 2), in_dtype("float32", "lns", 2)]
     chosen = choose(pd.concat([*there, *here]))
@@ -23,7 +23,7 @@ def test_runs_in_two_precisions_are_one_group_with_a_remark() -> None:
     assert "bfloat16" not in choose(pd.concat(there)).describe()
 
 
-def test_of_twins_in_two_precisions_the_one_in_the_precision_of_most_runs_is_taken() -> None:
+def test_of_twins_in_two_precisions_the_one_in_the_precision_of_most_runs_is_taken():
     runs = [in_dtype("bfloat16", "lns", seed) for seed in (0, 1)] + [in_dtype("float32", "lns", 0)]
     chosen = choose(pd.concat(runs))
     assert set(chosen.runs["dtype"]) == {"bfloat16"}
@@ -31,13 +31,13 @@ def test_of_twins_in_two_precisions_the_one_in_the_precision_of_most_runs_is_tak
     assert summarize(pd.concat(runs))["dtype"].tolist() == ["bfloat16", "float32", "bfloat16"]
 
 
-def test_of_as_many_runs_in_each_precision_all_are_taken_in_one() -> None:
+def test_of_as_many_runs_in_each_precision_all_are_taken_in_one():
     runs = [in_dtype(dtype, scheme, 0) for dtype in ("float32", "bfloat16") for scheme in ("lns", "pre_rmsnorm")]
     for table in (pd.concat(runs), pd.concat(runs[::-1])):
         assert choose(table).runs["dtype"].unique().tolist() == ["bfloat16"]
 
 
-def test_a_comparison_says_where_its_sides_differ_in_precision() -> None:
+def test_a_comparison_says_where_its_sides_differ_in_precision():
     runs = pd.concat(
         [in_dtype("bfloat16", "lns", seed) for seed in (0, 1)]
         + [in_dtype("float32", "pre_rmsnorm", seed) for seed in (0, 1)]

@@ -108,7 +108,7 @@ def families_of(spreads: list[float], seeds: int = 3, families: int = 4000) -> t
 
 @pytest.mark.parametrize("seeds", [3, 4])
 @pytest.mark.parametrize("spreads", [[1.0] * 8, [1.0, 3.0, *[1.0] * 6], [20.0, 1.0, 1.0, 1.0, 4.0, 20.0]])
-def test_intervals_hold_the_truth_and_families_a_false_difference_as_they_say(spreads: list[float], seeds: int):
+def test_intervals_hold_the_truth_and_families_a_false_difference_as_they_say(spreads, seeds):
     values, covered, p = families_of(spreads, seeds)
     for family in range(2):  # what a table has is what was counted
         rows = layout(values[..., family])

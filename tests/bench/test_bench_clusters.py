@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from training_helpers import write_text
 
@@ -11,7 +9,7 @@ from benchmarks import clusters
 
 
 @pytest.mark.slow
-def test_the_same_runs_are_timed_on_one_worker_and_on_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_runs_are_timed_on_one_worker_and_on_two(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # a busy machine starts a node slowly
     names: list[list[str]] = []

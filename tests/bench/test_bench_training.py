@@ -20,7 +20,7 @@ from normlab.training.loop import Training
 from normlab.training.text.corpus import corpus_of
 
 
-def test_operations_of_a_step_are_those_that_pytorch_counts() -> None:
+def test_operations_of_a_step_are_those_that_pytorch_counts():
     config = tiny(Path("no.txt"), depth=3)
     model = NormlabForCausalLM(config.model_config(300, 0))
     ids = torch.randint(300, (config.batch_size, config.block_length))
@@ -30,7 +30,7 @@ def test_operations_of_a_step_are_those_that_pytorch_counts() -> None:
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == bench.step_flops(model, config) - attention
 
 
-def test_ratios_are_of_interleaved_rounds() -> None:
+def test_ratios_are_of_interleaved_rounds():
     order: list[str] = []
 
     def side(name: str, seconds: float) -> Any:
@@ -41,7 +41,7 @@ def test_ratios_are_of_interleaved_rounds() -> None:
     assert timing.ratio([1.0, 2.0, 9.0], [1.0, 1.0, 1.0]) == (2.0, 1.0, 9.0)
 
 
-def test_the_bare_loop_trains_exactly_as_the_trainer_does(tmp_path: Path) -> None:
+def test_the_bare_loop_trains_exactly_as_the_trainer_does(tmp_path):
     """Else the bench would compare the speed of two different things."""
     config = tiny(
         write_text(tmp_path / "text.txt"), probe_every=0, eval_every=0, checkpoint_every=0, min_lr_ratio=0.999999
@@ -55,9 +55,7 @@ def test_the_bare_loop_trains_exactly_as_the_trainer_does(tmp_path: Path) -> Non
         assert torch.allclose(left, right, atol=1e-4), name
 
 
-def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_rounds(monkeypatch):
     """Steps that take 1 s, 2 s ... and twice that in the second round, as on a machine that slows down."""
     order: list[str] = []
 
@@ -93,7 +91,7 @@ def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_r
     assert table["peak_share"].dropna().tolist() == [1 / 2, 1 / 4, 1 / 6, 1 / 8]
 
 
-def test_larger_batches_and_two_threads_are_compared_for_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_batches_and_two_threads_are_compared_for_as_many_tokens(monkeypatch):
     """Steps whose time goes with the square root of their tokens, and halves on two threads."""
 
     class Loop:
@@ -112,9 +110,7 @@ def test_larger_batches_and_two_threads_are_compared_for_as_many_tokens(monkeypa
 
 
 @pytest.mark.slow
-def test_the_bench_sets_each_precision_against_the_others_and_the_peak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bench_sets_each_precision_against_the_others_and_the_peak(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "PEAK_SIZE", 256)
     table = bench.bench(1, schemes=(), depth=1, precision_depth=1, width=32, cache_dir=tmp_path, progress=False)
     steps = table[~table["base"].str.endswith("product")].iloc[1:]

@@ -97,7 +97,7 @@ def with_noise() -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("metric", ["token_l2_mean", "grad_l2_total"])
-def test_the_numbers_are_those_of_the_explorer_at_every_layer(metric: str):
+def test_the_numbers_are_those_of_the_explorer_at_every_layer(metric):
     """Its view against a reference: same runs, same pairs, same interval; magnitudes at one learning rate."""
     runs = with_noise()
     profiles = Profiles(runs)

@@ -50,7 +50,7 @@ def words(figure: go.Figure) -> str:
     return " ".join(annotation.text for annotation in figure.layout.annotations)
 
 
-def test_losses_stand_in_sets_and_not_in_ranks(table: pd.DataFrame):
+def test_losses_stand_in_sets_and_not_in_ranks(table):
     figure = FIGURES["league_losses"](table)
     final = [mark for mark in drawn(figure) if mark[1] == "loss"]
     assert final == [
@@ -69,7 +69,14 @@ def final_meta(scheme: str) -> dict[str, str]:
     return {"scheme": scheme, "column": "loss"}
 
 
-def test_a_search_alone_says_so_and_draws_no_final_runs(table: pd.DataFrame):
+def test_single_final_runs_make_no_set(table):
+    one = table.assign(seeds=table["seeds"].where(table["seeds"].isna(), 1.0), in_set=False)
+    one["says"] = ["one final run"] * 3 + [*SAYS.values()][3:]
+    title = FIGURES["league_losses"](one).layout.title.text
+    assert title.endswith("3 with one final run, 3.40 to 3.60 nats")
+
+
+def test_a_search_alone_says_so_and_draws_no_final_runs(table):
     none = dict.fromkeys(("loss", "loss_low", "loss_high", "growth", "step_cost", "tokens", "seeds"), NAN)
     searched = table.assign(**none, in_set=False, says=[*["only searched"] * 4, "diverged", "not run"])
     figure = FIGURES["league_losses"](searched)
@@ -79,13 +86,13 @@ def test_a_search_alone_says_so_and_draws_no_final_runs(table: pd.DataFrame):
     assert "No final run" in words(FIGURES["league_deep_cost"](searched))
 
 
-def test_growth_is_shown_at_rates_that_most_schemes_share(table: pd.DataFrame):
+def test_growth_is_shown_at_rates_that_most_schemes_share(table):
     figure = FIGURES["league_growth"](table)
     assert {column for _, column, _ in drawn(figure)} == {"growth", "growth_at_0.002"}
     assert figure.layout.title.text.endswith("1.5 (DyT) to 4 (Pre-LN), rate 0.002")
 
 
-def test_rates_show_what_was_tried_and_what_happened(table: pd.DataFrame):
+def test_rates_show_what_was_tried_and_what_happened(table):
     figure = FIGURES["league_rates"](table)
     (cells,) = figure.data
     text = dict(zip(cells.y, cells.text, strict=True))
@@ -95,7 +102,7 @@ def test_rates_show_what_was_tried_and_what_happened(table: pd.DataFrame):
     assert "2 of 5 schemes have a second one" in figure.layout.title.text
 
 
-def test_pre_ln_stands_at_its_own_time(table: pd.DataFrame):
+def test_pre_ln_stands_at_its_own_time(table):
     figure = FIGURES["league_costs"](table)
     assert {trace.name: trace.x[0] for trace in figure.data} == {"Pre-LN": 1.0, "Peri-LN": 1.1, "LNS": 1.1}
     assert figure.layout.title.text.endswith("1 of 2 schemes end below Pre-LN at equal compute")

@@ -89,5 +89,5 @@ def test_more_schemes_than_looks_are_refused_in_one_line(monkeypatch):
         (1e-5, 1e-1, ["1e-5", "1e-4", "0.001", "0.01", "0.1"]),
     ],
 )
-def test_a_log_axis_has_readable_ticks_however_narrow_it_is(low: float, high: float, ticks: list[str]):
+def test_a_log_axis_has_readable_ticks_however_narrow_it_is(low, high, ticks):
     assert value_axis(axis_bounds([low, high], True), True)["ticktext"] == ticks

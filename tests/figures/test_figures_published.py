@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,7 +74,7 @@ def test_only_values_read_off_a_plot_carry_a_reading_error():
     assert set(read["layer"]) == {16}
 
 
-def test_a_folder_without_values_is_named(tmp_path: Path):
+def test_a_folder_without_values_is_named(tmp_path):
     with pytest.raises(NormlabError, match="no CSV file in"):
         load_published(tmp_path)
     with pytest.raises(NormlabError, match="no published values at"):

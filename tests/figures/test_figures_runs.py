@@ -142,7 +142,7 @@ def test_before_and_after_prints_the_interval_of_the_comparison_of_all_schemes()
 
 
 @pytest.mark.parametrize("name", OF_RUNS)
-def test_every_figure_is_drawn_in_both_themes_and_says_what_it_measures(name: str):
+def test_every_figure_is_drawn_in_both_themes_and_says_what_it_measures(name):
     figure = FIGURES[name](table(), published=load_published())
     assert len(figure.data) > 4 and figure.layout.title.text
     dark = themed(figure, "dark")
@@ -172,7 +172,7 @@ def test_every_figure_is_drawn_in_both_themes_and_says_what_it_measures(name: st
     ],
     ids="empty one diverged nan zero untrained shallow no_layers no_losses unregistered mixed".split(),
 )
-def test_whatever_the_table_lacks_there_is_a_figure(name: str, runs: pd.DataFrame):
+def test_whatever_the_table_lacks_there_is_a_figure(name, runs):
     figure = FIGURES[name](runs, published=load_published())
     figure.to_json()
     assert figure.data or text_of(figure).strip()

@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def exported(done: runs.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(done.path, tmp_path_factory.mktemp("exported") / "model")
 
 
-def test_a_program_that_never_imports_normlab_loads_an_exported_run(done: runs.Run, exported: Path) -> None:
+def test_a_program_that_never_imports_normlab_loads_an_exported_run(done, exported):
     """The error names what to install if normlab is missing."""
     code = f"""
 import sys, torch
@@ -58,14 +57,14 @@ print(type(model).__name__, model.dtype, model(ids).logits.double().sum().item()
     assert float(total) == done.load_model()(ids).logits.double().sum().item()
 
 
-def test_what_was_loaded_is_saved_and_loaded_again(exported: Path, tmp_path: Path) -> None:
+def test_what_was_loaded_is_saved_and_loaded_again(exported, tmp_path):
     NormlabForCausalLM.from_pretrained(exported).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert "auto_map" not in config, "it names a file that only `normlab export` writes"
     assert NormlabForCausalLM.from_pretrained(tmp_path).config.scheme == "bhyt"
 
 
-def test_lm_eval_measures_our_own_loss(exported: Path, tmp_path: Path) -> None:
+def test_lm_eval_measures_our_own_loss(exported, tmp_path):
     """Its rolling likelihood of documents that fill one context each, begun with the end-of-text token."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
@@ -102,9 +101,7 @@ def test_lm_eval_measures_our_own_loss(exported: Path, tmp_path: Path) -> None:
     assert 1.0 < ours < 6.0 and abs(theirs - ours) < 1e-4
 
 
-def test_what_cannot_be_exported_is_one_line(
-    done: runs.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable
-) -> None:
+def test_what_cannot_be_exported_is_one_line(done, tmp_path, capsys, refused):
     out = tmp_path / "out"
     assert main(["export", str(done.path), str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
@@ -134,9 +131,7 @@ def _edit_config(folder: Path, **fields: object) -> None:
         (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "no tokenizer could be loaded from"),
     ],
 )
-def test_a_model_that_does_not_fit_its_configuration_is_neither_exported_nor_loaded(
-    spoil: Callable, message: str, done: runs.Run, tmp_path: Path
-) -> None:
+def test_a_model_that_does_not_fit_its_configuration_is_neither_exported_nor_loaded(spoil, message, done, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(done.path, folder)
     spoil(folder)

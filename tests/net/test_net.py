@@ -23,7 +23,7 @@ def recorded(name: str) -> tuple[Any, dict[str, str]]:
 
 
 @every_part
-def test_everything_is_as_recorded_bit_for_bit_and_to_rounding_in_another_environment(name: str) -> None:
+def test_everything_is_as_recorded_bit_for_bit_and_to_rounding_in_another_environment(name):
     (content, there), part = recorded(name), (PARTS | CURVES)[name]
     here = part.environment()
     if here != there:
@@ -33,11 +33,11 @@ def test_everything_is_as_recorded_bit_for_bit_and_to_rounding_in_another_enviro
 
 
 @pytest.mark.parametrize("curve", [name for name in CURVES if name.endswith(KILLED)])
-def test_a_run_killed_and_resumed_was_recorded_as_one_that_was_not(curve: str) -> None:
+def test_a_run_killed_and_resumed_was_recorded_as_one_that_was_not(curve):
     assert recorded(curve)[0] == recorded(curve.removesuffix(f", {KILLED}"))[0]
 
 
-def test_a_difference_of_one_bit_is_found_and_one_of_rounding_is_allowed_elsewhere() -> None:
+def test_a_difference_of_one_bit_is_found_and_one_of_rounding_is_allowed_elsewhere():
     there = {"a": [1.0, -4.0], "bits": "00", "names": ["x", "y"], "more": {"b": 1}}
     assert differences(there, there | {"new": 1}, None) == []
     assert differences(there, there | {"a": [1.0 + 2**-52, -4.0]}, None) == [

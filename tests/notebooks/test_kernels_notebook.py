@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pandas as pd
 import pytest
 from notebook_helpers import NOTEBOOKS, figures_in, printed, widgets_in
-from notebook_twice import Executed, once_and_twice, row_of, rows_in
+from notebook_twice import once_and_twice, row_of, rows_in
 
 BENCH = NOTEBOOKS.parent / "data" / "bench"
 # A reader's move of the widget's controls, and what its plot shows then.
@@ -21,7 +20,7 @@ print("MOVED", json.dumps([chain, {trace.name: [list(trace.x), list(trace.y)] fo
 
 
 @once_and_twice
-def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path: Path, executed: Executed):
+def test_the_kernels_notebook_shows_floors_registers_and_times(tmp_path, executed):
     notebook = executed("05_kernels", tmp_path, then=MOVE, BENCH=str(BENCH))
     registers, times, shares, bars = figures_in(notebook)[:4]
     assert {trace["name"] for trace in registers["data"]} >= {"bhyt", "rms_norm", "layer_norm", "add_bhyt"}

@@ -7,7 +7,6 @@ import re
 from base64 import b64decode, b64encode
 from html import unescape
 from io import BytesIO
-from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -72,7 +71,7 @@ def test_other_controls_leave_a_line_that_says_what_they_need():
     assert frames_in(page_of(executed(shows("Intervene(Model)")))) == ["model/index.html#dark=0&step=none"]
 
 
-def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path: Path, chromium: str):
+def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, chromium):
     from playwright.sync_api import sync_playwright
 
     share_plotly(explorer_page(table(), tmp_path / "explorer.html"))
@@ -102,7 +101,7 @@ def test_a_dot_beside_a_heat_map_keeps_its_colour():
         assert max(abs(a - b) for a, b in zip(image.convert("RGB").getpixel((101, 101)), dot, strict=True)) < 16
 
 
-def test_a_page_without_plotly_inside_is_refused(tmp_path: Path):
+def test_a_page_without_plotly_inside_is_refused(tmp_path):
     (tmp_path / "page.html").write_text("<script>1</script>")
     with pytest.raises(NormlabError, match=r"page\.html does not have plotly\.js"):
         share_plotly(tmp_path / "page.html")

@@ -25,19 +25,19 @@ def code_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cells_are_short_and_so_are_their_lines(name: str):
+def test_cells_are_short_and_so_are_their_lines(name):
     for source in code_of(name):
         lines = source.splitlines()
         assert len(lines) <= MOST_LINES and max(map(len, lines)) <= MOST_COLUMNS, source
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_cell_after_the_parameters_prepares(name: str):
+def test_the_first_cell_after_the_parameters_prepares(name):
     assert "prepare(" in code_of(name)[2] and sum("prepare(" in source for source in code_of(name)) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_found_is_a_table_near_the_top(name: str):
+def test_what_was_found_is_a_table_near_the_top(name):
     cells = cells_of(name)
     place = next(i for i, cell in enumerate(cells) if cell.source.startswith("## Found"))
     after = [cell for cell in cells[place:FIRST_CELLS] if cell.cell_type == "code"]
@@ -46,14 +46,12 @@ def test_what_was_found_is_a_table_near_the_top(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_figures_are_functions_of_the_library(name: str):
+def test_figures_are_functions_of_the_library(name):
     assert not [source for source in code_of(name) if "plotly" in source]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_code_cell_installs_normlab_in_colab_and_does_nothing_elsewhere(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_first_code_cell_installs_normlab_in_colab_and_does_nothing_elsewhere(name, monkeypatch):
     """From the repository once the project names its address, else by name from the package index."""
     (cell,) = (cell for cell in cells_of(name) if "install" in cell.metadata.get("tags", ()))
     ran: list[tuple[str, str]] = []

@@ -39,7 +39,7 @@ def executed(*figures: Any, tags: tuple[str, ...] = (), claim: str = "It grows. 
     return nbformat.v4.new_notebook(cells=cells)
 
 
-def test_what_was_found_is_computed_from_the_runs(tmp_path: Path):
+def test_what_was_found_is_computed_from_the_runs(tmp_path):
     runs = known(
         write_runs(tmp_path, schemes=["pre_rmsnorm", "lns", "bhyt"], seeds=[0], statuses={("lns", 4): "diverged"})
     )
@@ -53,7 +53,7 @@ def test_what_was_found_is_computed_from_the_runs(tmp_path: Path):
     assert "One seed per scheme" in said["Trust"] and "0.05 nats" in said["Trust"]
 
 
-def test_who_has_not_learned_is_named(tmp_path: Path):
+def test_who_has_not_learned_is_named(tmp_path):
     runs = known(
         write_runs(tmp_path, schemes=["pre_rmsnorm", "bhyt"], depths=(2,)), trigram=final_loss("bhyt", 0) - 0.01
     )
@@ -67,7 +67,7 @@ def test_who_has_not_learned_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
-def test_a_claim_has_a_first_sentence(name: str):
+def test_a_claim_has_a_first_sentence(name):
     claim = claim_of(nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4))[1]
     sentence = sentence_of(claim)
     assert sentence in claim and sentence.endswith(".") and "**" not in sentence
@@ -82,7 +82,7 @@ def test_a_claim_has_a_first_sentence(name: str):
         ("**Claim** ([A](b), [C](d)). A [Tool](e.f) of 1.5 is so", "A [Tool](e.f) of 1.5 is so"),
     ],
 )
-def test_the_first_sentence_of_a_claim(claim: str, sentence: str):
+def test_the_first_sentence_of_a_claim(claim, sentence):
     assert sentence_of(claim) == sentence
 
 
@@ -93,7 +93,7 @@ def test_the_tagged_cell_gives_the_picture_else_the_first_figure_does():
     assert picture_of(executed()) is None
 
 
-def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path: Path, chromium: str):
+def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path, chromium):
     from playwright.sync_api import sync_playwright
     from plotly.offline import get_plotlyjs
 
@@ -115,6 +115,6 @@ def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path: P
         browser.close()
 
 
-def test_an_index_of_nothing_is_refused(tmp_path: Path):
+def test_an_index_of_nothing_is_refused(tmp_path):
     with pytest.raises(NormlabError, match="no notebook has a page"):
         write_index(tmp_path, [], tmp_path)

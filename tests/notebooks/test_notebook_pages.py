@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import nbformat
-import pytest
 from notebook_helpers import write_runs
 
 from normlab.notebook.pages import main
@@ -21,9 +20,7 @@ def notebook(path: Path, source: str) -> None:
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
 
 
-def test_a_folder_of_notebooks_becomes_pages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_of_notebooks_becomes_pages(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLAB_NOTEBOOK_ID", "1")  # there plotly would choose what no page can draw
     notebooks, out, runs = tmp_path / "notebooks", tmp_path / "pages", write_runs(tmp_path / "runs", depths=(2,))
     notebooks.mkdir()

@@ -36,14 +36,14 @@ def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("chosen", ["colab", "vscode", "plotly_mimetype"])
-def test_figures_are_shown_as_plotly_chose_unless_images_are_asked_for(chosen: str):
+def test_figures_are_shown_as_plotly_chose_unless_images_are_asked_for(chosen):
     pio.renderers.default = chosen
     assert prepare("somewhere") == Path("somewhere") and pio.renderers.default == chosen
     prepare("somewhere", images=True)
     assert pio.renderers.default == "plotly_mimetype+png"
 
 
-def test_away_from_a_checkout_what_comes_with_normlab_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_away_from_a_checkout_what_comes_with_normlab_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert prepare("../data/runs") == normlab.shipped("runs") and folder("runs") == Path("runs")
     monkeypatch.setattr("normlab.release.DATA", tmp_path / "none")
@@ -53,7 +53,7 @@ def test_away_from_a_checkout_what_comes_with_normlab_is_read(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_the_switch_trains_and_a_second_call_finds_it_done(preset: Path):
+def test_the_switch_trains_and_a_second_call_finds_it_done(preset):
     made = prepare("somewhere", fast=False)
     before = {file: file.stat().st_mtime_ns for file in made.rglob("*.parquet")}
     assert load_runs(made)["scheme"].eq("bhyt").all() and before
@@ -61,7 +61,7 @@ def test_the_switch_trains_and_a_second_call_finds_it_done(preset: Path):
     assert before == {file: file.stat().st_mtime_ns for file in made.rglob("*.parquet")}
 
 
-def test_bad_input_and_a_failed_run_stop_the_notebook(preset: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bad_input_and_a_failed_run_stop_the_notebook(preset, monkeypatch):
     preset.write_text("too short")
     with pytest.raises(NormlabError, match="too small to hold out"):
         prepare("somewhere", fast=False)
@@ -71,12 +71,12 @@ def test_bad_input_and_a_failed_run_stop_the_notebook(preset: Path, monkeypatch:
         prepare("somewhere", fast=False)
 
 
-def test_another_way_to_recompute_takes_the_place_of_training(tmp_path: Path):
+def test_another_way_to_recompute_takes_the_place_of_training(tmp_path):
     assert prepare("somewhere", fast=True, recompute=lambda: tmp_path) == Path("somewhere")
     assert prepare("somewhere", fast=False, recompute=lambda: tmp_path) == tmp_path
 
 
-def test_kernels_that_cannot_be_timed_stop_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_that_cannot_be_timed_stop_the_notebook(tmp_path, monkeypatch):
     monkeypatch.setattr("normlab.notebook.RECOMPUTED", tmp_path / "build")
     monkeypatch.setattr("normlab.notebook.BENCHMARKS", tmp_path / "run.py")
     with pytest.raises(NormlabError, match="from a checkout"):
@@ -86,7 +86,7 @@ def test_kernels_that_cannot_be_timed_stop_the_notebook(tmp_path: Path, monkeypa
         prepare("somewhere", fast=False, recompute=time_kernels)
 
 
-def test_a_small_model_is_loaded_as_one_that_comes_with_normlab(tmp_path: Path):
+def test_a_small_model_is_loaded_as_one_that_comes_with_normlab(tmp_path):
     text = write_text(tmp_path / "text.txt")
     fields = tiny(text).to_dict()
     names = ("depth", "steps", "width", "heads", "corpus", "vocab_size", "block_length")
@@ -97,9 +97,7 @@ def test_a_small_model_is_loaded_as_one_that_comes_with_normlab(tmp_path: Path):
     assert not model.training and model.config.num_hidden_layers == recipe["depth"]
 
 
-def test_a_model_that_comes_with_normlab_is_found_by_scheme_and_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_model_that_comes_with_normlab_is_found_by_scheme_and_options(tmp_path, monkeypatch):
     monkeypatch.setattr("normlab.release.DATA", tmp_path)
     assert normlab.find_model("bhyt") is None
     sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2, vocab_size=32)

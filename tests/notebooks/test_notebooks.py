@@ -17,7 +17,7 @@ ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_notebook_has_a_title_parameters_and_what_would_falsify_it(name: str):
+def test_a_notebook_has_a_title_parameters_and_what_would_falsify_it(name):
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith("# ")
@@ -28,7 +28,7 @@ def test_a_notebook_has_a_title_parameters_and_what_would_falsify_it(name: str):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_committed_notebook_is_small_and_shows_images_only(name: str):
+def test_a_committed_notebook_is_small_and_shows_images_only(name):
     path = NOTEBOOKS / f"{name}.ipynb"
     assert path.stat().st_size < 1_500_000
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:

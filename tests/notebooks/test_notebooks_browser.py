@@ -52,7 +52,7 @@ def wait_for(page: Any, scheme: str, values: list[float], plot: str = PLOT) -> N
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow  # the explorer's controls are tested in tests/widgets, without JupyterLab
-def test_start_here_moves_with_the_keyboard(address: str, chromium: str):
+def test_start_here_moves_with_the_keyboard(address, chromium):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "00_start_here.ipynb")
         wait_for(page, "bhyt", expected("bhyt", 4, 20))
@@ -86,7 +86,7 @@ def test_start_here_moves_with_the_keyboard(address: str, chromium: str):
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address: str, chromium: str):
+def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address, chromium):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "busy.ipynb")
         wait_for(page, "bhyt", expected("bhyt", 4, 20))
@@ -112,7 +112,7 @@ def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address:
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_a_model_answers_while_its_gain_is_moved(address: str, chromium: str):
+def test_a_model_answers_while_its_gain_is_moved(address, chromium):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "06_your_own_model.ipynb")
         page.locator(".live").get_by_role("button", name="γ").click()

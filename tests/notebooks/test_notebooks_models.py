@@ -6,14 +6,13 @@ import argparse
 import inspect
 import os
 import sys
-from pathlib import Path
 
 import nbformat
 import notebook_helpers
 import pytest
 from jupyter_client.manager import AsyncKernelManager
 from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, tables_in, widgets_in, write_runs
-from notebook_twice import Executed, once_and_twice, row_of, rows_in
+from notebook_twice import once_and_twice, row_of, rows_in
 from transformers import AutoTokenizer
 
 import normlab
@@ -24,7 +23,7 @@ GRID = str(DATA / "gain_or_bound")
 
 
 @once_and_twice
-def test_your_own_model_measures_three_kinds_of_models(tmp_path: Path, executed: Executed):
+def test_your_own_model_measures_three_kinds_of_models(tmp_path, executed):
     notebook = executed("06_your_own_model", tmp_path)
     size, contribution, by_hand, skipped = figures_in(notebook)
     depth = int(row_of(notebook, "LlamaForCausalLM")[1])
@@ -56,7 +55,7 @@ def test_a_model_of_your_own_reads_text_by_its_own_tokenizer():
 
 
 @once_and_twice
-def test_transformer_lens_adds_up_and_only_the_slope_predicts_a_change(tmp_path: Path, executed: Executed):
+def test_transformer_lens_adds_up_and_only_the_slope_predicts_a_change(tmp_path, executed):
     pytest.importorskip("transformer_lens")
     notebook = executed("07_transformer_lens", tmp_path)
     assert "logits are bit for bit the model's: True" in printed(notebook)
@@ -96,9 +95,7 @@ def row_of_index(notebook, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_without_transformer_lens_the_notebook_says_in_one_line_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_transformer_lens_the_notebook_says_in_one_line_what_to_install(tmp_path, monkeypatch):
     absent = tmp_path / "absent" / "transformer_lens"
     absent.mkdir(parents=True)
     (absent / "__init__.py").write_text("raise ImportError('not installed')")
@@ -112,7 +109,7 @@ def test_without_transformer_lens_the_notebook_says_in_one_line_what_to_install(
 
 
 @once_and_twice
-def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path: Path, executed: Executed):
+def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path, executed):
     runs = write_runs(tmp_path / "data" / "runs", statuses={("lns", 4): "not_learned"})
     notebook = executed("08_gain_or_bound", tmp_path, RUNS=str(runs), GRID=GRID)
     growth, curves, loss, size, kurtosis = figures_in(notebook)

@@ -59,7 +59,7 @@ def last_layer(scheme: str, depth: int, step: int) -> float:
     return MEAN_OF_SEEDS * activation(scheme, depth, step)
 
 
-def test_start_here_opens_the_explorer_and_its_static_twin(tmp_path: Path, runs: Path):
+def test_start_here_opens_the_explorer_and_its_static_twin(tmp_path, runs):
     notebook = execute("00_start_here", tmp_path, RUNS=str(runs))
     assert len(widgets_in(notebook)) == 1
     (figure,) = figures_in(notebook)
@@ -81,7 +81,7 @@ def test_start_here_leads_to_every_other_notebook():
     assert [row.split("`")[1] for row in rows] == [name for name in ALL if name != "00_start_here"]
 
 
-def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(curse: nbformat.NotebookNode):
+def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(curse):
     figures = figures_in(curse)
     titles = [re.split("[<:]", figure["layout"]["title"]["text"])[0] for figure in figures]
     assert titles == [
@@ -106,7 +106,7 @@ def test_the_curse_of_depth_shows_growth_loss_and_gradients_with_both_controls(c
     assert any("not learned" in cell for cell in tables_in(curse)[3]["4"])
 
 
-def test_the_curse_of_depth_says_what_became_of_its_claims(curse: nbformat.NotebookNode):
+def test_the_curse_of_depth_says_what_became_of_its_claims(curse):
     growth, gain, use, losses, sizes, losses_beside, tokens, searched, *printed, _ = tables_in(curse)
     for scheme, title in (("pre_rmsnorm", "Pre-LN"), ("bhyt", "BHyT")):
         (row,) = rows_of(growth, depth=4, scheme=title).to_dict("records")
@@ -133,7 +133,7 @@ def test_the_curse_of_depth_says_what_became_of_its_claims(curse: nbformat.Noteb
     assert {"24.714", "1409.79", "44.86", "27.4"} <= cells, "BHyT's Tables 1 to 3, The Curse of Depth's Table 1"
 
 
-def test_the_curse_of_depth_opens_a_widget_on_growth(curse: nbformat.NotebookNode):
+def test_the_curse_of_depth_opens_a_widget_on_growth(curse):
     (widget,) = widgets_in(curse)
     assert "NormExplorer(" in widget
     growth = lines_of(figures_in(curse)[3])
@@ -144,14 +144,14 @@ def test_the_curse_of_depth_opens_a_widget_on_growth(curse: nbformat.NotebookNod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALL if name < "05"])
-def test_any_cell_run_twice_gives_the_same(name: str, tmp_path: Path, runs: Path):
+def test_any_cell_run_twice_gives_the_same(name, tmp_path, runs):
     """05 to 08 are run so for their own tests."""
     shown = execute_twice(name, tmp_path, RUNS=str(runs))
     assert figures_in(shown) and tables_in(shown)
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_notebook_runs_on_one_run_and_compares_it_with_nothing(tmp_path: Path, name: str):
+def test_a_notebook_runs_on_one_run_and_compares_it_with_nothing(tmp_path, name):
     single = write_runs(tmp_path / "data" / "runs", schemes=["lns"], depths=[3], seeds=[0])
     tables = tables_in(execute(name, tmp_path, RUNS=str(single)))
     shown = " ".join(str(cell) for table in tables for cell in table.to_numpy().ravel())
@@ -162,7 +162,7 @@ def test_a_notebook_runs_on_one_run_and_compares_it_with_nothing(tmp_path: Path,
         assert "undecided, one seed: no interval" in shown
 
 
-def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path: Path, runs: Path):
+def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path, runs):
     notebook = execute("03_norm_explorer", tmp_path, RUNS=str(runs))
     opened, figure = figures_in(notebook)
     (line,) = [trace for trace in opened["data"] if trace["name"] == "lns"]
@@ -173,7 +173,7 @@ def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_bhyt_stability_keeps_the_controls_beside_it(stability: nbformat.NotebookNode):
+def test_bhyt_stability_keeps_the_controls_beside_it(stability):
     for figure in figures_in(stability)[:4]:
         assert schemes_of(figure) == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
     sizes, losses, by_rate = tables_in(stability)[:3]
@@ -187,7 +187,7 @@ def test_bhyt_stability_keeps_the_controls_beside_it(stability: nbformat.Noteboo
 
 
 @pytest.mark.slow
-def test_bhyt_stability_measures_the_bound_on_a_trained_model(stability: nbformat.NotebookNode):
+def test_bhyt_stability_measures_the_bound_on_a_trained_model(stability):
     saturation = figures_in(stability)[4]
     bound, measured, planted = (
         [np.nan if share is None else share for share in trace["y"]] for trace in saturation["data"]
@@ -207,7 +207,7 @@ def test_bhyt_stability_measures_the_bound_on_a_trained_model(stability: nbforma
 
 
 @pytest.mark.slow
-def test_bhyt_stability_follows_the_carried_statistic_through_training(stability: nbformat.NotebookNode):
+def test_bhyt_stability_follows_the_carried_statistic_through_training(stability):
     carried = figures_in(stability)[5]
     assert [trace["name"] for trace in carried["data"]] == ["before training", "after training"]
     assert carried["data"][0]["y"] == pytest.approx([1.0] * 8, abs=0.3)
@@ -218,7 +218,7 @@ def test_bhyt_stability_follows_the_carried_statistic_through_training(stability
 
 
 @pytest.mark.slow
-def test_bhyt_stability_shows_the_shipped_times_and_its_own(stability: nbformat.NotebookNode):
+def test_bhyt_stability_shows_the_shipped_times_and_its_own(stability):
     timed = pd.read_csv(DATA / "bench" / "training_cpu.csv").set_index("what")
     steps, reported, generated = tables_in(stability)[5:8]
     (row,) = rows_of(steps, what="bhyt step").to_dict("records")
@@ -229,7 +229,7 @@ def test_bhyt_stability_shows_the_shipped_times_and_its_own(stability: nbformat.
 
 
 @pytest.mark.slow
-def test_bhyt_stability_trains_two_models_and_says_whether_they_learned(stability: nbformat.NotebookNode):
+def test_bhyt_stability_trains_two_models_and_says_whether_they_learned(stability):
     intervene, stage = figures_in(stability)[6:]
     assert {"as it is size", "intervened size"} <= {trace["name"] for trace in intervene["data"]}
     trained = {trace["name"]: trace for trace in stage["data"]}
@@ -245,7 +245,7 @@ def test_bhyt_stability_trains_two_models_and_says_whether_they_learned(stabilit
     assert pairs == [(0.2, 1.0), (1.0, 0.2), (1.0, 1.0), (2.0, 0.1), (5.0, 0.04)]
 
 
-def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path: Path, runs: Path):
+def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path, runs):
     notebook = execute("04_layer_skip", tmp_path, RUNS=str(runs))
     skipped, deleted, attention, mlp, angle, jacobian, lens, skip_map, *updates = figures_in(notebook)
     for figure, part in ((skipped, "block"), (deleted, "deleted"), (attention, "attention"), (mlp, "mlp")):

@@ -32,7 +32,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_the_explorer_is_served_without_code_and_its_slider_moves_the_plot(address: str, chromium: str):
+def test_the_explorer_is_served_without_code_and_its_slider_moves_the_plot(address, chromium):
     def shows(step: int) -> str:
         expected = [MEAN_OF_SEEDS * activation("bhyt", layer, step) for layer in range(5)]
         return f"""() => {{

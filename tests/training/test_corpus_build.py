@@ -51,7 +51,7 @@ def _text(corpus: Corpus, split: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_every_file_format_gives_the_same_corpus(name: str, documents: list[str], tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_corpus(name, documents, tmp_path):
     corpus = _load(_write(tmp_path / name, documents), tmp_path / "cache")
     reference = _load(_write(tmp_path / "reference.parquet", documents), tmp_path / "cache")
     assert corpus.content_hash == reference.content_hash
@@ -61,7 +61,7 @@ def test_every_file_format_gives_the_same_corpus(name: str, documents: list[str]
     assert corpus.unigram_entropy == reference.unigram_entropy
 
 
-def test_every_source_is_read_as_a_stream(documents: list[str], tmp_path: Path) -> None:
+def test_every_source_is_read_as_a_stream(documents, tmp_path):
     from datasets import IterableDataset
 
     for source in ("stdlib", *(str(_write(tmp_path / f"a{end}", documents)) for end in BUILDERS)):
@@ -70,7 +70,7 @@ def test_every_source_is_read_as_a_stream(documents: list[str], tmp_path: Path) 
         assert set(next(iter(stream))) == {"key", "text"}
 
 
-def test_a_directory_is_read_in_the_order_of_its_files(documents: list[str], tmp_path: Path) -> None:
+def test_a_directory_is_read_in_the_order_of_its_files(documents, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     _write(folder / "b.jsonl", documents[100:])
@@ -79,14 +79,14 @@ def test_a_directory_is_read_in_the_order_of_its_files(documents: list[str], tmp
     assert _load(folder, tmp_path / "cache").content_hash == _load(whole, tmp_path / "cache").content_hash
 
 
-def test_text_comes_from_the_named_column(documents: list[str], tmp_path: Path) -> None:
+def test_text_comes_from_the_named_column(documents, tmp_path):
     path = _write(tmp_path / "a.jsonl", documents, column="body")
     assert len(_load(path, tmp_path / "cache", text_column="body").train) > 0
     with pytest.raises(NormlabError, match="no column 'text'; name one with --text-column"):
         _load(path, tmp_path / "cache")
 
 
-def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(documents: list[str], tmp_path: Path) -> None:
+def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(documents, tmp_path):
     corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
     for split in ("train", "held_out"):
         chosen = [text for text in documents if is_held_out(text) == (split == "held_out")]
@@ -97,9 +97,7 @@ def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(documents: 
         assert (getattr(corpus, split) == corpus.eos_token_id).sum() >= len(chosen) - 1
 
 
-def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_together(
-    documents: list[str], tmp_path: Path
-) -> None:
+def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_together(documents, tmp_path):
     shuffled = [*documents, *documents[:50]]
     random.Random(2).shuffle(shuffled)
     first = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
@@ -112,13 +110,13 @@ def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_toget
     assert not ids(first, "train") & ids(second, "held_out")
 
 
-def test_held_out_share_is_about_five_percent_of_the_files() -> None:
+def test_held_out_share_is_about_five_percent_of_the_files():
     keys = [document["key"] for document in stdlib_documents()]
     share = sum(map(is_held_out, keys)) / len(keys)
     assert 0.02 < share < 0.08
 
 
-def test_the_standard_library_is_sorted_without_tests_and_with_help_topics() -> None:
+def test_the_standard_library_is_sorted_without_tests_and_with_help_topics():
     keys = [document["key"] for document in stdlib_documents()]
     assert keys == [document["key"] for document in stdlib_documents()]
     files = [key for key in keys if not key.startswith("pydoc_data/")]
@@ -127,14 +125,14 @@ def test_the_standard_library_is_sorted_without_tests_and_with_help_topics() -> 
     assert "pydoc_data/lambda" in keys and "asyncio/events.py" in keys and "argparse.py" in keys
 
 
-def test_the_default_corpus_is_the_same_in_two_caches(tmp_path: Path) -> None:
+def test_the_default_corpus_is_the_same_in_two_caches(tmp_path):
     first, second = (corpus_of(CorpusSpec(characters=1_200_000, **SETTINGS), tmp_path / name) for name in "ab")
     assert first.identity() == second.identity()
     assert np.array_equal(first.train, second.train)
     assert first.vocab_size == SETTINGS["vocab_size"]
 
 
-def test_rows_without_text_are_passed_over(documents: list[str], tmp_path: Path) -> None:
+def test_rows_without_text_are_passed_over(documents, tmp_path):
     path = _write(tmp_path / "a.jsonl", documents)
     with path.open("a") as file:
         file.write('\n{"text": null, "other": 1}\n{"text": "  ", "other": 1}')
@@ -142,13 +140,13 @@ def test_rows_without_text_are_passed_over(documents: list[str], tmp_path: Path)
     assert _load(path, tmp_path / "cache").content_hash == reference.content_hash
 
 
-def test_unigram_entropy_is_the_add_one_smoothed_cross_entropy() -> None:
+def test_unigram_entropy_is_the_add_one_smoothed_cross_entropy():
     train, held_out = np.array([0, 0, 1, 2]), np.array([0, 3])
     expected = -(np.log(3 / 8) + np.log(1 / 8)) / 2
     assert unigram_entropy(train, held_out, vocab_size=4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_splits_are_memory_mapped_and_read_only(documents: list[str], tmp_path: Path) -> None:
+def test_splits_are_memory_mapped_and_read_only(documents, tmp_path):
     corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
     for split in (corpus.train, corpus.held_out):
         assert not split.flags.owndata and not split.flags.writeable
@@ -158,9 +156,7 @@ def test_splits_are_memory_mapped_and_read_only(documents: list[str], tmp_path: 
         assert "train.arrow" in mapped.read_text()
 
 
-def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(
-    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(documents, tmp_path, monkeypatch):
     path = _write(tmp_path / "a.jsonl", documents)
     first = _load(path, tmp_path / "cache")
     with monkeypatch.context() as patch:
@@ -170,9 +166,7 @@ def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(
     assert _load(path, tmp_path / "cache").content_hash != first.content_hash
 
 
-def test_a_build_that_breaks_off_leaves_no_cache(
-    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_breaks_off_leaves_no_cache(documents, tmp_path, monkeypatch):
     path = _write(tmp_path / "a.jsonl", documents)
     with monkeypatch.context() as patch:
         patch.setattr(corpora, "unigram_entropy", lambda *_: 1 / 0)
@@ -182,9 +176,7 @@ def test_a_build_that_breaks_off_leaves_no_cache(
     assert len(_load(path, tmp_path / "cache").train) > 0
 
 
-def test_a_build_that_another_process_finished_first_is_used(
-    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_another_process_finished_first_is_used(documents, tmp_path, monkeypatch):
     path = _write(tmp_path / "a.jsonl", documents)
     original = corpora.unigram_entropy
 
@@ -198,7 +190,7 @@ def test_a_build_that_another_process_finished_first_is_used(
     assert len(list((tmp_path / "cache" / "corpus").iterdir())) == 1
 
 
-def test_a_saved_tokenizer_is_used_as_it_is(documents: list[str], tmp_path: Path) -> None:
+def test_a_saved_tokenizer_is_used_as_it_is(documents, tmp_path):
     path = _write(tmp_path / "a.jsonl", documents)
     trained = _load(path, tmp_path / "cache")
     saved = _load(path, tmp_path / "other", tokenizer=str(trained.tokenizer_path))
@@ -208,13 +200,13 @@ def test_a_saved_tokenizer_is_used_as_it_is(documents: list[str], tmp_path: Path
         _load(path, tmp_path / "other", tokenizer=str(tmp_path))
 
 
-def test_no_more_than_the_asked_characters_are_read(documents: list[str], tmp_path: Path) -> None:
+def test_no_more_than_the_asked_characters_are_read(documents, tmp_path):
     path = _write(tmp_path / "a.jsonl", documents)
     half = _load(path, tmp_path / "cache", characters=sum(map(len, documents)) // 2)
     assert len(half.train) < 0.7 * len(_load(path, tmp_path / "cache").train)
 
 
-def test_spread_takes_the_same_blocks_from_the_whole_split(documents: list[str], tmp_path: Path) -> None:
+def test_spread_takes_the_same_blocks_from_the_whole_split(documents, tmp_path):
     corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
     blocks = corpus.spread(3)
     assert blocks.dtype == np.int64
@@ -239,7 +231,7 @@ BAD_SOURCES: dict[str, tuple[bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_SOURCES)
-def test_what_cannot_serve_is_refused_in_one_line_that_names_it(name: str, tmp_path: Path) -> None:
+def test_what_cannot_serve_is_refused_in_one_line_that_names_it(name, tmp_path):
     content, reason = BAD_SOURCES[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -249,7 +241,7 @@ def test_what_cannot_serve_is_refused_in_one_line_that_names_it(name: str, tmp_p
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_needs_files_of_one_kind(documents: list[str], tmp_path: Path) -> None:
+def test_a_directory_needs_files_of_one_kind(documents, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(NormlabError, match="holds none of"):
@@ -260,17 +252,17 @@ def test_a_directory_needs_files_of_one_kind(documents: list[str], tmp_path: Pat
         _load(folder, tmp_path / "cache")
 
 
-def test_a_hub_name_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
+def test_a_hub_name_that_cannot_be_reached_is_one_line(tmp_path):
     with pytest.raises(NormlabError, match="cannot read corpus 'nobody/nothing'") as caught:
         _load("nobody/nothing", tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_vocabulary_below_the_bytes_is_refused(documents: list[str], tmp_path: Path) -> None:
+def test_a_vocabulary_below_the_bytes_is_refused(documents, tmp_path):
     with pytest.raises(NormlabError, match="vocabulary size is 200"):
         _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache", vocab_size=200)
 
 
-def test_a_split_of_less_than_one_block_is_refused(documents: list[str], tmp_path: Path) -> None:
+def test_a_split_of_less_than_one_block_is_refused(documents, tmp_path):
     with pytest.raises(NormlabError, match="too small"):
         _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache", block_length=100_000)

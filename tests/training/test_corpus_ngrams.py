@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ def slow_losses(train: list[int], block: list[int], vocab_size: int) -> tuple[fl
     return sum(bigram) / len(bigram), sum(trigram) / len(trigram)
 
 
-def test_a_text_counted_by_hand() -> None:
+def test_a_text_counted_by_hand():
     # "a b a b c" of a vocabulary {a, b, c, d}; the block "a b d"
     train, block = np.array([0, 1, 0, 1, 2]), np.array([[0, 1, 3]])
     b, d = (2 + 3 / 4) / 8, (0 + 3 / 4) / 8  # 5 tokens of 3 kinds, d never seen
@@ -46,7 +45,7 @@ def test_a_text_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_losses_are_those_of_the_formula(seed: int) -> None:
+def test_losses_are_those_of_the_formula(seed):
     draw = np.random.default_rng(seed)
     vocab_size = 9
     train = np.minimum(draw.geometric(0.4, 60), vocab_size - 2)  # tokens 0 and 8 never occur
@@ -57,7 +56,7 @@ def test_losses_are_those_of_the_formula(seed: int) -> None:
     assert ngram_losses(train, blocks, vocab_size) == pytest.approx(expected, rel=1e-12)
 
 
-def test_large_vocabularies_do_not_overflow() -> None:
+def test_large_vocabularies_do_not_overflow():
     size = 300_000
     train = np.array([size - 1, size - 2, size - 1, size - 2, 0], dtype=np.int32)
     small = ngram_losses(np.array([3, 2, 3, 2, 0]), np.array([[3, 2, 0]]), size)
@@ -66,8 +65,8 @@ def test_large_vocabularies_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("block_length", [2, 16, 500])
 def test_a_corpus_counts_all_its_training_text_and_scores_the_blocks_that_models_are_scored_on(
-    block_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    block_length, tmp_path, monkeypatch
+):
     streams = []
     original = corpora.tokenize
     monkeypatch.setattr(corpora, "tokenize", lambda *args: (streams.append(original(*args)), streams[-1])[1])

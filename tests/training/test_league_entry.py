@@ -53,7 +53,7 @@ def here(configs: Sequence[TrainConfig], count: int, arguments: tuple, prepare: 
         yield config, runs.read_run(train_one(config, *arguments))
 
 
-def test_a_class_in_a_file_is_a_scheme_with_this_norm_everywhere(file: Path):
+def test_a_class_in_a_file_is_a_scheme_with_this_norm_everywhere(file):
     row = league.scheme_of(f"{file}:MeanAbsNorm")
     assert row.name.startswith("mean_abs_norm_") and row.title == "MeanAbsNorm" and SCHEMES[row.name] is row
     assert league.scheme_of(f"{file}:MeanAbsNorm") is row
@@ -62,7 +62,7 @@ def test_a_class_in_a_file_is_a_scheme_with_this_norm_everywhere(file: Path):
     assert league.scheme_of("lns") is SCHEMES["lns"]
 
 
-def test_a_scheme_in_a_file_may_say_more_than_a_norm(file: Path):
+def test_a_scheme_in_a_file_may_say_more_than_a_norm(file):
     row = "\nfrom normlab.schemes import Scheme\nfrom normlab.schemes.scheme import PERI\n"
     row += 'ROW = Scheme("mine", "Mine", "f", "me", lambda site: MeanAbsNorm(site.width), "norm", layout=PERI)\n'
     file.write_text(MY_NORM + row)
@@ -80,7 +80,7 @@ def test_a_scheme_in_a_file_may_say_more_than_a_norm(file: Path):
         (MY_NORM.replace("(Norm)", "(torch.nn.Module)"), "MeanAbsNorm", "has no norm"),
     ],
 )
-def test_a_file_that_cannot_be_trained_is_one_line(file: Path, source: str, name: str, message: str):
+def test_a_file_that_cannot_be_trained_is_one_line(file, source, name, message):
     file.write_text(source)
     with pytest.raises(NormlabError, match=message):
         league.scheme_of(f"{file}:{name}")
@@ -88,14 +88,7 @@ def test_a_file_that_cannot_be_trained_is_one_line(file: Path, source: str, name
         league.scheme_of("absent.py:Norm")
 
 
-def test_it_is_searched_and_trained_as_the_others_are(
-    file: Path,
-    text: Path,
-    cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_it_is_searched_and_trained_as_the_others_are(file, text, cache, tmp_path, monkeypatch, capsys):
     fields = {name: value for name, value in TINY.items() if name != "depth"} | {"corpus": str(text), "steps": 4}
     preset = Preset(
         "league", (Part({2: 2}, ("pre_rmsnorm",), best=1),), LeagueSearch((0.002, 0.008), (2,), {"seed": 9}), fields
@@ -120,9 +113,7 @@ def test_the_small_size_differs_in_size_alone():
 
 
 @pytest.mark.slow
-def test_the_command_trains_a_file_in_processes_and_puts_it_beside_pre_ln(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_trains_a_file_in_processes_and_puts_it_beside_pre_ln(file, tmp_path, capsys):
     command = ["league", "--add", f"{file}:MeanAbsNorm", "--add", "pre_rmsnorm", "--tiny"]
     table = tmp_path / "league.csv"
     assert cli.main([*command, "--out", str(tmp_path / "out"), "--csv", str(table), "--quiet"]) == 0

@@ -69,9 +69,7 @@ BOTH = pytest.mark.parametrize("place", ["ray", "slurm"], indirect=True)
 
 @pytest.mark.slow
 @BOTH
-def test_a_lost_worker_is_replaced_and_one_that_always_dies_is_reported(
-    place: Cluster, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_worker_is_replaced_and_one_that_always_dies_is_reported(place, text, tmp_path, monkeypatch):
     configs = [tiny(text, seed=seed) for seed in range(3)]
     monkeypatch.setattr(workers_module, "train_one", training_helpers.die_the_first_time)
     result = quiet_sweep(configs, tmp_path / "once", workers=place)
@@ -90,8 +88,8 @@ def test_a_lost_worker_is_replaced_and_one_that_always_dies_is_reported(
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "count"), [("ray", 40), ("slurm", 6)], indirect=["place"])
 def test_a_worker_killed_in_the_middle_of_a_sweep_costs_the_steps_since_a_checkpoint(
-    place: Cluster, count: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    place, count, text, tmp_path, monkeypatch
+):
     """Ray's two workers train forty runs; submitit's local executor starts all jobs at once, so there are six."""
     configs = [tiny(text, seed=seed) for seed in range(count)]
     monkeypatch.setattr(workers_module, "train_one", training_helpers.train_and_die_once)
@@ -103,9 +101,7 @@ def test_a_worker_killed_in_the_middle_of_a_sweep_costs_the_steps_since_a_checkp
     assert set(runs.load_runs(result.out)["run"]) == {config.run_id for config in configs}
 
 
-def test_clusters_that_cannot_serve_are_one_line(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clusters_that_cannot_serve_are_one_line(text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("submitit")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(NormlabError, match="there is no sbatch here"):
@@ -121,7 +117,7 @@ def test_clusters_that_cannot_serve_are_one_line(
     assert "pip install 'normlab[slurm]'" in capsys.readouterr().err
 
 
-def test_flags_reach_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_reach_the_cluster(monkeypatch):
     monkeypatch.setattr(Slurm, "check", lambda self: None)
     flags = ["--workers", "slurm", "--gpus", "1", "--slurm", "timeout_min=60", "--slurm", "slurm_partition=night"]
     _, options = cli.parse(["sweep", *flags, "--out", "runs"])

@@ -26,7 +26,7 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt")
 
 
-def test_preset_trained_chooses_on_other_blocks_and_seeds_than_it_reports() -> None:
+def test_preset_trained_chooses_on_other_blocks_and_seeds_than_it_reports():
     preset = get_preset("trained")
     core, _, further, *_ = preset.parts
     plan = planned(preset)
@@ -41,7 +41,7 @@ def test_preset_trained_chooses_on_other_blocks_and_seeds_than_it_reports() -> N
     assert {c.depth for c in reported if c.keep_weights} == {8}
 
 
-def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
+def test_preset_tiny_has_the_schemes_that_the_report_compares():
     plan = planned(get_preset("tiny"))
     assert {what for what, _ in plan} == {"runs"}
     deep, shallow = ({c.scheme for _, c in plan if c.depth == depth} for depth in (4, 2))
@@ -53,7 +53,7 @@ def test_preset_tiny_has_the_schemes_that_the_report_compares() -> None:
 
 
 @pytest.mark.slow
-def test_of_the_tiny_sweep_those_have_learned_that_the_readme_names(tmp_path: Path) -> None:
+def test_of_the_tiny_sweep_those_have_learned_that_the_readme_names(tmp_path):
     found = normlab.sweep("tiny", tmp_path, progress=False).runs
     status = {(run.manifest["config"]["scheme"], run.manifest["config"]["depth"]): run.status for run in found}
     learned = {place for place, word in status.items() if word == "finished"}
@@ -61,7 +61,7 @@ def test_of_the_tiny_sweep_those_have_learned_that_the_readme_names(tmp_path: Pa
     assert {word for place, word in status.items() if place not in learned} == {"not_learned"}
 
 
-def test_every_preset_names_known_schemes() -> None:
+def test_every_preset_names_known_schemes():
     assert all(set(part.schemes) <= set(SCHEMES) for preset in PRESETS.values() for part in preset.parts)
     with pytest.raises(NormlabError, match="unknown scheme"):
         get_preset("tiny").only(("nonorm",), None)
@@ -69,7 +69,7 @@ def test_every_preset_names_known_schemes() -> None:
         get_preset("huge")
 
 
-def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part() -> None:
+def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part():
     parts = (Part({4: 3, 16: 3}, ("lns", "bhyt")), Part({32: 1}, ("lns",)))
     preset = Preset("test", parts, 0.1)
     chosen = preset.only(("bhyt", "dyt"), (32, 4, 7))
@@ -77,9 +77,7 @@ def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part
     assert [dict(part.depths) for part in preset.only(None, (32, 4)).parts] == [{4: 3}, {32: 1}]
 
 
-def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(text, tmp_path, monkeypatch):
     fake = InProcess({0.1: 3.0, 0.2: 2.0, 0.4: None})
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     result = quiet_sweep(small_preset(text), tmp_path)
@@ -97,9 +95,7 @@ def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(
     assert set(normlab.load_runs(tmp_path / "out" / store.SEARCH)["run"]) == {c.run_id for c in searched}
 
 
-def test_the_grid_of_rates_grows_until_the_best_lies_inside(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_grid_of_rates_grows_until_the_best_lies_inside(text, tmp_path, monkeypatch):
     best = {("lns", 2): 0.05, ("bhyt", 2): 0.2, ("lns", 4): 1.6, ("bhyt", 4): 0.4}
     fake = InProcess(lambda config: abs(math.log(config.lr / best[config.scheme, 2 if config.depth < 4 else 4])))
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
@@ -111,9 +107,7 @@ def test_the_grid_of_rates_grows_until_the_best_lies_inside(
     assert {(c.depth, c.lr) for c in fake.started if c.scheme == "lns" and c.seed == 1} == {(1, 0.05), (2, 0.05)}
 
 
-def test_settings_of_a_scheme_are_searched_with_its_rate_and_the_best_are_kept(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_a_scheme_are_searched_with_its_rate_and_the_best_are_kept(text, tmp_path, monkeypatch):
     best = {1.0: 0.2, 0.5: 0.8, 2.0: 0.2}  # rate by alpha0, the loss lowest at 0.5
 
     def loss(config: TrainConfig) -> float:
@@ -133,8 +127,8 @@ def test_settings_of_a_scheme_are_searched_with_its_rate_and_the_best_are_kept(
 
 
 def test_rates_that_the_search_does_not_tell_apart_are_run_at_full_length_and_the_best_there_is_taken(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    text, tmp_path, monkeypatch
+):
     short = {0.05: 2.1, 0.1: 2.0, 0.2: 2.01, 0.4: 2.02, 0.8: 2.03, 1.6: 2.2}
     full = {0.1: 1.9, 0.2: 1.8, 0.4: 1.7, 0.8: 1.0}  # 0.8 comes fourth, and is not run
 
@@ -167,14 +161,14 @@ def test_rates_that_the_search_does_not_tell_apart_are_run_at_full_length_and_th
     assert reported == {c.run_id for c in fake.started if c.held_out != "validation"}
 
 
-def test_a_rate_whose_run_fails_is_tried_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_whose_run_fails_is_tried_once(text, tmp_path, monkeypatch):
     fake = InProcess({0.1: 1.0, 0.2: 2.0, 0.4: 3.0}, failing=lambda config: config.lr < 0.1)
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     result = quiet_sweep(small_preset(text, parts=(Part({2: 1}, ("lns",)),)), tmp_path)
     assert result.choices == {("lns", 2): Choice(0.1)} and [c.lr for c in fake.started].count(0.05) == 1
 
 
-def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_for_ever() -> None:
+def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_for_ever():
     search = Search((0.1, 0.2, 0.4), (2,))
     assert search.next_rate({0.1: math.inf, 0.2: math.inf, 0.4: math.inf}) is None
     losses = {0.1: 3.0, 0.2: 2.0, 0.4: 1.0}
@@ -186,22 +180,22 @@ def test_a_grid_of_rates_stops_growing_where_nothing_learns_or_the_loss_falls_fo
     assert search.next_rate({0.1: 2.0, 0.2: 1.0, 0.4: 1.06}) is None
 
 
-def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it() -> None:
+def test_a_depth_takes_the_rate_of_the_deepest_searched_depth_not_above_it():
     search = Search((0.1,), (4, 16))
     assert [search.depth_for(depth) for depth in (2, 4, 8, 15, 16, 64)] == [4, 4, 4, 4, 16, 16]
 
 
 @pytest.mark.parametrize(("at_four", "deep"), [(0.4, 1.0), (1.5, 4.5), (9.0, 8.0)])
 def test_no_noise_of_the_clock_makes_a_deep_run_cost_nothing_or_more_than_all_its_blocks(
-    monkeypatch: pytest.MonkeyPatch, text: Path, at_four: float, deep: float
-) -> None:
+    monkeypatch, text, at_four, deep
+):
     monkeypatch.setattr(estimate, "_step_seconds", lambda config, *_: {2: 1.0, 4: at_four}[config.depth])
     one = TrainConfig(corpus=str(text), steps=1, eval_every=0, probe_every=0)
     configs = [replace(one, depth=depth) for depth in (2, 4, 16)]
     assert estimate._Seconds(configs, [], None, False).of(configs[-1]) == pytest.approx(deep)
 
 
-def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Path) -> None:
+def test_a_sweep_tells_what_it_will_do_before_it_starts(text, tmp_path):
     preset = small_preset(text)
     out = tmp_path / "out"
     first = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
@@ -218,7 +212,7 @@ def test_a_sweep_tells_what_it_will_do_before_it_starts(text: Path, tmp_path: Pa
     assert words.startswith("   6 search depth 2 ") and "16 runs, " in words and "with 2 workers" in words
 
 
-def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all() -> None:
+def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all():
     for name in ("gains", "depth_and_rate", "league", "tanh"):
         for what, config in planned(get_preset(name)):
             assert (config.corpus, config.store_all, config.clip) == ("packages", True, 5.0)
@@ -228,7 +222,7 @@ def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all() -> None:
             assert config.gain_lr_ratio == 0.1 or name == "gains"
 
 
-def test_the_league_tries_a_third_rate_between_two_alike_or_beyond_the_better() -> None:
+def test_the_league_tries_a_third_rate_between_two_alike_or_beyond_the_better():
     search = get_preset("league").rate
     assert isinstance(search, Search)
     for losses, third in (
@@ -242,9 +236,7 @@ def test_the_league_tries_a_third_rate_between_two_alike_or_beyond_the_better() 
         assert search.next_rate(losses) == third
 
 
-def test_the_best_of_a_search_and_those_always_run_come_into_its_finals(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_of_a_search_and_those_always_run_come_into_its_finals(text, tmp_path, monkeypatch):
     order = {"lns": 2.0, "bhyt": 2.9, "dyt": 2.1, "peri_ln": 2.2, "mix_ln": 2.3}
     fake = InProcess(lambda config: order[config.scheme] + abs(math.log(config.lr / 0.004)) / 10)
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)

@@ -33,9 +33,7 @@ def configs(text: Path) -> list[TrainConfig]:
     return [tiny(text, seed=seed) for seed in range(4)]
 
 
-def test_a_sweep_started_again_trains_only_what_is_missing(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_started_again_trains_only_what_is_missing(configs, tmp_path, monkeypatch):
     fake = InProcess(failing=lambda config: config.seed == 2)
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     first = quiet_sweep(configs, tmp_path)
@@ -46,9 +44,7 @@ def test_a_sweep_started_again_trains_only_what_is_missing(
     assert [run.name for run in second.runs] == [config.run_id for config in configs] and not second.failures
 
 
-def test_a_failing_run_is_reported_and_stops_no_other(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_run_is_reported_and_stops_no_other(configs, tmp_path, monkeypatch):
     fake = InProcess(failing=lambda config: config.seed == 0)
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     result = quiet_sweep(configs, tmp_path)
@@ -56,9 +52,7 @@ def test_a_failing_run_is_reported_and_stops_no_other(
     assert result.failures == {configs[0].run_id: "RuntimeError: it broke"}
 
 
-def test_a_scheme_whose_search_failed_is_left_out_of_the_grid(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheme_whose_search_failed_is_left_out_of_the_grid(text, tmp_path, monkeypatch):
     fake = InProcess(failing=lambda config: config.scheme == "lns")
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     result = quiet_sweep(small_preset(text), tmp_path)
@@ -66,9 +60,7 @@ def test_a_scheme_whose_search_failed_is_left_out_of_the_grid(
     assert len(result.failures) == 3
 
 
-def test_a_damaged_or_different_run_in_the_way_is_a_failure_of_that_run(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_or_different_run_in_the_way_is_a_failure_of_that_run(configs, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "finish_in_any_order", InProcess())
     out = tmp_path / "out"
     manifest = write_run(configs[0], out) / runs.MANIFEST
@@ -85,7 +77,7 @@ def test_a_damaged_or_different_run_in_the_way_is_a_failure_of_that_run(
     assert "has content_hash 'other'" in result.failures[configs[1].run_id]
 
 
-def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_the_cores(monkeypatch):
     for cores, expected in ((1, (1, 1)), (2, (2, 1)), (3, (2, 1)), (16, (2, 8))):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
         assert share_cores(None, None) == expected
@@ -99,9 +91,7 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
             share_cores(workers, threads)
 
 
-def test_bad_input_is_refused_before_any_run_starts(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_refused_before_any_run_starts(text, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "finish_in_any_order", lambda *_: pytest.fail("started"))
     with pytest.raises(NormlabError, match="does not exist"):
         quiet_sweep([tiny(tmp_path / "missing.txt")], tmp_path)
@@ -120,9 +110,7 @@ def workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module.multiprocessing, "get_context", lambda _: training_helpers.FORKS)
 
 
-def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(
-    text: Path, tmp_path: Path, workers_at_once: None
-) -> None:
+def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(text, tmp_path, workers_at_once):
     configs = [tiny(text, scheme=scheme, keep_weights=False, threads=1) for scheme in ("lns", "bhyt", "dyt")]
     lock = tmp_path / "out" / store.PARTIAL / f"{configs[2].run_id}.lock"
     with store.exclusive(lock):
@@ -137,9 +125,7 @@ def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(
     assert set(normlab.load_runs(tmp_path / "out").scheme) == {"lns", "bhyt"}
 
 
-def test_a_killed_worker_costs_no_run(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers_at_once: None
-) -> None:
+def test_a_killed_worker_costs_no_run(configs, tmp_path, monkeypatch, workers_at_once):
     monkeypatch.setattr(workers_module, "train_one", training_helpers.die_the_first_time)
     result = quiet_sweep(configs[:3], tmp_path, workers=2, threads=1)
     assert (tmp_path / "died-1").exists()
@@ -147,9 +133,7 @@ def test_a_killed_worker_costs_no_run(
 
 
 @pytest.mark.slow
-def test_a_run_that_kills_its_worker_every_time_is_given_up_and_takes_no_other_with_it(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_kills_its_worker_every_time_is_given_up_and_takes_no_other_with_it(configs, tmp_path, monkeypatch):
     monkeypatch.setattr(workers_module, "train_one", training_helpers.always_die)
     result = quiet_sweep(configs[1:3], tmp_path, workers=2, threads=1)
     assert [run.name for run in result.runs] == [configs[2].run_id]  # that was in progress beside it
@@ -176,7 +160,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
-def test_no_worker_outlives_its_sweep(how: signal.Signals, text: Path, tmp_path: Path) -> None:
+def test_no_worker_outlives_its_sweep(how, text, tmp_path):
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING_SWEEP)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
@@ -198,9 +182,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_without_ray_the_message_names_what_to_install(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_the_message_names_what_to_install(configs, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(NormlabError, match=r"pip install 'normlab\[ray\]'"):
         quiet_sweep(configs, tmp_path, workers="ray")

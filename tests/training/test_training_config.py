@@ -47,24 +47,24 @@ TEXT = Path("text.txt")
         ({"store_all": True, "stream": True}, "leave stream off"),
     ],
 )
-def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
+def test_a_bad_field_is_named(fields, message):
     with pytest.raises(NormlabError, match=message):
         tiny(TEXT, **fields)
 
 
 @pytest.mark.parametrize("name", SET_BY)
-def test_a_model_field_that_a_run_sets_is_refused(name: str) -> None:
+def test_a_model_field_that_a_run_sets_is_refused(name):
     with pytest.raises(NormlabError, match=f"model field {name} is set by {SET_BY[name]}: give that instead"):
         tiny(TEXT, model={name: 4})
 
 
-def test_a_vocabulary_that_the_tokenizer_exceeds_is_refused() -> None:
+def test_a_vocabulary_that_the_tokenizer_exceeds_is_refused():
     assert tiny(TEXT, model={"vocab_size": 512}).model_config(300, 0).vocab_size == 512
     with pytest.raises(NormlabError, match="model field vocab_size is 5; the tokenizer has 300 tokens"):
         tiny(TEXT, model={"vocab_size": 5}).model_config(300, 0)
 
 
-def test_defaults_follow_the_width() -> None:
+def test_defaults_follow_the_width():
     config = TrainConfig(width=128)
     assert (config.heads, config.kv_heads, config.intermediate) == (4, 2, 352)
     model = config.model_config(vocab_size=512, eos_token_id=0)
@@ -72,7 +72,7 @@ def test_defaults_follow_the_width() -> None:
     assert model.tie_word_embeddings and model.rms_norm_eps == 1e-6
 
 
-def test_a_configuration_survives_its_dictionary_and_its_command_line() -> None:
+def test_a_configuration_survives_its_dictionary_and_its_command_line():
     model = {"lam_input": 3.0, "carried": "causal"}
     config = tiny(TEXT, model=model, tokenizer="some/where", compile=True, keep_weights=False)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -82,18 +82,18 @@ def test_a_configuration_survives_its_dictionary_and_its_command_line() -> None:
         TrainConfig.from_dict({"colour": "red"})
 
 
-def test_every_field_is_described_where_it_is_defined() -> None:
+def test_every_field_is_described_where_it_is_defined():
     fields = dataclasses.fields(TrainConfig)
     assert all(spec.metadata["help"] and f"    {spec.name}: " in (TrainConfig.__doc__ or "") for spec in fields)
 
 
-def test_a_run_reads_the_corpus_of_its_own_fields() -> None:
+def test_a_run_reads_the_corpus_of_its_own_fields():
     spec = CorpusSpec.of(tiny(TEXT, tokenizer="some/where", characters=9, text_column="body", vocab_size=7))
     assert spec == CorpusSpec(str(TEXT), "some/where", 7, 16, "body", 9)
     assert CorpusSpec.of(TrainConfig()) == CorpusSpec()
 
 
-def test_model_fields_of_preset_command_and_variant_are_laid_over_each_other() -> None:
+def test_model_fields_of_preset_command_and_variant_are_laid_over_each_other():
     part = Part({2: 1}, ("bhyt",), variants=(Variant({"model": {"lam_input": 4.0}}), Variant()))
     fields = {"width": 64, "model": {"kappa": 5.0, "lam_input": 1.0, "lam_post": 1.0}}
     bent, plain = Preset("test", (part,), 1e-3, fields).grid(part, {}, model={"lam_input": 2.0, "gamma0": 0.5})
@@ -104,7 +104,7 @@ def test_model_fields_of_preset_command_and_variant_are_laid_over_each_other() -
 # --- names of runs ---
 
 
-def test_a_name_is_that_of_every_field_that_changes_numbers() -> None:
+def test_a_name_is_that_of_every_field_that_changes_numbers():
     changes: dict[str, Any] = {"lr": 0.5, "steps": 9, "batch_size": 3, "weight_decay": 0.0, "model": {"kappa": 5.0}}
     changes |= {"gain_lr_ratio": 0.1, "stop_at": 4, "clip": 0.0, "store_all": True}
     names = {tiny(TEXT, **{name: value}).run_id for name, value in changes.items()} | {tiny(TEXT).run_id}
@@ -123,13 +123,13 @@ def test_a_name_is_that_of_every_field_that_changes_numbers() -> None:
         ({}, {"stop_at": 8}),
     ],
 )
-def test_what_trains_and_measures_the_same_is_one_run(one: dict, same: dict) -> None:
+def test_what_trains_and_measures_the_same_is_one_run(one, same):
     first, second = tiny(TEXT, **one), tiny(TEXT, **same)
     assert first == second and first.run_id == second.run_id
     assert first.run_id != tiny(TEXT, outlier_channels=1, outlier_size=7.0).run_id
 
 
-def test_shipped_runs_keep_their_ids_and_the_order_of_their_fields() -> None:
+def test_shipped_runs_keep_their_ids_and_the_order_of_their_fields():
     folders = runs.find_runs(DATA)
     assert len(folders) > 70
     for folder in folders:

@@ -82,8 +82,8 @@ def resume(go: Callable, text: Path, begun: Path, out: Path, broken: list[Path])
 )
 @pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_set_aside_and_the_numbers_stay(
-    file: str, kind: str, both: bool, begun: Path, other: Path, text: Path, go: Callable, done: runs.Run, tmp_path: Path
-) -> None:
+    file, kind, both, begun, other, text, go, done, tmp_path
+):
     """both: the older one likewise."""
     work = tmp_path / store.PARTIAL / begun.name
     shutil.copytree(begun, work)
@@ -102,9 +102,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_numbers_stay(
     assert (run.path / runs.WEIGHTS).read_bytes() == (done.path / runs.WEIGHTS).read_bytes()
 
 
-def test_a_checkpoint_stays_until_the_next_one_was_read_back(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_stays_until_the_next_one_was_read_back(text, go, tmp_path, monkeypatch):
     publish = store.publish
 
     def flips_a_byte(staged: Path, final: Path) -> None:
@@ -120,9 +118,7 @@ def test_a_checkpoint_stays_until_the_next_one_was_read_back(
     store.check_files(work / "checkpoint-3")
 
 
-def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(
-    begun: Path, text: Path, go: Callable, done: runs.Run, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(begun, text, go, done, tmp_path):
     checkpoint = tmp_path / store.PARTIAL / begun.name / "checkpoint-5"
     shutil.copytree(begun / "checkpoint-5", checkpoint)
     (checkpoint / "state.pt").rename(checkpoint / "optimizer.pt")
@@ -136,9 +132,7 @@ def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(
 # --- at an address ---
 
 
-def test_a_published_checkpoint_stays_until_the_next_one_was_read_back(
-    begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_checkpoint_stays_until_the_next_one_was_read_back(begun, tmp_path, monkeypatch):
     place = store.Remote(f"file://{tmp_path}/bucket")
     place.publish_checkpoint(begun / "checkpoint-2")
     there = tmp_path / "bucket" / store.PARTIAL / begun.name
@@ -159,9 +153,7 @@ def test_a_published_checkpoint_stays_until_the_next_one_was_read_back(
     store.check_files(there / "checkpoint-5")
 
 
-def test_another_machine_takes_the_newest_whole_checkpoint_at_an_address(
-    begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_machine_takes_the_newest_whole_checkpoint_at_an_address(begun, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     there = tmp_path / "bucket" / store.PARTIAL / begun.name
     shutil.copytree(begun, there)
@@ -177,9 +169,7 @@ def test_another_machine_takes_the_newest_whole_checkpoint_at_an_address(
 
 @pytest.mark.parametrize("name", ["../../victim.txt", "run/../../../victim.txt", "run/..\\..\\victim.txt"])
 @pytest.mark.parametrize("read", [runs.find_runs, runs.read_run, lambda address: store.Remote(address).fetch("run")])
-def test_names_at_an_address_never_lead_out_of_their_folder(
-    name: str, read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_at_an_address_never_lead_out_of_their_folder(name, read, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "inside" / "cache"))
     memory = fsspec.filesystem("memory")
     monkeypatch.setattr(type(memory), "store", {})
@@ -192,15 +182,13 @@ def test_names_at_an_address_never_lead_out_of_their_folder(
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/x", "a/../../x", "..\\x", "C:x", "C:\\x", "\\\\host\\x", "a\0b"])
-def test_a_name_that_would_lie_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_name_that_would_lie_elsewhere_is_refused(name, tmp_path):
     with pytest.raises(NormlabError, match="is no name of a file below"):
         store.inside(tmp_path, name)
     assert store.inside(tmp_path, "a/b..c/.d") == tmp_path / "a" / "b..c" / ".d"
 
 
-def test_a_kept_models_folder_lies_where_it_was_asked_for(
-    done: runs.Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_models_folder_lies_where_it_was_asked_for(done, text, tmp_path, monkeypatch):
     victim = tmp_path / "victim-d2"
     victim.mkdir()
     config = tiny(text, model={"kappa_schedule": "/../../victim"})
@@ -213,7 +201,7 @@ def test_a_kept_models_folder_lies_where_it_was_asked_for(
 # --- finished runs and disks ---
 
 
-def test_a_finished_run_with_a_damaged_table_is_found(done: runs.Run, text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_finished_run_with_a_damaged_table_is_found(done, text, go, tmp_path):
     shutil.copytree(done.path, tmp_path / done.name)
     table = tmp_path / done.name / runs.STATS
     damage(table, "truncated", table)
@@ -224,9 +212,7 @@ def test_a_finished_run_with_a_damaged_table_is_found(done: runs.Run, text: Path
         go(tiny(text), tmp_path)
 
 
-def test_a_finished_run_on_a_read_only_place_is_returned(
-    done: runs.Run, text: Path, go: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_on_a_read_only_place_is_returned(done, text, go, monkeypatch):
     def read_only(path: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -242,7 +228,7 @@ def test_a_finished_run_on_a_read_only_place_is_returned(
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5952 vs 5844"),
     ],
 )
-def test_a_limit_on_file_sizes_is_one_line(error: Exception, tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes_is_one_line(error, tmp_path):
     with (
         pytest.raises(NormlabError, match="^cannot write to .*ulimit -f.* start again"),
         store.full_disk_named(tmp_path),

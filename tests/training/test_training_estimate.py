@@ -37,18 +37,18 @@ WIDE = dict(depth=8, width=512, intermediate=1408, batch_size=4, vocab_size=2048
 
 
 @pytest.mark.parametrize("name, printed", [("bhyt-1b", 1_235_814_400), ("bhyt-3b", 3_212_749_824)])
-def test_the_llama_shapes_have_llamas_parameters(name: str, printed: int) -> None:
+def test_the_llama_shapes_have_llamas_parameters(name, printed):
     config = dataclasses.replace(SIZES[name].config, scheme=BASELINE)
     assert estimate.count_parameters(config.model_config(0, 0)) == printed
 
 
 @pytest.mark.parametrize("name, millions", [("curse-130m", 134), ("curse-250m", 247), ("curse-350m", 367)])
-def test_the_curses_shapes_have_about_the_parameters_they_are_named_for(name: str, millions: int) -> None:
+def test_the_curses_shapes_have_about_the_parameters_they_are_named_for(name, millions):
     assert estimate.count_parameters(SIZES[name].config.model_config(0, 0)) // 10**6 == millions
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_those_of_a_step(tied: bool) -> None:
+def test_flops_are_those_of_a_step(tied):
     """Eager attention, whose products are counted, computes the masked half too."""
     config = dataclasses.replace(SMALL, batch_size=1, block_length=64, model={"tie_word_embeddings": tied})
     model = NormlabForCausalLM(config.model_config(8192, 0))
@@ -62,7 +62,7 @@ def test_flops_are_those_of_a_step(tied: bool) -> None:
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.005)
 
 
-def test_what_autograd_keeps_grows_by_the_same_amount_a_block() -> None:
+def test_what_autograd_keeps_grows_by_the_same_amount_a_block():
     config = SMALL.model_config(8192, 0)
     one, two, four = (
         estimate._saved_bytes(estimate._at_depth(config, depth), 1, 64, "bfloat16") for depth in (1, 2, 4)
@@ -143,7 +143,7 @@ def measured_peaks(config: TrainConfig, parts: int, ranks: int = 1) -> list[int]
         pytest.param({"scheme": "lns", "depth": 8}, 1, marks=pytest.mark.slow),
     ],
 )
-def test_memory_is_the_measured_peak_within_a_tenth(fields: dict[str, Any], parts: int) -> None:
+def test_memory_is_the_measured_peak_within_a_tenth(fields, parts):
     config = dataclasses.replace(SMALL, **fields)
     one_part = needs(config)
     assert one_part.config.accumulate == 1
@@ -167,7 +167,7 @@ def test_memory_is_the_measured_peak_within_a_tenth(fields: dict[str, Any], part
         (WIDE | {"block_length": 32}, 1),  # gradients are more than what autograd keeps
     ],
 )
-def test_memory_of_a_split_model_is_the_measured_peak_within_a_tenth(fields: dict[str, Any], parts: int) -> None:
+def test_memory_of_a_split_model_is_the_measured_peak_within_a_tenth(fields, parts):
     config = dataclasses.replace(SMALL, fsdp=True, **fields)
     planned = needs(config, 2)
     assert planned.config.accumulate == 1
@@ -177,7 +177,7 @@ def test_memory_of_a_split_model_is_the_measured_peak_within_a_tenth(fields: dic
     assert measured_peaks(config, parts, ranks=2) == pytest.approx([expected] * 2, rel=0.1)
 
 
-def test_a_split_model_needs_its_share_and_what_is_gathered() -> None:
+def test_a_split_model_needs_its_share_and_what_is_gathered():
     whole, split = needs(SMALL, 2), needs(dataclasses.replace(SMALL, fsdp=True), 2)
     assert (split.parameters, split.disk) == (whole.parameters, whole.disk) and split.memory < whole.memory
     assert " --fsdp " in split.command() and "gathered" in split.in_words() and "gathered" not in whole.in_words()
@@ -191,7 +191,7 @@ def test_a_split_model_needs_its_share_and_what_is_gathered() -> None:
     assert alone.held == Held(alone.parameters), "one process has nothing to split"
 
 
-def test_a_step_is_computed_in_as_few_parts_as_fit_the_memory() -> None:
+def test_a_step_is_computed_in_as_few_parts_as_fit_the_memory():
     whole = needs(SMALL)
     enough, less = (needs(SMALL, memory_gib=whole.memory / 2**30 * share) for share in (1.01, 0.7))
     assert enough == whole and less.config.accumulate > 1 and less.fits and less.memory < whole.memory
@@ -210,9 +210,7 @@ def test_a_step_is_computed_in_as_few_parts_as_fit_the_memory() -> None:
         *(pytest.param(name, [], marks=pytest.mark.slow) for name in SIZES if name != "bhyt-1b"),
     ],
 )
-def test_the_command_of_a_plan_is_its_configuration(
-    name: str, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_of_a_plan_is_its_configuration(name, flags, capsys):
     assert cli.main(["plan", name, "--gpus", "4", *flags]) == 0
     (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchrun")]
     launcher, _, arguments = command.partition(" -m normlab ")
@@ -223,7 +221,7 @@ def test_the_command_of_a_plan_is_its_configuration(
     assert config.batch_size % (4 * config.accumulate) == 0
 
 
-def test_what_cannot_be_planned_is_one_line() -> None:
+def test_what_cannot_be_planned_is_one_line():
     with pytest.raises(NormlabError, match="unknown size 'bhyt-7b'; known are curse-130m"):
         get_size("bhyt-7b")
     with pytest.raises(NormlabError, match="3 GPUs do not divide batch_size 8: change one of the two"):

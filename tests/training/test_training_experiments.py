@@ -41,9 +41,7 @@ def rows(found: pd.DataFrame, metric: str, part: str) -> pd.Series:
     return found[(found["metric"] == metric) & (found["part"] == part)].set_index("layer")["value"]
 
 
-def test_a_run_keeps_what_its_trained_model_was_measured_to_do(
-    trained: runs.Run, found: pd.DataFrame, batch: dict[str, torch.Tensor]
-) -> None:
+def test_a_run_keeps_what_its_trained_model_was_measured_to_do(trained, found, batch):
     assert list(found.columns) == runs.RUN_COLUMNS + list(COLUMNS)
     assert set(found["scheme"]) == {"lns"} and set(found["run"]) == {trained.name}
     model = trained.load_model()
@@ -67,9 +65,7 @@ def test_a_run_keeps_what_its_trained_model_was_measured_to_do(
     assert np.allclose(future.sort_index(), table.sort_index(), rtol=1e-4)
 
 
-def test_deleting_renumbers_the_other_blocks(
-    trained: runs.Run, found: pd.DataFrame, batch: dict[str, torch.Tensor]
-) -> None:
+def test_deleting_renumbers_the_other_blocks(trained, found, batch):
     model = trained.load_model().eval()
     config = dataclasses.replace(model.config, num_hidden_layers=7)
     shorter = NormlabForCausalLM(config).eval()
@@ -91,14 +87,14 @@ def test_deleting_renumbers_the_other_blocks(
 
 
 @pytest.mark.parametrize("scheme", ["pre_rmsnorm", "peri_ln", "mix_ln", "bhyt", "dyt"])
-def test_where_norms_do_not_know_their_layer_deleting_is_skipping(scheme: str, text: Path, corpus: Corpus) -> None:
+def test_where_norms_do_not_know_their_layer_deleting_is_skipping(scheme, text, corpus):
     torch.manual_seed(0)
     model = NormlabForCausalLM(tiny(text, scheme=scheme, depth=4).model_config(300, 0))
     found = experiments(model, corpus.spread(2))
     assert np.allclose(rows(found, "skip_delta_loss", "deleted"), rows(found, "skip_delta_loss", "block"), atol=1e-6)
 
 
-def test_the_model_is_whole_again_after_deleting(trained: runs.Run, batch: dict[str, torch.Tensor]) -> None:
+def test_the_model_is_whole_again_after_deleting(trained, batch):
     model = trained.load_model().eval()
     with torch.no_grad():
         before = model(**batch).logits
@@ -114,7 +110,7 @@ def test_the_model_is_whole_again_after_deleting(trained: runs.Run, batch: dict[
             pass
 
 
-def test_the_carried_statistic_is_kept_by_layer_and_position(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_the_carried_statistic_is_kept_by_layer_and_position(text, go, tmp_path):
     go(tiny(text, scheme="bhyt", experiment_blocks=2, steps=2), tmp_path)
     found = normlab.load_experiments(tmp_path)
     ratio = found[found["metric"] == "carried_var_ratio"]
@@ -122,12 +118,12 @@ def test_the_carried_statistic_is_kept_by_layer_and_position(text: Path, go: Cal
     assert (ratio["value"] > 0).all()
 
 
-def test_runs_that_were_not_measured_so_are_said_to_be_so(done: runs.Run) -> None:
+def test_runs_that_were_not_measured_so_are_said_to_be_so(done):
     with pytest.raises(NormlabError, match="train with experiment_blocks"):
         normlab.load_experiments(done.path)
 
 
-def test_the_two_halves_of_the_held_out_blocks_share_none_and_are_all(corpus: Corpus) -> None:
+def test_the_two_halves_of_the_held_out_blocks_share_none_and_are_all(corpus):
     count = len(corpus.held_out)
     halves = [corpus.spread(count, half) for half in ("validation", "test")]
     assert sum(map(len, halves)) == count == len(corpus.spread(count))
@@ -135,7 +131,7 @@ def test_the_two_halves_of_the_held_out_blocks_share_none_and_are_all(corpus: Co
     assert np.array_equal(corpus.spread(3, "test"), halves[1][[0, round((len(halves[1]) - 1) / 2), -1]])
 
 
-def test_a_run_is_measured_on_the_half_that_it_names(text: Path, corpus: Corpus, go: Callable, tmp_path: Path) -> None:
+def test_a_run_is_measured_on_the_half_that_it_names(text, corpus, go, tmp_path):
     losses = {half: go(tiny(text, held_out=half, steps=2), tmp_path).eval_loss for half in ("validation", "test")}
     model = runs.read_run(runs.find_runs(tmp_path)[0]).load_model()
     assert losses["validation"] != losses["test"]

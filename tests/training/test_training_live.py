@@ -46,9 +46,7 @@ def begin(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         run.close()
 
 
-def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
-    text: Path, go: Callable, begin: Callable, tmp_path: Path
-) -> None:
+def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(text, go, begin, tmp_path):
     config = tiny(text, steps=120, probe_every=40, eval_every=40, checkpoint_every=0)
     news: list[int] = []
     run = begin(config, changed=lambda: news.append(1))
@@ -85,7 +83,7 @@ def test_paused_stopped_and_continued_it_is_the_run_that_nobody_disturbed(
     assert not (run.out / store.PARTIAL).exists()
 
 
-def test_a_killed_process_is_said_and_gone_on_from(text: Path, begin: Callable) -> None:
+def test_a_killed_process_is_said_and_gone_on_from(text, begin):
     run = begin(tiny(text, steps=300, checkpoint_every=5))
     assert run.wait(60, step=12)
     os.kill(run.pid, signal.SIGKILL)
@@ -98,7 +96,7 @@ def test_a_killed_process_is_said_and_gone_on_from(text: Path, begin: Callable) 
     assert run.state == STOPPED and not (run.out / run.config.run_id).exists()
 
 
-def test_what_cannot_be_trained_is_one_line(tmp_path: Path, begin: Callable) -> None:
+def test_what_cannot_be_trained_is_one_line(tmp_path, begin):
     run = begin(tiny(tmp_path / "nowhere.txt"))
     assert run.wait(60) and run.state == FAILED and "nowhere.txt" in run.reason and "\n" not in run.reason
     (tmp_path / "out" / "thesis.tex").parent.mkdir(exist_ok=True)
@@ -107,7 +105,7 @@ def test_what_cannot_be_trained_is_one_line(tmp_path: Path, begin: Callable) -> 
         BackgroundRun(tiny(tmp_path / "nowhere.txt", seed=1), tmp_path / "out").start()
 
 
-def test_a_second_object_of_the_same_run_takes_it_over_at_a_checkpoint(text: Path, begin: Callable) -> None:
+def test_a_second_object_of_the_same_run_takes_it_over_at_a_checkpoint(text, begin):
     config = tiny(text, steps=400, checkpoint_every=0)
     first = begin(config)
     assert first.wait(60, step=5)
@@ -118,7 +116,7 @@ def test_a_second_object_of_the_same_run_takes_it_over_at_a_checkpoint(text: Pat
     assert second.pid is None
 
 
-def test_a_start_right_after_a_stop_is_not_lost(text: Path, begin: Callable) -> None:
+def test_a_start_right_after_a_stop_is_not_lost(text, begin):
     run = begin(tiny(text, steps=100_000, eval_every=0, checkpoint_every=0))
     assert run.wait(60, step=5)
     first = run.pid
@@ -167,7 +165,7 @@ def listening(tmp_path: Path, process: Process, *messages: dict, errors: str = "
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("no such page"), KeyError("no such trace")])
-def test_what_goes_wrong_while_it_is_shown_is_said_and_ends_the_run(tmp_path: Path, error: Exception) -> None:
+def test_what_goes_wrong_while_it_is_shown_is_said_and_ends_the_run(tmp_path, error):
     calls: list[int] = []
 
     def changed() -> None:
@@ -195,16 +193,14 @@ def test_what_goes_wrong_while_it_is_shown_is_said_and_ends_the_run(tmp_path: Pa
         (1, "Traceback:\n  a line\nKeyError: 'x'\n", "KeyError: 'x'"),
     ],
 )
-def test_an_end_without_a_message_is_told_by_its_last_line_or_its_exit_code(
-    tmp_path: Path, code: int, errors: str, reason: str
-) -> None:
+def test_an_end_without_a_message_is_told_by_its_last_line_or_its_exit_code(tmp_path, code, errors, reason):
     process = Process(code)
     process.messages.close()
     run = listening(tmp_path, process, errors=errors)
     assert run.wait(10) and (run.state, run.reason) == (FAILED, reason)
 
 
-def test_only_the_listener_waits_for_the_process(tmp_path: Path) -> None:
+def test_only_the_listener_waits_for_the_process(tmp_path):
     """Of two threads that wait for one process, one misses its exit code."""
     process = Process(ended=False)
     run = listening(tmp_path, process)
@@ -215,7 +211,7 @@ def test_only_the_listener_waits_for_the_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a script in place of Python")
-def test_what_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_imported_is_said(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'Traceback:' >&2\necho 'ModuleNotFoundError: no torch' >&2\nexit 1\n")
     python.chmod(0o755)
@@ -225,7 +221,7 @@ def test_what_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.wait(60) and (run.state, run.reason) == (FAILED, "ModuleNotFoundError: no torch")
 
 
-def test_a_run_that_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_nobody_has_any_more_is_forgotten(monkeypatch, tmp_path):
     monkeypatch.setattr(BackgroundRun, "_spawn", lambda self: None)
     run = BackgroundRun(TrainConfig(), tmp_path / "out")
     run.start()
@@ -235,7 +231,7 @@ def test_a_run_that_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyP
     assert seen() is None
 
 
-def test_points_can_be_read_while_another_object_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_points_can_be_read_while_another_object_gives_way(monkeypatch, tmp_path):
     run, waits = BackgroundRun(TrainConfig(), tmp_path / "out"), []
 
     def stop_other() -> None:
@@ -250,7 +246,7 @@ def test_points_can_be_read_while_another_object_gives_way(monkeypatch: pytest.M
     assert waits == [False]
 
 
-def test_a_finished_run_is_shown_as_it_is_on_disk(done: runs.Run, text: Path, begin: Callable, tmp_path: Path) -> None:
+def test_a_finished_run_is_shown_as_it_is_on_disk(done, text, begin, tmp_path):
     (tmp_path / "out").symlink_to(done.path.parent)
     run = begin(tiny(text))
     assert run.wait(60) and run.state == done.status and run.step == 8
@@ -286,7 +282,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of process groups")
 @pytest.mark.slow
-def test_an_interrupt_does_not_reach_it_and_it_dies_with_its_parent(text: Path, tmp_path: Path) -> None:
+def test_an_interrupt_does_not_reach_it_and_it_dies_with_its_parent(text, tmp_path):
     """Jupyter interrupts a cell by a signal to the kernel's whole group, and restarts a busy kernel by killing it."""
     (tmp_path / "text.txt").write_bytes(text.read_bytes())
     script = tmp_path / "parent.py"

@@ -46,9 +46,7 @@ def plain(config: TrainConfig, go: Callable, tmp_path_factory: pytest.TempPathFa
     return pd.read_parquet(go(config, tmp_path_factory.mktemp("plain")).path / runs.STATS)
 
 
-def test_a_step_in_parts_takes_the_same_blocks_to_the_same_losses(
-    config: TrainConfig, plain: pd.DataFrame, go: Callable, batches: list[tuple[bool, int]], tmp_path: Path
-) -> None:
+def test_a_step_in_parts_takes_the_same_blocks_to_the_same_losses(config, plain, go, batches, tmp_path):
     run = go(dataclasses.replace(config, accumulate=2), tmp_path)
     assert run.name == config.run_id
     assert [size for training, size in batches if training] == [2] * 2 * config.steps
@@ -58,16 +56,14 @@ def test_a_step_in_parts_takes_the_same_blocks_to_the_same_losses(
     assert abs(losses[0] - losses[1]).max() <= 1e-5
 
 
-def test_activations_computed_twice_give_the_same_bits(
-    config: TrainConfig, plain: pd.DataFrame, go: Callable, batches: list[tuple[bool, int]], tmp_path: Path
-) -> None:
+def test_activations_computed_twice_give_the_same_bits(config, plain, go, batches, tmp_path):
     run = go(dataclasses.replace(config, gradient_checkpointing=True), tmp_path)
     assert run.name == config.run_id
     assert [training for training, _ in batches].count(True) == 2 * config.steps
     assert pd.read_parquet(run.path / runs.STATS).equals(plain)
 
 
-def test_a_run_begun_before_a_field_was_added_goes_on(config: TrainConfig, go: Callable, tmp_path: Path) -> None:
+def test_a_run_begun_before_a_field_was_added_goes_on(config, go, tmp_path):
     with pytest.raises(RunStopped):
         go(config, tmp_path, watch=lambda step, rows: step != 5)
     begun = tmp_path / store.PARTIAL / config.run_id / "checkpoint-5" / "begun.json"
@@ -78,9 +74,7 @@ def test_a_run_begun_before_a_field_was_added_goes_on(config: TrainConfig, go: C
     assert go(config, tmp_path).manifest["measured"]["resumed_from_step"] == 5
 
 
-def test_a_gpu_that_is_not_there_is_one_line(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_is_not_there_is_one_line(text, go, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(NormlabError, match="device is 'cuda', and PyTorch sees no GPU here"):
         go(tiny(text, device="cuda"), tmp_path)

@@ -10,8 +10,6 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,9 +46,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_steps_run_in_half_precision_and_what_is_measured_in_float32(
-    dtype: torch.dtype, text: Path, go: Callable, tmp_path: Path, seen: dict[str, set[torch.dtype]]
-) -> None:
+def test_steps_run_in_half_precision_and_what_is_measured_in_float32(dtype, text, go, tmp_path, seen):
     run = go(tiny(text, dtype=str(dtype).removeprefix("torch.")), tmp_path)
     assert seen == {"training": {dtype}, "measuring": {torch.float32}}
     weights = run.load_model().state_dict()
@@ -58,15 +54,15 @@ def test_steps_run_in_half_precision_and_what_is_measured_in_float32(
 
 
 @pytest.mark.slow
-def test_bfloat16_ends_near_float32_and_not_on_its_bits(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_bfloat16_ends_near_float32_and_not_on_its_bits(text, go, tmp_path):
     full, half = (go(tiny(text, dtype=dtype, steps=30, lr=1e-2), tmp_path) for dtype in ("float32", "bfloat16"))
     assert full.name != half.name
     assert half.eval_loss != full.eval_loss and half.eval_loss == pytest.approx(full.eval_loss, abs=0.05)
 
 
 def test_a_float16_step_that_overflows_is_left_out_and_halves_the_scale_and_a_resumed_run_knows_it(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    text, go, tmp_path, monkeypatch
+):
     monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**24))
     config = tiny(text, dtype="float16", steps=12, lr=1e-2)
     run = go(config, tmp_path / "whole")
@@ -88,7 +84,7 @@ def test_a_float16_step_that_overflows_is_left_out_and_halves_the_scale_and_a_re
     assert (resumed.path / runs.WEIGHTS).read_bytes() == (run.path / runs.WEIGHTS).read_bytes()
 
 
-def test_attention_in_float32_is_attention(text: Path) -> None:
+def test_attention_in_float32_is_attention(text):
     torch.manual_seed(0)
     model = NormlabForCausalLM(tiny(text, scheme="pre_rmsnorm").model_config(300, 0)).eval()
     ids = torch.randint(300, (2, 16))
@@ -104,9 +100,7 @@ def test_attention_in_float32_is_attention(text: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "left_on_cpu"), [("auto", False), ("cpu", True)])
-def test_a_run_takes_the_device_of_its_configuration_whatever_ran_before(
-    device: str, left_on_cpu: bool, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_takes_the_device_of_its_configuration_whatever_ran_before(device, left_on_cpu, text, monkeypatch):
     """accelerate's state is that of the process, and stays as the first run of it made it."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     distributed.accelerator_for(tiny(text, device="auto" if device == "cpu" else "cpu"))
@@ -114,9 +108,7 @@ def test_a_run_takes_the_device_of_its_configuration_whatever_ran_before(
 
 
 @pytest.mark.slow
-def test_a_compiled_run_measures_the_model_itself_and_resumes_on_its_bits(
-    text: Path, go: Callable, tmp_path: Path
-) -> None:
+def test_a_compiled_run_measures_the_model_itself_and_resumes_on_its_bits(text, go, tmp_path):
     small = tiny(text, scheme="pre_rmsnorm", depth=1, dtype="bfloat16", checkpoint_every=4, log_every=2)
     config = dataclasses.replace(small, compile=True)
     whole = go(config, tmp_path / "whole")
@@ -131,7 +123,7 @@ def test_a_compiled_run_measures_the_model_itself_and_resumes_on_its_bits(
     assert set(sites) == set(eager.table().query("split == 'probe' and step == 8")["site"].unique())
 
 
-def test_a_logged_loss_is_the_mean_since_the_last_one(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_logged_loss_is_the_mean_since_the_last_one(text, go, tmp_path):
     each, third = (go(tiny(text, log_every=n, checkpoint_every=0, steps=9), tmp_path / str(n)) for n in (1, 3))
     losses = [
         run.table().query("metric == 'loss' and split == 'train'").set_index("step")["value"] for run in (each, third)
@@ -141,9 +133,7 @@ def test_a_logged_loss_is_the_mean_since_the_last_one(text: Path, go: Callable, 
         assert value == pytest.approx(losses[0].loc[step - 2 : step].mean(), rel=1e-6)
 
 
-def test_where_compiling_fails_training_continues_uncompiled_and_says_so_in_one_line(
-    text: Path, go: Callable, tmp_path: Path
-) -> None:
+def test_where_compiling_fails_training_continues_uncompiled_and_says_so_in_one_line(text, go, tmp_path):
     no_compiler = inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
     with no_compiler, pytest.warns(UserWarning, match="^training continues uncompiled, .*no-such-compiler") as said:
         run = go(tiny(text, compile=True, depth=1), tmp_path / "compiled")
@@ -163,7 +153,7 @@ print(settled(TrainConfig(), torch.device("cpu")).dtype)
 """
 
 
-def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where_it_is_not() -> None:
+def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where_it_is_not():
     """A process whose instructions are hidden takes the slow path for real."""
     hidden = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", SETTLED], env=hidden, capture_output=True, text=True, check=True)
@@ -174,7 +164,7 @@ def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where
     assert {dict(preset.fields).get("dtype", "auto") for preset in PRESETS.values()} == {"auto"}
 
 
-def test_bfloat16_asked_for_where_it_is_emulated_is_warned_of(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_asked_for_where_it_is_emulated_is_warned_of(text, monkeypatch):
     monkeypatch.setattr(distributed, "computes_bfloat16", lambda device: False)
     cpu = torch.device("cpu")
     emulated = pytest.warns(UserWarning, match="^bfloat16 is emulated here, slower than float32")
@@ -186,9 +176,7 @@ def test_bfloat16_asked_for_where_it_is_emulated_is_warned_of(text: Path, monkey
             pass
 
 
-def test_a_run_begun_or_finished_in_one_precision_keeps_it_where_another_is_faster(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_begun_or_finished_in_one_precision_keeps_it_where_another_is_faster(text, go, tmp_path, monkeypatch):
     config = tiny(text, dtype="auto")
     monkeypatch.setattr(distributed, "computes_bfloat16", lambda device: True)
     with pytest.raises(RunStopped):
@@ -230,7 +218,7 @@ print(given_back, kept, held, resident() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc's allocator")
-def test_what_a_step_frees_stays_until_the_run_ends() -> None:
+def test_what_a_step_frees_stays_until_the_run_ends():
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=120, check=True)
     given_back, kept, held, left = map(int, done.stdout.split())
     pages = 20 * 2**22 // os.sysconf("SC_PAGESIZE")

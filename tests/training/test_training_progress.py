@@ -69,7 +69,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
 # --- work ---
 
 
-def test_what_is_measured_on_the_way_and_in_the_end_is_work() -> None:
+def test_what_is_measured_on_the_way_and_in_the_end_is_work():
     config = TrainConfig(steps=100, batch_size=8, eval_every=40, eval_blocks=24, probe_every=0)
     assert steps_until(config, 0) == pytest.approx(1), "three forward passes before training"
     assert steps_until(config, 79) == pytest.approx(79 + 2)
@@ -81,7 +81,7 @@ def test_what_is_measured_on_the_way_and_in_the_end_is_work() -> None:
 # --- the bar ---
 
 
-def test_the_bar_counts_steps_of_runs_that_have_not_ended(configs: list[TrainConfig], tmp_path: Path) -> None:
+def test_the_bar_counts_steps_of_runs_that_have_not_ended(configs, tmp_path):
     progress = followed(configs[:2], tmp_path, Clock())
     assert progress.share() == 0
     shares = []
@@ -93,13 +93,13 @@ def test_the_bar_counts_steps_of_runs_that_have_not_ended(configs: list[TrainCon
     assert shares == sorted(set(shares)) and shares[-1] == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_run_counts_by_its_work(configs: list[TrainConfig], tmp_path: Path) -> None:
+def test_a_run_counts_by_its_work(configs, tmp_path):
     progress = followed([configs[0], configs[2]], tmp_path, Clock())
     progress.end(configs[2])
     assert 0.3 < progress.share() < 0.45, "half as deep as the other, and with as large a head"
 
 
-def test_a_resumed_run_starts_where_it_was(configs: list[TrainConfig], tmp_path: Path) -> None:
+def test_a_resumed_run_starts_where_it_was(configs, tmp_path):
     one, clock = configs[:1], Clock()
     report(tmp_path, *one, step=290)  # left by a process that was killed after its checkpoint at step 200
     progress = followed(one, tmp_path, clock)
@@ -113,9 +113,7 @@ def test_a_resumed_run_starts_where_it_was(configs: list[TrainConfig], tmp_path:
     assert progress.seconds_left() == pytest.approx(89, rel=0.3), "not as fast as if it had made 211 steps in 16 s"
 
 
-def test_skipped_failed_and_never_seen_runs_leave_nothing_to_wait_for(
-    configs: list[TrainConfig], tmp_path: Path
-) -> None:
+def test_skipped_failed_and_never_seen_runs_leave_nothing_to_wait_for(configs, tmp_path):
     progress = followed(configs, tmp_path, Clock())
     progress.skip(configs[0])
     report(tmp_path, configs[1], 17)
@@ -128,16 +126,14 @@ def test_skipped_failed_and_never_seen_runs_leave_nothing_to_wait_for(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_is_seen_in_the_precision_that_its_worker_takes(
-    dtype: str, configs: list[TrainConfig], tmp_path: Path
-) -> None:
+def test_a_run_is_seen_in_the_precision_that_its_worker_takes(dtype, configs, tmp_path):
     progress = followed([replace(configs[0], dtype="auto")], tmp_path, Clock())
     report(tmp_path, replace(configs[0], dtype=dtype), 150)
     progress.tick()
     assert progress.share() == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_growing_search_adds_work(configs: list[TrainConfig], tmp_path: Path) -> None:
+def test_a_growing_search_adds_work(configs, tmp_path):
     progress = followed(configs[:1], tmp_path, Clock())
     progress.end(configs[0])
     progress.expect(configs[1:2])
@@ -174,9 +170,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("start", [0.0, 25.0])
-def test_the_end_is_right_within_30_percent_after_a_minute(
-    start: float, configs: list[TrainConfig], tmp_path: Path
-) -> None:
+def test_the_end_is_right_within_30_percent_after_a_minute(start, configs, tmp_path):
     configs = [replace(config, vocab_size=320) for config in configs]
     clock = Clock()
     progress = followed(configs, tmp_path, clock)
@@ -190,7 +184,7 @@ def test_the_end_is_right_within_30_percent_after_a_minute(
             assert left is not None and left == pytest.approx(end - seconds, rel=0.3), seconds
 
 
-def test_where_no_report_is_seen_the_runs_that_ended_give_the_end(configs: list[TrainConfig], tmp_path: Path) -> None:
+def test_where_no_report_is_seen_the_runs_that_ended_give_the_end(configs, tmp_path):
     clock = Clock()
     progress = followed(configs[:2], tmp_path, clock)
     clock.now = 50.0
@@ -202,9 +196,7 @@ def test_where_no_report_is_seen_the_runs_that_ended_give_the_end(configs: list[
 # --- what is written ---
 
 
-def test_a_log_file_gets_a_line_a_minute_and_no_carriage_return(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_file_gets_a_line_a_minute_and_no_carriage_return(configs, tmp_path, monkeypatch):
     lines, clock = lines_of(monkeypatch), Clock()
     progress = followed(configs, tmp_path, clock, show=True)
     for second in range(5, 301, 5):
@@ -217,9 +209,7 @@ def test_a_log_file_gets_a_line_a_minute_and_no_carriage_return(
     assert not any("\r" in line or "?" in line for line in lines())
 
 
-def test_of_many_runs_in_progress_two_are_named(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_runs_in_progress_two_are_named(configs, tmp_path, monkeypatch):
     lines, clock = lines_of(monkeypatch), Clock()
     progress = followed(configs, tmp_path, clock, show=True)
     for config in configs:
@@ -229,9 +219,7 @@ def test_of_many_runs_in_progress_two_are_named(
     assert lines()[0].endswith(f"now {configs[0].run_id} step 3/300, {configs[1].run_id} step 3/300 and 2 more")
 
 
-def test_a_terminal_gets_one_bar_that_moves(
-    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_gets_one_bar_that_moves(configs, tmp_path, monkeypatch):
     terminal, clock = Terminal(), Clock()
     monkeypatch.setattr(sys, "stderr", terminal)
     with followed(configs[:1], tmp_path, clock, show=True) as progress:
@@ -242,7 +230,7 @@ def test_a_terminal_gets_one_bar_that_moves(
     assert terminal.getvalue().count("\n") == 1, "the bar's end"
 
 
-def test_a_training_run_ends_with_a_line_in_a_log_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_run_ends_with_a_line_in_a_log_file(tmp_path, monkeypatch):
     lines = lines_of(monkeypatch)
     config = tiny(write_text(tmp_path / "text.txt"))
     train(config, tmp_path / "out", cache_dir=tmp_path / "cache")
@@ -251,7 +239,7 @@ def test_a_training_run_ends_with_a_line_in_a_log_file(tmp_path: Path, monkeypat
     assert len(lines()) == 1, "silent"
 
 
-def test_a_run_reports_its_steps_and_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reports_its_steps_and_its_loss(tmp_path, monkeypatch):
     monkeypatch.setattr("normlab.training.progress.EVERY_SECONDS", 0.0)
     config = tiny(write_text(tmp_path / "text.txt"))
     seen: list[Report | None] = []
@@ -270,7 +258,7 @@ def test_a_run_reports_its_steps_and_its_loss(tmp_path: Path, monkeypatch: pytes
 # --- sweeps ---
 
 
-def test_a_sweep_with_a_failing_run_ends_at_all_of_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_with_a_failing_run_ends_at_all_of_its_work(tmp_path, monkeypatch):
     lines = lines_of(monkeypatch)
     text = write_text(tmp_path / "text.txt")
     monkeypatch.setattr(sweep_module, "finish_in_any_order", InProcess(failing=lambda config: config.seed == 1))
@@ -280,7 +268,7 @@ def test_a_sweep_with_a_failing_run_ends_at_all_of_its_work(tmp_path: Path, monk
     assert [line.split(" | ")[::2] for line in lines()] == [["sweep: 100%", "3 of 3 runs, 1 failed"]]
 
 
-def test_a_stopped_sweep_leaves_the_last_word_to_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_sweep_leaves_the_last_word_to_the_command(tmp_path, monkeypatch):
     lines = lines_of(monkeypatch)
     text = write_text(tmp_path / "text.txt")
 

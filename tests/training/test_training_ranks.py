@@ -93,18 +93,14 @@ def assert_same(run: runs.Run, alone: runs.Run) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_measure_as_one_process(
-    config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_train_and_measure_as_one_process(config, alone, cache, tmp_path):
     finish(config, tmp_path, cache)
     run = runs.read_run(tmp_path / config.run_id)
     assert_same(run, alone)
     assert list(tmp_path.iterdir()) == [run.path]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(
-    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks(config, alone, go, cache, tmp_path):
     finish(config, tmp_path, cache, stop_at=12)
     with pytest.raises(RunStopped):
         go(config, tmp_path, watch=lambda step, rows: step != 31)
@@ -128,18 +124,14 @@ def kill_a_rank(config: TrainConfig, out: Path, cache: Path, step: int, wait: fl
 
 
 @pytest.mark.slow
-def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
-    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
-) -> None:
+def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(config, alone, go, cache, tmp_path):
     kill_a_rank(config, tmp_path, cache, 10)
     run = go(config, tmp_path)
     assert run.manifest["measured"]["resumed_from_step"] >= 10
     assert_same(run, alone)
 
 
-def test_ranks_that_do_not_divide_the_batch_are_refused_in_one_line(
-    config: TrainConfig, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_divide_the_batch_are_refused_in_one_line(config, go, tmp_path, monkeypatch):
     monkeypatch.setattr(accelerate.Accelerator, "num_processes", 3)
     with pytest.raises(NormlabError, match="^3 ranks do not divide batch_size 4, .*: change one of the two$"):
         go(config, tmp_path)
@@ -155,9 +147,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_one_line(
     ],
     ids=lambda words: words[0],
 )
-def test_launchers_start_the_command(
-    launcher: list[str], config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path
-) -> None:
+def test_launchers_start_the_command(launcher, config, alone, cache, tmp_path):
     options = [*config.to_arguments(), "--out", str(tmp_path / "out"), "--cache-dir", str(cache), "--quiet"]
     done = subprocess.run([sys.executable, "-m", *launcher, *options], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -175,7 +165,7 @@ ENDS: dict[str, tuple[str, int | tuple[type[BaseException], str]]] = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_ranks_of_one_machine_end_together(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_machine_end_together(case, tmp_path, monkeypatch):
     second, end = ENDS[case]
     program = tmp_path / "python"
     program.write_text(

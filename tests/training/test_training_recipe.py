@@ -39,7 +39,7 @@ def _after_one_step(config: TrainConfig, corpus: Corpus) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("scheme", ["bhyt_exact", "dyt", "layer_scale"])
-def test_the_rate_of_gains_moves_gains_alone_and_by_its_share(scheme: str, text: Path, corpus: Corpus) -> None:
+def test_the_rate_of_gains_moves_gains_alone_and_by_its_share(scheme, text, corpus):
     fields: dict[str, Any] = dict(scheme=scheme, steps=1, weight_decay=0.0, lr=1e-2)
     fields["model"] = {"qk_norm": "rms_head"}
     alike, slower = (_after_one_step(tiny(text, gain_lr_ratio=ratio, **fields), corpus) for ratio in (1, 0.1))
@@ -51,14 +51,14 @@ def test_the_rate_of_gains_moves_gains_alone_and_by_its_share(scheme: str, text:
         assert moved.abs().max() > 0 or scheme == "layer_scale"
 
 
-def test_gradients_are_not_clipped_where_clip_is_zero(text: Path, corpus: Corpus) -> None:
+def test_gradients_are_not_clipped_where_clip_is_zero(text, corpus):
     configs = [tiny(text, clip=clip, steps=2) for clip in (0.0, 1e6)]
     free, wide = (Training(config, corpus, accelerator_for(config)) for config in configs)
     assert [step.grad_norm for step in free.steps()] == [step.grad_norm for step in wide.steps()]
     assert all(map(torch.equal, free.model.parameters(), wide.model.parameters()))
 
 
-def test_a_run_that_stops_early_is_the_beginning_of_the_whole_one(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_run_that_stops_early_is_the_beginning_of_the_whole_one(text, go, tmp_path):
     whole = go(tiny(text, scheme="prores", steps=8, eval_every=1), tmp_path)
     part = go(tiny(text, scheme="prores", steps=8, eval_every=1, stop_at=5), tmp_path)
     assert (part.manifest["steps"], part.manifest["tokens"]) == (5, 5 * 32)
@@ -111,7 +111,7 @@ def _value(run: runs.Run, metric: str) -> float:
     return found.item()
 
 
-def test_no_held_out_file_is_in_two_parts_and_every_block_is_of_one(held_out: Corpus, by_file: dict[str, str]) -> None:
+def test_no_held_out_file_is_in_two_parts_and_every_block_is_of_one(held_out, by_file):
     parts = {key: source.part_of("packages", key) for key in by_file}
     assert set(parts.values()) == {"train", "validation", "test"}
     halves = [held_out.files_of(held_out.rows(held_out=half)) for half in ("validation", "test")]
@@ -127,7 +127,7 @@ def test_no_held_out_file_is_in_two_parts_and_every_block_is_of_one(held_out: Co
         assert text.startswith(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def test_losses_by_file_make_up_the_held_out_loss(stored: runs.Run, held_out: Corpus) -> None:
+def test_losses_by_file_make_up_the_held_out_loss(stored, held_out):
     table = stored.table().query("split == 'eval' and site != 'model'")
     losses, tokens = (table[table.metric == name].set_index("site").value for name in ("file_loss", "file_tokens"))
     assert (losses * tokens).sum() / tokens.sum() == pytest.approx(stored.eval_loss, abs=1e-5)
@@ -140,7 +140,7 @@ def test_losses_by_file_make_up_the_held_out_loss(stored: runs.Run, held_out: Co
         assert (losses[name], tokens[name]) == (pytest.approx(expected.mean(), abs=1e-5), expected.size)
 
 
-def test_the_loss_on_seen_blocks_is_of_blocks_that_the_run_was_trained_on(stored: runs.Run, held_out: Corpus) -> None:
+def test_the_loss_on_seen_blocks_is_of_blocks_that_the_run_was_trained_on(stored, held_out):
     order = list(
         islice(block_order(len(held_out.train), 0), 6 * 2)
     )  # twelve blocks were seen, fewer than are asked for
@@ -148,14 +148,14 @@ def test_the_loss_on_seen_blocks_is_of_blocks_that_the_run_was_trained_on(stored
     assert _value(stored, "seen_loss") == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_copying_probe_scores_the_second_copy(stored: runs.Run, held_out: Corpus) -> None:
+def test_the_copying_probe_scores_the_second_copy(stored, held_out):
     ids = copied_tokens(held_out.vocab_size, held_out.eos_token_id, 16)
     assert ids.shape == (32, 16) and np.array_equal(ids[:, :8], ids[:, 8:]) and held_out.eos_token_id not in ids
     expected = _losses(stored.load_model(), ids)[:, 8:].mean()  # labels are tokens 9 to 15
     assert _value(stored, "copy_loss") == pytest.approx(expected, abs=1e-5)
 
 
-def test_sizes_of_gains_and_matrices_are_those_of_the_weights(stored: runs.Run) -> None:
+def test_sizes_of_gains_and_matrices_are_those_of_the_weights(stored):
     table = stored.table().query("step == 6").set_index(["metric", "site", "layer"]).value
     weights = dict(stored.load_model().named_parameters())
     query, gain = (weights[f"model.layers.1.{name}.weight"] for name in ("self_attn.q_proj", "input_layernorm"))
@@ -165,7 +165,7 @@ def test_sizes_of_gains_and_matrices_are_those_of_the_weights(stored: runs.Run) 
     assert len(table["parameter_mean"]) == sum(weight.dim() < 2 for weight in weights.values())
 
 
-def test_a_block_whose_queries_are_zero_has_uniform_attention(stored: runs.Run, held_out: Corpus) -> None:
+def test_a_block_whose_queries_are_zero_has_uniform_attention(stored, held_out):
     measurements = Measurements(TrainConfig.from_dict(stored.manifest["config"]), held_out)
     model: Any = stored.load_model()
     with torch.no_grad():
@@ -176,14 +176,14 @@ def test_a_block_whose_queries_are_zero_has_uniform_attention(stored: runs.Run, 
     assert found == {1: 1.0, 2: 0.0}
 
 
-def test_what_is_stored_changes_nothing_about_training(stored: runs.Run, go: Callable, tmp_path: Path) -> None:
+def test_what_is_stored_changes_nothing_about_training(stored, go, tmp_path):
     config = TrainConfig.from_dict(stored.manifest["config"] | {"store_all": False, "probe_also": ""})
     without = go(config, tmp_path)
     losses, others = (run.table().query("metric == 'loss'").value.to_numpy() for run in (stored, without))
     assert np.array_equal(losses, others)
 
 
-def test_every_metric_that_is_stored_stands_in_the_table_of_metrics(stored: runs.Run) -> None:
+def test_every_metric_that_is_stored_stands_in_the_table_of_metrics(stored):
     from normlab.probes.metrics import ALL_METRICS
 
     assert set(stored.table().metric) - {"tokens_per_s"} <= set(ALL_METRICS)

@@ -40,12 +40,8 @@ def names(address: str) -> set[str]:
 
 
 def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_the_run(
-    machine: Callable,
-    text: Path,
-    done: runs.Run,
-    go: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    machine, text, done, go, monkeypatch
+):
     address, config = "memory://bucket/runs", tiny(text)
     with pytest.raises(RunStopped):
         go(config, address, watch=lambda step, rows: step != 5)
@@ -66,9 +62,7 @@ def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_t
     assert go(config, address).load_model().config.scheme == config.scheme
 
 
-def test_what_is_half_published_is_not_taken(
-    machine: Callable, text: Path, done: runs.Run, go: Callable, tmp_path: Path
-) -> None:
+def test_what_is_half_published_is_not_taken(machine, text, done, go, tmp_path):
     address, config = f"file://{tmp_path}/bucket", tiny(text)
     with pytest.raises(RunStopped):
         go(config, address, watch=lambda step, rows: step != 5)
@@ -94,9 +88,7 @@ class _Here(Cluster):
             yield config, runs.read_run(train_one(config, *arguments))
 
 
-def test_a_sweep_publishes_its_runs_and_skips_those_of_other_machines(
-    machine: Callable, text: Path, cache: Path
-) -> None:
+def test_a_sweep_publishes_its_runs_and_skips_those_of_other_machines(machine, text, cache):
     address, configs = "memory://sweep", [tiny(text, steps=2, seed=seed) for seed in range(2)]
     first = sweep(configs[:1], address, workers=_Here(), cache_dir=cache, progress=False)
     assert [run.name for run in first.runs] == [configs[0].run_id] and first.out == address
@@ -109,9 +101,7 @@ def test_a_sweep_publishes_its_runs_and_skips_those_of_other_machines(
         sweep([tiny(text, seed=2)], address, workers=Slurm(address="local"), cache_dir=cache, progress=False)
 
 
-def test_addresses_that_cannot_be_used_are_one_line(
-    machine: Callable, text: Path, go: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_that_cannot_be_used_are_one_line(machine, text, go, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with monkeypatch.context() as patch, pytest.raises(NormlabError, match="^ranks on several machines .* as --out$"):
         patch.setattr(accelerate.Accelerator, "num_processes", 2)

@@ -166,9 +166,7 @@ def _kill_at_random(
     return killed, seconds
 
 
-def test_killed_at_random_moments_a_run_ends_as_if_never_killed(
-    config: TrainConfig, cache: Path, undisturbed: tuple[runs.Run, float], tmp_path: Path
-) -> None:
+def test_killed_at_random_moments_a_run_ends_as_if_never_killed(config, cache, undisturbed, tmp_path):
     """Four times; forty in tests/test_kills.py."""
     reference, seconds = undisturbed
     kills, attempt = 0, 0
@@ -185,9 +183,7 @@ def test_killed_at_random_moments_a_run_ends_as_if_never_killed(
     "where",
     ["state not written", "log half-written", "written, not renamed", "renamed, older one not deleted"],
 )
-def test_killed_inside_a_checkpoint_write_a_run_ends_as_if_never_killed(
-    where: str, config: TrainConfig, cache: Path, undisturbed: tuple[runs.Run, float], tmp_path: Path
-) -> None:
+def test_killed_inside_a_checkpoint_write_a_run_ends_as_if_never_killed(where, config, cache, undisturbed, tmp_path):
     out = tmp_path / "runs"
     process = _start(config, out, cache, pause_in=where)
     marker = out.with_suffix(".reached")

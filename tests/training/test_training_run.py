@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,7 @@ def begin(config: TrainConfig, corpus: Corpus) -> Training:
 # --- data order and start ---
 
 
-def test_one_seed_gives_one_data_order_to_every_scheme(text: Path, corpus: Corpus) -> None:
+def test_one_seed_gives_one_data_order_to_every_scheme(text, corpus):
     def first_batches(scheme: str, seed: int) -> torch.Tensor:
         blocks = begin(tiny(text, scheme=scheme, seed=seed), corpus)._blocks()
         torch.manual_seed(len(scheme))  # whatever a scheme's model drew for its weights
@@ -43,7 +41,7 @@ def test_one_seed_gives_one_data_order_to_every_scheme(text: Path, corpus: Corpu
     assert not torch.equal(first_batches("pre_rmsnorm", 1), reference)
 
 
-def test_every_block_is_read_once_before_any_is_read_again() -> None:
+def test_every_block_is_read_once_before_any_is_read_again():
     order = list(islice(block_order(10, seed=3), 25))
     assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
     assert order[:10] != order[10:20]
@@ -54,7 +52,7 @@ def test_every_block_is_read_once_before_any_is_read_again() -> None:
 # --- optimizer ---
 
 
-def test_weight_decay_acts_on_what_the_model_names(text: Path, corpus: Corpus) -> None:
+def test_weight_decay_acts_on_what_the_model_names(text, corpus):
     for scheme in ("dyt", "bhyt", "pre_layernorm"):
         config = tiny(text, scheme=scheme)
         model = begin(config, corpus).model
@@ -70,9 +68,7 @@ def test_weight_decay_acts_on_what_the_model_names(text: Path, corpus: Corpus) -
         )
 
 
-def test_learning_rate_warms_up_and_falls_along_a_cosine_to_its_minimum(
-    text: Path, go: Callable, tmp_path: Path
-) -> None:
+def test_learning_rate_warms_up_and_falls_along_a_cosine_to_its_minimum(text, go, tmp_path):
     config = tiny(text, steps=20, warmup=0.2, lr=1e-2, min_lr_ratio=0.25, probe_every=0, eval_every=0)
     table = go(config, tmp_path).table()
     rates = table[table.metric == "learning_rate"].value.to_numpy()
@@ -82,7 +78,7 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine_to_its_minimum(
     assert rates[-1] == pytest.approx(0.0025)
 
 
-def test_gradients_are_clipped_and_their_norm_is_logged_unclipped(text: Path, corpus: Corpus) -> None:
+def test_gradients_are_clipped_and_their_norm_is_logged_unclipped(text, corpus):
     training = begin(tiny(text, clip=0.01), corpus)
     norms: list[float] = []
 
@@ -98,7 +94,7 @@ def test_gradients_are_clipped_and_their_norm_is_logged_unclipped(text: Path, co
 # --- measuring ---
 
 
-def test_measuring_changes_nothing_about_training(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_measuring_changes_nothing_about_training(text, go, tmp_path):
     often = go(tiny(text, probe_every=1, eval_every=1), tmp_path / "often")
     never = go(tiny(text, probe_every=0, eval_every=0), tmp_path / "never")
     curves = [run.table().query("split == 'train' and metric in ('loss', 'grad_norm')").value for run in (often, never)]
@@ -106,9 +102,7 @@ def test_measuring_changes_nothing_about_training(text: Path, go: Callable, tmp_
     assert (often.path / runs.WEIGHTS).read_bytes() == (never.path / runs.WEIGHTS).read_bytes()
 
 
-def test_statistics_are_taken_before_training_on_schedule_and_at_the_end(
-    text: Path, go: Callable, tmp_path: Path
-) -> None:
+def test_statistics_are_taken_before_training_on_schedule_and_at_the_end(text, go, tmp_path):
     table = go(tiny(text, steps=7, probe_every=3, eval_every=2), tmp_path).table()
     assert table[table.split == "probe"].step.unique().tolist() == [0, 3, 6, 7]
     held_out = table[(table.split == "eval") & (table.metric == "loss")]
@@ -116,9 +110,7 @@ def test_statistics_are_taken_before_training_on_schedule_and_at_the_end(
     assert table[(table.split == "train") & (table.metric == "loss")].step.tolist() == list(range(1, 8))
 
 
-def test_probes_cover_the_sites_on_one_batch_for_all_runs(
-    done: runs.Run, text: Path, go: Callable, tmp_path: Path
-) -> None:
+def test_probes_cover_the_sites_on_one_batch_for_all_runs(done, text, go, tmp_path):
     table = done.table()
     probes = table[table.split == "probe"]
     for metric in ("token_l2_mean", "feature_var_mean", "rms", "max_abs"):
@@ -135,7 +127,7 @@ def test_probes_cover_the_sites_on_one_batch_for_all_runs(
     assert table.query(start).value.tolist() == other.query(start).value.tolist()
 
 
-def test_probe_gradients_are_of_the_summed_loss(text: Path, corpus: Corpus) -> None:
+def test_probe_gradients_are_of_the_summed_loss(text, corpus):
     config = tiny(text, steps=1, eval_every=0)
     model, measurements = begin(config, corpus).model, Measurements(config, corpus)
     seen: list[torch.Tensor] = []
@@ -150,7 +142,7 @@ def test_probe_gradients_are_of_the_summed_loss(text: Path, corpus: Corpus) -> N
     assert measured == pytest.approx([gradient.norm().item()], rel=1e-5)
 
 
-def test_held_out_loss_is_the_mean_over_all_tokens(text: Path, corpus: Corpus) -> None:
+def test_held_out_loss_is_the_mean_over_all_tokens(text, corpus):
     model = begin(tiny(text), corpus).model
     blocks = corpus.spread(5)
     ids = torch.from_numpy(blocks)
@@ -163,13 +155,11 @@ def test_held_out_loss_is_the_mean_over_all_tokens(text: Path, corpus: Corpus) -
 
 
 @pytest.mark.parametrize("steps, expected", [(1, 1), (49, 1), (300, 6), (60_000, 1000), (10**6, 1000)])
-def test_the_carried_constant_is_refreshed_every_fiftieth_of_the_run_within_bounds(steps: int, expected: int) -> None:
+def test_the_carried_constant_is_refreshed_every_fiftieth_of_the_run_within_bounds(steps, expected):
     assert refresh_interval(steps) == expected
 
 
-def test_the_carried_constant_is_refreshed_on_schedule_and_after_the_last_step(
-    text: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_carried_constant_is_refreshed_on_schedule_and_after_the_last_step(text, corpus, monkeypatch):
     training = begin(tiny(text, steps=103), corpus)
     refresh, steps = training.model.refresh_carried, []
     monkeypatch.setattr(training.model, "refresh_carried", lambda: (steps.append(training.done), refresh()))
@@ -184,7 +174,7 @@ def test_the_carried_constant_is_refreshed_on_schedule_and_after_the_last_step(
 # --- how a run ends ---
 
 
-def test_a_run_whose_loss_is_not_finite_stops_and_is_kept(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_run_whose_loss_is_not_finite_stops_and_is_kept(text, go, tmp_path):
     run = go(tiny(text, scheme="pre_rmsnorm", lr=1e30, steps=50, eval_every=10), tmp_path)
     assert run.status == "diverged" and math.isnan(run.eval_loss)
     losses = run.table().query("split == 'train' and metric == 'loss'")
@@ -193,7 +183,7 @@ def test_a_run_whose_loss_is_not_finite_stops_and_is_kept(text: Path, go: Callab
     assert go(tiny(text, scheme="pre_rmsnorm", lr=1e30, steps=50, eval_every=10), tmp_path).path == run.path
 
 
-def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text, go, tmp_path):
     run = go(tiny(text, lr=1e-9, steps=2), tmp_path)
     assert run.status == "not_learned"
     assert run.eval_loss > run.manifest["trigram_loss"]
@@ -201,13 +191,13 @@ def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text: Path, go: Call
 
 
 @pytest.mark.slow
-def test_a_loss_below_the_unigram_entropy_alone_is_not_learned(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_loss_below_the_unigram_entropy_alone_is_not_learned(text, go, tmp_path):
     run = go(tiny(text, scheme="pre_rmsnorm", lr=1e-2, steps=80, batch_size=8, probe_every=0, eval_every=80), tmp_path)
     assert run.manifest["trigram_loss"] < run.eval_loss < run.manifest["corpus"]["unigram_entropy"]
     assert run.status == "not_learned"
 
 
-def test_a_loss_below_the_trigram_loss_counts_as_learned(go: Callable, tmp_path: Path) -> None:
+def test_a_loss_below_the_trigram_loss_counts_as_learned(go, tmp_path):
     choose = random.Random(0)
     # Eleven sentences, over and over, of which a trigram model is too sure when it meets a twelfth.
     sentences = [" ".join(choose.choices(WORDS, k=40)) for _ in range(12)]
@@ -219,9 +209,7 @@ def test_a_loss_below_the_trigram_loss_counts_as_learned(go: Callable, tmp_path:
     assert run.eval_loss < run.manifest["trigram_loss"] - 0.2
 
 
-def test_a_manifest_has_the_counted_losses_of_the_blocks_that_its_run_was_scored_on(
-    done: runs.Run, corpus: Corpus
-) -> None:
+def test_a_manifest_has_the_counted_losses_of_the_blocks_that_its_run_was_scored_on(done, corpus):
     blocks = done.manifest["config"]["eval_blocks"]
     assert blocks < len(corpus.held_out)
     counted = {name: done.manifest[name] for name in runs.COUNT_LOSSES}

@@ -12,7 +12,6 @@ from normlab import NormlabForCausalLM, runs
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training
 from normlab.training.run import RunStopped, train
-from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
 
@@ -34,7 +33,7 @@ def test_matrices_have_unit_length_after_a_run(text, corpus, tmp_path):
     assert (lengths - 1).abs().max() < 1e-5
 
 
-def test_the_optimizer_has_the_schemes_rates(text: Path, corpus: Corpus):
+def test_the_optimizer_has_the_schemes_rates(text, corpus):
     config = tiny(text, scheme="complete_p", lr=0.01)
     training = Training(config, corpus, accelerator_for(config))
     block = training.model.model.layers[0]

@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -40,9 +39,7 @@ def alone(config: TrainConfig, go: Callable, tmp_path_factory: pytest.TempPathFa
     return go(config, tmp_path_factory.mktemp("alone"))
 
 
-def test_a_split_model_goes_on_with_another_number_of_ranks(
-    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
-) -> None:
+def test_a_split_model_goes_on_with_another_number_of_ranks(config, alone, go, cache, tmp_path):
     finish(config, tmp_path, cache, stop_at=12)
     with pytest.raises(RunStopped):
         go(config, tmp_path, watch=lambda step, rows: step != 31)
@@ -102,7 +99,7 @@ def watched(config: TrainConfig, cache: Path, tmp_path_factory: pytest.TempPathF
     return out
 
 
-def test_the_callback_merges_the_ranks_of_a_split_model_into_one_table(watched: Path) -> None:
+def test_the_callback_merges_the_ranks_of_a_split_model_into_one_table(watched):
     expected, *found = (pd.read_parquet(watched / f"{name}.parquet") for name in ("alone", "0", "1"))
     keys = ["step", "site", "layer", "metric", "mask"]
     assert {"update_ratio", "grad_l2_mean"} <= set(expected["metric"])
@@ -111,9 +108,7 @@ def test_the_callback_merges_the_ranks_of_a_split_model_into_one_table(watched: 
         assert table["value"].to_numpy() == pytest.approx(expected["value"].to_numpy(), rel=1e-3, abs=1e-6)
 
 
-def test_a_rank_keeps_the_weights_and_moments_that_were_planned(
-    watched: Path, config: TrainConfig, cache: Path
-) -> None:
+def test_a_rank_keeps_the_weights_and_moments_that_were_planned(watched, config, cache):
     planned = needs(dataclasses.replace(config, vocab_size=corpus_of(config, cache).vocab_size), 2)
     first, second = (list(map(int, (watched / f"bytes-{rank}").read_text().split())) for rank in range(2))
     assert first == [4 * planned.held.kept, 8 * planned.held.kept]
@@ -133,9 +128,7 @@ def _train_compiled_rank(
 
 
 @pytest.mark.slow
-def test_the_compiled_steps_of_a_split_model_are_those_of_one_process(
-    config: TrainConfig, go: Callable, cache: Path, tmp_path: Path
-) -> None:
+def test_the_compiled_steps_of_a_split_model_are_those_of_one_process(config, go, cache, tmp_path):
     eager = dataclasses.replace(config, depth=9, steps=3, probe_every=0, eval_every=0, checkpoint_every=0)
     alone = go(eager, tmp_path / "runs")
     compiled = dataclasses.replace(eager, compile=True)
@@ -148,9 +141,7 @@ def test_the_compiled_steps_of_a_split_model_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_two_ranks_with_a_part_each_train_and_measure_at_the_end_as_one_process(
-    config: TrainConfig, go: Callable, cache: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_with_a_part_each_train_and_measure_at_the_end_as_one_process(config, go, cache, tmp_path):
     config = dataclasses.replace(config, experiment_blocks=2)
     alone = go(config, tmp_path / "alone")
     finish(config, tmp_path / "ranks", cache)
@@ -164,9 +155,7 @@ def test_two_ranks_with_a_part_each_train_and_measure_at_the_end_as_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 20])
-def test_killed_ranks_leave_the_curve_of_a_split_model_as_it_was(
-    count: int, config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
-) -> None:
+def test_killed_ranks_leave_the_curve_of_a_split_model_as_it_was(count, config, alone, go, cache, tmp_path):
     choose = random.Random(count)
     for attempt in range(count):
         out = tmp_path / str(attempt)
@@ -190,9 +179,7 @@ def test_killed_ranks_leave_the_curve_of_a_split_model_as_it_was(
     ],
     ids=lambda fields: ",".join(map(str, fields.values())),
 )
-def test_what_acts_on_weights_and_saves_memory_works_on_a_split_model(
-    fields: dict[str, Any], config: TrainConfig, go: Callable, cache: Path, tmp_path: Path
-) -> None:
+def test_what_acts_on_weights_and_saves_memory_works_on_a_split_model(fields, config, go, cache, tmp_path):
     config = dataclasses.replace(config, steps=6, probe_every=3, eval_every=3, checkpoint_every=3, **fields)
     alone = go(config, tmp_path / "alone")
     finish(config, tmp_path / "ranks", cache)
@@ -202,9 +189,7 @@ def test_what_acts_on_weights_and_saves_memory_works_on_a_split_model(
 
 
 @pytest.mark.slow
-def test_a_compiled_split_model_goes_on_with_another_number_of_ranks(
-    config: TrainConfig, alone: runs.Run, go: Callable, cache: Path, tmp_path: Path
-) -> None:
+def test_a_compiled_split_model_goes_on_with_another_number_of_ranks(config, alone, go, cache, tmp_path):
     config = dataclasses.replace(config, compile=True)
     finish(config, tmp_path, cache, stop_at=12)
     with pytest.raises(RunStopped):

@@ -74,9 +74,7 @@ def take(blocks: StreamedBlocks, count: int) -> np.ndarray:
     return np.stack(list(islice(blocks, count)))
 
 
-def test_documents_are_packed_without_gaps_in_their_order_and_begin_again(
-    config: TrainConfig, corpus: Corpus, address: str
-) -> None:
+def test_documents_are_packed_without_gaps_in_their_order_and_begin_again(config, corpus, address):
     tokenizer = corpus.tokenizer()
     texts = [json.loads(line)["text"] for line in _lines(address)]
     train = [text for text in texts if not is_held_out(text)]
@@ -96,9 +94,7 @@ def _lines(address: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("done", [0, 3, 150, 333])
-def test_a_stream_goes_on_after_any_block_from_what_was_saved_as_json(
-    done: int, config: TrainConfig, corpus: Corpus
-) -> None:
+def test_a_stream_goes_on_after_any_block_from_what_was_saved_as_json(done, config, corpus):
     first = streamed(config, corpus)
     list(islice(first, done))
     saved = json.dumps(first.position._asdict())
@@ -109,9 +105,7 @@ def test_a_stream_goes_on_after_any_block_from_what_was_saved_as_json(
     assert (take(again, 12) == take(streamed(config, corpus), done + 12)[done:]).all()
 
 
-def test_a_streamed_run_that_is_stopped_goes_on_to_the_same_numbers(
-    config: TrainConfig, alone: runs.Run, go: Callable, tmp_path: Path
-) -> None:
+def test_a_streamed_run_that_is_stopped_goes_on_to_the_same_numbers(config, alone, go, tmp_path):
     with pytest.raises(RunStopped):
         go(config, tmp_path, watch=lambda step, rows: step != 7)
     (stream,) = (tmp_path / store.PARTIAL / config.run_id / "checkpoint-7").glob("stream.json")
@@ -122,14 +116,12 @@ def test_a_streamed_run_that_is_stopped_goes_on_to_the_same_numbers(
 
 
 @pytest.mark.slow
-def test_two_ranks_take_the_same_blocks(config: TrainConfig, alone: runs.Run, cache: Path, tmp_path: Path) -> None:
+def test_two_ranks_take_the_same_blocks(config, alone, cache, tmp_path):
     finish(config, tmp_path, cache)
     assert_same(runs.read_run(tmp_path / config.run_id), alone)
 
 
-def test_a_tokenizer_of_a_folder_is_loaded_as_one_of_the_hub(
-    config: TrainConfig, corpus: Corpus, cache: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_of_a_folder_is_loaded_as_one_of_the_hub(config, corpus, cache, tmp_path):
     """By the same `AutoTokenizer.from_pretrained`; here it gives the ids of the run's own tokenizer."""
     corpus.tokenizer().save_pretrained(tmp_path / "tokenizer")
     loaded = dataclasses.replace(config, tokenizer=str(tmp_path / "tokenizer"))
@@ -139,9 +131,7 @@ def test_a_tokenizer_of_a_folder_is_loaded_as_one_of_the_hub(
 
 
 @pytest.mark.parametrize("name", ["bhyt-1b", pytest.param("curse-130m", marks=pytest.mark.slow)])
-def test_a_papers_size_takes_its_first_steps_at_a_reduced_width(
-    name: str, address: str, corpus: Corpus, go: Callable, tmp_path: Path
-) -> None:
+def test_a_papers_size_takes_its_first_steps_at_a_reduced_width(name, address, corpus, go, tmp_path):
     corpus.tokenizer().save_pretrained(tmp_path / "tokenizer")
     size = get_size(name).config
     small = dict(depth=2, width=32, heads=2, kv_heads=1, intermediate=48, steps=3, batch_size=2, log_every=1)
@@ -154,7 +144,7 @@ def test_a_papers_size_takes_its_first_steps_at_a_reduced_width(
     assert len(losses) == 3 and losses.between(5.5, 6.9).all()
 
 
-def test_addresses_that_cannot_be_read_are_one_line(address: str, cache: Path) -> None:
+def test_addresses_that_cannot_be_read_are_one_line(address, cache):
     with pytest.raises(NormlabError, match=r"an address must end in one of \.txt"):
         corpus_of(tiny("https://example.org/page.html"), cache)
     with pytest.raises(NormlabError, match="^cannot read corpus 'http://127.*nowhere.json.gz'"):

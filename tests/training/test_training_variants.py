@@ -55,7 +55,7 @@ def test_the_ladder_keeps_the_map_of_small_inputs_and_the_gain_control_runs_wher
 
 
 @pytest.mark.parametrize("scheme, start", [("bhyt", 0.5), ("bhyt_linear", 0.5), ("rmsnorm_gain", 0.5 * 3 / 10)])
-def test_gamma0_is_where_the_gain_starts_at_sites_with_lambda_only(scheme: str, start: float):
+def test_gamma0_is_where_the_gain_starts_at_sites_with_lambda_only(scheme, start):
     small = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=2, vocab_size=32)
     model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme=scheme, lam_input=3.0, gamma0=0.5, **small))
     for layer in model.model.layers:

@@ -22,7 +22,6 @@ from normlab import NormlabError, runs, store
 from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
 from normlab.training.run import commit, train_from_manifest
-from normlab.training.text.corpus import Corpus
 
 pytest_plugins = ["training_fixtures"]
 
@@ -30,7 +29,7 @@ pytest_plugins = ["training_fixtures"]
 # --- what is written ---
 
 
-def test_a_manifest_tells_everything_that_the_numbers_depend_on(done: runs.Run, corpus: Corpus) -> None:
+def test_a_manifest_tells_everything_that_the_numbers_depend_on(done, corpus):
     manifest = json.loads((done.path / runs.MANIFEST).read_text())
     assert TrainConfig.from_dict(manifest["config"]).run_id == done.path.name == manifest["run"]
     assert manifest["corpus"] == corpus.identity()
@@ -44,7 +43,7 @@ def test_a_manifest_tells_everything_that_the_numbers_depend_on(done: runs.Run, 
     assert set(manifest["measured"]) == {"wall_s", "tokens_per_s", "compiled", "resumed_from_step"}
 
 
-def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(done: runs.Run, tmp_path: Path) -> None:
+def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(done, tmp_path):
     found = done.manifest["commit"]
     assert found is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", found)
     package = tmp_path / "normlab"
@@ -60,14 +59,14 @@ def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(done: r
     assert commit(package) == f"{clean}-dirty"
 
 
-def test_the_same_manifest_gives_the_same_numbers(done: runs.Run, cache: Path, tmp_path: Path) -> None:
+def test_the_same_manifest_gives_the_same_numbers(done, cache, tmp_path):
     again = train_from_manifest(done.path / runs.MANIFEST, tmp_path, cache_dir=cache, progress=False)
     assert again.path != done.path
     assert (again.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
     assert (again.path / runs.WEIGHTS).read_bytes() == (done.path / runs.WEIGHTS).read_bytes()
 
 
-def test_a_kept_model_loads_with_its_tokenizer(done: runs.Run) -> None:
+def test_a_kept_model_loads_with_its_tokenizer(done):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(done.path)
@@ -76,7 +75,7 @@ def test_a_kept_model_loads_with_its_tokenizer(done: runs.Run) -> None:
     assert len(AutoTokenizer.from_pretrained(done.path)) == model.config.vocab_size
 
 
-def test_weights_are_left_out_on_request(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_weights_are_left_out_on_request(text, go, tmp_path):
     run = go(tiny(text, keep_weights=False), tmp_path)
     assert {path.name for path in run.path.iterdir()} == {runs.MANIFEST, runs.STATS}
     assert list(tmp_path.iterdir()) == [run.path]
@@ -87,15 +86,13 @@ def test_weights_are_left_out_on_request(text: Path, go: Callable, tmp_path: Pat
 # --- starting again ---
 
 
-def test_a_finished_run_is_not_trained_again(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_not_trained_again(text, go, tmp_path, monkeypatch):
     run = go(tiny(text), tmp_path)
     monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
     assert go(replace(tiny(text), threads=2, keep_weights=False, checkpoint_every=0), tmp_path).path == run.path
 
 
-def test_a_finished_run_on_other_text_is_an_error_that_names_the_difference(go: Callable, tmp_path: Path) -> None:
+def test_a_finished_run_on_other_text_is_an_error_that_names_the_difference(go, tmp_path):
     text = write_text(tmp_path / "text.txt")
     run = go(tiny(text), tmp_path / "out")
     write_text(text, paragraphs=200)
@@ -121,9 +118,7 @@ def _break_off(monkeypatch: pytest.MonkeyPatch, go: Callable, config: TrainConfi
             go(config, out)
 
 
-def test_checkpoints_of_another_thread_count_are_not_continued(
-    text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_of_another_thread_count_are_not_continued(text, go, tmp_path, monkeypatch):
     config = tiny(text, probe_every=0, eval_every=0)
     _break_off(monkeypatch, go, config, tmp_path, KeyboardInterrupt())  # type: ignore[arg-type]
     assert list((tmp_path / store.PARTIAL / config.run_id).glob("checkpoint-*"))
@@ -139,8 +134,8 @@ def test_checkpoints_of_another_thread_count_are_not_continued(
     ],
 )
 def test_a_full_disk_is_one_line_leaves_nothing_half_written_and_the_run_goes_on_later(
-    error: Exception, done: runs.Run, text: Path, go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    error, done, text, go, tmp_path, monkeypatch
+):
     config = tiny(text)
     _break_off(monkeypatch, go, config, tmp_path, error)
     work = tmp_path / store.PARTIAL / config.run_id
@@ -154,7 +149,7 @@ def test_a_full_disk_is_one_line_leaves_nothing_half_written_and_the_run_goes_on
 # --- output directories ---
 
 
-def test_an_output_directory_that_holds_something_else_is_refused(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_an_output_directory_that_holds_something_else_is_refused(text, go, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(NormlabError, match="holds something else .notes.txt."):
         go(tiny(text), tmp_path)
@@ -163,13 +158,13 @@ def test_an_output_directory_that_holds_something_else_is_refused(text: Path, go
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_directory_of_runs_may_hold_other_files(done: runs.Run, text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_directory_of_runs_may_hold_other_files(done, text, go, tmp_path):
     shutil.copytree(done.path.parent, tmp_path / "runs")
     (tmp_path / "runs" / "README.md").write_text("how these were made")
     assert go(tiny(text), tmp_path / "runs").name == done.name
 
 
-def test_a_run_that_another_process_trains_is_refused(text: Path, go: Callable, tmp_path: Path) -> None:
+def test_a_run_that_another_process_trains_is_refused(text, go, tmp_path):
     config = tiny(text)
     with (
         store.exclusive(tmp_path / store.PARTIAL / f"{config.run_id}.lock"),

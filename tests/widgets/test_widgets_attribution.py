@@ -45,7 +45,7 @@ def test_it_shows_the_shares_of_both_methods_of_a_difference_of_logits():
 
 
 @pytest.mark.parametrize(("scheme", "slope"), [("bhyt", "lam"), ("dyt", "alpha")])
-def test_a_flat_tanh_is_linear_and_a_steep_one_saturated(scheme: str, slope: str):
+def test_a_flat_tanh_is_linear_and_a_steep_one_saturated(scheme, slope):
     bridge = bridge_of(scheme, **({"lam_last": 10.0} if scheme == "bhyt" else {}))
     norm = bridge.ln_final.original_component
     before = getattr(norm, slope).detach().clone()
@@ -72,7 +72,7 @@ def test_a_flat_tanh_is_linear_and_a_steep_one_saturated(scheme: str, slope: str
     assert bars(widget) == start
 
 
-def test_it_asks_once_for_what_it_shows(monkeypatch: pytest.MonkeyPatch):
+def test_it_asks_once_for_what_it_shows(monkeypatch):
     asked = []
     ask = LogitAttribution.ask
     monkeypatch.setattr(LogitAttribution, "ask", lambda self: asked.append(self.steepness.value) or ask(self))

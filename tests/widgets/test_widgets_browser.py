@@ -76,7 +76,7 @@ def trace(name: str, what: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_a_click_on_a_block_shows_its_column(address: str, chromium: str):
+def test_a_click_on_a_block_shows_its_column(address, chromium):
     with page_of(chromium, width=1400) as (page, errors):
         run_all(page, address, "skip_map.ipynb")
         chosen = f"block => {trace('chosen', 'x')}[0] === block"
@@ -99,7 +99,7 @@ def test_a_click_on_a_block_shows_its_column(address: str, chromium: str):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_theme(address: str, chromium: str):
+def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_theme(address, chromium):
     with page_of(chromium, width=1400, height=1300) as (page, errors):
         run_all(page, address, "intervene.ipynb")
         page.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg[role=img]').length === 1")
@@ -131,7 +131,7 @@ def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_th
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_schemes_train_while_the_kernel_is_free(address: str, chromium: str):
+def test_schemes_train_while_the_kernel_is_free(address, chromium):
     with page_of(chromium, width=1400) as (page, errors):
         run_all(page, address, "theatre.ipynb")
         button(page, "start").click()

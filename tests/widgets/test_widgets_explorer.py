@@ -37,7 +37,7 @@ def expected(scheme: str, depth: int, step: int) -> list[float]:
     return [MEAN_OF_SEEDS * activation(scheme, layer, step) for layer in range(depth + 1)]
 
 
-def test_it_opens_on_the_deepest_model_after_training_and_follows_its_traits(explorer: NormExplorer):
+def test_it_opens_on_the_deepest_model_after_training_and_follows_its_traits(explorer):
     for scheme in SCHEMES:
         assert drawn(explorer.figure, scheme) == pytest.approx(expected(scheme, 4, 20))
     explorer.step = 0
@@ -52,7 +52,7 @@ def test_it_opens_on_the_deepest_model_after_training_and_follows_its_traits(exp
     assert repr(explorer) == f"NormExplorer({len(SCHEMES)} schemes)"
 
 
-def test_a_metric_takes_a_site_where_it_was_measured(explorer: NormExplorer):
+def test_a_metric_takes_a_site_where_it_was_measured(explorer):
     explorer.metric = "grad_l2_total"
     assert explorer.site == explorer.view.site == "block_in_grad"
     assert len(drawn(explorer.figure, "bhyt")) == 4  # gradients arrive at blocks 1 to 4
@@ -61,7 +61,7 @@ def test_a_metric_takes_a_site_where_it_was_measured(explorer: NormExplorer):
         explorer.metric = "loudness"
 
 
-def test_relative_divides_by_layer_one_and_a_reference_pairs_seeds(explorer: NormExplorer):
+def test_relative_divides_by_layer_one_and_a_reference_pairs_seeds(explorer):
     explorer.way = RELATIVE
     line = expected("lns", 4, 20)
     assert drawn(explorer.figure, "lns") == pytest.approx([value / line[1] for value in line])
@@ -90,7 +90,7 @@ def test_switches_change_bands_axis_and_published_values():
     assert drawn(explorer.figure, "published") == [] and tuple(explorer.figure.layout.xaxis.range) == (0, 4)
 
 
-def test_a_still_figure_has_the_axis_of_its_own_step(explorer: NormExplorer):
+def test_a_still_figure_has_the_axis_of_its_own_step(explorer):
     explorer.step = 0
     high = explorer.figure.layout.yaxis.range[1]
     top = max(max(trace.y) for trace in explorer.figure.data if trace.name in SCHEMES)
@@ -203,7 +203,7 @@ def test_of_many_schemes_it_opens_with_the_short_list_and_keeps_the_rest_by_fami
 PLOT = "document.querySelector('.plot')"
 
 
-def test_python_and_the_browser_hear_of_each_other(chromium: str, monkeypatch: pytest.MonkeyPatch):
+def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
     """The widget's script in a browser: views come from the kernel, and its code makes the same figure."""
     explorer = NormExplorer(table(), configs=configs_of(table()))
     seen: list[int] = []

@@ -50,7 +50,7 @@ def colors(figure: go.Figure) -> tuple[str, bool, bool]:
 
 
 @pytest.mark.parametrize("name", WIDGETS)
-def test_it_is_one_plot_that_follows_the_page_and_has_a_plain_twin(name: str, tmp_path: Path):
+def test_it_is_one_plot_that_follows_the_page_and_has_a_plain_twin(name, tmp_path):
     widget = WIDGETS[name](tmp_path)
     light = colors(widget.figure)
     assert light == (PAPER, True, False)
@@ -81,7 +81,7 @@ def test_what_is_not_finite_is_a_gap():
     assert finite([1, float("nan"), float("inf"), torch.tensor(2.0)]) == [1.0, None, None, 2.0]
 
 
-def test_a_message_of_the_page_and_a_change_from_another_thread_take_turns(monkeypatch: pytest.MonkeyPatch):
+def test_a_message_of_the_page_and_a_change_from_another_thread_take_turns(monkeypatch):
     """In the middle of a message traitlets holds notifications back: an update sent then could be lost."""
     plot = Plot()
     sent: list[Any] = []

@@ -29,7 +29,7 @@ def loss_of(model: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["pre_rmsnorm", "lns", "post_rmsnorm", "dyt", "bhyt", "bhyt_linear"])
-def test_the_model_is_bit_for_bit_as_before(scheme: str):
+def test_the_model_is_bit_for_bit_as_before(scheme):
     model = model_of(scheme).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     kappas = [m.kappa for m in model.modules() if hasattr(m, "kappa")]
@@ -79,7 +79,7 @@ def test_a_layer_keeps_what_all_blocks_have_but_for_its_own_fields():
 
 
 @pytest.mark.parametrize("scheme", ["lns", "peri_ln", "post_rmsnorm", "bhyt"])
-def test_a_dimmer_is_linear_in_what_its_branch_adds(scheme: str):
+def test_a_dimmer_is_linear_in_what_its_branch_adds(scheme):
     model = model_of(scheme)
     last = model.model.layers[-1]
 
@@ -110,7 +110,7 @@ def test_a_zero_centred_gain_is_multiplied_as_gamma():
 
 
 @pytest.mark.parametrize("model", [model_of("lns"), gpt2()])
-def test_skipping_a_block_costs_what_the_probe_says(model: torch.nn.Module):
+def test_skipping_a_block_costs_what_the_probe_says(model):
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     probed = skip_sensitivity(model, [batch], progress=False).set_index("layer")["skip_delta_loss"]
     whole = ask(model, TOKENS, Change()).loss
@@ -149,9 +149,7 @@ def test_the_change_is_a_trait_and_what_is_shown():
     ("scheme", "expected"),
     [("pre_rmsnorm", ([], "")), ("dyt", (["slope"], "α")), ("bhyt", (["slope", "kappa", "carried"], "λ"))],
 )
-def test_a_model_offers_what_its_norms_have(
-    monkeypatch: pytest.MonkeyPatch, scheme: str, expected: tuple[list[str], str]
-):
+def test_a_model_offers_what_its_norms_have(monkeypatch, scheme, expected):
     widget = Intervene(model_of(scheme), TOKENS)
     about = widget.data["models"][0]
     assert (about["traits"], about["slope"]) == expected
@@ -192,7 +190,7 @@ MOVE = "() => { document.activeElement.stepUp(); document.activeElement.dispatch
 
 
 @pytest.mark.parametrize("where", ["browser", "kernel"])
-def test_the_reader_and_python_hear_of_each_other(where: str, chromium: str):
+def test_the_reader_and_python_hear_of_each_other(where, chromium):
     """In the browser a model that the page computes, from the kernel one that it does not."""
     model: Any = model_of("bhyt") if where == "browser" else gpt2()
     widget = Intervene(model, TOKENS)

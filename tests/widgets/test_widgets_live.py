@@ -56,7 +56,7 @@ def python_loss(name: str, change: Change) -> float:
     return ask(normlab.load_model(name), normlab.load_held_out(name)[4:5, :64], change).loss
 
 
-def test_the_tokenizer_is_that_of_tokenizers(chromium: str):
+def test_the_tokenizer_is_that_of_tokenizers(chromium):
     text = (model_folder("bhyt-d8") / "tokenizer.json").read_text()
     source, truth = random.Random(0), Tokenizer.from_str(text)
     letters = "abcdefgh     \n\t.,_'\"(){}=0123456789éßñ中文字🙂\u00a0\u2003\u0085\ufeffÀ-—½²Ⅷ"
@@ -74,7 +74,7 @@ def test_the_tokenizer_is_that_of_tokenizers(chromium: str):
         assert ids == truth.encode(string).ids, string
 
 
-def test_it_opens_from_a_file_and_answers_as_python_does(site: Path, chromium: str):
+def test_it_opens_from_a_file_and_answers_as_python_does(site, chromium):
     assert len(gzip.compress(site.read_bytes())) < 200_000
     with page_of(chromium) as (page, errors):
         asked: list[str] = []
@@ -110,7 +110,7 @@ def test_it_opens_from_a_file_and_answers_as_python_does(site: Path, chromium: s
         assert not errors and {url.partition(":")[0] for url in asked} <= {"file", "blob"}
 
 
-def test_the_tour_says_what_happens(site: Path, chromium: str):
+def test_the_tour_says_what_happens(site, chromium):
     with page_of(chromium) as (page, errors):
         page.goto(site.as_uri())
         wait_for_costs(page)
@@ -136,7 +136,7 @@ def test_the_tour_says_what_happens(site: Path, chromium: str):
 
 
 @pytest.mark.parametrize("width", [390, 820])
-def test_it_fits_a_phone_and_follows_a_dark_page(site: Path, chromium: str, width: int):
+def test_it_fits_a_phone_and_follows_a_dark_page(site, chromium, width):
     with page_of(chromium, width=width, height=844, color_scheme="dark") as (page, errors):
         page.goto(site.as_uri() + "#model=bhyt-d8&all=gain:0.5")
         wait_for_costs(page)
@@ -146,9 +146,7 @@ def test_it_fits_a_phone_and_follows_a_dark_page(site: Path, chromium: str, widt
         assert not errors
 
 
-def test_missing_weights_and_other_bad_input_are_one_line(
-    tmp_path: Path, chromium: str, capsys: pytest.CaptureFixture[str]
-):
+def test_missing_weights_and_other_bad_input_are_one_line(tmp_path, chromium, capsys):
     with pytest.raises(NormlabError, match="no model for the page"):
         live_page([], tmp_path)
     assert main(["page", "bhyt-d8", "--out", str(tmp_path)]) == 0

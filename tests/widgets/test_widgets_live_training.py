@@ -63,7 +63,7 @@ def states(widget: TrainTheatre) -> set[str]:
     return {run.state for run in widget.runs.values()}
 
 
-def test_curves_and_layers_grow_and_every_button_does_what_it_says(theatre: Callable[..., TrainTheatre]):
+def test_curves_and_layers_grow_and_every_button_does_what_it_says(theatre):
     widget = theatre(steps=400, checkpoint_every=0)
     assert (widget.go.description, widget.rest.disabled, widget.end.disabled) == ("start", True, True)
     assert all(normlab.SCHEMES[name].title in widget.message.value for name in SCHEMES)
@@ -93,7 +93,7 @@ def test_curves_and_layers_grow_and_every_button_does_what_it_says(theatre: Call
         assert list(trace(widget, f"{name} train").x) == list(range(1, run.step + 1))
 
 
-def test_what_it_shows_in_the_end_are_runs_like_any_other(theatre: Callable[..., TrainTheatre], tmp_path: Path):
+def test_what_it_shows_in_the_end_are_runs_like_any_other(theatre, tmp_path):
     widget = theatre(steps=20)
     widget.start()
     assert widget.wait(90)
@@ -111,7 +111,7 @@ def test_what_it_shows_in_the_end_are_runs_like_any_other(theatre: Callable[...,
     assert "step 20" in widget.static().layout.annotations[1].text
 
 
-def test_one_that_is_ahead_is_shown_at_the_step_that_both_have_measured(theatre: Callable[..., TrainTheatre]):
+def test_one_that_is_ahead_is_shown_at_the_step_that_both_have_measured(theatre):
     widget = theatre(steps=100_000, probe_every=5, eval_every=0)
     widget.start()
     assert widget.wait(60, step=6)
@@ -126,7 +126,7 @@ def test_one_that_is_ahead_is_shown_at_the_step_that_both_have_measured(theatre:
     assert f"step {behind};" in widget.figure.layout.annotations[1].text
 
 
-def test_closing_it_ends_its_processes(theatre: Callable[..., TrainTheatre]):
+def test_closing_it_ends_its_processes(theatre):
     widget = theatre(steps=100_000, eval_every=0)
     widget.start()
     assert widget.wait(60, step=1)
@@ -139,7 +139,7 @@ def test_closing_it_ends_its_processes(theatre: Callable[..., TrainTheatre]):
         widget.start()
 
 
-def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(theatre: Callable[..., TrainTheatre]):
+def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(theatre):
     widget = theatre(steps=150)
     metrics = [value for _, value in widget.metric.options]
     failed: list[BaseException] = []
@@ -170,7 +170,7 @@ def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(thea
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_what_it_cannot_train_is_one_sentence(tmp_path: Path):
+def test_what_it_cannot_train_is_one_sentence(tmp_path):
     refused = (["bhyt", "bhyt"], {}, "each once"), (SCHEMES, {"layers": 3}, "'layers'"), (SCHEMES, {"depth": 0}, "is 0")
     for schemes, recipe, match in refused:
         with pytest.raises(NormlabError, match=match):

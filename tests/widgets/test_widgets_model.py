@@ -102,7 +102,7 @@ def test_the_kernel_is_the_text_beside_it():
 
 
 @pytest.mark.parametrize("kernel", [KERNEL, None], ids=["wasm", "plain"])
-def test_every_covered_scheme_answers_as_python_does(page, kernel: bytes | None):
+def test_every_covered_scheme_answers_as_python_does(page, kernel):
     tokens = torch.randint(0, 50, (1, LENGTH - 3), generator=torch.Generator().manual_seed(0))
     schemes = SCHEMES if kernel else ["bhyt"]
     cases = [(scheme, {}) for scheme in schemes] + [("bhyt", {"carried": "causal", "lam_last": 1.0})]
@@ -123,7 +123,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", [*BROKEN, "a wrong kernel byte"])
-def test_a_fault_is_noticed(page, fault: str):
+def test_a_fault_is_noticed(page, fault):
     model, tokens = tiny("bhyt"), torch.arange(LENGTH)[None]
     changes = [Change(), Change(kappa=0.5, layers={2: {"block": 0.5}}), Change(kappa=0.5, layers={3: {"mlp": 0}})]
     parts: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def test_a_fault_is_noticed(page, fault: str):
 @pytest.mark.parametrize(
     ("name", "count"), [("bhyt-d8", 3), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in shipped_models())]
 )
-def test_random_changes_of_the_shipped_models(page, name: str, count: int):
+def test_random_changes_of_the_shipped_models(page, name, count):
     model, tokens = normlab.load_model(name), normlab.load_held_out(name)[5:6, :64]
     changes = [random_change(8, random.Random(f"{name} {turn}")) for turn in range(count)]
     found = worst(page, model, changes, tokens, weights=weights_of(model_folder(name)))
@@ -150,6 +150,6 @@ def test_random_changes_of_the_shipped_models(page, name: str, count: int):
 
 
 @pytest.mark.parametrize("scheme", ["hyper_connections", "seednorm", "ngpt"])
-def test_another_scheme_gets_one_line(scheme: str):
+def test_another_scheme_gets_one_line(scheme):
     with pytest.raises(NormlabError, match=f"the page does not compute {scheme}"):
         model_spec(tiny(scheme))

@@ -32,7 +32,7 @@ def compare(model: Any, path: Path, tokens: torch.Tensor, changes: list[Change])
         assert np.abs(sizes / profile - 1).max() <= TOLERANCES["sizes"], change
 
 
-def test_a_change_goes_in_and_logits_and_sizes_come_out(tmp_path: Path):
+def test_a_change_goes_in_and_logits_and_sizes_come_out(tmp_path):
     pytest.importorskip("onnxscript")
     source, tokens = random.Random(0), torch.arange(LENGTH - 5)[None]
     model = tiny("bhyt")
@@ -41,7 +41,7 @@ def test_a_change_goes_in_and_logits_and_sizes_come_out(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_models())
-def test_every_shipped_model_under_random_changes(tmp_path: Path, name: str):
+def test_every_shipped_model_under_random_changes(tmp_path, name):
     assert main(["export", name, str(tmp_path), "--onnx"]) == 0
     tokens = normlab.load_held_out(name)[5:6, :64]
     changes = [random_change(8, random.Random(f"{name} {turn}")) for turn in range(200)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ def noisy() -> pd.DataFrame:
     return runs
 
 
-def test_a_page_is_one_file_that_fetches_nothing(tmp_path: Path):
+def test_a_page_is_one_file_that_fetches_nothing(tmp_path):
     path = explorer_page(table(), tmp_path / "site" / "explorer.html")
     text = path.read_text(encoding="utf-8")
     assert "<script src=" not in text and "/*data*/" not in text and "/*plotly*/" not in text
@@ -59,7 +58,7 @@ def shown_at(view: dict[str, Any], step: int, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("log", [False, True])
-def test_every_frame_is_what_the_explorer_draws(way: str, log: bool):
+def test_every_frame_is_what_the_explorer_draws(way, log):
     profiles = Profiles(noisy(), configs_of(noisy()))
     found = page_data(profiles)["views"][f"block_out|token_l2_mean|all|4|{way}"]
     view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
@@ -131,7 +130,7 @@ def slide(page: Any, name: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_page_shows_what_the_library_computes(page: Any, way: str):
+def test_the_page_shows_what_the_library_computes(page, way):
     profiles = Profiles(noisy())
     view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
     page.select_option("[name=way]", way)
@@ -149,7 +148,7 @@ def test_the_page_shows_what_the_library_computes(page: Any, way: str):
     page.select_option("[name=way]", "absolute")
 
 
-def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: Path):
+def test_a_page_of_many_schemes_opens_with_the_short_list(page, tmp_path):
     many = (*SCHEMES, "keel", "mhc", "gpas", "ngpt")
     path = explorer_page(table(many, depths=(2,), seeds=(0,)), tmp_path / "explorer.html")
     with page.context.browser.new_page() as own:
@@ -165,7 +164,7 @@ def test_a_page_of_many_schemes_opens_with_the_short_list(page: Any, tmp_path: P
     assert page.locator("details").is_hidden()
 
 
-def test_every_control_of_the_page_answers_the_keyboard(page: Any):
+def test_every_control_of_the_page_answers_the_keyboard(page):
     def press(name: str, key: str = "Space") -> None:
         page.locator(name).focus()
         page.keyboard.press(key)
@@ -196,7 +195,7 @@ def test_every_control_of_the_page_answers_the_keyboard(page: Any):
         until(page, f"layout.yaxis.type === '{kind}'")
 
 
-def test_an_axis_fits_the_lines_that_are_left(page: Any):
+def test_an_axis_fits_the_lines_that_are_left(page):
     page.select_option("[name=metric]", "token_l2_mean")
     slide(page, "depth", "End")
     slide(page, "step", "End")
@@ -209,7 +208,7 @@ def test_an_axis_fits_the_lines_that_are_left(page: Any):
     until(page, "querySelectorAll('.legendtext').length === 0")
 
 
-def test_the_address_keeps_the_view(page: Any):
+def test_the_address_keeps_the_view(page):
     line = f"{PLOT}.data.find(trace => trace.name === 'lns').y"
     page.select_option("[name=metric]", "feature_var_mean")
     slide(page, "step", "Home")
