@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 try:
     from transformers import TrainerCallback
 except ImportError:
-    TrainerCallback = object
+    TrainerCallback = object  # type: ignore[assignment, misc]
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class UpdateRatio:
         return dict(zip(self._before, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
 
 
-class LayerStatsCallback(TrainerCallback):  # type: ignore[misc]
+class LayerStatsCallback(TrainerCallback):
     """Layer statistics of the training batch every so many steps, in any `transformers.Trainer`.
 
         callback = LayerStatsCallback(every=100)

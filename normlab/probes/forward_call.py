@@ -202,7 +202,7 @@ class CallInputs:
     def compare(self, output: Any) -> None:
         """Compare the loss that a module returned with the cross-entropy of the logits returned with it."""
         loss, logits = loss_and_logits(output)
-        labels = self.arguments.get("shift_labels", self.arguments.get("labels"))
+        labels: Any = self.arguments.get("shift_labels", self.arguments.get("labels"))
         has_labels = isinstance(labels, Tensor) and not labels.is_floating_point()
         if self.labels_averaged is not None or loss is None or logits is None or not has_labels:
             return
