@@ -7,47 +7,37 @@ needs Triton's compiler, not its interpreter.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from measure import Missing
 from normlab_kernels import dispatch
 
-CALLS = 400
+PROPERTIES = {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65_536}
 
 
-class NoDevice:
-    """Triton's driver without a device."""
+def no_device(launcher: Callable[[Any, Any], Any]) -> SimpleNamespace:
+    """Triton's driver without a device; `launcher` makes a launch from a kernel's source and metadata."""
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", 90, 32)
-        properties = {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65_536}
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda device: properties,
+    return SimpleNamespace(
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: PROPERTIES,
             load_binary=lambda name, kernel, shared, device: (0, 0, 32, 0, 1024),
             unload_module=lambda module: None,
-        )
-        self.get_benchmarker = lambda: lambda call, quantiles: [0.0] * len(quantiles)  # a peer that tunes
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
-        return lambda *arguments: None
+        ),
+        get_benchmarker=lambda: lambda call, quantiles: [0.0] * len(quantiles),  # a peer that tunes
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=launcher,
+    )
 
 
 @contextlib.contextmanager
-def no_launches() -> Iterator[None]:
+def no_launches(launcher: Callable[[Any, Any], Any] = lambda source, made: lambda *arguments: None) -> Iterator[None]:
     """CPU tensors reach the kernels, and the kernels' launches do nothing.
 
     Raises:
@@ -58,23 +48,9 @@ def no_launches() -> Iterator[None]:
     from normlab_kernels.launch import COMPILED
     from triton.runtime import driver
 
-    before, takes = driver._active, dispatch.takes_kernels
-    driver.set_active(NoDevice())
-    dispatch.takes_kernels = lambda *tensors: True
-    COMPILED.clear()
-    try:
+    with (
+        patch.object(driver, "_active", no_device(launcher)),
+        patch.object(dispatch, "takes_kernels", lambda *tensors: True),
+        patch.dict(COMPILED, clear=True),
+    ):
         yield
-    finally:
-        driver._active, dispatch.takes_kernels = before, takes
-        COMPILED.clear()
-
-
-def microseconds(*calls: Callable[[], object]) -> list[list[float]]:
-    """Microseconds of the processor's time, to which other work adds little, of calls that take turns."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(CALLS + CALLS // 8):
-        for call, mine in zip(calls, times, strict=True):
-            start = time.thread_time()
-            call()
-            mine.append((time.thread_time() - start) * 1e6)
-    return [mine[CALLS // 8 :] for mine in times]

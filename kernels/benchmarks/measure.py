@@ -1,4 +1,4 @@
-"""The devices a benchmark runs on, behind one interface: a GPU, a CPU, and a stand-in whose times mean nothing.
+"""The devices a benchmark runs on: a CPU, a GPU, and a stand-in for a GPU in dry runs, whose times mean nothing.
 
     time(make, touched)        columns of a row: the time of a call, what its launch costs the host, its memory
     interleaved(a, b, steps)   microseconds of two calls that take turns
@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import subprocess
@@ -28,42 +29,53 @@ class Missing(Exception):
     """Something that a measurement needs is not there, which is no failure."""
 
 
-def buffers(touched: int, cache: int) -> int:
-    """Number of sets of buffers that take turns, so that a set is used again after twice the cache's bytes.
-
-    >>> buffers(134_217_728, 50 << 20), buffers(10_000_000, 50 << 20), buffers(1, 50 << 20)
-    (2, 12, 64)
-    """
-    return min(MOST_BUFFERS, 1 + max(1, math.ceil(2 * cache / max(1, touched))))
-
-
 def ratios(baseline: list[float], compared: list[float]) -> Row:
     """Median time, and median ratio of neighbours with its 95% interval from order statistics.
 
     The interval assumes no distribution: below it lie at most 2.5% of the binomial's ranks.
     """
     each = sorted(b / a for a, b in zip(baseline, compared, strict=True))
-    count, below, tail = len(each), 0, 0.0
-    while below < count // 2 and tail + math.comb(count, below) / 2**count <= 0.025:
-        tail += math.comb(count, below) / 2**count
-        below += 1
-    below = max(0, below - 1)
+    count = len(each)
+    tails = itertools.accumulate(math.comb(count, rank) / 2**count for rank in range(count // 2))
+    below = max(0, sum(tail <= 0.025 for tail in tails) - 1)
     columns = {"microseconds": statistics.median(compared), "ratio": statistics.median(each), "steps": count}
     return columns | {"ratio_low": each[below], "ratio_high": each[count - 1 - below]}
 
 
+def in_turns(
+    a: Call,
+    b: Call,
+    steps: int,
+    mark: Callable[[], Any] = time.perf_counter,
+    between: Callable[[Any, Any], float] = lambda start, end: (end - start) * 1e6,
+) -> tuple[list[float], list[float]]:
+    """Microseconds of every call; which goes first changes from turn to turn. The first three turns do not count."""
+    marks: tuple[list[Any], list[Any]] = ([], [])
+    for step in range(3 + steps):
+        for which in (0, 1) if step % 2 else (1, 0):
+            start = mark()
+            (a, b)[which]()
+            marks[which].append((start, mark()))
+    first, second = ([between(*pair) for pair in pairs[3:]] for pairs in marks)
+    return first, second
+
+
 class Device:
-    """The interface, and what needs no device."""
+    """A CPU: the least of many calls; with one thread, of the processor time used, to which other work adds little."""
 
     kind = "cpu"
     dtype = torch.float32
     backend = "inductor"  # of torch.compile
     steps = 40  # of each of two calls that take turns: 1.6% shows
+    seconds = 0.3
+    model = {"depth": 1, "width": 64, "length": 8, "batch": 2, "prompt": 4}  # whole models, and their tokens
 
     def __init__(self) -> None:
+        threads = torch.get_num_threads()
         self.torch = torch.device("cpu")
-        self.name = self.label = "cpu"
+        self.name, self.label = "cpu", f"cpu_{threads}_threads" if threads > 1 else "cpu_1_thread"
         self._copies: dict[int, float] = {}
+        torch.empty(31 << 18).fill_(0)  # from now on the C library keeps freed blocks instead of returning their pages
 
     def sizes(self, *planned: int) -> tuple[int, ...]:
         """The sizes that are run for those planned."""
@@ -78,17 +90,19 @@ class Device:
         return None
 
     def time(self, make: Callable[[], Call], touched: int) -> Row:
-        raise NotImplementedError
+        call = make()
+        for _ in range(3):
+            call()
+        now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        begin, times = time.perf_counter(), []
+        while len(times) < 5 or (time.perf_counter() - begin < self.seconds and len(times) < 200):
+            start = now()
+            call()
+            times.append(now() - start)
+        return {"microseconds": min(times) * 1e6}
 
     def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
-        """Microseconds of every call; which goes first changes from turn to turn."""
-        times: tuple[list[float], list[float]] = ([], [])
-        for step in range(2 + steps):
-            for which in (0, 1) if step % 2 else (1, 0):
-                start = time.perf_counter()
-                (a, b)[which]()
-                times[which].append((time.perf_counter() - start) * 1e6)
-        return times[0][2:], times[1][2:]
+        return in_turns(a, b, steps)
 
     def copy_microseconds(self, size: int) -> float:
         """Microseconds of a copy of random data that reads and writes `size` bytes together."""
@@ -103,47 +117,43 @@ class Device:
         return self._copies[size]
 
 
-class Cpu(Device):
-    """The least of many calls; with one thread, of the processor time used, to which other work adds little."""
+class Fake(Device):
+    """A stand-in for a GPU in dry runs: the same plan, on the CPU at tiny shapes."""
 
-    seconds = 0.3
+    kind = "cuda"
+    backend = "eager"
+    steps = 2
+    seconds = 0.0
 
     def __init__(self) -> None:
         super().__init__()
-        threads = torch.get_num_threads()
-        self.label = f"cpu_{threads}_threads" if threads > 1 else "cpu_1_thread"
-        torch.empty(31 << 18).fill_(0)  # from now on the C library keeps freed blocks instead of returning their pages
+        self.name = self.label = "fake"
 
-    def time(self, make: Callable[[], Call], touched: int) -> Row:
-        call = make()
-        for _ in range(3):
-            call()
-        now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        begin, times = time.perf_counter(), []
-        while len(times) < 5 or (time.perf_counter() - begin < self.seconds and len(times) < 200):
-            start = now()
-            call()
-            times.append(now() - start)
-        return {"microseconds": min(times) * 1e6}
+    def sizes(self, *planned: int) -> tuple[int, ...]:
+        return (min(4, planned[0]), *(min(32, size) for size in planned[1:]))
+
+    def graphed(self, call: Call) -> Call:
+        return call
 
 
 class Cuda(Device):
     """Times by `triton.testing.do_bench`, which flushes the second-level cache before each call.
 
     `microseconds` is the device's time of a call in the replay of a CUDA graph, over buffers that take turns.
-    `eager_microseconds` is that of a launched call, `host_microseconds` the host's time of a call.
+    `eager_microseconds` is that of a launched call, `host_microseconds` the host's time of a call, `peak_megabytes` the
+    device memory that one call adds at its highest.
     """
 
     kind = "cuda"
     dtype = torch.bfloat16
+    model = {"depth": 16, "width": 2048, "length": 2048, "batch": 4, "prompt": 128}
 
     def __init__(self) -> None:
         super().__init__()
         self.torch = torch.device("cuda", torch.cuda.current_device())
-        properties = torch.cuda.get_device_properties(self.torch)
-        self.name, self.cache_bytes = properties.name, properties.L2_cache_size
+        self.properties = torch.cuda.get_device_properties(self.torch)
+        self.name = self.properties.name
         self.label = self.name.lower().replace(" ", "_")
-        self.uuid = str(getattr(properties, "uuid", ""))
         # Everything runs on one stream that is not the default: a backward pass runs on its forward pass's stream, and
         # a graph cannot be captured on the default one.
         self.stream = torch.cuda.Stream()
@@ -152,12 +162,19 @@ class Cuda(Device):
     def time(self, make: Callable[[], Call], touched: int) -> Row:
         from triton.testing import do_bench
 
-        calls = [make() for _ in range(buffers(touched, self.cache_bytes))]
+        # A set of buffers is used again after twice the cache's bytes.
+        sets = 1 + max(1, math.ceil(2 * self.properties.L2_cache_size / max(1, touched)))
+        calls = [make() for _ in range(min(MOST_BUFFERS, sets))]
         for call in (*calls, *calls[:2]):
             call()
         eager = 1e3 * do_bench(calls[0], rep=30, return_mode="median")
         columns: Row = {"eager_microseconds": eager, "host_microseconds": self._host(calls[0])}
-        columns["peak_megabytes"] = self._peak(calls[0])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = calls[0]()
+        torch.cuda.synchronize()
+        columns["peak_megabytes"] = (torch.cuda.max_memory_allocated() - before) / 1e6
+        del kept
         rounds = max(1, min(50, round(1000 / (len(calls) * eager))))
         try:
             replay = self._capture(calls, rounds)
@@ -188,71 +205,31 @@ class Cuda(Device):
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
         return statistics.median(times) * 1e6
 
-    def _peak(self, call: Call) -> float:
-        """Device memory that one call adds at its highest, in megabytes."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = call()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        del kept
-        return peak / 1e6
-
     def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
-        events: tuple[list[Any], list[Any]] = ([], [])
-        for step in range(3 + steps):
-            for which in (0, 1) if step % 2 else (1, 0):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                (a, b)[which]()
-                end.record()
-                events[which].append((start, end))
-        torch.cuda.synchronize()
-        first, second = ([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]] for pairs in events)
-        return first, second
+        def mark() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+
+        def between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+            end.synchronize()
+            return 1e3 * start.elapsed_time(end)
+
+        return in_turns(a, b, steps, mark, between)
 
     def settings(self) -> Row:
         """Clocks, temperature and driver of this GPU by nvidia-smi; nothing where it cannot be asked."""
         names = ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "driver")
-        query = "--query-gpu=uuid,clocks.sm,clocks.mem,temperature.gpu,driver_version"
+        command = ["nvidia-smi", "-i", f"GPU-{getattr(self.properties, 'uuid', '')}", "--format=csv,noheader,nounits"]
+        command += ["--query-gpu=clocks.sm,clocks.mem,temperature.gpu,driver_version"]
         try:
-            command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-            output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+            line = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         except (OSError, subprocess.SubprocessError):
             return {}
-        devices = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
-        mine = [values for values in devices if self.uuid and self.uuid in values[0]] or devices
-        return dict(zip(names, mine[0][1:], strict=True)) if len(mine) == 1 else {}
-
-
-class Fake(Device):
-    """A stand-in for a GPU in dry runs: the same plan, every call made once on the CPU at tiny shapes."""
-
-    kind = "cuda"
-    backend = "eager"
-    steps = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = self.label = "fake"
-
-    def sizes(self, *planned: int) -> tuple[int, ...]:
-        return (min(4, planned[0]), *(min(32, size) for size in planned[1:]))
-
-    def time(self, make: Callable[[], Call], touched: int) -> Row:
-        make()()
-        made_up = 10.0 + touched / 4.3e6
-        return {"microseconds": made_up, "eager_microseconds": 2 * made_up, "host_microseconds": 50.0, "spread": 0.0}
-
-    def graphed(self, call: Call) -> Call:
-        return call
-
-    def interleaved(self, a: Call, b: Call, steps: int) -> tuple[list[float], list[float]]:
-        a(), b()
-        return [100.0] * steps, [101.0] * steps
+        return dict(zip(names, (value.strip() for value in line.split(",")), strict=False))
 
 
 def first_line(error: BaseException) -> str:

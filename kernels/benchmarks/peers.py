@@ -9,64 +9,51 @@ A peer that is not installed, or does not take a shape, leaves a note instead of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import normlab_kernels as nk
 import torch
 from measure import Missing
-from normlab_kernels import dispatch, functions, spec
+from normlab_kernels import dispatch, functions
 from normlab_kernels.moments import row_moments_reference
 from normlab_kernels.reference import row_norm_reference
-from normlab_kernels.spec import RowSpec
+from normlab_kernels.spec import FUNCTIONS
 
 Tensor = torch.Tensor
-Call = Callable[[dict[str, Tensor]], Tensor | tuple[Tensor, ...]]
+Call = Callable[[dict[str, Tensor]], Any]
 
 
-@dataclass(frozen=True)
-class Function:
-    """A benchmarked function: its arguments, and the rows of 16-bit numbers it must read and write (see the README)."""
+def rows_moved(name: str, direction: str) -> int:
+    """Rows of numbers that a pass must read and write.
 
-    inputs: tuple[str, ...]
-    forward_rows: int
-    backward_rows: int
-    spec: RowSpec | None  # row_moments is no norm
-
-
-def _rows(function: spec.Function, direction: str) -> int:
-    """Rows that must move: x (and the residual) in, y (and the sum) out; backward x or the sum, and each gradient."""
-    if function.residual:
-        return 4
-    return 2 if direction == "forward" else 3
-
-
-FUNCTIONS = {
-    name: Function(f.inputs, _rows(f, "forward"), _rows(f, "backward"), f.spec) for name, f in spec.FUNCTIONS.items()
-} | {"row_moments": Function(("x",), 1, 0, None)}
+    x (and the residual) in, y (and the sum) out; backward x or the sum, and each gradient.
+    """
+    if name == "row_moments":
+        return 1
+    forward, backward = (4, 4) if FUNCTIONS[name].residual else (2, 3)
+    return {"forward": forward, "backward": backward}.get(direction, forward + backward)
 
 
 def _ours(name: str) -> Call:
     """The package's function, without the statistic that the plain formula does not return."""
-    call, function = functions.by_name(name), spec.FUNCTIONS[name]
+    call, function = functions.by_name(name), FUNCTIONS[name]
     kept = slice(2) if function.residual else 0
     return (lambda a: call(a)[kept]) if "ms" in function.outputs else call
 
 
-OURS: dict[str, Call] = {name: _ours(name) for name in spec.FUNCTIONS} | {
-    "row_moments": lambda a: nk.row_moments(a["x"])
-}
+OURS: dict[str, Call] = {name: _ours(name) for name in FUNCTIONS} | {"row_moments": lambda a: nk.row_moments(a["x"])}
 
 
 def formula(name: str) -> Call:
     """The plain formula of a function, as eager PyTorch runs it and as the compiler is given it."""
-    formulas = FUNCTIONS[name].spec
-    if formulas is None:
+    if name == "row_moments":
         return lambda a: tuple(row_moments_reference(a["x"].detach()))
+    spec = FUNCTIONS[name].spec
 
     def call(a: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         x = a["residual"] + a["x"] if "residual" in a else a["x"]
         one = (a.get("scale"), a.get("shift"), a.get("given"))
-        y = row_norm_reference(x, a["weight"], a.get("bias"), *one, formulas, a.get("direction"))[0]
+        y = row_norm_reference(x, a["weight"], a.get("bias"), *one, spec, a.get("direction"))[0]
         return (x, y) if "residual" in a else y
 
     return call
@@ -146,14 +133,16 @@ def build(peer: str, name: str, backend: str = "inductor") -> Call:
 
 def arguments(name: str, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Random arguments that require gradients."""
+    like = {"device": device, "dtype": dtype}
     everything = {
-        "x": lambda: torch.randn(rows, width, device=device, dtype=dtype),
-        "residual": lambda: torch.randn(rows, width, device=device, dtype=dtype),
-        "weight": lambda: torch.ones(width, device=device, dtype=dtype),
-        "bias": lambda: torch.randn(width, device=device, dtype=dtype),
-        "scale": lambda: torch.ones(1, device=device, dtype=dtype),
-        "shift": lambda: torch.zeros(1, device=device, dtype=dtype),
-        "direction": lambda: torch.randn(width, device=device, dtype=dtype) / width**0.5,
+        "x": lambda: torch.randn(rows, width, **like),
+        "residual": lambda: torch.randn(rows, width, **like),
+        "weight": lambda: torch.ones(width, **like),
+        "bias": lambda: torch.randn(width, **like),
+        "scale": lambda: torch.ones(1, **like),
+        "shift": lambda: torch.zeros(1, **like),
+        "direction": lambda: torch.randn(width, **like) / width**0.5,
         "given": lambda: torch.ones(rows, 1, device=device),
     }
-    return {key: everything[key]().requires_grad_() for key in FUNCTIONS[name].inputs}
+    inputs = ("x",) if name == "row_moments" else FUNCTIONS[name].inputs
+    return {key: everything[key]().requires_grad_() for key in inputs}

@@ -7,8 +7,9 @@ compile. 3 are the other shapes. Within a priority the sections come in the orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
 
 SECTIONS = ("rows", "launch", "linear", "decode", "host", "compiled", "step", "generate")
 FUNCTIONS = (
@@ -16,7 +17,7 @@ FUNCTIONS = (
     "add_bhyt_carried", "bhyt_carried unbounded", "add_layer_norm", "add_dyt", "bhyt unbounded",
     "add_bhyt_carried unbounded", "crms_norm", "seed_norm", "isru", "add_crms_norm", "add_seed_norm", "add_isru",
 )  # fmt: skip
-ONE_PASS = ("row_moments",)  # no gradients
+BOUNDED = tuple(name for name in FUNCTIONS if "unbounded" not in name)
 # Who has which function, besides this package and the plain formula, which have all.
 PEERS = {
     "torch": ("rms_norm", "layer_norm"),
@@ -28,13 +29,14 @@ PEERS = {
     ),
     "released": ("bhyt", "add_bhyt"),  # decoding only
 }  # fmt: skip
+PASSES = ("forward", "backward", "both")
 CLAIMED = ((16_384, 2048), (16_384, 4096), (16_384, 8192))
-OTHER_SHAPES = tuple(
+OTHER_SHAPES = [
     (rows, width)
     for rows in (16_384, 4096, 32_768, 8192)
     for width in (2048, 4096, 8192, 1024, 16_384, 32_768)
     if rows * width <= 1 << 29 and (rows, width) not in CLAIMED
-)
+]
 CPU_SHAPES = ((1024, 128), (1024, 512), (4096, 2048))
 # Launches other than those chosen: fields of `choices.Launch` and `choices.LinearLaunch` that are changed.
 BACKWARD_LAUNCHES = ("", "stages=1", "stages=3", "resident_warps=8", "resident_warps=32")
@@ -54,7 +56,6 @@ LINEAR_LAUNCHES = (
 )
 FUSED, UNFUSED = "linear_add_bhyt", "addmm + bhyt_carried"
 LINEAR = (UNFUSED, FUSED, "addmm + rms_norm", "addmm + F.rms_norm", "addmm", "linear_add_dyt")
-BATCHES = (1, 4, 16, 64)
 DECODED = ("rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "add_bhyt_carried")
 BASELINE, COMPARED, EXACT = "pre_rmsnorm", "bhyt", "bhyt_exact"
 # Seconds that a row may take, so that none is begun that would not end in time: much more than most need.
@@ -72,7 +73,7 @@ class Planned:
     direction: str
     rows: int
     width: int
-    priority: int
+    priority: int = field(compare=False)
     launch: str = ""
     against: str = ""
 
@@ -86,95 +87,70 @@ class Planned:
         return {**where, "launch": self.launch, "rows": self.rows, "width": self.width, "against": self.against}
 
 
-def launch_fields(text: str) -> dict[str, int]:
-    """The fields that a launch changes.
-
-    >>> launch_fields("whole=1 block=16384")
-    {'whole': 1, 'block': 16384}
-    """
-    return {name: int(value) for name, value in (field.split("=") for field in text.split())}
-
-
-def passes(function: str) -> tuple[str, ...]:
-    """The passes of a function."""
-    return ("forward",) if function in ONE_PASS else ("forward", "backward", "both")
+def _all(
+    section: str,
+    shapes: Iterable[tuple[int, int]],
+    functions: Iterable[str],
+    directions: Iterable[str] = ("forward",),
+    peers: Iterable[str] = ("normlab",),
+    launches: Iterable[str] = ("",),
+    priority: int = 1,
+    against: str = "",
+) -> Iterator[Planned]:
+    """Every combination that there is: a peer has some functions only, and moments have no gradients."""
+    for (rows, width), name, direction, peer, launch in product(shapes, functions, directions, peers, launches):
+        if name in PEERS.get(peer, (name,)) and (direction == "forward" or name != "row_moments"):
+            yield Planned(section, name, peer, direction, rows, width, priority, launch, against)
 
 
 def _norms_on_gpu() -> Iterator[Planned]:
-    for rows, width in CLAIMED:
-        for function in FUNCTIONS:
-            for direction in passes(function):
-                for peer in ("normlab", "torch", "liger", "quack", "eager", "compile"):
-                    if function in PEERS.get(peer, FUNCTIONS):
-                        claim = peer in ("normlab", "torch") and direction != "both" and "unbounded" not in function
-                        priority = 2 if peer == "compile" else int(not claim)
-                        yield Planned("rows", function, peer, direction, rows, width, priority)
-    for rows, width in OTHER_SHAPES:
-        for function in FUNCTIONS[:6]:
-            for direction in ("forward", "backward"):
-                for peer in ("normlab", "torch", "liger", "quack"):
-                    if function in PEERS.get(peer, FUNCTIONS):
-                        yield Planned("rows", function, peer, direction, rows, width, 3)
+    peers = ("normlab", "torch", "liger", "quack")
+    yield from _all("rows", CLAIMED, BOUNDED, PASSES[:2], peers[:2], priority=0)
+    yield from _all("rows", CLAIMED, FUNCTIONS, PASSES, (*peers, "eager"))
+    yield from _all("rows", CLAIMED, FUNCTIONS, PASSES, ("compile",), priority=2)
+    yield from _all("rows", OTHER_SHAPES, FUNCTIONS[:6], PASSES[:2], peers, priority=3)
 
 
 def _norms_on_cpu() -> Iterator[Planned]:
-    for rows, width in CPU_SHAPES:
-        for function in FUNCTIONS:
-            for peer in ("normlab", "eager", "compile", "torch"):
-                if function not in PEERS.get(peer, FUNCTIONS):
-                    continue
-                if peer == "compile" and (rows > 1024 or function not in ("rms_norm", "bhyt")):
-                    continue  # half a minute each
-                for direction in passes(function):
-                    yield Planned("rows", function, peer, direction, rows, width, 0)
+    yield from _all("rows", CPU_SHAPES, FUNCTIONS, PASSES, ("normlab", "eager", "torch"), priority=0)
+    half_a_minute_each = CPU_SHAPES[:2], ("rms_norm", "bhyt"), PASSES, ("compile",)
+    yield from _all("rows", *half_a_minute_each, priority=0)
 
 
 def _launches() -> Iterator[Planned]:
     for width, warps in BACKWARD_WARPS.items():
-        for function in ("bhyt", "rms_norm", "add_bhyt", "layer_norm"):
-            for launch in (*BACKWARD_LAUNCHES, *warps):
-                yield Planned(
-                    "launch", function, "normlab", "backward", 16_384, width, 0 if width < 8192 else 1, launch
-                )
-    for function in ("dyt", "derf"):
-        for launch in TILE_LAUNCHES:
-            yield Planned("launch", function, "normlab", "backward", 16_384, 4096, 0, launch)
+        functions, launches = ("bhyt", "rms_norm", "add_bhyt", "layer_norm"), (*BACKWARD_LAUNCHES, *warps)
+        where, priority = [(16_384, width)], 0 if width < 8192 else 1
+        yield from _all("launch", where, functions, ["backward"], launches=launches, priority=priority)
+    yield from _all("launch", CLAIMED[1:2], ("dyt", "derf"), ["backward"], launches=TILE_LAUNCHES, priority=0)
     for direction, width, launch in WIDE_LAUNCHES:
-        for function in ("rms_norm", "bhyt"):
-            yield Planned("launch", function, "normlab", direction, 4096, width, 1, "")
-            yield Planned("launch", function, "normlab", direction, 4096, width, 1, launch)
+        yield from _all("launch", [(4096, width)], ("rms_norm", "bhyt"), [direction], launches=("", launch))
 
 
-def _linear(shapes: tuple[tuple[int, int], ...], first: int) -> Iterator[Planned]:
-    for rows, width in shapes:
-        priority = first if rows in (16_384, 256) and width in (256, 2048, 4096) else 3
-        for function in LINEAR:
-            for launch in LINEAR_LAUNCHES if function == FUSED and priority < 3 else ("",):
-                yield Planned("linear", function, "", "forward", rows, width, priority, launch)
+def _linear(shapes: Iterable[tuple[int, int]]) -> Iterator[Planned]:
+    for shape in shapes:
+        claimed = shape in CLAIMED[:2] or shape == (256, 256)
+        for name in LINEAR:
+            launches = LINEAR_LAUNCHES if name == FUSED and claimed else ("",)
+            yield from _all("linear", [shape], [name], peers=[""], launches=launches, priority=0 if claimed else 3)
 
 
-def _decode(width: int, peers: tuple[str, ...]) -> Iterator[Planned]:
-    for batch in BATCHES:
-        for function in DECODED:
-            for peer in peers:
-                if function in PEERS.get(peer, FUNCTIONS):
-                    yield Planned("decode", function, peer, "forward", batch, width, 1)
+def _decode(width: int, *peers: str) -> Iterator[Planned]:
+    return _all("decode", [(batch, width) for batch in (1, 4, 16, 64)], DECODED, peers=peers)
 
 
 def _host() -> Iterator[Planned]:
-    for function in ("rms_norm", "add_rms_norm", "layer_norm", "dyt", "bhyt", "add_bhyt", "bhyt_carried"):
-        for direction in ("forward", "forward with gradient", "backward"):
-            for peer in ("normlab", "liger"):
-                if function in PEERS.get(peer, FUNCTIONS):
-                    against = "" if peer == "normlab" else "normlab"
-                    yield Planned("host", function, peer, direction, 16, 2048, 1, against=against)
+    """The time of our call; and of a peer's, in turns with ours."""
+    functions = ("rms_norm", "add_rms_norm", "layer_norm", "dyt", "bhyt", "add_bhyt", "bhyt_carried")
+    for peer, against in (("normlab", ""), ("liger", "normlab")):
+        directions = ("forward", "forward with gradient", "backward")
+        yield from _all("host", [(16, 2048)], functions, directions, [peer], against=against)
 
 
 def _compiled() -> Iterator[Planned]:
     """Our function, called as it is and under torch.compile, turn by turn with the compiled formula."""
-    for function in ("rms_norm", "bhyt"):
-        for peer in ("normlab", "normlab compiled"):
-            yield Planned("compiled", function, peer, "both", *CPU_SHAPES[0], 1, against="compile")
+    peers = ("normlab", "normlab compiled")
+    return _all("compiled", CPU_SHAPES[:1], ("rms_norm", "bhyt"), ["both"], peers, against="compile")
 
 
 def _models() -> Iterator[Planned]:
@@ -182,10 +158,10 @@ def _models() -> Iterator[Planned]:
     against = f"{BASELINE} normlab"
     variants = [(COMPARED, "normlab", 0), (BASELINE, "normlab", 0)]
     variants += [(BASELINE, peer, 1) for peer in ("torch", "eager", "liger", "quack")]
-    variants += [(EXACT, "normlab", 1), *((scheme, "normlab", 2) for scheme in _other_schemes())]
-    for scheme, peer, priority in variants:
+    variants += [(EXACT, "normlab", 1)]
+    for scheme, peer, priority in [*variants, *((scheme, "normlab", 2) for scheme in _other_schemes())]:
         yield Planned("step", scheme, peer, "step", 4 * 2048, 2048, priority, against=against)
-    for scheme, peer, priority in variants[: 2 + 4 + 1]:
+    for scheme, peer, priority in variants:
         for batch in (1, 8, 64):
             yield Planned("generate", scheme, peer, "token", batch, 2048, priority, against=against)
 
@@ -200,13 +176,14 @@ def _other_schemes() -> tuple[str, ...]:
 
 
 def plan(kind: str, sections: tuple[str, ...] = SECTIONS) -> list[Planned]:
-    """The rows for a device of that kind, "cuda" or "cpu", in the order they are measured."""
+    """The rows for a device of that kind, "cuda" or "cpu", in the order they are measured; the first of two equal
+    ones."""
     if kind == "cpu":
-        found = [*_norms_on_cpu(), *_linear(((256, 256),), 0), *_decode(128, ("normlab", "eager", "torch"))]
+        found = [*_norms_on_cpu(), *_linear([(256, 256)]), *_decode(128, "normlab", "eager", "torch")]
         found += [*_host(), *_compiled(), *_models()]
     else:
-        shapes = tuple((rows, width) for rows in (16_384, 8192) for width in (2048, 4096, 1024, 8192))
-        peers = ("normlab", "released", "torch", "liger", "quack", "eager")
-        found = [*_norms_on_gpu(), *_launches(), *_linear(shapes, 0), *_decode(4096, peers), *_models()]
+        decode = _decode(4096, "normlab", "released", "torch", "liger", "quack", "eager")
+        linear = _linear(product((16_384, 8192), (2048, 4096, 1024, 8192)))
+        found = [*_norms_on_gpu(), *_launches(), *linear, *decode, *_models()]
     unique = dict.fromkeys(row for row in found if row.section in sections)
     return sorted(unique, key=lambda row: (row.priority, SECTIONS.index(row.section)))

@@ -23,6 +23,7 @@ which the process died is left out by later runs. Exit status: 0; 1 if a row or 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import hashlib
 import importlib.util
@@ -31,7 +32,7 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -47,39 +48,33 @@ try:
 except ImportError:
     sys.exit(f"torch is missing in {sys.executable}: point to a Python that has it, PYTHON=...")
 
-import measure  # noqa: E402
 import normlab_kernels  # noqa: E402
-from measure import Device, Missing, Row, first_line  # noqa: E402
+from measure import Cuda, Device, Fake, Missing, Row, first_line  # noqa: E402
 from normlab_kernels import choices  # noqa: E402
 from plan import FUSED, SECTIONS, UNFUSED, Planned, plan  # noqa: E402
-from sections import MEASURE, linear_fields  # noqa: E402
-from tables import BEGUN, Table, is_good, latest, read  # noqa: E402
+from sections import MEASURE  # noqa: E402
+from tables import BEGUN, Table, is_good  # noqa: E402
 
+DEVICES = {"cuda": Cuda, "cpu": Device, "fake": Fake}
 DONE, FAILED, NO_DEVICE = 0, 1, 2
 OPTIONAL = ("triton", "liger_kernel", "quack", "transformers", "pytest", "xdist")
 
 
 def provenance(device: Device, commit: str = "") -> Row:
-    """The columns that say how a table was made."""
+    """The columns that say how a table was made. The commit is git's, with "-dirty" where files differ, or unknown."""
     version = "none"
     if importlib.util.find_spec("triton") is not None:
         import triton
 
         version = triton.__version__
+    git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    with contextlib.suppress(OSError):
+        commit = commit or subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip()
     sources = [*sorted(Path(normlab_kernels.__file__).parent.glob("*.py")), HERE / "measure.py"]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     versions = {"torch": torch.__version__, "triton": version, "python": platform.python_version()}
     dtype = str(device.dtype).removeprefix("torch.")
-    return {"device": device.label, "dtype": dtype, **versions, "commit": commit or git_commit(), "code": code}
-
-
-def git_commit() -> str:
-    """The commit of the checkout, with "-dirty" where files differ; "unknown" outside of one."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    return {"device": device.label, "dtype": dtype, **versions, "commit": commit or "unknown", "code": code}
 
 
 def measure_row(planned: Planned, device: Device) -> Row:
@@ -104,10 +99,8 @@ def measure_all(
     Rows measured well before, on this device and with this code, are left as they are unless `again`.
     """
     deadline, common = time.monotonic() + seconds, provenance(device, commit)
-    tables = {
-        section: Table(out / f"{section}_{device.label}.csv", common)
-        for section in dict.fromkeys(row.section for row in rows)
-    }
+    sections = dict.fromkeys(row.section for row in rows)
+    tables = {section: Table(out / f"{section}_{device.label}.csv", common) for section in sections}
     status = DONE
     for number, planned in enumerate(rows):
         table = tables[planned.section]
@@ -124,38 +117,29 @@ def measure_all(
         print(*(f"{k}={v}" for k, v in (planned.columns() | columns).items() if v != ""), flush=True)
         if not is_good(columns) and not columns.get("note", "").startswith("missing"):
             status = FAILED
-            if is_lost(device):
+            try:
+                torch.zeros(1, device=device.torch).item()
+            except RuntimeError:  # every call fails, as after a bad access
                 table.add(planned.columns() | {"note": BEGUN})
                 print("the device is lost to this process: run the command again to resume", flush=True)
                 return FAILED
     gc.unfreeze()
-    for table in tables.values():
-        table.tidy()
     if "linear" in tables:
-        print(fusion_line(device, read(tables["linear"].path)), flush=True)
+        print(fusion_line(device, tables["linear"].rows.values()), flush=True)
     return status
 
 
-def is_lost(device: Device) -> bool:
-    """True if every call fails, as after a bad access."""
-    if device.torch.type != "cuda":
-        return False
-    try:
-        torch.zeros(1, device=device.torch).item()
-    except RuntimeError:
-        return True
-    return False
-
-
-def fusion_line(device: Device, rows: list[Row]) -> str:
+def fusion_line(device: Device, rows: Iterable[Row]) -> str:
     """The entries of `choices.FUSION_WINS` that the table of the fused product asks for.
 
     For each width, whose K is the same: the launch that gains most on average, from the fewest rows on from which it
     always gained enough.
     """
-    times: dict[tuple[str, str, int, int], float] = {}
-    for row in filter(is_good, latest(rows).values()):
-        times[row["function"], row["launch"], int(row["width"]), int(row["rows"])] = float(row["microseconds"])
+    times = {
+        (row["function"], row["launch"], int(row["width"]), int(row["rows"])): float(row["microseconds"])
+        for row in rows
+        if is_good(row)
+    }
     best: dict[int, tuple[float, choices.FusionWin]] = {}
     for width, launch in sorted({(key[2], key[1]) for key in times if key[0] == FUSED}):
         gains: dict[int, float] = {}
@@ -166,7 +150,7 @@ def fusion_line(device: Device, rows: list[Row]) -> str:
             gains[tokens] = gain
         mean = sum(gains.values()) / max(1, len(gains))
         if gains and mean > best.get(width, (0.0,))[0]:
-            chosen = replace(choices.linear(width), **linear_fields(launch))
+            chosen = choices.changed(choices.linear(width), launch)
             best[width] = mean, choices.FusionWin(device.name, width, width, min(gains), chosen)
     return f"for choices.FUSION_WINS: {tuple(win for _, win in best.values())}"
 
@@ -174,21 +158,15 @@ def fusion_line(device: Device, rows: list[Row]) -> str:
 def run_tests(out: Path, seconds: float) -> int:
     """Run the tests of the compiled kernels, in parallel where pytest-xdist is installed; keep their output."""
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    command += ["-q", "-ra", "-m", "gpu and not slow", "--continue-on-collection-errors"]
+    command += ["-q", "-ra", "-m", "gpu and not slow", "--continue-on-collection-errors", str(ROOT / "kernels/tests")]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(8, os.cpu_count() or 1))]
-    path = out / "tests_gpu.txt"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[1:3])}
+    path = out / "tests_gpu.txt"
     with path.open("w") as file:
+        where = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": environment}
         try:
-            done = subprocess.run(
-                [*command, str(ROOT / "kernels" / "tests")],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=environment,
-                timeout=seconds,
-            )
+            done = subprocess.run(command, **where, timeout=seconds)
         except subprocess.TimeoutExpired:
             print(f"the tests did not end in {seconds:.0f} s; their output: {path}")
             return FAILED
@@ -196,22 +174,9 @@ def run_tests(out: Path, seconds: float) -> int:
     return FAILED if done.returncode else DONE
 
 
-def open_device(name: str) -> Device:
-    """The device of that name; one line and exit status 2 where there is none."""
-    if name == "fake":
-        return measure.Fake()
-    if name == "cpu":
-        return measure.Cpu()
-    if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        print(f"no CUDA device: PyTorch {torch.__version__} in {sys.executable} ({built}) sees none", file=sys.stderr)
-        raise SystemExit(NO_DEVICE)
-    return measure.Cuda()
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu", "fake"], default="cuda", help="fake: a dry run")
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help="fake: a dry run")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=SECTIONS, help="or none")
     parser.add_argument("--minutes", type=float, default=60.0, help="to measure and test for, at most")
@@ -222,7 +187,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cpu":
         torch.set_num_threads(options.threads)
-    device = open_device(options.device)
+    elif options.device == "cuda" and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        print(f"no CUDA device: PyTorch {torch.__version__} in {sys.executable} ({built}) sees none", file=sys.stderr)
+        return NO_DEVICE
+    device = DEVICES[options.device]()
     if missing := [name for name in OPTIONAL if importlib.util.find_spec(name) is None]:
         print(f"missing, and left out with a note where it is needed: {', '.join(missing)}", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import host
 import normlab_kernels as nk
 import peers
 import torch
-from measure import Device, Missing, Row, first_line, ratios
-from normlab_kernels import choices, dispatch, linear, spec
-from plan import FUSED, UNFUSED, Planned, launch_fields
+from measure import Call, Device, Missing, Row, first_line, in_turns, ratios
+from normlab_kernels import choices, dispatch, linear
+from plan import FUSED, UNFUSED, Planned
 
 Tensor = torch.Tensor
 WRONG = 0.03  # of the largest element: bf16 rounds to 0.4%, and the decode kernel restated here errs as much again
 VOCABULARY = 4096
-# Whole models: depth, width, tokens of a step, tokens of a prompt.
-ON_GPU = {"depth": 16, "width": 2048, "length": 2048, "batch": 4, "prompt": 128}
-ON_CPU = {"depth": 1, "width": 64, "length": 8, "batch": 2, "prompt": 4}
 
 
 class Wrong(Exception):
@@ -28,7 +27,7 @@ class Wrong(Exception):
 
 def outputs(out: Any) -> list[Tensor]:
     """The tensors that a call returns."""
-    return list(out) if isinstance(out, tuple) else [out]
+    return [tensor for tensor in out if tensor is not None] if isinstance(out, tuple) else [out]
 
 
 def largest_error(got: Any, expected: Any) -> float:
@@ -44,63 +43,64 @@ def largest_error(got: Any, expected: Any) -> float:
     return max(errors)
 
 
-def one_pass(direction: str, call: peers.Call, arguments: dict[str, Tensor]) -> Callable[[], object]:
+def seeded(make: Callable[[], Call]) -> Any:
+    """The result of a call on arguments that are always the same."""
+    torch.manual_seed(0)
+    return make()()
+
+
+def one_pass(direction: str, call: peers.Call, arguments: dict[str, Tensor]) -> Call:
     """A call of one pass. The backward pass alone keeps its graph; upstream gradients are random."""
-    leaves = list(arguments.values())
-
-    def forward() -> object:
-        with torch.no_grad():
-            return call(arguments)
-
     if direction == "forward":
-        return forward
+        return torch.no_grad()(lambda: call(arguments))
     if direction == "forward with gradient":
         return lambda: call(arguments)
-    outs = outputs(call(arguments))
+    leaves, outs = list(arguments.values()), outputs(call(arguments))
     upstream = [torch.randn_like(tensor) for tensor in outs]
     if direction == "backward":
         return lambda: torch.autograd.grad(outs, leaves, upstream, retain_graph=True, allow_unused=True)
     return lambda: torch.autograd.grad(outputs(call(arguments)), leaves, upstream, allow_unused=True)
 
 
-def floor_bytes(planned: Planned, device: Device) -> int:
-    """Bytes that the pass must read and write."""
-    function = peers.FUNCTIONS[planned.function]
-    units = {"forward": function.forward_rows, "backward": function.backward_rows}
-    moved = units.get(planned.direction, sum(units.values()))
-    return moved * planned.rows * planned.width * device.dtype.itemsize
-
-
-def beside_copy(columns: Row, floor: int, device: Device) -> Row:
-    """A measured row with its floor and its share of the copy's rate."""
-    copy = device.copy_microseconds(floor)
-    rates: Row = {"floor_bytes": floor, "copy_microseconds": copy, "copy_gigabytes_per_second": floor / copy / 1e3}
-    if "microseconds" in columns:
-        time = columns["microseconds"]
-        rates |= {"gigabytes_per_second": floor / time / 1e3, "share_of_copy": copy / time}
-    return columns | rates
-
-
 def norm_row(planned: Planned, device: Device) -> Row:
-    """A norm, one pass, by one peer, and a copy of as many bytes."""
-    return beside_copy(decode_row(planned, device), floor_bytes(planned, device), device)
+    """A norm, one pass, by one peer, and a copy of as many bytes.
 
-
-def decode_row(planned: Planned, device: Device) -> Row:
-    """A norm, one pass, by one peer. In decoding launches count, not bytes, so there is no copy."""
+    In decoding launches count, not bytes, so there is no copy. A kernel that is not launched as chosen is checked
+    against the one that is: tests check that.
+    """
+    if planned.section == "launch" and not dispatch.takes_kernels(torch.empty(0, dtype=device.dtype).to(device.torch)):
+        raise Missing("the Triton kernels do not run on this device")
     call = peers.build(planned.peer, planned.function, device.backend)
     rows, width = device.sizes(planned.rows, planned.width)
 
-    def arguments() -> dict[str, Tensor]:
-        return peers.arguments(planned.function, rows, width, device.dtype, device.torch)
+    def make(call: peers.Call = call) -> Call:
+        arguments = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
+        return one_pass(planned.direction, call, arguments)
 
+    launches: Any = nullcontext()
+    if planned.launch:
+        chosen = getattr(choices, planned.direction)
+        launches = patch.object(
+            choices, planned.direction, lambda *where: choices.changed(chosen(*where), planned.launch)
+        )
     columns: Row = {}
-    if planned.direction == "forward":
-        given = arguments()
-        with torch.no_grad():
-            columns["error"] = largest_error(call(given), peers.formula(planned.function)(given))
-    touched = floor_bytes(planned, device)
-    return columns | device.time(lambda: one_pass(planned.direction, call, arguments()), touched)
+    floor = peers.rows_moved(planned.function, planned.direction) * planned.rows * planned.width * device.dtype.itemsize
+    expected = None
+    if planned.launch or planned.direction == "forward":
+        expected = seeded(make) if planned.launch else seeded(lambda: make(peers.formula(planned.function)))
+    with launches:
+        if expected is not None:
+            columns["error"] = largest_error(seeded(make), expected)
+            expected = None
+        columns |= device.time(make, floor)
+    if planned.section == "decode":
+        return columns
+    copy = device.copy_microseconds(floor)
+    columns |= {"floor_bytes": floor, "copy_microseconds": copy, "copy_gigabytes_per_second": floor / copy / 1e3}
+    if "microseconds" in columns:
+        columns["gigabytes_per_second"] = floor / columns["microseconds"] / 1e3
+        columns["share_of_copy"] = copy / columns["microseconds"]
+    return columns
 
 
 def host_row(planned: Planned, device: Device) -> Row:
@@ -109,7 +109,8 @@ def host_row(planned: Planned, device: Device) -> Row:
         calls = [peers.build(peer, planned.function) for peer in (planned.against or planned.peer, planned.peer)]
         rows, width = device.sizes(planned.rows, planned.width)
         arguments = peers.arguments(planned.function, rows, width, torch.bfloat16, torch.device("cpu"))
-        columns = ratios(*host.microseconds(*(one_pass(planned.direction, call, arguments) for call in calls)))
+        a, b = (one_pass(planned.direction, call, arguments) for call in calls)
+        columns = ratios(*in_turns(a, b, 400, time.thread_time))
         return columns if planned.against else {"microseconds": columns["microseconds"]}
 
 
@@ -124,57 +125,34 @@ def compiled_row(planned: Planned, device: Device) -> Row:
     return ratios(*device.interleaved(*turns, 25 * device.steps))
 
 
-def launch_row(planned: Planned, device: Device) -> Row:
-    """The kernel of a norm, launched as chosen or with fields of the launch changed; without autograd."""
-    if not dispatch.takes_kernels(torch.empty(0, dtype=device.dtype, device=device.torch)):
-        raise Missing("the Triton kernels do not run on this device")
-    from normlab_kernels import ops
-
-    function = peers.FUNCTIONS[planned.function]
-    assert function.spec is not None
-    rows, width = device.sizes(planned.rows, planned.width)
-    forward = choices.forward(width, function.spec.reduces)
-    backward = choices.backward(width, function.spec.has_row_statistic, "direction" in function.inputs)
-
-    def make(fields: dict[str, Any]) -> Callable[[], object]:
-        made = peers.arguments(planned.function, rows, width, device.dtype, device.torch)
-        a = {name: tensor.detach() for name, tensor in made.items()}
-        x, residual, weight, given = a["x"], a.get("residual"), a["weight"], a.get("given")
-        parameters = [weight, *(a.get(name) for name in ("bias", "scale", "shift", "direction"))]
-        operands = (x, residual, *parameters, given, function.spec)
-        if planned.direction == "forward":
-            return lambda: ops.launch_forward(*operands, chosen=replace(forward, **fields))
-        _, total, mean, ms = ops.launch_forward(*operands)
-        grad = torch.randn_like(x)
-        grad_sum = None if residual is None else torch.randn_like(x)
-        wants = [tensor is not None for tensor in (*parameters, given)]
-        saved = (x if total is None else total, *parameters, mean, given if ms is None else ms)
-        chosen = replace(backward, **fields)
-        return lambda: ops.launch_backward(grad, grad_sum, None, *saved, function.spec, wants, chosen=chosen)
-
-    fields: dict[str, Any] = launch_fields(planned.launch)
-    fields |= {"whole": bool(fields["whole"])} if "whole" in fields else {}
-    columns: Row = {}
-    if planned.launch:  # tests check the chosen launch; another is checked against it
-        results = []
-        for changed in (fields, {}):
-            torch.manual_seed(0)
-            results.append(tuple(tensor for tensor in make(changed)() if tensor is not None))  # type: ignore[attr-defined]
-        columns["error"] = largest_error(*results)
-    floor = floor_bytes(planned, device)
-    return beside_copy(columns | device.time(lambda: make(fields), floor), floor, device)
+def addmm(a: Tensor, proj: Tensor, residual: Tensor) -> Tensor:
+    return torch.addmm(residual, a, proj.t())
 
 
-def linear_fields(launch: str) -> dict[str, Any]:
-    """The fields of `choices.LinearLaunch` that a launch changes."""
-    fields = launch_fields(launch)
-    return {name: bool(value) if name in ("flatten", "from_residual") else value for name, value in fields.items()}
+def _addmm_rms_norm(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, *_: Tensor) -> object:
+    h = addmm(a, proj, residual)
+    return h, nk.rms_norm(h, weight)
+
+
+def _addmm_torch_rms_norm(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, *_: Tensor) -> object:
+    h = addmm(a, proj, residual)
+    return h, torch.nn.functional.rms_norm(h, weight.shape, weight, 1e-6)
+
+
+# Of a, the projection, the residual, the gain, lambda and the carried mean square.
+PRODUCTS: dict[str, Callable[..., object]] = {
+    UNFUSED: lambda *operands: nk.linear_add_bhyt(*operands, fused=False),
+    FUSED: lambda *operands: nk.linear_add_bhyt(*operands, fused=True),
+    "linear_add_dyt": lambda *operands: nk.linear_add_dyt(*operands[:4], None, operands[4], fused=True),
+    "addmm + rms_norm": _addmm_rms_norm,
+    "addmm + F.rms_norm": _addmm_torch_rms_norm,
+    "addmm": lambda *operands: addmm(*operands[:3]),
+}
 
 
 def linear_row(planned: Planned, device: Device) -> Row:
     """h = residual + a W^T and a norm of h, in one kernel, or in two, or without the norm."""
     rows, width = device.sizes(planned.rows, planned.width)
-    changed, name = linear_fields(planned.launch), planned.function
 
     def operands() -> tuple[Tensor, ...]:
         def normal(*shape: int) -> Tensor:
@@ -184,38 +162,19 @@ def linear_row(planned: Planned, device: Device) -> Row:
         ms = torch.ones(rows, 1, device=device.torch)
         return normal(rows, width), normal(width, width) / width**0.5, normal(rows, width), weight, lam, ms
 
-    def call(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, lam: Tensor, ms: Tensor) -> object:
-        if name == FUSED and changed:
-            from normlab_kernels import linear_ops
-
-            bhyt = spec.RowSpec(spec.Stat.GIVEN, spec.Act.TANH, 1e-6, 10.0)
-            launch = replace(choices.linear(width), **changed)
-            return linear_ops.launch_linear(a, proj, residual, weight, None, lam, ms, bhyt, launch)
-        if name in (FUSED, UNFUSED):
-            return nk.linear_add_bhyt(a, proj, residual, weight, lam, ms, fused=name == FUSED)
-        if name == "linear_add_dyt":
-            return nk.linear_add_dyt(a, proj, residual, weight, None, lam, fused=True)
-        h = torch.addmm(residual, a, proj.t())
-        if name == "addmm + rms_norm":
-            return h, nk.rms_norm(h, weight)
-        if name == "addmm + F.rms_norm":
-            return h, torch.nn.functional.rms_norm(h, weight.shape, weight, 1e-6)
-        return h
-
-    def make() -> Callable[[], object]:
+    def make(name: str = planned.function) -> Call:
         mine = operands()
-        return torch.no_grad()(lambda: call(*mine))
+        return torch.no_grad()(lambda: PRODUCTS[name](*mine))
 
     columns: Row = {}
-    if name.startswith("linear_add"):
-        mine = operands()
-        if reason := linear.cannot_fuse(*mine[:4]):
-            raise Missing(reason)
-        if name == FUSED:
-            with torch.no_grad():
-                columns["error"] = largest_error(call(*mine), nk.linear_add_bhyt(*mine, fused=False))
-    # The output side: the product's operands are read more than once, from the cache.
-    columns |= device.time(make, 4 * planned.rows * planned.width * device.dtype.itemsize)
+    if planned.function.startswith("linear_add") and (reason := linear.cannot_fuse(*operands()[:4])):
+        raise Missing(reason)
+    launch = choices.changed(choices.linear(width), planned.launch)
+    with patch.object(choices, "product", lambda *where: launch):
+        if planned.function == FUSED:
+            columns["error"] = largest_error(seeded(make), seeded(lambda: make(UNFUSED)))
+        # The output side: the product's operands are read more than once, from the cache.
+        columns |= device.time(make, 4 * planned.rows * planned.width * device.dtype.itemsize)
     if "microseconds" in columns:
         columns["teraflops"] = 2 * planned.rows * planned.width**2 / columns["microseconds"] / 1e6
     return columns
@@ -230,17 +189,17 @@ def build_model(scheme: str, peer: str, device: Device) -> Any:
     call = None if peer in ("normlab", "eager") else peers.build(peer, "rms_norm")
     import normlab
 
-    size = ON_GPU if device.torch.type == "cuda" else ON_CPU
+    width = device.model["width"]
     torch.manual_seed(0)
     config = normlab.NormlabConfig(
         scheme=scheme,
-        hidden_size=size["width"],
-        intermediate_size=size["width"] * 8 // 3 // 64 * 64,
-        num_hidden_layers=size["depth"],
-        num_attention_heads=size["width"] // 64,
-        num_key_value_heads=size["width"] // 64,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3 // 64 * 64,
+        num_hidden_layers=device.model["depth"],
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
         vocab_size=VOCABULARY,
-        max_position_embeddings=size["length"],
+        max_position_embeddings=device.model["length"],
     )
     with device.torch:
         model = normlab.NormlabForCausalLM(config, kernels="auto" if peer == "normlab" else "torch")
@@ -251,10 +210,9 @@ def build_model(scheme: str, peer: str, device: Device) -> Any:
     return model.to(device.torch, device.dtype)
 
 
-def training_step(model: Any, device: Device) -> Callable[[], object]:
+def training_step(model: Any, device: Device) -> Call:
     """Forward, backward, AdamW."""
-    size = ON_GPU if device.torch.type == "cuda" else ON_CPU
-    tokens = torch.randint(VOCABULARY, (size["batch"], size["length"]), device=device.torch)
+    tokens = torch.randint(VOCABULARY, (device.model["batch"], device.model["length"]), device=device.torch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.torch.type == "cuda")
 
     def step() -> None:
@@ -265,13 +223,12 @@ def training_step(model: Any, device: Device) -> Callable[[], object]:
     return step
 
 
-def token_step(model: Any, batch: int, device: Device) -> Callable[[], object]:
+def token_step(model: Any, batch: int, device: Device) -> Call:
     """One more token for each of some sequences, through the cache, always from the same prompt."""
     from transformers import DynamicCache
 
     model.eval()
-    prompt = (ON_GPU if device.torch.type == "cuda" else ON_CPU)["prompt"]
-    tokens = torch.randint(VOCABULARY, (batch, prompt), device=device.torch)
+    tokens = torch.randint(VOCABULARY, (batch, device.model["prompt"]), device=device.torch)
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(tokens, None, None, cache)  # by position: its name depends on transformers
@@ -315,9 +272,9 @@ def generate_row(planned: Planned, device: Device) -> Row:
 
 MEASURE: dict[str, Callable[[Planned, Device], Row]] = {
     "rows": norm_row,
-    "launch": launch_row,
+    "launch": norm_row,
     "linear": linear_row,
-    "decode": decode_row,
+    "decode": norm_row,
     "host": host_row,
     "compiled": compiled_row,
     "step": step_row,

@@ -1,9 +1,8 @@
-"""Tables that lose nothing: CSV files of one row per thing measured, `KEY`, appended and synced one by one."""
+"""Tables that lose nothing: CSV files of one row per thing measured, `KEY`, replaced whole after every row."""
 
 from __future__ import annotations
 
 import csv
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -33,52 +32,36 @@ def is_good(row: Row) -> bool:
     return bool(row.get("microseconds")) and not row.get("note")
 
 
-def read(path: Path) -> list[Row]:
-    """The whole lines of a table as written, of older versions too; nothing if there is none."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
-
-
-def latest(rows: list[Row]) -> dict[tuple[str, ...], Row]:
-    """One row for each thing measured: the newest good one, or else the newest."""
-    kept: dict[tuple[str, ...], Row] = {}
-    for row in rows:
-        key = key_of(row)
-        if is_good(row) or not is_good(kept.get(key, {})):
-            kept[key] = row
-    return kept
-
-
 class Table:
-    """A file, opened for more rows; `common` are the columns that all rows of this run share."""
+    """A table with what earlier runs measured; `common` are the columns that all rows of this run share."""
 
-    def __init__(self, path: Path, common: Row) -> None:
-        self.path, self.common = path, common
-        self.tidy()
+    def __init__(self, path: Path, common: Row | None = None) -> None:
+        self.path, self.common = path, common or {}
+        self.rows: dict[tuple[str, ...], Row] = {}
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    self._keep(row)
 
-    def tidy(self) -> None:
-        """Keep one row for each thing measured. The old file is replaced when the new one is whole."""
-        self.earlier = latest(read(self.path))
-        self._write(self.path.with_suffix(".new"), "w", list(self.earlier.values()))
-        self.path.with_suffix(".new").replace(self.path)
+    def _keep(self, row: Row) -> None:
+        """One row for each thing measured: the newest good one, or else the newest."""
+        if is_good(row) or not is_good(self.rows.get(key_of(row), {})):
+            self.rows[key_of(row)] = row
 
     def is_done(self, row: Row) -> bool:
         """True if it was measured well, or never ended, with this run's device, software and sources."""
-        earlier = self.earlier.get(key_of(self.common | row), {})
+        earlier = self.rows.get(key_of(self.common | row), {})
         same = all(earlier.get(name) == str(self.common[name]) for name in MADE_WITH)
         return same and (is_good(earlier) or earlier["note"] == BEGUN)
 
     def add(self, row: Row) -> None:
-        """Append a row; it is on disk when this returns."""
-        self._write(self.path, "a", [self.common | row])
-
-    def _write(self, path: Path, mode: str, rows: list[Row]) -> None:
-        with path.open(mode, newline="", encoding="utf-8") as file:
+        """Put a row into the table; it is on disk when this returns, and until then the table is as it was."""
+        self._keep(self.common | row)
+        new = self.path.with_suffix(".new")
+        with new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
-            if mode == "w":
-                writer.writeheader()
-            writer.writerows(rows)
+            writer.writeheader()
+            writer.writerows(self.rows.values())
             file.flush()
             os.fsync(file.fileno())
+        new.replace(self.path)

@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,16 +82,6 @@ Report = namedtuple(
 )
 
 
-def changed(launch: Any, fields: str) -> Any:
-    """A launch with some of its fields changed.
-
-    >>> changed(choices.HOPPER_LINEAR_NARROW, "flatten=1 stages=3").flatten
-    True
-    """
-    values = dict(field.split("=") for field in fields.split())
-    return replace(launch, **{name: type(getattr(launch, name))(int(value)) for name, value in values.items()})
-
-
 def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list[Build]:
     """The launches of a function's call at a width: forward, backward and for the parameters' gradients.
 
@@ -122,15 +112,14 @@ def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list
     with (
         patch.object(JITFunction, "run", run),
         patch.object(dispatch, "takes_kernels", lambda *tensors: True),
-        patch.object(choices, "backward", lambda *where: changed(backward(*where), launch)),
+        patch.object(choices, "backward", lambda *where: choices.changed(backward(*where), launch)),
+        patch.object(choices, "product", lambda *where: choices.changed(choices.linear(width), launch)),
         patch.object(linear_ops, "multiprocessors", lambda device: 132),
     ):
         if name in LINEAR:
             proj = torch.empty(width, width, dtype=DTYPES[dtype], device="meta")
             bias, given = (None, a["given"]) if LINEAR[name].stat == Stat.GIVEN else (a["bias"], None)
-            chosen = changed(choices.linear(width), launch)
-            operands = (a["x"], proj, a["residual"], a["weight"], bias, a["scale"], given)
-            linear_ops.launch_linear(*operands, LINEAR[name], chosen)
+            linear_ops.launch_linear(a["x"], proj, a["residual"], a["weight"], bias, a["scale"], given, LINEAR[name])
         elif name == "row_moments":
             row_moments(a["x"])
         else:

@@ -19,7 +19,8 @@ The thresholds rest on counting, not on timing (nothing here has been timed on a
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 MAX_FORWARD_WIDTH = 32_768
 MAX_BACKWARD_WIDTH = 8_192
@@ -103,6 +104,16 @@ def moments(width: int) -> Launch:
     return forward(width if width <= MAX_FORWARD_WIDTH else 4096, True)
 
 
+def changed(launch: Any, fields: str) -> Any:
+    """A `Launch` or `LinearLaunch` with some of its fields changed.
+
+    >>> changed(HOPPER_LINEAR_NARROW, "flatten=1 stages=3").flatten
+    True
+    """
+    values = dict(field.split("=") for field in fields.split())
+    return replace(launch, **{name: type(getattr(launch, name))(int(value)) for name, value in values.items()})
+
+
 def backward_programs(tiles: int, multiprocessors: int, launch: Launch) -> int:
     """Number of programs that walk over the rows: 16 warps per multiprocessor, at most one per tile.
 
@@ -176,3 +187,11 @@ def fusion_win(device: str, rows: int, width: int, inner: int) -> FusionWin | No
 def linear(width: int) -> LinearLaunch:
     """The product's tile on Hopper and later where nothing was timed: 256 columns where the output has them."""
     return HOPPER_LINEAR if width >= 1024 else HOPPER_LINEAR_NARROW
+
+
+def product(device: str, rows: int, width: int, inner: int) -> LinearLaunch:
+    """The product's launch on a device of that name: the one that was measured to win, or else `linear`'s."""
+    if device == "cpu":
+        return INTERPRETER_LINEAR
+    win = fusion_win(device, rows, width, inner)
+    return linear(width) if win is None else win.launch

@@ -25,20 +25,18 @@ def linear_add_norm(
     given: Tensor | None, stat: int, act: int, eps: float, kappa: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(h, y) of 2-D operands of one dtype whose rows are multiples of 16 bytes."""
-    launch = choices.INTERPRETER_LINEAR
-    if a.device.type == "cuda":
-        win = choices.fusion_win(torch.cuda.get_device_properties(a.device).name, a.shape[0], *proj.shape)
-        launch = choices.linear(residual.shape[1]) if win is None else win.launch
-    return launch_linear(a, proj, residual, weight, bias, scale, given, RowSpec(stat, act, eps, kappa), launch)
+    return launch_linear(a, proj, residual, weight, bias, scale, given, RowSpec(stat, act, eps, kappa))
 
 
 def launch_linear(
     a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor,
-    given: Tensor | None, spec: RowSpec, launch: choices.LinearLaunch,
+    given: Tensor | None, spec: RowSpec,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`linear_add_norm`, launched as asked; no gradients."""
+    """The body of `linear_add_norm`; no gradients."""
     h, y = _outputs(residual)
     rows, width = residual.shape
+    name = torch.cuda.get_device_properties(a.device).name if a.is_cuda else a.device.type
+    launch = choices.product(name, rows, *proj.shape)
     tiles = triton.cdiv(rows, launch.block_m) * triton.cdiv(width, launch.block_n)
     programs = min(tiles, multiprocessors(a.device) * launch.programs)
     across = launch.block_n // launch.slices

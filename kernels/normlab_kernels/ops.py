@@ -64,7 +64,7 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, direction: Tensor | None, given: Tensor | None, spec: RowSpec, *,
-    correction: Tensor | None = None, chosen: choices.Launch | None = None,
+    correction: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(y, residual + x, mean, ms) of 2-D x; no gradients. `correction` is added to `given`."""
     device, stat = x.device, spec.stat
@@ -72,7 +72,7 @@ def launch_forward(
     y, total, mean, ms = made = _outputs(x, residual, weight, direction, spec)
     if rows == 0:
         return made
-    chosen = chosen or choices.forward(width, ms is not None)
+    chosen = choices.forward(width, ms is not None)
     p_x, stride_x = _rows(x)
     p_residual, stride_residual = _rows(residual)
     p_total, direction = total, dense(direction)
@@ -119,7 +119,7 @@ def _keeps_mean(stat: int, direction: Tensor | None) -> bool:
 def launch_backward(
     grad: Tensor, grad_sum: Tensor | None, grad_ms: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
     scale: Tensor | None, shift: Tensor | None, direction: Tensor | None, mean: Tensor | None, ms: Tensor | None,
-    spec: RowSpec, wants: Sequence[bool], *, chosen: choices.Launch | None = None,
+    spec: RowSpec, wants: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dx, dweight, dbias, dscale, dshift, ddirection, dms), each of its tensor's shape and dtype. `wants` says which
     of the last six; what is not wanted is not computed, and None."""
@@ -129,7 +129,7 @@ def launch_backward(
     dx, *gradients, dms = made = _gradients(x, weight, bias, scale, shift, direction, wants)
     if rows == 0:
         return dx, *(None if g is None else g.zero_() for g in gradients), dms
-    chosen = chosen or choices.backward(width, ms is not None, direction is not None)
+    chosen = choices.backward(width, ms is not None, direction is not None)
     (x_, stride_x), (grad_, stride_grad), (grad_sum, stride_sum) = _rows(x), _rows(grad), _rows(grad_sum)
     weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), spec.eps, 1.0 / spec.kappa
     columns = -(-width // chosen.block)

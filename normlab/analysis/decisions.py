@@ -270,8 +270,9 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
     A scheme is out of the set if some other scheme is better with p < 0.05. The test is one-sided, paired by seed, and
     corrected over all others (Bonferroni). These are multiple comparisons with the best (Hsu 1984) with each pair's own
-    variance. The set holds the best scheme with probability 0.95. A scheme without final runs is below at 2M tokens if
-    its best loss of the search is above those of all that have them by their rank. Else it is only searched.
+    variance. The set holds the best scheme with probability 0.95. A scheme with one final run is neither in nor out.
+    A scheme without final runs is below at 2M tokens if its best loss of the search is above those of all that have
+    them by their rank. Else it is only searched.
 
     Args:
         finals, search: of `normlab.load_runs`, at the sweep `league` and below its `search`.
@@ -281,28 +282,34 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         search. `inside`: rates on both sides of it were tried.
     """
     values = last_values(Selection(finals, summarize(finals)), "loss")
-    names = in_order(values["scheme"])
-    p = {name: _worse_than_some(values, name, names) for name in names}
     means = values.groupby("scheme")["value"].agg(["mean", "count"])
+    names = [name for name in in_order(values["scheme"]) if means.loc[name, "count"] > 1]
+    p = {name: _worse_than_some(values, name, names) for name in names}
     about = summarize(search)
-    tried = {*names} & {*about["scheme"]}
-    by_rank = about["scheme"].isin(tried - {*tagged("always_final")} or tried)
+    by_rank = about["scheme"].isin({*means.index} - {*tagged("always_final")})
     passed = about[by_rank].groupby("scheme")["eval_loss"].min().max()  # the last whose rank gave it final runs
     rows = []
-    for scheme in in_order({*names, *about["scheme"]}):
+    for scheme in in_order({*means.index, *about["scheme"]}):
         tried = about[about["scheme"] == scheme].groupby("lr")["eval_loss"].min()
-        row: dict[str, Any] = {"scheme": scheme}
+        row: dict[str, Any] = {"scheme": scheme, "in_set": p.get(scheme, 0.0) >= 0.05}
         if len(tried):
             rate = float(tried.idxmin())
             inside = bool(tried.index.min() < rate < tried.index.max())
             row |= {"search_loss": tried.min(), "rate": rate, "inside": inside}
+        if scheme in means.index:
+            row |= {
+                "loss": means.loc[scheme, "mean"],
+                "seeds": means.loc[scheme, "count"],
+                "p": p.get(scheme, math.nan),
+            }
         if scheme in p:
-            row |= {"loss": means.loc[scheme, "mean"], "seeds": means.loc[scheme, "count"], "p": p[scheme]}
-            row |= {"in_set": not p[scheme] < 0.05}
             row["says"] = "not told from the best" if row["in_set"] else "below the best"
+        elif scheme in means.index:
+            row["says"] = "one final run"
+        elif not math.isfinite(row["search_loss"]):
+            row["says"] = "diverged"
         else:
-            words = "below at 2M tokens" if row["search_loss"] > passed else "only searched"
-            row |= {"in_set": False, "says": words if math.isfinite(row["search_loss"]) else "diverged"}
+            row["says"] = "below at 2M tokens" if row["search_loss"] > passed else "only searched"
         rows.append(row)
     columns = ["scheme", "loss", "seeds", "p", "in_set", "search_loss", "rate", "inside", "says"]
     return pd.DataFrame(rows, columns=columns).sort_values(["loss", "search_loss"], ignore_index=True)

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from normlab.errors import NormlabError
 from normlab.probes import record
-from normlab.probes.sites import Branch, Sites, sites, stacks
+from normlab.probes.layout import find_input, find_output
+from normlab.probes.sites import Sites, stacks
 
 EMBEDDINGS, LOGITS, FINAL = "embeddings", "logits", "final_norm"
 WORDS = {
@@ -65,10 +66,10 @@ class Roles:
     """Names of modules by role. `norms` and `branches` map a module's name to its kind, `wholes` that of a branch's
     output to that of the whole branch."""
 
-    blocks: tuple[str, ...]
-    norms: dict[str, str]
-    branches: dict[str, str]
-    final_norms: tuple[str, ...]
+    blocks: tuple[str, ...] = ()
+    norms: dict[str, str] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    final_norms: tuple[str, ...] = ()
     wholes: dict[str, str] = field(default_factory=dict)
 
 
@@ -106,7 +107,9 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
         for branch in block.branches:
             name = names[branch.module]
             inside = any(n == name or n.startswith(f"{names[branch.whole]}.") for n in branches)
-            if branch.kind != "other" and not inside and not _is_bare(block.branches, branch.kind):
+            # Parts of a bare branch stand in the block itself, such as the two projections of OPT's MLP.
+            is_bare = sum(other.kind == branch.kind for other in block.branches) > 1
+            if branch.kind != "other" and not inside and not is_bare:
                 branches[name] = branch.kind
     branches = {name: kind for name, kind in branches.items() if name not in norms}
     final = tuple(names[norm] for norm in where.outer_norms)
@@ -114,15 +117,10 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
     return Roles(tuple(block.name for block in where.blocks), norms, branches, final, wholes)
 
 
-def _is_bare(branches: tuple[Branch, ...], kind: str) -> bool:
-    """True for a branch whose parts stand in the block itself, such as the two projections of OPT's MLP."""
-    return sum(branch.kind == kind for branch in branches) > 1
-
-
 def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
     """The largest stack of blocks that the batch reaches."""
-    found = list(stacks(model).values())
-    for where in found[:-1]:
+    *larger, smallest = stacks(model).values()
+    for where in larger:
         ran: list[bool] = []
         handle = where.blocks[0].module.register_forward_pre_hook(lambda module, args, ran=ran: ran.append(True))
         with torch.no_grad():
@@ -130,7 +128,7 @@ def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
         handle.remove()
         if ran:
             return where
-    return found[-1] if found else sites(model)
+    return smallest
 
 
 def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients: bool = False) -> Capture:
@@ -144,22 +142,17 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
     mask = batch.get("attention_mask")
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
         output = model(**batch)
-        logits = output.logits if hasattr(output, "logits") else _first_of(output)
+        logits = output.logits if hasattr(output, "logits") else find_output(output)
         result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, head_name(model))
         if gradients and logits is not None:
-            _summed_loss(logits, batch["input_ids"], mask).backward()
+            labels = batch["input_ids"][:, 1:]
+            if mask is not None:  # what padding predicts depends on the attention's implementation
+                labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
+            flat = logits[:, :-1].flatten(0, 1)
+            functional.cross_entropy(flat, labels.flatten(), reduction="sum").backward()
     result.tensors |= arrived.tensors
     result.modules |= arrived.modules
     return result
-
-
-def _summed_loss(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Cross-entropy of the tokens that are counted and predicted by a counted one: what padding predicts depends on the
-    attention's implementation."""
-    labels = ids[:, 1:]
-    if mask is not None:
-        labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -188,17 +181,15 @@ def relative_difference(x: Tensor, y: Tensor, mask: Tensor | None) -> float:
     if x.shape != y.shape:
         return float("inf")
     a, b = counted(x.double(), mask), counted(y.double().to(x.device), mask)
-    return 0.0 if a is None or b is None else _relative(a, b)
-
-
-def _relative(x: Tensor, y: Tensor) -> float:
-    finite = x.isfinite()
-    if not torch.equal(finite, y.isfinite()):
+    if a is None or b is None:
+        return 0.0
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()):
         return float("inf")
-    x, y = x.where(finite, 0), y.where(finite, 0)
-    size = x.norm(dim=-1)
+    a, b = a.where(finite, 0), b.where(finite, 0)
+    size = a.norm(dim=-1)
     size = size.clamp_min(1e-6 * float(size.square().mean().sqrt()) + 1e-300)
-    return float(((x - y).norm(dim=-1) / size).square().mean().sqrt())
+    return float(((a - b).norm(dim=-1) / size).square().mean().sqrt())
 
 
 def head_name(model: nn.Module) -> str:
@@ -216,12 +207,13 @@ def _hooks(
     handles = []
 
     def before(name: str, act: Any) -> None:
-        handles.append(
-            modules[name].register_forward_pre_hook(lambda m, a, k: act(name, _first(a, k)), with_kwargs=True)
-        )
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            act(name, find_input(args, kwargs))
+
+        handles.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(name: str, act: Any) -> None:
-        handles.append(modules[name].register_forward_hook(lambda m, a, output: act(name, _first_of(output))))
+        handles.append(modules[name].register_forward_hook(lambda m, args, output: act(name, find_output(output))))
 
     def block_in(name: str, x: Any) -> None:
         nonlocal layer
@@ -232,8 +224,11 @@ def _hooks(
             site = Site("block_in_grad", layer)
             x.register_hook(lambda gradient: arrived.keep(site, gradient, name))
 
-    def keep(site: str, shift: int = 0) -> Any:
-        return lambda name, x: result.keep(Site(site, layer + shift), x, name)
+    def keep(site: str) -> Any:
+        return lambda name, x: result.keep(Site(site, layer), x, name)
+
+    def keep_final(site: str) -> Any:
+        return lambda name, x: result.keep(Site(site, layer + 1), x, name) if layer else None
 
     for name in roles.blocks:
         handles.append(modules[name].register_forward_pre_hook(_finite_mask, with_kwargs=True))
@@ -247,8 +242,8 @@ def _hooks(
         before(roles.wholes.get(name, name), keep(f"{kind}_in"))
         after(name, keep(f"{kind}_out"))
     for name in roles.final_norms:
-        before(name, lambda n, x: result.keep(Site(f"{FINAL}_in", layer + 1), x, n) if layer else None)
-        after(name, lambda n, x: result.keep(Site(f"{FINAL}_out", layer + 1), x, n) if layer else None)
+        before(name, keep_final(f"{FINAL}_in"))
+        after(name, keep_final(f"{FINAL}_out"))
     try:
         yield
     finally:
@@ -271,24 +266,13 @@ def _finite_padding(output: Any, mask: Tensor | None) -> Any:
 
     A row without a key to attend to may be NaN where a model makes its mask inside a block. It would spread.
     """
-    x = _first_of(output)
+    x = find_output(output)
     if mask is None or x is None or x.shape[:2] != mask.shape or bool(x.isfinite().all()):
         return output
     clean = x.where(mask.bool()[..., None] | x.isfinite(), 0)
     if isinstance(output, Tensor):
         return clean
     return tuple(clean if value is x else value for value in output) if isinstance(output, tuple) else output
-
-
-def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
-    return next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()), None)
-
-
-def _first_of(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output
-    values = tuple(output.values()) if isinstance(output, dict) else output
-    return _first(tuple(values), {}) if isinstance(values, tuple | list) else None
 
 
 def read_arrays(path: str | Path) -> dict[Site, Tensor]:

@@ -12,10 +12,10 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,33 +39,43 @@ _QUERY = r"(^|[._])q(_proj|_lin)?$|query$"
 _QUERY_KEY = r"(^|[._])(q|k)(_proj|_lin)?$|query$|key$"
 
 
-@dataclass
-class Evidence:
-    """Material for the search: both models in float64, their captures, what they are called with, the first site."""
+@dataclass(frozen=True)
+class Side:
+    """One of the two models: what it is called with, the roles of its modules, what its sites hold.
 
-    a: nn.Module
-    b: nn.Module | None
-    captured_a: Capture
-    tensors_b: dict[Site, Tensor]
-    modules_b: dict[Site, str]
-    inputs_a: dict[str, Any]
-    inputs_b: dict[str, Any]
-    roles_a: Roles
-    roles_b: Roles | None
+    Of arrays from a file there is no more than the last.
+    """
+
+    captured: Capture
+    model: Any = field(default_factory=nn.Module)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    roles: Roles = Roles()
+
+    @property
+    def tensors(self) -> dict[Site, Tensor]:
+        """What the sites hold."""
+        return self.captured.tensors
+
+
+class Evidence(NamedTuple):
+    """Material for the search: both models in float64, the first site at which they part, the padding."""
+
+    a: Side
+    b: Side
     site: Site
     mask: Tensor | None
 
     @property
-    def block(self) -> str | None:
-        """Name of the site's block in A; None before and after the blocks."""
-        blocks = self.roles_a.blocks
-        return blocks[self.site.layer - 1] if 1 <= self.site.layer <= len(blocks) else None
+    def block(self) -> str:
+        """Name of the site's block in A; empty before and after the blocks."""
+        blocks = self.a.roles.blocks
+        return blocks[self.site.layer - 1] if 1 <= self.site.layer <= len(blocks) else ""
 
     @property
     def entering(self) -> Tensor | None:
         """Tensor that the site's block reads in A."""
         before = self.site.layer - 1
-        return self.captured_a.tensors.get(Site("block_out", before) if before else Site(EMBEDDINGS, 0))
+        return self.a.tensors.get(Site("block_out", before) if before else Site(EMBEDDINGS, 0))
 
 
 def causes_of(evidence: Evidence) -> list[str]:
@@ -81,14 +91,12 @@ def causes_of(evidence: Evidence) -> list[str]:
 
 def _weights(e: Evidence) -> list[str]:
     """Compare the parameters of the part of each model that computes the site."""
-    if e.b is None:
-        return []
-    a, b = _tensors_at(e, e.a, e.captured_a.modules), _tensors_at(e, e.b, e.modules_b)
+    a, b = (_tensors_at(e.site, side) for side in (e.a, e.b))
     pairs = _pairs(a, b)
     causes = [
         f"{_short(name)} {said}"
         for name, other in pairs.items()
-        if (said := _how(a[name], b[other], name, a, _head_width(e.a))) is not None
+        if (said := _how(a[name], b[other], name, a, _head_width(e.a.model))) is not None
     ]
     only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
     is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(b)  # not a port's head
@@ -121,50 +129,45 @@ def _short(name: str) -> str:
 
 def _tied(e: Evidence) -> list[str]:
     """At the logits, B's head equal to B's token embeddings where A's are two matrices."""
-    if e.site.name != LOGITS or not all(hasattr(model, "get_output_embeddings") for model in (e.a, e.b)):
+    models = (e.a.model, e.b.model)
+    if e.site.name != LOGITS or not all(hasattr(model, "get_output_embeddings") for model in models):
         return []
-    equal = []
-    for model in cast(Any, (e.a, e.b)):
-        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        equal.append(head.shape == embedding.shape and torch.equal(head, embedding))
-    return (
-        [f"the head and the token embeddings are tied in {'A' if equal[0] else 'B'} only"]
-        if equal[0] != equal[1]
-        else []
-    )
+    pairs = [(m.get_output_embeddings().weight, m.get_input_embeddings().weight) for m in models]
+    a, b = (head.shape == embedding.shape and torch.equal(head, embedding) for head, embedding in pairs)
+    return [f"the head and the token embeddings are tied in {'A' if a else 'B'} only"] if a != b else []
 
 
-def _tensors_at(e: Evidence, model: nn.Module, modules: dict[Site, str]) -> dict[str, Tensor]:
+def _tensors_at(site: Site, side: Side) -> dict[str, Tensor]:
     """Parameters and buffers of the site's module by their name below it; of the embeddings those before the blocks."""
+    name, roles = side.captured.modules.get(site, ""), side.roles
     skip: tuple[str, ...] = ()
-    if not modules.get(e.site) and e.site.name != EMBEDDINGS:  # a head that is not known
+    if site.name == EMBEDDINGS:
+        name, after = "", (*roles.blocks, *roles.final_norms, head_name(side.model) or "lm_head")
+        skip = tuple(f"{inner}." for inner in after)
+    elif not name:  # a head that is not known
         return {}
-    if e.site.name == EMBEDDINGS:
-        roles = e.roles_a if model is e.a else e.roles_b
-        after = (*roles.blocks, *roles.final_norms, head_name(model) or "lm_head") if roles else ()
-        module, skip = model, tuple(f"{name}." for name in after)
-    elif e.site.name == "block_out":
-        module = model.get_submodule(modules[e.site])
-    else:
-        module = model.get_submodule(_whole(e, model, modules.get(e.site, "")))
+    elif site.name != "block_out":
+        name = _whole(site, roles, name)
+    module = side.model.get_submodule(name)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-    result = {n: x.detach() for n, x in named if x.is_floating_point() and not (skip and n.startswith(skip))}
+    result = {n: x.detach() for n, x in named if x.is_floating_point() and not n.startswith(skip)}
     for name, inner in module.named_modules():
         weight = f"{name}.weight".removeprefix(".")
         if type(inner).__name__ == "Conv1D" and weight in result:  # GPT-2's linear layer, of shape (in, out)
             result[weight] = result[weight].T
-    if e.site.name.startswith(("attn", "mixer")) and e.site.name.endswith("_out"):
-        rotary = [(n, x) for n, x in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
-        result |= {f"rotary.{n.split('.')[-1]}": x for n, x in rotary}
+    if site.name.startswith(("attn", "mixer")) and site.name.endswith("_out"):
+        result |= {f"rotary.{n.split('.')[-1]}": x for n, x in _rotary_buffers(side.model).items()}
     return result
 
 
-def _whole(e: Evidence, model: nn.Module, name: str) -> str:
+def _rotary_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {n: x for n, x in model.named_buffers() if n.endswith("inv_freq") and "original" not in n}
+
+
+def _whole(site: Site, roles: Roles, name: str) -> str:
     """Name of the part that computes the site: the whole branch, also where a norm follows its output."""
-    roles = e.roles_a if model is e.a or e.roles_b is None else e.roles_b
-    kind = e.site.name.split("_")[0]
-    if e.site.name.endswith("_post_norm_in"):
-        block = roles.blocks[e.site.layer - 1]
+    if site.name.endswith("_post_norm_in"):
+        block, kind = roles.blocks[site.layer - 1], site.name.split("_")[0]
         name = next((n for n, k in roles.branches.items() if k == kind and n.startswith(f"{block}.")), name)
     return roles.wholes.get(name, name)
 
@@ -238,13 +241,13 @@ def _rotary(a: Tensor, b: Tensor) -> str:
 
 def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Block of A whose weights B has at this block."""
-    module, here = e.captured_a.modules.get(e.site, ""), e.block
-    if here is None or not module.startswith(here):
+    module, here = e.a.captured.modules.get(e.site, ""), e.block
+    if not here or not module.startswith(here):
         return []
-    for layer, block in enumerate(e.roles_a.blocks, start=1):
-        path = _whole(e, e.a, block + module.removeprefix(here))
+    for layer, block in enumerate(e.a.roles.blocks, start=1):
+        path = _whole(e.site, e.a.roles, block + module.removeprefix(here))
         with contextlib.suppress(AttributeError):
-            other = dict(e.a.get_submodule(path).named_parameters())
+            other = dict(e.a.model.get_submodule(path).named_parameters())
             matrices = [n for n in other if other[n].ndim > 1 and n in b and n in a and not torch.equal(a[n], b[n])]
             if layer != e.site.layer and matrices and all(torch.equal(other[n], b[n]) for n in matrices):
                 return [f"B has the weights of A's block {layer} here"]
@@ -268,49 +271,44 @@ def _head_width(model: nn.Module) -> int:
 
 def _reads(e: Evidence) -> list[str]:
     """A tensor of another site of A that B has at this one."""
-    b = e.tensors_b[e.site]
-    for site, x in e.captured_a.tensors.items():
+    b = e.b.tensors[e.site]
+    for site, x in e.a.tensors.items():
         if site != e.site and x.shape == b.shape and relative_difference(x, b, e.mask) < CLOSE:
-            where = f" of block {site.layer}" if 1 <= site.layer <= len(e.roles_a.blocks) else ""
+            where = f" of block {site.layer}" if 1 <= site.layer <= len(e.a.roles.blocks) else ""
             return [f"B holds A's {site.words()}{where} here: the wrong hidden state, or a part left out"]
     return []
 
 
 def _function(e: Evidence) -> list[str]:
     """Compare the outputs as functions of what both sites read."""
-    x, y = (counted(tensors[e.site].double(), e.mask) for tensors in (e.captured_a.tensors, e.tensors_b))
+    x, y = (counted(side.tensors[e.site].double(), e.mask) for side in (e.a, e.b))
     if x is None or y is None or x.shape != y.shape or torch.equal(x, y):
         return []
     if not bool(y.isfinite().all()):
         return ["B is not finite here"]
-    causes = _rounding(x, y)
+    causes = [
+        f"all values are rounded to {str(dtype).removeprefix('torch.')}: a cast"
+        for dtype in (torch.bfloat16, torch.float16)
+        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x)
+    ][:1]
     if e.site.name.endswith("norm_out"):
-        reads = e.captured_a.tensors.get(Site(e.site.name.replace("_out", "_in"), e.site.layer))
+        reads = e.a.tensors.get(Site(e.site.name.replace("_out", "_in"), e.site.layer))
         rows = None if reads is None else counted(reads.double(), e.mask)
         if rows is not None:
-            bias = getattr(e.a.get_submodule(e.captured_a.modules[e.site]), "bias", None)
+            bias = getattr(e.a.model.get_submodule(e.a.captured.modules[e.site]), "bias", None)
             return causes + _norm(rows, x, y, torch.zeros_like(x[0]) if bias is None else bias.detach())
     scale = float((x * y).sum() / x.square().sum())
     if _same(scale * x, y) and abs(scale - 1) > 1e-3:
         root = math.sqrt(x.shape[-1])
-        known = next(
-            (w for w, v in (("sqrt(width)", root), ("1/sqrt(width)", 1 / root)) if abs(scale / v - 1) < 1e-3), ""
-        )
-        causes.append(f"ratio {scale:.6g}{f' = {known}' if known else ''} everywhere: scaled")
+        known = [w for w, v in ((" = sqrt(width)", root), (" = 1/sqrt(width)", 1 / root)) if abs(scale / v - 1) < 1e-3]
+        causes.append(f"ratio {scale:.6g}{''.join(known)} everywhere: scaled")
     by_token = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
     if not causes and _same(by_token * x, y):
-        module = e.a.get_submodule(e.captured_a.modules.get(e.site, ""))
+        module = e.a.model.get_submodule(e.a.captured.modules.get(e.site, ""))
         experts = any("expert" in name for name, _ in module.named_modules())
         why = "the experts' weights are not normalized, or twice" if experts else "another norm or scale"
         causes.append(f"each token is scaled by {float(by_token.min()):.3g} to {float(by_token.max()):.3g}: {why}")
     return causes + _sum(e, x, y)
-
-
-def _rounding(x: Tensor, y: Tensor) -> list[str]:
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x):
-            return [f"all values are rounded to {str(dtype).removeprefix('torch.')}: a cast"]
-    return []
 
 
 def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor) -> list[str]:
@@ -326,10 +324,8 @@ def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor) -> list[str]:
     if fits(x * by_channel):
         gain = _gain_of(reads, x)
         other = gain * by_channel
-        if float((by_channel - by_channel.nanmean()).abs().nan_to_num().max()) < 1e-6 * float(
-            by_channel.nanmean().abs()
-        ):
-            scale = float(by_channel.nanmean())
+        scale = float(by_channel.nanmean())
+        if float((by_channel - scale).abs().nan_to_num().max()) < 1e-6 * abs(scale):
             plus = ": a gain of 1 + w?" if abs(float((other - gain).nanmean()) - 1) < 1e-3 else ": scaled"
             return [f"ratio {scale:.6g} in every channel{plus}"]
         for shift in (1.0, -1.0):
@@ -380,11 +376,11 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
     layer = e.site.layer
     parts = {
         "the residual": e.entering,
-        "the attention norm's output": e.captured_a.tensors.get(Site("attn_norm_out", layer)),
+        "the attention norm's output": e.a.tensors.get(Site("attn_norm_out", layer)),
     }
     for kind, words in (("attn", "attention"), ("mlp", "the MLP")):
-        normed = e.captured_a.tensors.get(Site(f"{kind}_post_norm_out", layer))
-        parts[words] = e.captured_a.tensors.get(Site(f"{kind}_out", layer)) if normed is None else normed
+        normed = e.a.tensors.get(Site(f"{kind}_post_norm_out", layer))
+        parts[words] = e.a.tensors.get(Site(f"{kind}_out", layer)) if normed is None else normed
     rows = {}
     for words, part in parts.items():
         tokens = None if part is None else counted(part.double(), e.mask)
@@ -407,19 +403,15 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
 # --- trials ----------------------------------------------------------------------------------------------------------
 
 
-Trial = Iterator[tuple[str, nn.Module, dict[str, Any]]]  # cause, changed model, what it is called with
-
-
 def _trials(e: Evidence) -> list[str]:
     """Change A as known faults would and see whether it then agrees with B."""
-    b = e.tensors_b[e.site]
-    before = relative_difference(e.captured_a.tensors[e.site], b, e.mask)
-    for words, make in _TRIALS:
-        for cause, model, inputs in make(e):
-            with contextlib.suppress(Exception), _entered(e, model):
-                after = capture(model, inputs, e.roles_a).tensors[e.site]
-                if relative_difference(after, b, e.mask) * BETTER < before:
-                    return [f"{words}{cause}"]
+    b = e.b.tensors[e.site]
+    before = relative_difference(e.a.tensors[e.site], b, e.mask)
+    for cause, model, inputs in _changed(e):
+        with contextlib.suppress(Exception), _entered(e, model):
+            after = capture(model, inputs, e.a.roles).tensors[e.site]
+            if relative_difference(after, b, e.mask) * BETTER < before:
+                return [cause]
     return _sees_later(e)
 
 
@@ -440,129 +432,19 @@ def _entered(e: Evidence, model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _shifted(e: Evidence) -> Trial:
-    read = next(iter(e.captured_a.tensors.values()))
-    rows, length = read.shape[:2]
-    choices = {f" by {shift}": (torch.arange(length) + shift).clamp_min(0).expand(rows, -1) for shift in (1, -1, 2)}
+def _other_inputs(e: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
+    rows, length = next(iter(e.a.tensors.values())).shape[:2]
+    order = torch.arange(length)
+    choices = {f" by {shift}": (order + shift).clamp_min(0).expand(rows, -1) for shift in (1, -1, 2)}
     if e.mask is not None:
-        choices[": counted with the padding"] = torch.arange(length).expand(rows, -1)
+        choices[": counted with the padding"] = order.expand(rows, -1)
         choices[": counted without the padding"] = (e.mask.cumsum(1) - 1).clamp_min(0)
     choices[": all are 0, as without a rotary embedding"] = torch.zeros(rows, length, dtype=torch.long)
     for words, positions in choices.items():
-        yield words, e.a, e.inputs_a | {"position_ids": positions}
-
-
-def _scaled_tokens(e: Evidence) -> Trial:
-    if e.site.name != EMBEDDINGS or not hasattr(e.a, "get_input_embeddings"):
-        return
-    width = e.captured_a.tensors[e.site].shape[-1]
-    for factor, words in ((math.sqrt(width), "sqrt(width)"), (1 / math.sqrt(width), "1/sqrt(width)")):
-        model = copy.deepcopy(e.a)
-        with torch.no_grad():
-            cast(Any, model).get_input_embeddings().weight.mul_(factor)
-        yield f" by {words}", model, e.inputs_a
-
-
-def _unmasked(e: Evidence) -> Trial:
+        yield f"positions are off{words}", e.a.inputs | {"position_ids": positions}
     if e.mask is not None:
-        yield "", e.a, {name: value for name, value in e.inputs_a.items() if name != "attention_mask"}
-
-
-def _changed(e: Evidence, changes: Mapping[str, Callable[[nn.Module], Any]]) -> Trial:
-    """A copy of A with the site's block changed, for each change, in words; none where it finds nothing to change."""
-    name = e.block
-    for words, change in changes.items() if name is not None else ():
-        model = copy.deepcopy(e.a)
-        with torch.no_grad():
-            has_changed = change(model.get_submodule(cast(str, name)))
-        if has_changed:
-            yield words, model, e.inputs_a
-
-
-def _projections(block: nn.Module, pattern: str) -> list[nn.Linear]:
-    return [m for n, m in block.named_modules() if isinstance(m, nn.Linear) and re.search(pattern, n)]
-
-
-def _rows(linear: nn.Linear, order: Tensor) -> None:
-    linear.weight.copy_(linear.weight[order])
-    if linear.bias is not None:
-        linear.bias.copy_(linear.bias[order])
-
-
-def _rotary_layout(e: Evidence) -> Trial:
-    head = _head_width(e.a)
-    if head < 2 or head % 2:
-        return
-    pairs = torch.arange(head).reshape(-1, 2).T.flatten()
-
-    def reorder(block: nn.Module, order: Tensor) -> bool:
-        changed = _projections(block, _QUERY_KEY)
-        if any(linear.out_features % head for linear in changed):
-            return False
-        for linear in changed:
-            starts = head * torch.arange(linear.out_features // head)[:, None]
-            _rows(linear, (order[None] + starts).flatten())
-        return bool(changed)
-
-    orders = {": interleaved pairs": pairs, ": halves": pairs.argsort()}
-    yield from _changed(e, {words: partial(reorder, order=order) for words, order in orders.items()})
-
-
-def _key_value_repeat(e: Evidence) -> Trial:
-    config, head = _config(e.a), _head_width(e.a)
-    heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0)
-    if not (heads and groups and head and 1 < groups < heads):
-        return
-    order = torch.arange(heads).reshape(heads // groups, groups).T.flatten()  # A's head that takes B's place
-    columns = (order[:, None] * head + torch.arange(head)).flatten()
-
-    def change(block: nn.Module) -> bool:
-        queries, outs = _projections(block, _QUERY), _projections(block, r"o_proj$|out_proj$|dense$")
-        outs = [o for o in outs if o.in_features == len(columns)]
-        if not queries or not outs or queries[0].out_features != len(columns):
-            return False
-        _rows(queries[0], columns)
-        outs[0].weight.copy_(outs[0].weight[:, columns])
-        return True
-
-    yield from _changed(e, {"": change})
-
-
-def _softmax_scale(e: Evidence) -> Trial:
-    width = max(_head_width(e.a), 1)
-    root = math.sqrt(width)
-
-    def set_to(block: nn.Module, scale: float) -> bool:
-        scaled = [m for m in block.modules() if isinstance(getattr(m, "scaling", None), float)]
-        for module in cast(list[Any], scaled):
-            module.scaling = scale
-        return bool(scaled)
-
-    def times(block: nn.Module, factor: float) -> bool:
-        queries = _projections(block, _QUERY)
-        for tensor in (t for linear in queries for t in (linear.weight, linear.bias) if t is not None):
-            tensor.mul_(factor)
-        return bool(queries)
-
-    scales = {"1/d_head": 1 / width, "none": 1.0, "1/sqrt(d_head)": 1 / root}
-    factors = {"1/d_head in place of 1/sqrt(d_head)": 1 / root, "none in place of 1/sqrt(d_head)": root}
-    changes = {f": {words}": partial(times, factor=factor) for words, factor in factors.items()}
-    changes |= {f": {words}": partial(set_to, scale=scale) for words, scale in scales.items()}
-    yield from _changed(e, changes)
-
-
-def _rotary_base(e: Evidence) -> Trial:
-    buffers = [n for n, _ in e.a.named_buffers() if n.endswith("inv_freq") and "original" not in n]
-    bases = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 50_000.0, 20_000.0, 5_000.0, 1_000.0) if buffers else ()
-    whole = _head_width(e.a) // 2
-    for base, is_whole in [(base, False) for base in bases] + [(base, True) for base in bases[:1]]:
-        model = copy.deepcopy(e.a)
-        for name in buffers:
-            owner, _, leaf = name.rpartition(".")
-            old = getattr(model.get_submodule(owner), leaf)
-            count = whole if is_whole else len(old)
-            setattr(model.get_submodule(owner), leaf, base ** (-torch.arange(count, dtype=old.dtype) / count))
-        yield f" of {base:g}{', of all features of a head' if is_whole else ''}", model, e.inputs_a
+        rest = {name: value for name, value in e.a.inputs.items() if name != "attention_mask"}
+        yield "B ignores the padding mask", rest
 
 
 # Attribute of a block's modules or of the configuration -> the values that a port may have in its place, in words.
@@ -571,56 +453,7 @@ _SETTINGS: dict[str, dict[Any, str]] = {
     "final_logit_softcapping": {None: "no soft cap of the logits", 30.0: "a soft cap of the logits of 30"},
     "sliding_window": {1: "an attention window one longer", -1: "an attention window one shorter", 10**6: "no window"},
 }
-
-
-def _settings(e: Evidence) -> Trial:
-    for name, values in _SETTINGS.items():
-        for value, words in values.items():
-            model = copy.deepcopy(e.a)
-            holders = [_config(model), *(model.get_submodule(e.block).modules() if e.block else ())]
-            holders = [holder for holder in holders if hasattr(holder, name)]
-            for holder in holders:
-                old = getattr(holder, name)
-                with contextlib.suppress(Exception):  # a configuration that checks its values
-                    setattr(holder, name, old + value if name == "sliding_window" and old else value)
-            if holders:
-                yield words, model, e.inputs_a
-    types = getattr(_config(e.a), "layer_types", None) or ()
-    for kind in set(types) if e.block else ():
-        model = copy.deepcopy(e.a)
-        with contextlib.suppress(AttributeError):  # a property
-            _config(model).layer_types = [kind] * len(types)
-        yield f"{kind.replace('_', ' ')} in this layer, by another window", model, e.inputs_a
-
-
-def _norms_of_heads(e: Evidence) -> Trial:
-    def without(block: nn.Module, leaf: str) -> bool:
-        found = [name for name, _ in block.named_modules() if re.search(rf"(^|\.){leaf}$", name)]
-        for name in found:
-            block.set_submodule(name, nn.Identity())
-        return bool(found)
-
-    kinds = {"queries": "q_norm", "keys": "k_norm", "queries and keys": "[qk]_norm"}
-    yield from _changed(e, {words: partial(without, leaf=leaf) for words, leaf in kinds.items()})
-
-
-def _gate_and_up(e: Evidence) -> Trial:
-    def change(block: nn.Module) -> bool:
-        named = dict(block.named_parameters())
-        gates = [(x, named.get(n.replace("gate_proj", "up_proj"))) for n, x in named.items() if "gate_proj" in n]
-        for gate, up in gates:
-            if up is not None:
-                kept = gate.clone()
-                gate.copy_(up)
-                up.copy_(kept)
-        fused = [x for n, x in named.items() if "gate_up_proj" in n]
-        for x in fused:
-            x.copy_(x.roll(x.shape[-2] // 2, -2) if x.ndim > 1 else x.roll(len(x) // 2))
-        return bool(gates or fused)
-
-    yield from _changed(e, {"": change})
-
-
+_BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 50_000.0, 20_000.0, 5_000.0, 1_000.0)
 _ACTIVATIONS = {
     "gelu": nn.GELU(),
     "gelu with tanh": nn.GELU("tanh"),
@@ -628,39 +461,163 @@ _ACTIVATIONS = {
     "relu": nn.ReLU(),
     "tanh": nn.Tanh(),
 }
+_ACTIVATION = r"(^|\.)(act|act_fn|activation\w*|gelu_impl)$"
+# Changes a model, or a block of it, in place; False where it finds nothing to change.
+Change = Callable[[Any], bool]
 
 
-def _activation(e: Evidence) -> Trial:
-    def put(block: nn.Module, function: nn.Module) -> bool:
-        pattern = r"(^|\.)(act|act_fn|activation\w*|gelu_impl)$"
-        named = [name for name, _ in block.named_modules() if re.search(pattern, name)]
-        for name in named:
-            owner, _, leaf = name.rpartition(".")
-            setattr(block.get_submodule(owner), leaf, function)
-        return bool(named)
+def _changed(e: Evidence) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """Causes, each with A changed by it and what that is called with."""
+    for cause, inputs in _other_inputs(e):
+        yield cause, e.a.model, inputs
+    for where, changes in (("", _model_changes(e)), (e.block, _block_changes(e) if e.block else ())):
+        for cause, change in changes:
+            model = copy.deepcopy(e.a.model)
+            with torch.no_grad():
+                has_changed = change(model.get_submodule(where))
+            if has_changed:
+                yield cause, model, e.a.inputs
 
-    yield from _changed(e, {f": {words}": partial(put, function=function) for words, function in _ACTIVATIONS.items()})
+
+def _model_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
+    root = math.sqrt(e.a.tensors[e.site].shape[-1])
+    if e.site.name == EMBEDDINGS and hasattr(e.a.model, "get_input_embeddings"):
+        for words, factor in (("sqrt(width)", root), ("1/sqrt(width)", 1 / root)):
+            yield f"token embeddings are scaled by {words}", partial(_scale_tokens, factor=factor)
+    for base in _BASES:
+        yield f"a rotary base of {base:g}", partial(_set_rotary_base, base=base)
+    words, whole = f"a rotary base of {_BASES[0]:g}, of all features of a head", _head_width(e.a.model) // 2
+    yield words, partial(_set_rotary_base, base=_BASES[0], count=whole)
+    for name, values in _SETTINGS.items():
+        for value, words in values.items():
+            yield f"B has {words}", partial(_set, block=e.block, name=name, value=value)
+    types = getattr(_config(e.a.model), "layer_types", None) or ()
+    for kind in set(types) if e.block else ():
+        words = f"B has {kind.replace('_', ' ')} in this layer, by another window"
+        yield words, partial(_set, block="", name="layer_types", value=[kind] * len(types))
 
 
-_TRIALS: tuple[tuple[str, Callable[[Evidence], Trial]], ...] = (
-    ("token embeddings are scaled", _scaled_tokens),
-    ("positions are off", _shifted),
-    ("B ignores the padding mask", _unmasked),
-    ("another layout of the rotary embedding", _rotary_layout),
-    ("keys and values are repeated in another order", _key_value_repeat),
-    ("another scale of the softmax", _softmax_scale),
-    ("a rotary base", _rotary_base),
-    ("B has ", _settings),
-    ("B has no norm of ", _norms_of_heads),
-    ("gate and up projections are swapped", _gate_and_up),
-    ("another activation", _activation),
-)
+def _block_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
+    config, head = _config(e.a.model), _head_width(e.a.model)
+    pairs = torch.arange(head // 2 * 2).reshape(-1, 2).T.flatten()
+    if head > 1 and head % 2 == 0:
+        yield "another layout of the rotary embedding: interleaved pairs", partial(_reorder_heads, order=pairs)
+        yield "another layout of the rotary embedding: halves", partial(_reorder_heads, order=pairs.argsort())
+    heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0)
+    if heads and groups and head and 1 < groups < heads:
+        order = torch.arange(heads).reshape(heads // groups, groups).T.flatten()  # A's head that takes B's place
+        columns = (order[:, None] * head + torch.arange(head)).flatten()
+        yield "keys and values are repeated in another order", partial(_move_heads, columns=columns)
+    root = math.sqrt(max(head, 1))
+    for words, factor in (("1/d_head", 1 / root), ("none", root)):
+        cause = f"another scale of the softmax: {words} in place of 1/sqrt(d_head)"
+        yield cause, partial(_scale_queries, factor=factor)
+    for words, scale in (("1/d_head", 1 / max(head, 1)), ("none", 1.0), ("1/sqrt(d_head)", 1 / root)):
+        yield f"another scale of the softmax: {words}", partial(_set_scaling, scale=scale)
+    for words, leaf in (("queries", "q_norm"), ("keys", "k_norm"), ("queries and keys", "[qk]_norm")):
+        yield f"B has no norm of {words}", partial(_put, pattern=rf"(^|\.){leaf}$", module=nn.Identity())
+    yield "gate and up projections are swapped", _swap_gate_and_up
+    for words, function in _ACTIVATIONS.items():
+        yield f"another activation: {words}", partial(_put, pattern=_ACTIVATION, module=function)
+
+
+def _scale_tokens(model: Any, factor: float) -> bool:
+    model.get_input_embeddings().weight.mul_(factor)
+    return True
+
+
+def _set_rotary_base(model: nn.Module, base: float, count: int | None = None) -> bool:
+    buffers = _rotary_buffers(model)
+    for name, old in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        n = len(old) if count is None else count
+        setattr(model.get_submodule(owner), leaf, base ** (-torch.arange(n, dtype=old.dtype) / n))
+    return bool(buffers)
+
+
+def _set(model: nn.Module, block: str, name: str, value: Any) -> bool:
+    """Set an attribute of the configuration and of a block's modules, where they have it; a window by a step."""
+    holders = [_config(model), *(model.get_submodule(block).modules() if block else ())]
+    holders = [holder for holder in holders if hasattr(holder, name)]
+    for holder in holders:
+        old = getattr(holder, name)
+        with contextlib.suppress(Exception):  # a property, or a configuration that checks its values
+            setattr(holder, name, old + value if name == "sliding_window" and old else value)
+    return bool(holders)
+
+
+def _projections(block: nn.Module, pattern: str) -> list[nn.Linear]:
+    return [m for n, m in block.named_modules() if isinstance(m, nn.Linear) and re.search(pattern, n)]
+
+
+def _reorder(linear: nn.Linear, order: Tensor) -> None:
+    linear.weight.copy_(linear.weight[order])
+    if linear.bias is not None:
+        linear.bias.copy_(linear.bias[order])
+
+
+def _reorder_heads(block: nn.Module, order: Tensor) -> bool:
+    """Reorder the features of each head of queries and keys."""
+    changed, head = _projections(block, _QUERY_KEY), len(order)
+    if any(linear.out_features % head for linear in changed):
+        return False
+    for linear in changed:
+        starts = head * torch.arange(linear.out_features // head)[:, None]
+        _reorder(linear, (order[None] + starts).flatten())
+    return bool(changed)
+
+
+def _move_heads(block: nn.Module, columns: Tensor) -> bool:
+    """Move heads of queries, and of the output with them."""
+    queries, outs = _projections(block, _QUERY), _projections(block, r"o_proj$|out_proj$|dense$")
+    outs = [o for o in outs if o.in_features == len(columns)]
+    if not queries or not outs or queries[0].out_features != len(columns):
+        return False
+    _reorder(queries[0], columns)
+    outs[0].weight.copy_(outs[0].weight[:, columns])
+    return True
+
+
+def _scale_queries(block: nn.Module, factor: float) -> bool:
+    queries = _projections(block, _QUERY)
+    for tensor in (t for linear in queries for t in (linear.weight, linear.bias) if t is not None):
+        tensor.mul_(factor)
+    return bool(queries)
+
+
+def _set_scaling(block: nn.Module, scale: float) -> bool:
+    scaled: list[Any] = [m for m in block.modules() if isinstance(getattr(m, "scaling", None), float)]
+    for module in scaled:
+        module.scaling = scale
+    return bool(scaled)
+
+
+def _put(block: nn.Module, pattern: str, module: nn.Module) -> bool:
+    """Put a module in place of those with such a name."""
+    found = [name for name, _ in block.named_modules() if re.search(pattern, name)]
+    for name in found:
+        block.set_submodule(name, module)
+    return bool(found)
+
+
+def _swap_gate_and_up(block: nn.Module) -> bool:
+    named = dict(block.named_parameters())
+    gates = [(x, named.get(n.replace("gate_proj", "up_proj"))) for n, x in named.items() if "gate_proj" in n]
+    for gate, up in gates:
+        if up is not None:
+            kept = gate.clone()
+            gate.copy_(up)
+            up.copy_(kept)
+    fused = [x for n, x in named.items() if "gate_up_proj" in n]
+    for x in fused:
+        x.copy_(x.roll(x.shape[-2] // 2, -2) if x.ndim > 1 else x.roll(len(x) // 2))
+    return bool(gates or fused)
 
 
 def _sees_later(e: Evidence) -> list[str]:
     """Change each row's last token: outputs at earlier tokens move in a model without a causal mask."""
-    ids = e.inputs_a.get("input_ids")
-    if e.b is None or e.roles_b is None or ids is None:
+    ids = e.a.inputs.get("input_ids")
+    if not e.b.inputs or ids is None:
         return []
     mask = torch.ones_like(ids) if e.mask is None else e.mask
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
@@ -669,13 +626,12 @@ def _sees_later(e: Evidence) -> list[str]:
     changed[rows, last] = torch.where(ids[rows, last] == ids.max(), ids.min(), ids.max())
     earlier = (torch.arange(ids.shape[1])[None] < last[:, None]) & mask.bool()
     moves = []
-    sides = ((e.a, e.inputs_a, e.roles_a, e.captured_a.tensors), (e.b, e.inputs_b, e.roles_b, e.tensors_b))
-    for model, inputs, roles, before in sides:
-        inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in inputs.items()}
-        after = capture(model, inputs, roles).tensors[e.site]
+    for side in (e.a, e.b):
+        inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in side.inputs.items()}
+        after = capture(side.model, inputs, side.roles).tensors[e.site]
         if after.shape[:2] != ids.shape:
             return []
-        moves.append(bool((after - before[e.site])[earlier].abs().max() > 1e-9))
+        moves.append(bool((after - side.tensors[e.site])[earlier].abs().max() > 1e-9))
     if moves == [False, True]:
         return ["B attends to later tokens: a wrong mask"]
     return ["A attends to later tokens and B does not: a wrong mask"] if moves == [True, False] else []

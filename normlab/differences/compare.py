@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from normlab.differences.capture import (
-    EMBEDDINGS,
     FINAL,
     LOGITS,
     Capture,
@@ -32,7 +31,7 @@ from normlab.differences.capture import (
     relative_difference,
     roles_of,
 )
-from normlab.differences.causes import Evidence, causes_of
+from normlab.differences.causes import Evidence, Side, causes_of
 from normlab.errors import NormlabError
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
@@ -110,66 +109,48 @@ def diff(
             model.train(was_training)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One of the two models, with what it is called with and the roles of its modules."""
-
-    model: nn.Module
-    inputs: dict[str, Any]
-    roles: Roles
-    weights: torch.dtype  # to which weights are rounded
-    buffers: dict[str, torch.dtype]
-    gradients: bool
-
-    def copy(self, dtype: torch.dtype) -> nn.Module:
-        """A copy in `dtype` with weights and buffers rounded."""
-        return _rounded(self.model, self.weights, dtype, self.buffers)
-
-    def capture(self, model: nn.Module) -> Capture:
-        """Capture a copy."""
-        return capture(model, self.inputs, self.roles, gradients=self.gradients)
-
-
 def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: bool) -> Difference:
-    inputs_a, inputs_b = _accepted(a, batch), _accepted(b, batch)
-    roles_a = roles_of(a, inputs_a)
-    alike = [name for name, _ in a.named_modules()] == [name for name, _ in b.named_modules()]
-    roles_b = roles_a if alike else roles_of(b, inputs_b)
-    depth = len(roles_a.blocks)
-    if depth != len(roles_b.blocks):
-        raise NormlabError(f"the models have {depth} and {len(roles_b.blocks)} blocks: compare equal depths")
-    coarser = max(_dtype(a), _dtype(b), key=_eps)
+    models, mask = (a, b), batch.get("attention_mask")
+    inputs = [_accepted(model, batch) for model in models]
+    roles = [roles_of(a, inputs[0])] * 2
+    if [name for name, _ in a.named_modules()] != [name for name, _ in b.named_modules()]:
+        roles[1] = roles_of(b, inputs[1])
+    depth = len(roles[0].blocks)
+    if depth != len(roles[1].blocks):
+        raise NormlabError(f"the models have {depth} and {len(roles[1].blocks)} blocks: compare equal depths")
+    dtypes = [_dtype(model) for model in models]
+    coarser = max(dtypes, key=_eps)
     buffers = _coarser_buffers(a, b)
-    side_a = _Side(a, inputs_a, roles_a, coarser, buffers, gradients)
-    side_b = _Side(b, inputs_b, roles_b, coarser, buffers, gradients)
-    mask = batch.get("attention_mask")
 
-    single = side_a.capture(side_a.copy(torch.float32)).tensors
+    def run(i: int, dtype: torch.dtype) -> Side:
+        """A copy of A (0) or B (1) in `dtype`, weights and buffers rounded, and what its sites hold."""
+        model = _rounded(models[i], coarser, dtype, buffers)
+        return Side(capture(model, inputs[i], roles[i], gradients=gradients), model, inputs[i], roles[i])
+
+    single = run(0, torch.float32).tensors
     notes: list[str] = []
     try:
-        evidence = _evidence(side_a, side_b, torch.float64, batch)
-        exact = _all_finite(evidence.captured_a.tensors, mask) or not _all_finite(single, mask)
+        side_a, side_b = run(0, torch.float64), run(1, torch.float64)
+        exact = _all_finite(side_a.tensors, mask) or not _all_finite(single, mask)
     except RuntimeError:  # a kernel that has no float64, or a dtype written into the code
         exact = False
     if not exact:
         notes = ["compared in float32: a copy does not run in float64"]
-        evidence = _evidence(side_a, side_b, torch.float32, batch)
-    in_a, in_b = evidence.captured_a.tensors, evidence.tensors_b
-    rows = _rows(in_a, in_b, single, LEAST if exact else WITHOUT_FLOAT64, mask)
+        side_a, side_b = run(0, torch.float32), run(1, torch.float32)
+    rows = _rows(side_a.tensors, side_b.tensors, single, LEAST if exact else WITHOUT_FLOAT64, mask)
     first = _first(rows)
-    causes = []
     if first is not None:
-        notes.append(f"B computes it in {_code_of(b, roles_b, first, evidence.modules_b.get(first, ''))}")
-        causes = causes_of(replace(evidence, site=first))
+        notes.append(f"B computes it in {_code_of(b, roles[1], first, side_b.captured.modules.get(first, ''))}")
+        causes = causes_of(Evidence(side_a, side_b, first, mask))
         if not exact or coarser is torch.float32 or not any(_name(coarser) in cause for cause in causes):
             return _result(rows, first, causes, depth, notes)
         # The dtype of the models, written into the code of one: what counts is beyond its rounding.
         notes.append(f"{first.words()} of block {first.layer} is in {_name(coarser)} whatever the model's dtype")
-        coarse = min((side_a, side_b), key=lambda side: -_eps(_dtype(side.model)))
-        rows = _rows(in_a, in_b, coarse.capture(coarse.copy(coarser)).tensors, _eps(coarser), mask)
+        coarse = run(dtypes.index(coarser), coarser).tensors
+        rows = _rows(side_a.tensors, side_b.tensors, coarse, _eps(coarser), mask)
     elif exact:
-        own = [side.capture(side.copy(_dtype(side.model))).tensors for side in (side_a, side_b)]
-        rows = _rounding_rows(rows, own, (in_a, in_b), (_dtype(a), _dtype(b)), mask)
+        own = [run(i, dtypes[i]).tensors for i in (0, 1)]
+        rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
     first = _first(rows)
     causes = [] if first is None else ["a part is computed in a coarser dtype than the model's: a cast"]
     return _result(rows, first, causes, depth, notes)
@@ -188,16 +169,6 @@ def _code_of(model: nn.Module, roles: Roles, site: Site, name: str) -> str:
         return words
 
 
-def _evidence(a: _Side, b: _Side, dtype: torch.dtype, batch: dict[str, Any]) -> Evidence:
-    """Copies of both models in `dtype`, and their captures."""
-    model_a, model_b = a.copy(dtype), b.copy(dtype)
-    in_a, in_b = a.capture(model_a), b.capture(model_b)
-    mask = batch.get("attention_mask")
-    start = Site(EMBEDDINGS, 0)
-    modules_b, roles = in_b.modules, (a.roles, b.roles)
-    return Evidence(model_a, model_b, in_a, in_b.tensors, modules_b, a.inputs, b.inputs, *roles, start, mask)
-
-
 def _first(rows: list[Row]) -> Site | None:
     return next((row.site for row in rows if row.parts), None)
 
@@ -207,7 +178,7 @@ def _rows(
 ) -> list[Row]:
     """Compare two captures; `rounded` is the first one in a coarser dtype."""
     rows = []
-    for site in _common(a, b):
+    for site in (site for site in a if site in b and a[site].shape == b[site].shape):
         noise = relative_difference(a[site], rounded[site], mask)
         difference = relative_difference(a[site], b[site], mask)
         rows.append(Row(site, difference, noise, difference > max(least, ROUNDINGS * noise)))
@@ -220,7 +191,9 @@ def _diff_arrays(
     inputs = _accepted(a, batch)
     roles = roles_of(a, inputs)
     depth = len(roles.blocks)
-    arrays = {Site(site.name, _place(site, depth)): x for site, x in arrays.items()}
+    ends = {LOGITS, f"{FINAL}_in", f"{FINAL}_out"}  # an array named without a layer is here, or before the blocks
+    places = {site: (depth + 1 if site.name in ends else 0) if site.layer < 0 else site.layer for site in arrays}
+    arrays = {Site(site.name, places[site]): x for site, x in arrays.items()}
     computed = dtype or max((_dtype(a), *(x.dtype for x in arrays.values())), key=_eps)
     exact = _rounded(a, _dtype(a), torch.float64)
     in_a = capture(exact, inputs, roles)
@@ -231,24 +204,16 @@ def _diff_arrays(
         known = ", ".join(f"{site.name}.{site.layer}" for site in list(in_a.tensors)[:8])
         raise NormlabError(f"the file has no site of this model in its shape: name arrays as {known} ...")
     first = _first(rows)
-    causes: list[str] = []
-    if first is not None:
-        causes = causes_of(Evidence(exact, None, in_a, arrays, {}, inputs, {}, roles, None, first, mask))
+    side_a, side_b = Side(in_a, exact, inputs, roles), Side(Capture(arrays))
+    causes = [] if first is None else causes_of(Evidence(side_a, side_b, first, mask))
     return _result(rows, first, causes, depth, [])
-
-
-def _place(site: Site, depth: int) -> int:
-    """The layer of an array that was named without one."""
-    if site.layer >= 0:
-        return site.layer
-    return depth + 1 if site.name == LOGITS or site.name.startswith(FINAL) else 0
 
 
 def _rounding_rows(
     rows: list[Row],
     own: list[dict[Site, Tensor]],
-    exact: tuple[dict[Site, Tensor], ...],
-    dtypes: tuple[torch.dtype, ...],
+    exact: list[dict[Site, Tensor]],
+    dtypes: list[torch.dtype],
     mask: Tensor | None,
 ) -> list[Row]:
     """Compare how far each model is from its float64 copy, in roundings of its dtype."""
@@ -290,10 +255,6 @@ def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, 
     because = f": {causes[0]}" if causes else ""
     size = f"differs by {row.difference:.1e}" + (f", {row.ratio:.0f} times rounding" if row.noise else "")
     return Difference(f"parts at {where}, {first.words()} ({size}){because}", first, causes, table, notes)
-
-
-def _common(a: dict[Site, Tensor], b: dict[Site, Tensor]) -> list[Site]:
-    return [site for site in a if site in b and a[site].shape == b[site].shape]
 
 
 def _original(model: nn.Module) -> nn.Module:

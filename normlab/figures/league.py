@@ -25,7 +25,7 @@ from normlab.figures.registry import register
 from normlab.schemes import BASELINE
 
 NO_FINALS = "No final run of the league in this table: these are made after the search."
-SETS = ("not told from the best", "below the best", "below at 2M tokens", "only searched")
+SETS = ("not told from the best", "below the best", "one final run", "below at 2M tokens", "only searched")
 # quantity -> (title, axis, whether it is a ratio)
 QUANTITIES = {
     "loss": ("Held-out loss in the league", "nats per token", False),
@@ -120,13 +120,14 @@ def _mark(in_set: bool, color: str) -> dict:
 
 
 def _message(rows: pd.DataFrame, name: str, words: str) -> str:
-    if name == "loss":
-        return f": {rows['in_set'].sum()} of {rows[name].notna().sum()} schemes are not told from the best"
+    if name == "loss" and rows["seeds"].gt(1).any():
+        return f": {rows['in_set'].sum()} of {rows['seeds'].gt(1).sum()} schemes are not told from the best"
     values = rows.set_index("scheme")[name].astype(float)
     values = values[np.isfinite(values)].sort_values()
-    if name == "search_loss":
+    if name in ("loss", "search_loss"):
         ends = [f"{values.iloc[place]:.2f}" for place in (0, -1)]
-        return f": {len(values)} only searched, {' to '.join(dict.fromkeys(ends))} nats"
+        what = "with one final run" if name == "loss" else "only searched"
+        return f": {len(values)} {what}, {' to '.join(dict.fromkeys(ends))} nats"
     ends = [f"{short(value)} ({title_of(str(scheme))})" for scheme, value in values.iloc[[0, -1]].items()]
     return f":<br>{' to '.join(dict.fromkeys(ends))}, {words.removeprefix('search: ').partition(',')[0]}"
 

@@ -215,17 +215,28 @@ def test_c_does_the_bound_matter(apart, says):
 
 def test_d_a_set_of_the_best_and_what_is_below_it():
     finals, search = Table(), Table()
-    for scheme, loss in ((PRE, 3.40), (LNS, 3.40), ("bhyt", 3.80)):
-        for seed in range(3):
+    for scheme, loss, seeds in ((PRE, 3.40, 3), (LNS, 3.40, 3), ("bhyt", 3.80, 3), ("mhc", 3.90, 1)):
+        for seed in range(seeds):
             finals.add(scheme, 8, seed, 0.004, loss)
-    for scheme, losses in {PRE: (3.7, 3.6, 3.8), LNS: (3.7, 3.6), "dyt": (4.4, 4.3)}.items():
+    tried = {PRE: (3.7, 3.6, 3.8), LNS: (3.7, 3.6), "mhc": (4.1,), "dyt": (4.4, 4.3), "keel": (4.0,)}
+    for scheme, losses in tried.items():
         for lr, loss in zip((0.002, 0.004, 0.008), losses, strict=False):
             search.add(scheme, 8, 1000, lr, loss)
     table = decisions.league(finals.frame(), search.frame()).set_index("scheme")
-    assert table["in_set"].to_dict() == {PRE: True, LNS: True, "bhyt": False, "dyt": False}
-    assert table.loc[["bhyt", "dyt"], "says"].tolist() == ["below the best", "below at 2M tokens"]
+    assert table["in_set"].to_dict() == {PRE: True, LNS: True, "bhyt": False, "mhc": False, "keel": False, "dyt": False}
+    words = {"bhyt": "below the best", "mhc": "one final run", "keel": "only searched", "dyt": "below at 2M tokens"}
+    assert {name: table.loc[name, "says"] for name in words} == words
     assert table.loc[PRE, ["rate", "inside"]].tolist() == [0.004, True] and not table.loc[LNS, "inside"]
-    assert list(table.index)[2:] == ["bhyt", "dyt"]
+    assert list(table.index)[2:] == list(words)
+
+
+def test_d_finals_of_schemes_that_always_have_them_put_nobody_below():
+    finals, search = Table(), Table()
+    finals.add(PRE, 8, 0, 0.004, 3.4)
+    for scheme, loss in ((PRE, 3.6), ("dyt", 4.3)):
+        search.add(scheme, 8, 1000, 0.004, loss)
+    says = decisions.league(finals.frame(), search.frame()).set_index("scheme")["says"]
+    assert says.to_dict() == {PRE: "one final run", "dyt": "only searched"}
 
 
 def test_d_the_set_holds_the_best_scheme_as_often_as_it_says():

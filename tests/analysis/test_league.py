@@ -49,7 +49,12 @@ def searched(scheme: str, losses: dict[float, float]) -> pd.DataFrame:
 @pytest.fixture(scope="module")
 def table() -> pd.DataFrame:
     finals = pd.concat([final(scheme, seed) for scheme in LOSS for seed in range(3)], ignore_index=True)
-    tried = {PRE: {0.002: 3.9, 0.004: 3.89, 0.008: 4.2}, LNS: {0.002: 3.8, 0.008: 3.7}, "dyt": {0.002: 4.4, 0.008: 4.9}}
+    tried = {
+        PRE: {0.002: 3.9, 0.004: 3.89, 0.008: 4.2},
+        LNS: {0.002: 3.8, 0.008: 3.7},
+        MINE: {0.004: 4.1},
+        "dyt": {0.002: 4.4},
+    }
     search = pd.concat([searched(scheme, losses) for scheme, losses in tried.items()], ignore_index=True)
     costs = [(run, scheme, 4, layer, 0.1 * layer) for run, scheme, layer in _blocks(finals)]
     experiments = pd.DataFrame(costs, columns=["run", "scheme", "depth", "layer", "value"])

@@ -69,6 +69,13 @@ def final_meta(scheme: str) -> dict[str, str]:
     return {"scheme": scheme, "column": "loss"}
 
 
+def test_single_final_runs_make_no_set(table):
+    one = table.assign(seeds=table["seeds"].where(table["seeds"].isna(), 1.0), in_set=False)
+    one["says"] = ["one final run"] * 3 + [*SAYS.values()][3:]
+    title = FIGURES["league_losses"](one).layout.title.text
+    assert title.endswith("3 with one final run, 3.40 to 3.60 nats")
+
+
 def test_a_search_alone_says_so_and_draws_no_final_runs(table):
     none = dict.fromkeys(("loss", "loss_low", "loss_high", "growth", "step_cost", "tokens", "seeds"), NAN)
     searched = table.assign(**none, in_set=False, says=[*["only searched"] * 4, "diverged", "not run"])
