@@ -37,16 +37,8 @@ def command(kind: str, out: str) -> list[str]:
     if kind == "sweep":
         return [sys.executable, "sweep.py", out]
     train = ["-m", "normlab", "train", *tiny(Path(CORPUS), **FIELDS).to_arguments()]
-    return [
-        sys.executable,
-        *(RANKS if kind == "ranks" else []),
-        *train,
-        "--out",
-        out,
-        "--cache-dir",
-        "cache",
-        "--quiet",
-    ]
+    ranks = RANKS if kind == "ranks" else []
+    return [sys.executable, *ranks, *train, "--out", out, "--cache-dir", "cache", "--quiet"]
 
 
 def start(kind: str, out: str, folder: Path) -> subprocess.Popen:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from normlab.errors import NormlabError
 from normlab.probes import record
-from normlab.probes.layout import find_hidden_state, find_output
+from normlab.probes.layout import find_input, find_output
 from normlab.probes.sites import Sites, stacks
 
 EMBEDDINGS, LOGITS, FINAL = "embeddings", "logits", "final_norm"
@@ -208,8 +208,7 @@ def _hooks(
 
     def before(name: str, act: Any) -> None:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            state = find_hidden_state(args, kwargs)
-            act(name, None if state is None else state[0])
+            act(name, find_input(args, kwargs))
 
         handles.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from normlab.probes import statistics
 from normlab.probes.block_trace import BlockTrace
-from normlab.probes.decomposition import NormRead, additions, kind_counts
-from normlab.probes.forward_call import Call, Place
+from normlab.probes.decomposition import NormRead, additions
+from normlab.probes.forward_call import Call, Place, Staged
 from normlab.probes.layout import features_last
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32
@@ -58,50 +58,41 @@ def with_batch(state: Tensor, values: Tensor, masks: Tensor) -> Tensor:
     return torch.stack([*merged, torch.maximum(state[3], peak)])
 
 
-def empty_moments(rows: int, masks: int, statistics: int, device: torch.device) -> Tensor:
-    """Moments of no token: (4, rows, masks, statistics), float64 where the device has it.
-
-    They are a few hundred numbers, so float64 is free, and thousands of merged batches lose nothing.
-    """
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    state = torch.zeros(4, rows, masks, statistics, dtype=dtype, device=device)
-    state[3] = -torch.inf
-    return state
-
-
-def moments_table(
-    state: Tensor, places: Sequence[Place], widths: Sequence[int], masks: Sequence[str], names: Sequence[str]
-) -> pandas.DataFrame:
-    """Moments (4, places, masks, statistics) as a table with one row per place, mask and statistic."""
-    import pandas
-
-    each = len(masks) * len(names)
-    table = {
-        "site": [site for site, _ in places for _ in range(each)],
-        "layer": [layer for _, layer in places for _ in range(each)],
-        "mask": [mask for mask in masks for _ in names] * len(places),
-        "statistic": list(names) * (len(places) * len(masks)),
-    }
-    numbers = state.cpu().double().flatten(1).numpy()
-    table |= dict(zip(("count", "mean", "m2", "peak"), numbers, strict=True))
-    return pandas.DataFrame(table | {"width": [width for width in widths for _ in range(each)]})
-
-
 class _Moments:
-    """Running moments of one kind on one device, with a row per place."""
+    """Running moments of one kind on one device: (4, places, masks, statistics).
 
-    def __init__(self, masks: int, statistics: int, device: torch.device):
-        self.rows: dict[Place, int] = {}
-        self.state = empty_moments(0, masks, statistics, device)
+    They are a few hundred numbers, so float64, where the device has it, is free, and thousands of merged batches lose
+    nothing.
+    """
+
+    def __init__(self, masks: Sequence[str], names: Sequence[str], device: torch.device):
+        self.masks, self.names = masks, names
+        self.widths: dict[Place, int] = {}  # of the places in order
+        self.state = self._empty(0, torch.float32 if device.type == "mps" else torch.float64, device)
+
+    def _empty(self, places: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        state = torch.zeros(4, places, len(self.masks), len(self.names), dtype=dtype, device=device)
+        state[3] = -torch.inf
+        return state
 
     def add(self, values: Mapping[Place, Tensor], masks: Tensor) -> None:
-        """Merge the (statistics, tokens) of each place; `masks`: (masks, tokens)."""
-        at = torch.as_tensor([self.rows.setdefault(place, len(self.rows)) for place in values], device=masks.device)
-        _, present, masked, statistics = self.state.shape
-        if present < len(self.rows):
-            new = empty_moments(len(self.rows) - present, masked, statistics, self.state.device)
-            self.state = torch.cat([self.state, new], dim=1)
+        """Merge the (statistics, tokens) of places whose width is known; `masks`: (masks, tokens)."""
+        rows = {place: row for row, place in enumerate(self.widths)}
+        new = self._empty(len(rows) - self.state.shape[1], self.state.dtype, self.state.device)
+        self.state = torch.cat([self.state, new], dim=1)
+        at = torch.as_tensor([rows[place] for place in values], device=masks.device)
         self.state[:, at] = with_batch(self.state[:, at], torch.stack(list(values.values())), masks)
+
+    def table(self) -> pandas.DataFrame:
+        """One row per place, mask and statistic."""
+        import pandas
+
+        rows = [(*place, mask, name) for place in self.widths for mask in self.masks for name in self.names]
+        table = pandas.DataFrame(rows, columns=["site", "layer", "mask", "statistic"])
+        numbers = self.state.cpu().double().flatten(1).numpy()
+        each = len(self.masks) * len(self.names)
+        widths = [width for width in self.widths.values() for _ in range(each)]
+        return table.assign(**dict(zip(("count", "mean", "m2", "peak"), numbers, strict=True)), width=widths)
 
 
 class Accumulator:
@@ -112,63 +103,59 @@ class Accumulator:
         self.statistics = statistics
         self.kinds: set[str] = set()  # that have been measured
         self._moments: dict[tuple[str, torch.device], _Moments] = {}
-        self._widths: dict[tuple[str, Place], int] = {}
         self._arrays: dict[tuple[str, Place], Tensor] = {}  # (masks, ...)
 
-    def add(self, call: Call, values: Iterable[Staged], arrays: Iterable[StagedArray] = ()) -> None:
+    def add(self, call: Call, measured: Iterable[Staged]) -> None:
         """Merge what one call has staged. What a norm without a site has read is left out.
 
         Outside inference mode: tensors made inside it could not be updated outside.
         """
         groups: dict[tuple[str, torch.device, tuple[int, ...]], dict[Place, Tensor]] = defaultdict(dict)
         with torch.inference_mode(False), torch.no_grad():
-            for staged in values:
-                place = _place(staged.where)
+            for kind, where, values, shape in measured:
+                place = _place(where)
                 if place is None:
                     continue
-                tokens, width = staged.shape[:-1], staged.shape[-1]
-                if self._widths.setdefault((staged.kind, place), width) != width:
-                    call.absent[f"{place[0]} {place[1]}"] = "its width differs between calls"
+                if kind in MERGE:
+                    self.kinds.add(kind)
+                    before = self._arrays.get((kind, place))
+                    self._arrays[kind, place] = values.clone() if before is None else MERGE[kind](before, values)
                     continue
-                group = groups[staged.kind, staged.values.device, tokens]
+                group = groups[kind, values.device, shape]
                 if place in group:  # differentiated twice
-                    self._merge(call, staged.kind, group, tokens)
+                    self._merge(call, kind, group, shape)
                     group.clear()
-                group[place] = staged.values
-            for (kind, _, tokens), group in groups.items():
-                self._merge(call, kind, group, tokens)
-            for statistic, where, array in arrays:
-                place = _place(where)
-                if place is not None:
-                    self.kinds.add(statistic)
-                    before = self._arrays.get((statistic, place))
-                    merged = array.clone() if before is None else MERGE[statistic](before, array)
-                    self._arrays[statistic, place] = merged
+                group[place] = values
+            for (kind, _, shape), group in groups.items():
+                self._merge(call, kind, group, shape)
 
-    def _merge(self, call: Call, kind: str, group: dict[Place, Tensor], tokens: tuple[int, ...]) -> None:
+    def _merge(self, call: Call, kind: str, group: dict[Place, Tensor], shape: tuple[int, ...]) -> None:
         device = next(iter(group.values())).device
-        masks = call.masks(device, tokens)
+        masks = call.masks(device, shape[:-1])
         if masks is None:
             return
         self.kinds.add(kind)
         if (kind, device) not in self._moments:
-            self._moments[kind, device] = _Moments(len(self.masks), len(self.statistics[kind]), device)
-        self._moments[kind, device].add(group, masks)
+            self._moments[kind, device] = _Moments(self.masks, self.statistics[kind], device)
+        moments = self._moments[kind, device]
+        fitting = {place: x for place, x in group.items() if moments.widths.setdefault(place, shape[-1]) == shape[-1]}
+        if fitting:
+            moments.add(fitting, masks)
+        for site, layer in group.keys() - fitting.keys():
+            call.absent[f"{site} {layer}"] = "its width differs between calls"
 
     def results(self) -> tuple[pandas.DataFrame, dict[tuple[str, int, str, str], Tensor]]:
         """Everything so far, on the CPU: the moments as a table, and arrays by (site, layer, mask, statistic)."""
         import pandas
 
-        tables = [moments_table(torch.empty(4, 0, 0, 0), (), (), (), ())] if not self._moments else []
-        for (kind, _), moments in self._moments.items():
-            widths = [self._widths[kind, place] for place in moments.rows]
-            tables.append(moments_table(moments.state, list(moments.rows), widths, self.masks, self.statistics[kind]))
+        tables = [moments.table() for moments in self._moments.values()]
         arrays = {
             (*place, mask, statistic): array
             for (statistic, place), of_masks in self._arrays.items()
             for mask, array in zip(self.masks, of_masks.cpu(), strict=True)
         }
-        return pandas.concat(tables, ignore_index=True), arrays
+        nothing = _Moments((), (), torch.device("cpu")).table()
+        return pandas.concat(tables or [nothing], ignore_index=True), arrays
 
 
 def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:
@@ -180,32 +167,6 @@ def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:
 
 
 # -- statistics of what passes by ------------------------------------------------------------------------------------
-
-
-class Staged(NamedTuple):
-    """Per-token statistics that wait for their call to end."""
-
-    kind: str  # of a metric
-    where: Place | NormRead  # a norm's place may become known later
-    values: Tensor  # (statistics, tokens)
-    shape: tuple[int, ...]  # of the activation: tokens, in one dimension or several, and features
-
-
-class StagedArray(NamedTuple):
-    """An array that waits for its call to end."""
-
-    statistic: str
-    where: Place | NormRead
-    array: Tensor  # (masks, ...)
-
-
-def _stage(call: Call, kind: str, where: Place | NormRead, values: Tensor, shape: Sequence[int]) -> None:
-    call.values.append(Staged(kind, where, values, tuple(shape)))
-
-
-def _stage_arrays(call: Call, statistic: str, where: Place | NormRead, arrays: Sequence[Tensor]) -> None:
-    """Stage an array of every mask."""
-    call.arrays.append(StagedArray(statistic, where, torch.stack(list(arrays))))
 
 
 class Measurer:
@@ -223,7 +184,7 @@ class Measurer:
     def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
         """Measure h itself, at a block's output or a norm's input."""
         if "activation" in self.kinds:
-            _stage(call, "activation", where, self._token_statistics(call, x), x.shape)
+            call.stage("activation", where, self._token_statistics(call, x), x.shape)
         if "coordinate" in self.kinds and not isinstance(where, NormRead):
             self._stage_array(call, "coordinate_peak", where, x)
 
@@ -301,15 +262,15 @@ class Measurer:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if ms is not None and "carried" in self.kinds:
                 ratio = statistics.carried_ratio(view, ms)
-                _stage(call, "carried", read, ratio, (*tokens, 1))
+                call.stage("carried", read, ratio, (*tokens, 1))
                 if (masks := call.masks(x.device, tokens)) is not None:
                     positions, length = call.positions(x.device, tokens)
                     tables = [statistics.by_position(ratio[0], positions, mask, length) for mask in masks]
-                    _stage_arrays(call, "carried_position", read, tables)
+                    call.stage("carried_position", read, torch.stack(tables))
             if norm is not None and "tanh" in self.kinds:
-                _stage(call, "tanh", read, statistics.tanh_statistics(norm, view, ms), view.shape)
+                call.stage("tanh", read, statistics.tanh_statistics(norm, view, ms), view.shape)
             if norm is not None and "bounded" in self.kinds and hasattr(norm, "lam") and hasattr(norm, "kappa"):
-                _stage(call, "bounded", read, statistics.bound_statistics(norm, view, ms), view.shape)
+                call.stage("bounded", read, statistics.bound_statistics(norm, view, ms), view.shape)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -334,9 +295,9 @@ class Measurer:
             update = self._branches(trace, h, out) if "branch" in self.kinds else None
             values = statistics.block_statistics(h, out, update)
             if "branch" in self.kinds and trace.segments is not None:
-                _stage(call, "branch", place, values[:2], h.shape)
+                call.stage("branch", place, values[:2], h.shape)
             if "change" in self.kinds:
-                _stage(call, "change", place, values[2:], h.shape)
+                call.stage("change", place, values[2:], h.shape)
             if "spectrum" in self.kinds:
                 self._stage_array(call, "gram", place, at_least_float32(out) - at_least_float32(h))
 
@@ -358,13 +319,15 @@ class Measurer:
                 streams.setdefault(run.kind, stream.reshape(h.shape))
                 adds = adds.reshape(h.shape)
                 added[run.kind] = adds if run.kind not in added else at_least_float32(added[run.kind]) + adds
-        counts = kind_counts(trace.segments)
+        # Branches of a kind that follow each other; those that run side by side count once.
+        working = ([run.kind for run in segment.runs if run.kind != "other"] for segment in trace.segments)
+        counts = Counter(kind for kinds in working for kind, _ in groupby(kinds))
         for kind, adds in added.items():
-            if counts.get(kind, 0) > 1:
+            if counts[kind] > 1:
                 call.absent[f"{kind} {layer}"] = f"the block has {counts[kind]} branches of this kind in turn"
             elif kind in counts:
                 values = statistics.branch_statistics(streams[kind], adds)
-                _stage(call, "branch", (kind, layer), values, h.shape)
+                call.stage("branch", (kind, layer), values, h.shape)
         for run in trace.runs:
             if run.kind not in added and run.kind != "other":
                 call.absent[f"{run.kind} {layer}"] = trace.reason_without_part(run)
@@ -374,16 +337,16 @@ class Measurer:
         first, *others = added.values()
         return sum(others, first)
 
-    def router(self, trace: BlockTrace, routing: Routing, x: Tensor) -> None:
+    def router(self, trace: BlockTrace, x: Tensor, routing: Routing) -> None:
         """Measure what a router reads."""
-        if "router" in self.kinds:
+        if "router" in self.kinds and x.shape[-1] == routing.scores.shape[1]:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 entropy = statistics.router_entropy(routing, x.detach())
             tokens = trace.entered.shape[:-1]
             tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
-            _stage(trace.call, "router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
+            trace.call.stage("router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
 
-    def experts(self, trace: BlockTrace, routing: Routing, values: Any) -> None:
+    def experts(self, trace: BlockTrace, values: Any, routing: Routing) -> None:
         """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
         tokens = tuple(trace.entered.shape[:-1])
         if "load" not in self.kinds or trace.has_experts:
@@ -394,19 +357,19 @@ class Measurer:
         trace.has_experts = True
         if (masks := trace.call.masks(chosen.device, tokens)) is not None:
             counts = [statistics.expert_counts(chosen, mask, routing.experts) for mask in masks]
-            _stage_arrays(trace.call, "expert_counts", ("mlp", trace.layer), counts)
+            trace.call.stage("expert_counts", ("mlp", trace.layer), torch.stack(counts))
 
-    def streams(self, trace: BlockTrace, kind: str, rule: nn.Module, state: Tensor) -> None:
+    def streams(self, trace: BlockTrace, state: Tensor, rule: nn.Module, kind: str) -> None:
         """Measure the streams that a rule is about to mix."""
         with torch.autocast(state.device.type, enabled=False):
             values = statistics.stream_statistics(rule, state)
         if values is not None:
-            _stage(trace.call, "streams", (kind, trace.layer), values, (*state.shape[:-1], 1))
+            trace.call.stage("streams", (kind, trace.layer), values, (*state.shape[:-1], 1))
 
     def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
         if watch.scores is not None and trace.call.has_rows(watch.shape):
-            _stage(trace.call, "attention", ("attn", trace.layer), watch.scores, (*watch.shape, 1))
+            trace.call.stage("attention", ("attn", trace.layer), watch.scores, (*watch.shape, 1))
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""
@@ -418,7 +381,7 @@ class Measurer:
             shared = masks.all(0)
             common, (first, kept) = reduce(rows, shared), call.first_tokens(x.device, tokens)
             extra = [reduce(rows[first], (mask & ~shared)[first] & kept) for mask in masks]
-            _stage_arrays(call, statistic, place, [MERGE[statistic](common, more) for more in extra])
+            call.stage(statistic, place, torch.stack([MERGE[statistic](common, more) for more in extra]))
 
 
 def _stream_scale(trace: BlockTrace) -> float:

@@ -16,7 +16,7 @@ from normlab.errors import NormlabError
 from normlab.probes.decomposition import BranchRun, NormRead, Reading, Segment, find_reading
 from normlab.probes.layout import features_last, same_tensor
 from normlab.probes.sites import Block, Branch
-from normlab.probes.stream_sums import SLACK, Rows, count_different, same
+from normlab.probes.stream_sums import Rows, count_different
 
 if TYPE_CHECKING:
     from normlab.probes.forward_call import Call
@@ -77,7 +77,7 @@ class BlockTrace:
         self.events.append(read)
         return read if is_norm else None
 
-    def norm_done(self, norm: nn.Module, output: Tensor) -> None:
+    def norm_done(self, output: Tensor, norm: nn.Module) -> None:
         """Note what a norm has returned."""
         for read in reversed(self._reads):
             if read.norm is norm and read.out is None:
@@ -87,13 +87,13 @@ class BlockTrace:
                     read.kept = read.out.detach().clone()
                 return
 
-    def branch_starts(self, branch: Branch, x: Tensor) -> None:
+    def branch_starts(self, x: Tensor, branch: Branch) -> None:
         """Note that a branch is about to read `x`."""
         if self._known_sites is None:
             view = self.view(x)
             self._inputs[branch.module] = (view, self.rows.of(view))
 
-    def branch_done(self, branch: Branch, output: Tensor) -> None:
+    def branch_done(self, output: Tensor, branch: Branch) -> None:
         """Note what a branch has returned, or the part that holds it.
 
         The part counts when the branch's own output is no change of the stream.
@@ -144,7 +144,7 @@ class BlockTrace:
             for read, site in reading.sites:
                 read.site = site
             for read in reading.waiting:  # no branch came, and the block returns its output
-                if self._same(read.out_rows, last):
+                if self.rows.same(read.out_rows, last):
                     read.site = f"{self.runs[-1].kind}_norm_in"
         elif bool(self.rows.first.any()):
             self._name_first_norm()
@@ -164,7 +164,7 @@ class BlockTrace:
         elif not self.runs:
             self.why = "no branch was found in the block"
         else:
-            reading = find_reading(self.events, Reading(self.entered, self.rows.first), last, self.rows.eps)
+            reading = find_reading(self.events, self.entered, last, self.rows)
             if reading is not None:
                 return reading
             self.why = self._reason(last)
@@ -173,7 +173,7 @@ class BlockTrace:
     def _name_first_norm(self) -> None:
         """Name the norm that reads the input of a block that does not add up: it is of the branch that comes next."""
         for i, event in enumerate(self.events):
-            if isinstance(event, NormRead) and event.rows is not None and self._same(event.rows, self.rows.first):
+            if isinstance(event, NormRead) and event.rows is not None and self.rows.same(event.rows, self.rows.first):
                 later = next((run for run in self.events[i:] if isinstance(run, BranchRun)), None)
                 if later is not None:
                     event.site = f"{later.kind}_norm_in"
@@ -205,7 +205,7 @@ class BlockTrace:
             return "the block has no residual connection: it ends in a projection"
         if not bool((first.isfinite().all(1) & last.isfinite().all(1)).any()):
             return "the stream is not finite"
-        if self._same(first, last):
+        if self.rows.same(first, last):
             return f"what {kinds} add is lost in the rounding of the stream"
         count = count_different(first)
         if count < FEW:
@@ -223,7 +223,7 @@ class BlockTrace:
         if run.branch in parts:
             return "it changes the stream together with another branch"
         others = [other for other in self.runs if other is not run]
-        feeds = any(same_tensor(other.x, run.out) or self._same(other.read, run.rows) for other in others)
+        feeds = any(same_tensor(other.x, run.out) or self.rows.same(other.read, run.rows) for other in others)
         if self.block.module.training and not feeds and run.rows is not None:
             return "it was dropped in training, as by stochastic depth: what it returns does not reach the stream"
         return "what it returns goes into another branch, not into the stream"
@@ -233,7 +233,7 @@ class BlockTrace:
         x: Tensor | None = None
         for event in reversed(self.events):
             rows = event.rows if isinstance(event, BranchRun) else event.out_rows
-            if not (same_tensor(event.out, x) if x is not None else self._same(rows, last)):
+            if not (same_tensor(event.out, x) if x is not None else self.rows.same(rows, last)):
                 return False
             if isinstance(event, BranchRun):
                 return not any(True for _ in event.branch.module.children())
@@ -252,6 +252,3 @@ class BlockTrace:
         """Let go of every activation: what was measured keeps the norms' reads, for their sites."""
         for read in self._reads:
             read.x = read.rows = read.out = read.out_rows = read.kept = None
-
-    def _same(self, a: Tensor | None, b: Tensor | None) -> bool:
-        return same(a, b, SLACK * self.rows.eps)

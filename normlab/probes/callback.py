@@ -29,6 +29,10 @@ from normlab.probes.sites import sites
 if TYPE_CHECKING:
     import pandas
 
+try:
+    from transformers import TrainerCallback
+except ImportError:
+    TrainerCallback = object  # type: ignore[assignment, misc]
 
 _log = logging.getLogger(__name__)
 
@@ -48,36 +52,15 @@ class UpdateRatio:
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """The ratio by parameter name; NaN for a matrix that was zero."""
-        now = dict(self._model.named_parameters())
-        pairs = [(now[name].detach().float(), before.float()) for name, before in self._before.items()]
-        ratios = [
-            torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before) for after, before in pairs
-        ]
-        ratios = [r.full_tensor() if isinstance(r, DTensor) else r for r in ratios]  # of matrices split over ranks
+        now, ratios = dict(self._model.named_parameters()), []
+        for name, before in self._before.items():
+            step = torch.linalg.vector_norm(now[name].detach().float() - before.float())
+            ratio = step / torch.linalg.vector_norm(before.float())
+            ratios.append(ratio.full_tensor() if isinstance(ratio, DTensor) else ratio)  # of a matrix split over ranks
         return dict(zip(self._before, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
 
 
-def _callback_base() -> type:
-    try:
-        from transformers import TrainerCallback
-    except ImportError:
-        return object
-    return TrainerCallback
-
-
-def loss_scales(args: Any, optimizer: Any) -> tuple[float, float]:
-    """Factors from a Trainer's number of labels to the summed loss: without and with `num_items_in_batch`.
-
-    Without it the Trainer divides the mean loss itself. With it, of all ranks' items, it multiplies the loss by the
-    number of ranks.
-    """
-    scaler = getattr(optimizer, "scaler", None)
-    unscaled = 1.0 if scaler is None else 1.0 / scaler.get_scale()
-    ranks = max(1, args.world_size) if args.average_tokens_across_devices else 1
-    return unscaled * args.gradient_accumulation_steps, unscaled / ranks
-
-
-class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
+class LayerStatsCallback(TrainerCallback):
     """Layer statistics of the training batch every so many steps, in any `transformers.Trainer`.
 
         callback = LayerStatsCallback(every=100)
@@ -149,11 +132,18 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
         self._observer.begin(state.global_step)
 
     def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
-        """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by."""
+        """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by.
+
+        Without `num_items_in_batch` it divides the mean loss itself. With it, of all ranks' items, it multiplies the
+        loss by the number of ranks.
+        """
         if inputs.labels_averaged is None:
             return None
-        without_items, with_items = loss_scales(args, optimizer)
-        return inputs.labels_averaged * (with_items if "num_items_in_batch" in inputs.arguments else without_items)
+        scaler = getattr(optimizer, "scaler", None)
+        unscaled = 1.0 if scaler is None else 1.0 / scaler.get_scale()
+        ranks = max(1, args.world_size) if args.average_tokens_across_devices else 1
+        has_items = "num_items_in_batch" in inputs.arguments
+        return inputs.labels_averaged * (unscaled / ranks if has_items else unscaled * args.gradient_accumulation_steps)
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Stop recording once all micro-batches are in, and remember the weights."""
@@ -163,10 +153,8 @@ class LayerStatsCallback(_callback_base()):  # type: ignore[misc]
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Tabulate the step, with the update ratios if the weights were kept."""
         step = state.global_step - 1  # the step that has just ended began with this number done
-        if self._observer is not None and self._observer.end(step):
-            self._after_reading(args, state, step)
-
-    def _after_reading(self, args: Any, state: Any, step: int) -> None:
+        if self._observer is None or not self._observer.end(step):
+            return
         if self._ratio is not None:
             measured = self._ratio.measure()
             self._readings.add_rows(step, list(measured), "update_ratio", list(measured.values()))

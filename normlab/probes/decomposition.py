@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from normlab.probes.layout import same_tensor
 from normlab.probes.sites import Branch
-from normlab.probes.stream_sums import SLACK, Explanation, Rows, contains, explain, is_rearranged, same
+from normlab.probes.stream_sums import Explanation, Rows, contains, explain, is_rearranged
 
 MOST_STEPS = 2000  # readings tried before a block is given up
 DIFFERENCES = ("contained", "dropped", "by token", "rearranged")  # forms of which the stream's difference is added
@@ -45,11 +44,6 @@ class NormRead:
     kept: Tensor | None = None  # a copy of `out`, where that may be what a branch adds
     site: str | None = None  # None until it is known, or where it is at none
     is_norm: bool = True
-
-    @property
-    def place(self) -> tuple[str, int] | None:
-        """Site and layer, once they are known."""
-        return None if self.site is None else (self.site, self.layer)
 
 
 @dataclass(eq=False)
@@ -125,29 +119,16 @@ class Reading:
             return replace(after, start=norm)
         return replace(after, sites=(*self.sites, (norm, site)))
 
-    def with_run(self, run: BranchRun, continues: bool) -> Reading:
-        """The reading with a branch that ran; the norm that has waited longest is its norm."""
-        sites, waiting = self.sites, self.waiting
-        if not waiting and self.start is not None and not self.pending:
-            waiting = (self.start,)
-        if waiting:
-            sites, waiting = (*sites, (waiting[0], f"{run.kind}_norm_in")), waiting[1:]
-        run = replace(run, continues=continues) if continues else run
-        return replace(self, pending=(*self.pending, run), sites=sites, waiting=waiting, start=None)
 
-
-def find_reading(events: Sequence[NormRead | BranchRun], start: Reading, last: Tensor, eps: float) -> Reading | None:
-    """The first reading of `events` under which the stream goes from `start` to the rows `last`, or None."""
-    return next(_Search(events, last, eps).readings(0, start), None)
+def find_reading(events: Sequence[NormRead | BranchRun], entered: Tensor, last: Tensor, rows: Rows) -> Reading | None:
+    """The first reading of `events` under which the stream goes from `entered` to the rows `last`, or None."""
+    return next(_Search(events, last, rows).readings(0, Reading(entered, rows.first)), None)
 
 
 class _Search:
-    def __init__(self, events: Sequence[NormRead | BranchRun], last: Tensor, eps: float):
-        self.events, self.last, self.eps = events, last, eps
+    def __init__(self, events: Sequence[NormRead | BranchRun], last: Tensor, rows: Rows):
+        self.events, self.last, self.same, self.eps = events, last, rows.same, rows.eps
         self.steps = 0
-
-    def same(self, a: Tensor | None, b: Tensor | None) -> bool:
-        return same(a, b, SLACK * self.eps)
 
     def readings(self, i: int, state: Reading) -> Iterator[Reading]:
         """The readings that continue `state` from event `i` on and end at the block's output."""
@@ -223,7 +204,14 @@ class _Search:
         return next((e for e in norms if e.norm in inside and e.rows is not None and e.out_rows is not None), None)
 
     def with_run(self, state: Reading, run: BranchRun) -> Reading:
-        return state.with_run(run, bool(state.pending) and self.continues(state, run))
+        """The reading with a branch that ran; the norm that has waited longest is its norm."""
+        sites, waiting = state.sites, state.waiting
+        if not waiting and state.start is not None and not state.pending:
+            waiting = (state.start,)
+        if waiting:
+            sites, waiting = (*sites, (waiting[0], f"{run.kind}_norm_in")), waiting[1:]
+        run = replace(run, continues=bool(state.pending) and self.continues(state, run))
+        return replace(state, pending=(*state.pending, run), sites=sites, waiting=waiting, start=None)
 
     def continues(self, state: Reading, run: BranchRun) -> bool:
         """True if a branch reads neither the stream nor a norm of it."""
@@ -311,12 +299,3 @@ def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun
         if run is not segment.runs[-1]:
             base = base.to(torch.promote_types(base.dtype, torch.float32)) + adds
     return result
-
-
-def kind_counts(segments: Sequence[Segment]) -> dict[str, int]:
-    """Count the branches of each kind that follow each other; those that run side by side count once."""
-    counts: dict[str, int] = {}
-    for segment in segments:
-        for kind, _ in groupby(run.kind for run in segment.runs if run.kind != "other"):
-            counts[kind] = counts.get(kind, 0) + 1
-    return counts

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import IGNORED_LABEL, labels_averaged, loss_and_logits
@@ -93,12 +94,12 @@ class Runner:
         accepted = inspect.signature(self.model.forward).parameters
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
-        self._shifted: tuple[bool | None] | None = None  # once it has been found out
+        self._shifted: bool | None = None  # None until it has been found out
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches on the model's device. Raises `NormlabError` without one."""
         seen = 0
-        for batch in _with_progress(self._batches, self._progress, self._title):
+        for batch in tqdm(self._batches, self._title, unit="batch", delay=1, disable=not self._progress):
             if not hasattr(batch, "items"):
                 raise NormlabError("a batch must be a dict of the model's arguments, such as {'input_ids': ...}")
             seen += 1
@@ -119,21 +120,21 @@ class Runner:
 
     def labels(self, batch: Batch) -> Tensor:
         """The label of each position's prediction, -100 = none. Without `labels`, each token's successor."""
-        labels = batch.get("labels")
-        shifted = None if labels is None else self._labels_are_shifted(batch)
-        if labels is None:
+        labels, shifted = batch.get("labels"), True
+        if labels is not None:
+            shifted = self._labels_are_shifted(batch)
+        else:
             labels = batch.get("input_ids", batch.get("input"))
             if labels is None:
                 raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
             if batch.get("attention_mask") is not None:
                 labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
-            shifted = True
-        if shifted is not False and labels.ndim == 2:
+        if shifted and labels.ndim == 2:
             labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         return labels
 
-    def _labels_are_shifted(self, batch: Batch) -> bool | None:
-        """True if the model's loss on these labels is of the next token; None when it returns none.
+    def _labels_are_shifted(self, batch: Batch) -> bool:
+        """True if the model's loss on these labels is of the next token, or it returns none.
 
         Found once, by comparing its loss with its logits.
         """
@@ -143,7 +144,7 @@ class Runner:
                 loss, logits = loss_and_logits(self.model(**inputs, **self._options))
             except TypeError:  # it takes no labels
                 loss = logits = None
-            averaged = None
+            shifted = True
             if loss is not None and logits is not None:
                 averaged = labels_averaged(loss, logits, batch["labels"], batch.get("attention_mask"))
                 if averaged is None:
@@ -151,8 +152,9 @@ class Runner:
                         "the returned loss is no mean cross-entropy of the returned logits, shifted or not: leave out "
                         "`labels` to measure on the next token"
                     )
-            self._shifted = (None if averaged is None else averaged[1],)
-        return self._shifted[0]
+                shifted = averaged[1]
+            self._shifted = shifted
+        return self._shifted
 
     def counted(self, batch: Batch, tokens: tuple[int, ...], mask: str = "all") -> Tensor:
         """(batch, length) bool: the tokens that count."""
@@ -184,16 +186,6 @@ def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) ->
             counts.append(count[count > 0].detach().double().cpu())
     total = torch.cat(counts)
     return *mean_and_error(torch.cat(values, dim=1), total), int(total.sum())
-
-
-def _with_progress(items: Iterable, progress: bool, title: str) -> Iterable:
-    if not progress:
-        return items
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=title, unit="batch", delay=1)
 
 
 @contextmanager
@@ -242,19 +234,17 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """KL(softmax p || softmax q) of each position, in float32; shape of the logits without their last."""
     step = max(1, LOGIT_CHUNK // p_logits.shape[-1])
 
-    def kl(p: Tensor, q: Tensor) -> Tensor:
+    pieces = []
+    for p, q in zip(p_logits.flatten(0, -2).split(step), q_logits.flatten(0, -2).split(step), strict=True):
         log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-    pairs = zip(p_logits.flatten(0, -2).split(step), q_logits.flatten(0, -2).split(step), strict=True)
-    return torch.cat([kl(p, q) for p, q in pairs]).view(p_logits.shape[:-1])
+        pieces.append((log_p.exp() * (log_p - log_q)).sum(-1))
+    return torch.cat(pieces).view(p_logits.shape[:-1])
 
 
 # -- skipping --------------------------------------------------------------------------------------------------------
 
 
 def _with_tensor(output: Any, x: Tensor) -> Any:
-    """A module's output with its activation replaced."""
     return x if isinstance(output, Tensor) else (x, *output[1:])
 
 
@@ -268,26 +258,20 @@ def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
     return _with_tensor(output, torch.zeros_like(output_tensor(output)))
 
 
-def branch_outputs(runner: Runner, batch: Batch) -> dict[tuple[str, int], nn.Module]:
-    """The module whose output each branch adds to the stream, by (part, layer): its output norm, else itself.
-
-    A branch is left out if its block does not add up, or if it returns the stream with itself added.
-    """
-    with record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec, torch.no_grad():
-        runner.logits(batch)
-    return {
-        (part, layer): module
-        for (kind, layer), (module, form) in rec.branches.items()
-        if form != "contained" and (part := PART_OF.get(kind))
-    }
-
-
 def _skips(
     runner: Runner, batch: Batch, parts: Sequence[str], span: int, layers: Sequence[int] | None
 ) -> dict[tuple[str, int], list[tuple[nn.Module, Hook]]]:
-    """The hooks of every skip, by (part, first layer)."""
+    """The hooks of every skip, by (part, first layer).
+
+    A branch is not skipped if its block does not add up, or if it returns the stream with itself added.
+    """
     skips: dict[tuple[str, int], list] = {}
-    outputs = branch_outputs(runner, batch) if set(parts) - {"block"} else {}
+    outputs: dict[tuple[str | None, int], nn.Module] = {}  # what a branch adds is the output of its norm, or its own
+    if set(parts) - {"block"}:
+        with record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec:
+            runner.logits(batch)
+        found = rec.branches.items()
+        outputs = {(PART_OF.get(kind), n): module for (kind, n), (module, form) in found if form != "contained"}
     blocks = runner.sites.blocks
     for part in parts:
         for first in range(1, runner.sites.depth - span + 2):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from normlab.probes.layout import Layout, is_activation, own_layout, row_layout,
 from normlab.probes.statistics import AttentionWatch
 
 if TYPE_CHECKING:
-    from normlab.probes.accumulate import Staged, StagedArray
     from normlab.probes.block_trace import BlockTrace
     from normlab.probes.decomposition import NormRead
 
@@ -54,8 +53,7 @@ def loss_and_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
 def _normalizers(logits: Tensor) -> Tensor:
     """log sum exp of each position's logits, in float32, flat."""
     rows = logits.reshape(-1, logits.shape[-1])
-    step = max(1, CHUNK // rows.shape[-1])
-    return torch.cat([rows[start : start + step].float().logsumexp(-1) for start in range(0, len(rows), step)])
+    return torch.cat([part.float().logsumexp(-1) for part in rows.split(max(1, CHUNK // rows.shape[-1]))])
 
 
 def _summed(logits: Tensor, normalizers: Tensor, labels: Tensor) -> tuple[float, int] | None:
@@ -195,32 +193,18 @@ class CallInputs:
                 made = any(not any(v is x for x in self.arguments.values()) for v in states)
                 self.is_handed_states = made or bool(self.is_handed_states)
             return
-        for name, value in arguments.items():
-            if value is not None:
-                self.arguments.setdefault(name, value)
+        self.arguments = {name: arguments[name] for name in arguments if name in present} | self.arguments
         self.past = max((_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments), default=0)
         if are_named and any(isinstance(value, Tensor) for value in arguments.values()):
             self.has_arguments = True
             self.has_decoder = holds_decoder
 
-    @property
-    def has_cache(self) -> bool:
-        """True if a cache of earlier tokens was given; it may still be empty."""
-        return any(self.arguments.get(name) is not None for name in _CACHES)
-
-    @property
-    def is_only_text(self) -> bool:
-        """True if the call names no image, sound or features that would add positions of their kind."""
-        named = ((name, value) for name, value in self.arguments.items() if not name.endswith("inputs_embeds"))
-        return not any(name in _OTHER or (is_activation(value) and value.ndim > 2) for name, value in named)
-
     def compare(self, output: Any) -> None:
         """Compare the loss that a module returned with the cross-entropy of the logits returned with it."""
         loss, logits = loss_and_logits(output)
-        labels = self.arguments.get("shift_labels", self.arguments.get("labels"))
-        if self.labels_averaged is not None or loss is None or logits is None or not isinstance(labels, Tensor):
-            return
-        if labels.is_floating_point():
+        labels: Any = self.arguments.get("shift_labels", self.arguments.get("labels"))
+        has_labels = isinstance(labels, Tensor) and not labels.is_floating_point()
+        if self.labels_averaged is not None or loss is None or logits is None or not has_labels:
             return
         mask, items = self.arguments.get("attention_mask"), self.arguments.get("num_items_in_batch")
         result = labels_averaged(loss, logits, labels, mask, items)
@@ -232,6 +216,15 @@ class CallInputs:
 
 Place = tuple[str, int]  # site, layer
 LossTokens = float | int | Tensor | Callable[[CallInputs], "float | Tensor | None"] | None
+
+
+class Staged(NamedTuple):
+    """A measurement that waits for its call to end: statistics per token, or an array."""
+
+    kind: str  # of a metric; of an array its statistic
+    where: Place | NormRead  # a norm's place may become known later
+    values: Tensor  # (statistics, tokens); of an array (masks, ...)
+    shape: tuple[int, ...] = ()  # of the activation: tokens, in one dimension or several, and features
 
 
 class Call:
@@ -253,10 +246,13 @@ class Call:
         self.measured: tuple[Tensor, int, Tensor] | None = None  # the latest activation, its version, its statistics
         self.hooked: tuple[Tensor, list[Place | NormRead]] | None = None  # the latest tensor with a gradient hook
         self.watched: set[Any] = set()  # where gradient hooks were set
-        self.values: list[Staged] = []
-        self.arrays: list[StagedArray] = []
+        self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
+
+    def stage(self, kind: str, where: Place | NormRead, values: Tensor, shape: Sequence[int] = ()) -> None:
+        """Keep a measurement until the call has ended; the arguments are those of `Staged`."""
+        self.staged.append(Staged(kind, where, values, tuple(shape)))
 
     def begin_layer(self, block: nn.Module, index: int, x: Tensor, has_second_sequence: bool) -> int:
         """The layer of a block that begins to run on `x`.
@@ -318,7 +314,10 @@ class Call:
             if (layout := row_layout(tokens, rows)) is not None:
                 return layout
         by_shape = own_layout(tokens)
-        if not choices or not self.inputs.is_only_text or len(tokens) > 2:
+        # An image, sound or features would add positions of their kind.
+        others = ((n, v) for n, v in self.inputs.arguments.items() if not n.endswith("inputs_embeds"))
+        has_others = any(name in _OTHER or (is_activation(value) and value.ndim > 2) for name, value in others)
+        if not choices or has_others or len(tokens) > 2:
             return by_shape
         batch, length = choices[0]
         count = by_shape.rows[1]
@@ -339,8 +338,8 @@ class Call:
 
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
         """(names, rows, tokens per row): `token_masks` of a layout."""
-        mask, cached = self.attention_mask, self.inputs.has_cache
-        return token_masks(mask, layout.rows, device, names, cached, self.past).view(-1, *layout.rows)
+        cached = any(name in self.inputs.arguments for name in _CACHES)  # it may still be empty
+        return token_masks(self.attention_mask, layout.rows, device, names, cached, self.past).view(-1, *layout.rows)
 
     def masks(self, device: torch.device, tokens: tuple[int, ...]) -> Tensor | None:
         """(masks, tokens) bool: which tokens of an activation of this shape count; None with the reason in `absent`."""

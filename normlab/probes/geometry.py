@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +18,6 @@ from normlab.probes.statistics import at_least_float32
 
 if TYPE_CHECKING:
     import pandas
-
-
-def _counted(runner: Runner, batch: Batch, shape: tuple[int, ...], tokens: str) -> Tensor:
-    counted = runner.counted(batch, shape, "no_first" if tokens == "no_first" else "all")
-    if tokens == "last":
-        last = counted.long().cumsum(1) == counted.long().sum(1, keepdim=True)
-        counted = counted & last & (counted.long().cumsum(1) > 0)
-    return counted
 
 
 @torch.no_grad()
@@ -63,7 +54,11 @@ def angular_distance(
 
         def keep(layer: int, h: Tensor) -> None:
             if not kept:
-                kept.append(_counted(runner, batch, tuple(h.shape[:-1]), tokens))
+                counted = runner.counted(batch, tuple(h.shape[:-1]), "no_first" if tokens == "no_first" else "all")
+                if tokens == "last":
+                    order = counted.long().cumsum(1)
+                    counted = counted & (order == order[:, -1:])
+                kept.append(counted)
             chosen = at_least_float32(h[kept[0]])
             if len(kept) == 1:  # one block of memory: many small ones between the model's would leave gaps
                 kept.append(chosen.new_empty(count, *chosen.shape))
@@ -196,17 +191,14 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
     return table_of([{"layer": layer} for layer in range(len(mean))], mean, error)
 
 
-def _pass_on(h: Tensor, extra: tuple | None, *args: Any, **kwargs: Any) -> Any:
-    return h if extra is None else (h, *extra)
-
-
 @contextmanager
 def _blocks_pass_on(extras: dict[nn.Module, tuple | None], h: Tensor) -> Iterator[None]:
     """While active, no block computes anything: each returns `h`, with what else it returned in the model's pass."""
     forwards = [(module, vars(module).get("forward")) for module in extras]
     try:
         for module, extra in extras.items():
-            module.forward = partial(_pass_on, h, extra)
+            output = h if extra is None else (h, *extra)
+            module.forward = lambda *args, output=output, **kwargs: output
         yield
     finally:
         for module, forward in forwards:

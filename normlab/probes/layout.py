@@ -1,7 +1,7 @@
 """Find the activation in a module's call, its features, its rows and its tokens.
 
-`hidden_state`, `output_tensor`   the activation among a module's arguments or outputs
-`block_input`, `stream_of`        the same of a block; the stream that the block reads of it
+`find_input`, `hidden_state`, `find_output`, `output_tensor`   the activation among a module's arguments or outputs
+`stream_of`                       the stream that a block reads of its input
 `features_last`                   a view of it with the features as the last dimension
 `Layout`, `row_layout`            which dimensions are the caller's rows and the tokens of a row
 `token_masks`                     the tokens that count
@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,18 @@ def is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2
 
 
-def find_hidden_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int | str] | None:
-    """The first activation among a module's arguments and its position or keyword; None without one."""
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return next(((value, name) for name, value in named if is_activation(value)), None)
+def find_input(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The first activation among a module's arguments; None without one."""
+    return next((value for value in (*args, *kwargs.values()) if is_activation(value)), None)
 
 
 def hidden_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int | str]:
-    """`find_hidden_state`; raises `NormlabError` without one, and on the meta device."""
-    result = find_hidden_state(args, kwargs)
+    """The first activation among a block's arguments, and its position or keyword.
+
+    Raises `NormlabError` without one, and on the meta device.
+    """
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    result = next(((value, name) for name, value in named if is_activation(value)), None)
     if result is None:
         raise NormlabError("a measured module was called without a float tensor: name its blocks with `blocks=`")
     if result[0].is_meta:
@@ -244,14 +247,14 @@ def token_masks(
 # -- several streams -------------------------------------------------------------------------------------------------
 
 
-def read_by(block: nn.Module, state: Tensor) -> Tensor:
-    """The stream that a block reads of its input: all of it, or, of several streams, what the block's ``enter`` makes.
+def stream_of(block: nn.Module, state: Tensor, channels_first: bool) -> Tensor:
+    """The stream that a block reads of its input, features last: of several streams, what the block's ``enter`` makes.
 
     Weights that are split over ranks are gathered for it.
     """
     enter = getattr(block, "enter", None)
     if enter is None:
-        return state
+        return features_last(state, channels_first)
     from torch.distributed.fsdp import FSDPModule  # here, because they take a second to load
     from torch.distributed.tensor import DTensor
 
@@ -262,26 +265,4 @@ def read_by(block: nn.Module, state: Tensor) -> Tensor:
         entered = enter(state)
     if split:
         cast(FSDPModule, block).reshard()
-    return entered
-
-
-def stream_of(block: nn.Module, state: Tensor, channels_first: bool) -> Tensor:
-    """The stream that a block reads of `state`, features last."""
-    return features_last(read_by(block, state), channels_first)
-
-
-class BlockInput(NamedTuple):
-    """The activation that a block is called with."""
-
-    x: Tensor
-    name: int | str  # its position or keyword
-    channels_first: bool
-    has_second_sequence: bool  # another sequence of vectors is among them, as a decoder is given its encoder's
-
-
-def block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any], channels_first: bool | None) -> BlockInput:
-    """Find a block's activation; `channels_first` is None until it is known."""
-    x, name = hidden_state(args, kwargs)
-    others = (v for v in (*args, *kwargs.values()) if is_activation(v) and v.ndim == x.ndim == 3 and v is not x)
-    turned = is_channels_first(block, x) if channels_first is None else channels_first
-    return BlockInput(x, name, turned, any(True for _ in others))
+    return features_last(entered, channels_first)

@@ -56,26 +56,22 @@ class Site:
     of: str = ""
 
 
-# In the order of tables.
+# Norms' names in sites and in words. All in the order of tables.
+_NORMS = (("attn", "attention"), ("cross", "cross-attention"), ("mixer", "mixer"), ("mlp", "MLP"), ("final", "final"))
 SITES: dict[str, Site] = {
     site.name: site
     for site in (
         Site("block_out", "block output", "activation"),
-        Site("attn_norm_in", "input of the attention norm", "activation"),
-        Site("cross_norm_in", "input of the cross-attention norm", "activation"),
-        Site("mixer_norm_in", "input of the mixer norm", "activation"),
-        Site("mlp_norm_in", "input of the MLP norm", "activation"),
-        Site("final_norm_in", "input of the final norm", "activation"),
+        *(Site(f"{part}_norm_in", f"input of the {word} norm", "activation") for part, word in _NORMS),
         Site("attn", "attention", "branch"),
         Site("cross", "cross-attention", "branch"),
         Site("mixer", "mixer", "branch"),
         Site("mlp", "MLP", "branch"),
         Site("block", "block", "branch"),
-        Site("attn_norm_in_grad", "gradient at the attention norm's input", "gradient", "attn_norm_in"),
-        Site("cross_norm_in_grad", "gradient at the cross-attention norm's input", "gradient", "cross_norm_in"),
-        Site("mixer_norm_in_grad", "gradient at the mixer norm's input", "gradient", "mixer_norm_in"),
-        Site("mlp_norm_in_grad", "gradient at the MLP norm's input", "gradient", "mlp_norm_in"),
-        Site("final_norm_in_grad", "gradient at the final norm's input", "gradient", "final_norm_in"),
+        *(
+            Site(f"{part}_norm_in_grad", f"gradient at the {word} norm's input", "gradient", f"{part}_norm_in")
+            for part, word in _NORMS
+        ),
         Site("block_in_grad", "gradient at the block's input", "gradient", "block_in"),
         Site("model", "the model", "model"),
     )

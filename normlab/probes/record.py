@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +17,20 @@ from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import Call, LossTokens, Place
 from normlab.probes.layout import (
-    block_input,
     features_last,
-    find_hidden_state,
+    find_input,
     find_output,
+    hidden_state,
+    is_activation,
+    is_channels_first,
     output_tensor,
     same_tensor,
     stream_of,
     with_argument,
 )
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
-from normlab.probes.sites import Block, Branch, Sites, sites
-from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
+from normlab.probes.sites import Block, Sites, sites
+from normlab.probes.statistics import AttentionWatch, mixers_of, routing_of
 from normlab.probes.stats import LayerStats, manifest
 
 
@@ -154,40 +157,51 @@ class Recorder:
         self._local = threading.local()
 
     def _attach(self) -> None:
-        kinds = self._measurer.kinds
+        kinds, measurer = self._measurer.kinds, self._measurer
         for module in self.sites.ancestors:
             self._before(module, self._enter_call)
             self._after(module, self._leave_call, always=True)
         for block in self.sites.blocks:
-            self._before(block.module, self._block_in, block)
-            self._after(block.module, self._block_out, block, always="attention" in kinds)
+            self._before(block.module, partial(self._block_in, block))
+            self._after(block.module, partial(self._block_out, block), always="attention" in kinds)
             for norm in (*block.norms, *block.inner_norms, *block.activations):
-                self._before(norm, self._norm_in, block)
-                self._after(norm, self._norm_out, norm)
+                self._before(norm, partial(self._norm_in, block))
+                self._returned(norm, BlockTrace.norm_done, norm)
             for branch in block.branches:
-                self._before(branch.module, self._branch_in, branch)
+                self._read(branch.module, BlockTrace.branch_starts, branch)
                 for module in dict.fromkeys((branch.module, branch.whole)):
-                    self._after(module, self._branch_out, branch)
+                    self._returned(module, BlockTrace.branch_done, branch)
                 routing = routing_of(branch.whole) if branch.kind == "mlp" and {"router", "load"} & kinds else None
                 if routing is not None:
-                    self._before(routing.scorer, self._router_in, routing)
+                    self._read(routing.scorer, measurer.router, routing)
                     for module in routing.takers:
-                        self._before(module, self._experts_in, routing)
-                        self._after(module, self._experts_out, routing)
+                        self._read(
+                            module, measurer.experts, routing, find=lambda args, kwargs: [*args, *kwargs.values()]
+                        )
+                        self._returned(module, measurer.experts, routing, find=lambda output: output)
             for kind, rule in mixers_of(block.module) if "streams" in kinds else ():
-                self._before(rule, self._streams_in, kind)
+                self._read(rule, measurer.streams, rule, kind, find=lambda args, kwargs: args[0])
         for norm in self.sites.outer_norms:
             self._before(norm, self._outer_norm_in)
 
-    def _before(self, module: nn.Module, act: Callable, *extra: Any) -> None:
-        self._handles.append(
-            module.register_forward_pre_hook(lambda m, args, kwargs: act(m, args, kwargs, *extra), with_kwargs=True)
-        )
+    def _before(self, module: nn.Module, act: Callable) -> None:
+        self._handles.append(module.register_forward_pre_hook(act, with_kwargs=True))
 
-    def _after(self, module: nn.Module, act: Callable, *extra: Any, always: bool = False) -> None:
-        self._handles.append(
-            module.register_forward_hook(lambda m, args, output: act(output, *extra), always_call=always)
-        )
+    def _after(self, module: nn.Module, act: Callable, always: bool = False) -> None:
+        self._handles.append(module.register_forward_hook(lambda m, args, output: act(output), always_call=always))
+
+    def _read(self, module: nn.Module, act: Callable, *what: Any, find: Callable = find_input) -> None:
+        """Call `act(trace, x, *what)` with what a module of the running block reads."""
+        self._before(module, lambda m, args, kwargs: self._in_block(act, find(args, kwargs), what))
+
+    def _returned(self, module: nn.Module, act: Callable, *what: Any, find: Callable = find_output) -> None:
+        """Call `act(trace, x, *what)` with what a module of the running block returns."""
+        self._after(module, lambda output: self._in_block(act, find(output), what))
+
+    def _in_block(self, act: Callable, x: Any, what: tuple) -> None:
+        trace = self._trace
+        if trace is not None and x is not None:
+            act(trace, x, *what)
 
     # -- the model's call ----------------------------------------------------------------------------------------
 
@@ -252,13 +266,16 @@ class Recorder:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def _block_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block):
+    def _block_in(self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        x, name = hidden_state(args, kwargs)
         known = self._known.get(module)
-        entry = block_input(module, args, kwargs, None if known is None else known.channels_first)
-        x, name, channels_first, crosses = entry
-        known = known or self._known.setdefault(module, KnownBlock(channels_first))
-        if in_backward():
-            self._recomputed_block_in(module, x, channels_first)
+        if known is None:
+            known = self._known.setdefault(module, KnownBlock(is_channels_first(module, x)))
+        if in_backward():  # a checkpoint runs the block again
+            latest = self._latest
+            layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
+            if layer is not None:
+                self._measurer.gradient(latest, ("block_in", layer), x, known.channels_first, is_recomputed=True)
             return None
         call = self._call
         if call is None or (call.implicit and block.index == 1):  # blocks run one by one: no padding is known
@@ -266,14 +283,15 @@ class Recorder:
             if self._has_gradients:
                 call.resolve_loss(self._loss_tokens)
         is_first, replaced = not call.runs, None
-        layer = call.begin_layer(module, block.index, x, crosses)
+        others = (v for v in (*args, *kwargs.values()) if is_activation(v) and v.ndim == x.ndim == 3 and v is not x)
+        layer = call.begin_layer(module, block.index, x, any(True for _ in others))
         if is_first and self._has_gradients:
             self._root = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 self._root = x.detach().requires_grad_()
                 x = self._root.clone()  # a leaf may not be written to in place, its copy may
                 replaced = with_argument(args, kwargs, name, x)
-        entered = stream_of(module, x, channels_first)
+        entered = stream_of(module, x, known.channels_first)
         call.trace = BlockTrace(call, block, layer, entered, known, "branch" in self._measurer.kinds)
         self._measurer.block_start(call.trace, x, is_first)
         if "attention" in self._measurer.kinds:
@@ -281,14 +299,7 @@ class Recorder:
             call.watch.__enter__()
         return replaced
 
-    def _recomputed_block_in(self, module: nn.Module, x: Tensor, channels_first: bool) -> None:
-        """Hook the gradient at the input of a block that a checkpoint runs again in the backward pass."""
-        latest = self._latest
-        layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
-        if layer is not None:
-            self._measurer.gradient(latest, ("block_in", layer), x, channels_first, is_recomputed=True)
-
-    def _block_out(self, output: Any, block: Block) -> None:
+    def _block_out(self, block: Block, output: Any) -> None:
         call = self._call
         if call is None or in_backward():
             return
@@ -314,11 +325,10 @@ class Recorder:
 
     # -- inside a block ------------------------------------------------------------------------------------------
 
-    def _norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any], block: Block) -> None:
-        trace, state = self._trace, find_hidden_state(args, kwargs)
-        if state is None:
+    def _norm_in(self, block: Block, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        trace, x = self._trace, find_input(args, kwargs)
+        if x is None:
             return
-        x = state[0]
         if trace is not None:
             view = trace.view(x, norm)
             read = trace.norm_starts(norm, view)
@@ -331,45 +341,14 @@ class Recorder:
             channels_first = self._known[block.module].channels_first
             self._measurer.gradient(self._latest, (site, layer), x, channels_first, norm, is_recomputed=True)
 
-    def _norm_out(self, output: Any, norm: nn.Module) -> None:
-        trace, x = self._trace, find_output(output)
-        if trace is not None and x is not None:
-            trace.norm_done(norm, x)
-
-    def _branch_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], branch: Branch) -> None:
-        trace, state = self._trace, find_hidden_state(args, kwargs)
-        if trace is not None and state is not None:
-            trace.branch_starts(branch, state[0])
-
-    def _branch_out(self, output: Any, branch: Branch) -> None:
-        trace, x = self._trace, find_output(output)
-        if trace is not None and x is not None:
-            trace.branch_done(branch, x)
-
-    def _router_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
-        trace, state = self._trace, find_hidden_state(args, kwargs)
-        if trace is not None and state is not None and state[0].shape[-1] == routing.scores.shape[1]:
-            self._measurer.router(trace, routing, state[0])
-
-    def _experts_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], routing: Routing) -> None:
-        self._experts_out([*args, *kwargs.values()], routing)
-
-    def _experts_out(self, output: Any, routing: Routing) -> None:
-        if (trace := self._trace) is not None:
-            self._measurer.experts(trace, routing, output)
-
-    def _streams_in(self, rule: nn.Module, args: tuple, kwargs: dict[str, Any], kind: str) -> None:
-        if (trace := self._trace) is not None:
-            self._measurer.streams(trace, kind, rule, args[0])
-
     # -- outside the blocks --------------------------------------------------------------------------------------
 
     def _outer_norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        call, state = self._call, find_hidden_state(args, kwargs)
-        if call is None or call.last_out is None or state is None or in_backward():
+        call, x = self._call, find_input(args, kwargs)
+        if call is None or call.last_out is None or x is None or in_backward():
             return
         last = self.sites.blocks[-1].module
-        x, joins_streams = state[0], hasattr(last, "enter")  # then the norm reads one stream, made of several
+        joins_streams = hasattr(last, "enter")  # then the norm reads one stream, made of several
         if same_tensor(x, call.last_out) or joins_streams:
             known = self._known.get(last)  # None for a norm between two stages
             channels_first = x.ndim > 3 and known is not None and known.channels_first
@@ -431,11 +410,11 @@ class Recorder:
         with self._lock:
             calls, self._finished = self._finished, []
             for call in calls:
-                self._accumulator.add(call, call.values, call.arrays)
+                self._accumulator.add(call, call.staged)
                 if self._has_gradients and call.loss_tokens is not None:
                     self._loss_labels = self._loss_labels + call.loss_tokens
                 self.absent |= call.absent
-                call.values, call.arrays = [], []
+                call.staged = []
             for call, gradients in self._measurer.take_gradients().items():
                 self._accumulator.add(call, gradients)
                 self.absent |= call.absent

@@ -86,13 +86,12 @@ class Rows:
         now = self.of(x)
         return now is not None and torch.equal(now.nan_to_num(), kept.nan_to_num())
 
-
-def same(a: Tensor | None, b: Tensor | None, eps: float) -> bool:
-    """True if two sets of rows hold the same numbers, up to rounding."""
-    if a is None or b is None or a.shape != b.shape:
-        return False
-    kept = a.isfinite().all(1) & b.isfinite().all(1)
-    return bool(kept.any()) and bool((a[kept] - b[kept]).norm() <= eps * a[kept].norm())
+    def same(self, a: Tensor | None, b: Tensor | None) -> bool:
+        """True if two sets of rows hold the same numbers, up to rounding."""
+        if a is None or b is None or a.shape != b.shape:
+            return False
+        kept = a.isfinite().all(1) & b.isfinite().all(1)
+        return bool(kept.any()) and bool((a[kept] - b[kept]).norm() <= SLACK * self.eps * a[kept].norm())
 
 
 def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps: float) -> Explanation | None:

@@ -96,20 +96,20 @@ def attention_sinks(
     layers: list[int] = []
     watch = _KeyWatch()
 
-    def look(layer: int, scores: Tensor, tokens: Tensor) -> None:
+    def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        tokens = runner.counted(batch, tuple(hidden_state(args, kwargs)[0].shape[:-1]))
+        kept.append(tokens)
+        scores, length = watch.scores, tokens.shape[1]
+        if scores is None or scores.shape[2:] != (length, length):
+            watch.scores = None
+            return
+        layers.append(layer)
         seen = (scores > HIDDEN) & tokens[:, None, :, None]  # (batch, heads, queries, keys)
         weight = torch.where(seen, scores.softmax(-1), 0).sum(-2) / seen.sum(-2).clamp(min=1)
         sink = (weight > threshold) & (seen.sum(-2) >= queries) & tokens[:, None]
         for row, position in sink.any(1).nonzero().tolist():
             heads, mean = sink[row, :, position].float().mean(), weight[row, :, position].mean()
             rows.append((layer, row, position, float(heads), float(mean)))
-
-    def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        kept.append(runner.counted(batch, tuple(hidden_state(args, kwargs)[0].shape[:-1])))
-        length = kept[-1].shape[1]
-        if watch.scores is not None and watch.scores.shape[2:] == (length, length):
-            look(layer, watch.scores, kept[-1])
-            layers.append(layer)
         watch.scores = None  # last, as the softmax above is seen too
 
     with watch, on_blocks(runner.sites, hook):
@@ -133,15 +133,13 @@ def _found(rows: list[tuple], columns: list[str], place: int, mask: Tensor) -> F
     import pandas
 
     found = {row[:place] for row in rows}
-
-    def last(layer: int, same: tuple, step: int) -> int:
-        while (layer + step, *same) in found:
-            layer += step
-        return layer
-
     spanned = []
-    for layer, row, position, *rest in rows:
-        same = (row, position, *rest)[: place - 1]
-        spanned.append((layer, row, position, *rest, last(layer, same, -1), last(layer, same, 1)))
-        mask[row, position] = True
+    for row in rows:
+        first = last = row[0]
+        while (first - 1, *row[1:place]) in found:
+            first -= 1
+        while (last + 1, *row[1:place]) in found:
+            last += 1
+        spanned.append((*row, first, last))
+        mask[row[1], row[2]] = True
     return FoundTokens(pandas.DataFrame(spanned, columns=[*columns, "first_layer", "last_layer"]), mask)

@@ -15,8 +15,6 @@ from normlab.training.grids import LeagueSearch, Part, Preset
 from normlab.training.presets import get_preset
 from normlab.training.workers import Outcome, train_one
 
-pytest_plugins = ["training_fixtures"]
-
 MY_NORM = '''import torch
 
 from normlab.norms import Norm

@@ -18,8 +18,6 @@ from normlab.models import NormlabForCausalLM, without_blocks
 from normlab.training.experiments import COLUMNS, experiments
 from normlab.training.text.corpus import Corpus
 
-pytest_plugins = ["training_fixtures"]
-
 
 @pytest.fixture(scope="module")
 def trained(text: Path, go: Callable, tmp_path_factory: pytest.TempPathFactory) -> runs.Run:

@@ -23,9 +23,6 @@ from normlab.training.measure import Measurements, copied_tokens
 from normlab.training.text import source
 from normlab.training.text.corpus import Corpus, corpus_of
 
-pytest_plugins = ["training_fixtures"]
-
-
 # --- rates ---
 
 

@@ -18,8 +18,6 @@ from normlab.figures import by_setting, variant_differences
 from normlab.schemes import GAIN_CONTROL, tagged
 from normlab.training.presets import get_preset
 
-pytest_plugins = ["training_fixtures"]
-
 GRID = get_preset("gain_or_bound")
 CONFIGS = GRID.grid(GRID.parts[0], {})
 

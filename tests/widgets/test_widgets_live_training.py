@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from training_helpers import FORKS, TINY, ForkedCommand
+from training_helpers import FORKS, TINY, ForkedCommand, until
 
 import normlab
 from normlab.errors import NormlabError
@@ -46,13 +46,6 @@ def theatre(
     yield theatre
     for each in opened:
         each.close()
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def trace(widget: TrainTheatre, name: str) -> Any:
