@@ -51,7 +51,9 @@ def recorded_map(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Fig
     shown, names = grid.map(math.log10) if log else grid, [str(name) for name in grid.columns]
     hover = "%{x}, layer %{y}: %{customdata:.4g}<extra></extra>"
     bar = {"title": "log10" if log else row.unit, "exponentformat": "power"}
-    figure = _heat_map(names, grid.index, shown, bar, customdata=grid.values.tolist(), hovertemplate=hover)
+    figure = _heat_map(
+        names, grid.index, shown.values.tolist(), bar, customdata=grid.values.tolist(), hovertemplate=hover
+    )
     figure.update_xaxes(title_text=by, type="category")
     figure.update_yaxes(title_text="layer", dtick=1 if len(grid) <= WHOLE_TICKS // 2 else None)
     return theme.titled(figure, f"{row.label} over training, {site_label(site)}", "", 300 + 8 * len(grid))
@@ -91,7 +93,7 @@ def layer_heatmap(table: pd.DataFrame, metric: str | None = None, mask: str = "a
 def _heat_map(x: Any, y: Any, z: Any, bar: dict[str, Any], **trace: Any) -> go.Figure:
     """`z` in colours over names or layers."""
     x, y = (axis if isinstance(axis, list) else whole(axis) for axis in (x, y))
-    z, bar = np.asarray(z, dtype=float).tolist(), bar | {"outlinewidth": 0}
+    bar = bar | {"outlinewidth": 0}
     return go.Figure(go.Heatmap(x=x, y=y, z=z, colorscale="Viridis", colorbar=bar, **trace))
 
 
@@ -152,7 +154,7 @@ def lens(table: pd.DataFrame) -> go.Figure:
 
 def angles(table: pd.DataFrame) -> go.Figure:
     """Angle between the stream after two layers: the table of `normlab.probes.angular_distance`."""
-    figure = _heat_map(table.columns, table.index, table, {"exponentformat": "power"}, zmin=0)
+    figure = _heat_map(table.columns, table.index, table.values.tolist(), {"exponentformat": "power"}, zmin=0)
     ticks = dict(title_text="layer", dtick=1 if len(table) <= WHOLE_TICKS else None)
     figure.update_xaxes(**ticks).update_yaxes(**ticks)
     words = "angular_distance: arccos(cos(h_l, h_m))/pi, mean over tokens; 0 = embeddings"
