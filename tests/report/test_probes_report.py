@@ -1,7 +1,5 @@
 """probe_report and `normlab probe`: models and texts or images in, tables and a page out; bad input in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """One run on disk: what it writes, when it is trained again, and what it refuses."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re
