@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas
@@ -28,6 +29,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.architecture_zoo import LENGTH, TASKS, class_names, config_class_of, prepare
+from benchmarks.timing import written
 from normlab.errors import NormlabError
 from normlab.probes import METRICS, Sites, record, sites, stacks
 
@@ -408,9 +410,8 @@ class Audit:
         h, out = entry["h"], entry["out"]
         ratio = self.values.get(("block", layer, "relative_contribution", "all"))
         is_norm = any(torch.equal(out, x) for _, _, x in kept.normed if x.shape == out.shape)
-        if (
-            ratio is None or h.shape != out.shape or is_norm or is_scaled
-        ):  # of a Post-LN block the sum is not the output
+        # Of a Post-LN block the sum is not the output.
+        if ratio is None or h.shape != out.shape or is_norm or is_scaled:
             return
         known = self._known(h, "block")
         if known is None:
@@ -583,13 +584,15 @@ def rows_of(only: set[str], seconds: int = SECONDS) -> Any:
                 continue
             signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
-                yield audit(task, name)
+                row = audit(task, name)
             except Timeout:
                 empty = dict.fromkeys(COLUMNS, "") | {"class": name, "task": task}
                 empty["transformers"] = transformers.__version__
-                yield empty | {"status": "not built", "reason": f"takes more than {seconds} seconds"}
+                row = empty | {"status": "not built", "reason": f"takes more than {seconds} seconds"}
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0)
+            print(task, name, row["status"], row["reason"][:160], flush=True)
+            yield row
 
 
 def main(out: str, only: set[str]) -> None:
@@ -597,11 +600,7 @@ def main(out: str, only: set[str]) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows = []
-    for row in rows_of(only):
-        rows.append(row)
-        pandas.DataFrame(rows, columns=COLUMNS).to_csv(out, index=False)
-        print(row["task"], row["class"], row["status"], row["reason"][:160], flush=True)
+    rows = written(rows_of(only), Path(out), COLUMNS)
     print(pandas.DataFrame(rows).groupby(["task", "status"]).size().unstack(fill_value=0))
 
 

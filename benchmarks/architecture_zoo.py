@@ -178,17 +178,18 @@ EXACTLY: dict[str, dict[str, Any]] = {
 SECTIONED = re.compile(r"(qwen2_vl|qwen2_5_vl|glm4v|glm4v_moe|glm46v|glm_ocr|paddleocr_vl)(_text)?")
 
 
-def _sections(part: Any) -> None:
-    half = int(8 * (part.rope_parameters.get("partial_rotary_factor") or 1)) // 2
-    part.rope_parameters["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
+def _sections(partial_rotary_factor: float | None) -> list[int]:
+    """Rotary sections that add up to half of a head's 8 features."""
+    half = int(8 * (partial_rotary_factor or 1)) // 2
+    return [half - 2 * (half // 4), half // 4, half // 4]
 
 
 def _rope(value: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters with sections that add up to half of a head's 8 features."""
+    """Rotary parameters with sections that fit."""
     changed = {k: _rope(v, fields) if isinstance(v, dict) else v for k, v in value.items()}
     if isinstance(value.get("mrope_section"), list):
-        half = int(8 * (value.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1)) // 2
-        changed["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
+        factor = value.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
+        changed["mrope_section"] = _sections(factor)
     return changed
 
 
@@ -203,14 +204,11 @@ def tiny_config(config_class: type, variant: int = 0) -> Any:
     config = config_class(**_overrides(fields, [], variant) | exactly)
     for part in _parts_of(config):
         if SECTIONED.fullmatch(part.model_type) and getattr(part, "rope_parameters", None):
-            _sections(part)
+            rope = part.rope_parameters
+            rope["mrope_section"] = _sections(rope.get("partial_rotary_factor"))
         part._attn_implementation = "eager"
-        for name, value in (
-            ("pad_token_id", 0),
-            ("bos_token_id", 1),
-            ("eos_token_id", 2),
-            ("decoder_start_token_id", 1),
-        ):
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        for name, value in tokens.items():
             given = getattr(part, name, None)
             if given is None or isinstance(given, int) and given >= VOCABULARY:
                 setattr(part, name, value)

@@ -62,16 +62,9 @@ def bench(count: int, cache_dir: str | None = None, **fields: Any) -> pandas.Dat
     rows: list[dict[str, Any]] = []
     for workers in WORKERS:
         wall, seconds = timed(configs, workers, cache_dir)
-        rows.append(
-            {
-                "workers": workers,
-                "runs": len(seconds),
-                "wall_s": wall,
-                "runs_a_minute": 60 * len(seconds) / wall,
-                "not_training": 1 - sum(seconds) / (workers * wall),
-                "run_s": statistics.median(seconds),
-            }
-        )
+        row: dict[str, Any] = {"workers": workers, "runs": len(seconds), "wall_s": wall}
+        row |= {"runs_a_minute": 60 * len(seconds) / wall, "not_training": 1 - sum(seconds) / (workers * wall)}
+        rows.append(row | {"run_s": statistics.median(seconds)})
     table = pandas.DataFrame(rows)
     table.insert(4, "ratio", table["runs_a_minute"] / table["runs_a_minute"][0])
     import ray

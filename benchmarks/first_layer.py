@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import csv
+import inspect
 import math
 import random
 import re
-import sys
 import tempfile
 import time
 import warnings
@@ -27,16 +26,14 @@ import torch
 import transformers
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "probes")]
-import architecture_zoo as zoo  # noqa: E402
-
-from normlab.differences import diff  # noqa: E402
-from normlab.differences.capture import Roles, roles_of  # noqa: E402
+from benchmarks import architecture_zoo as zoo
+from benchmarks.timing import written
+from normlab.differences import diff
+from normlab.differences.capture import Roles, roles_of
 
 BRANCH = {"attn": r"attn_out|mixer_out|attn_post_norm_(in|out)", "mlp": r"mlp_out|mlp_post_norm_(in|out)"}
-AFTER = (
-    r"|mlp_norm_in|block_out|attn_norm_in|mlp_norm_out|mlp_in"  # the next site, where a branch is no site of its own
-)
+# The next site, where a branch is no site of its own.
+AFTER = r"|mlp_norm_in|block_out|attn_norm_in|mlp_norm_out|mlp_in"
 
 
 class Model(NamedTuple):
@@ -55,14 +52,21 @@ class Model(NamedTuple):
         found = [m for n, m in self.block.named_modules() if isinstance(m, nn.Linear) and re.search(pattern, n)]
         return found[0] if found else None
 
+    def every_linear(self, pattern: str) -> list[nn.Linear]:
+        """Those of all blocks."""
+        blocks = map(self.b.get_submodule, self.roles.blocks)
+        named = [pair for block in blocks for pair in block.named_modules()]
+        return [m for n, m in named if isinstance(m, nn.Linear) and re.search(pattern, n)]
+
     def branch(self, kind: str) -> nn.Module | None:
-        start = self.roles.blocks[self.layer - 1] + "."
-        names = [n for n, k in self.roles.branches.items() if k == kind and n.startswith(start)]
-        return self.b.get_submodule(names[0]) if names else None
+        return self._of_block(self.roles.branches, kind)
 
     def norm(self, kind: str) -> nn.Module | None:
+        return self._of_block(self.roles.norms, kind)
+
+    def _of_block(self, kinds: dict[str, str], kind: str) -> nn.Module | None:
         start = self.roles.blocks[self.layer - 1] + "."
-        names = [n for n, k in self.roles.norms.items() if k == kind and n.startswith(start)]
+        names = [n for n, k in kinds.items() if k == kind and n.startswith(start)]
         return self.b.get_submodule(names[0]) if names else None
 
     @property
@@ -127,16 +131,11 @@ def one_plus_w(m: Model) -> Expected | None:
         return None
     norm, kind = chosen
     before = norm.weight.detach().double().clone()
-    plus = "1.0 + self.weight" in _source(norm) or "1 + self.weight" in _source(norm)
+    source = inspect.getsource(type(norm))
+    plus = "1.0 + self.weight" in source or "1 + self.weight" in source
     gain = before + 1 if plus else before
     _on_output(norm, lambda y, x: y * ((gain + (-1 if plus else 1)) / gain).to(y.dtype))
     return Expected((m.layer,), f"{kind}_norm_out", r"1 \+ w")
-
-
-def _source(module: nn.Module) -> str:
-    import inspect
-
-    return inspect.getsource(type(module))
 
 
 @fault
@@ -176,15 +175,12 @@ def rotary_layout(m: Model) -> Expected | None:
     if not any(n.endswith("inv_freq") for n, _ in m.b.named_buffers()):
         return None
     head = _head(m)
-    done = False
-    for name in m.roles.blocks:
-        for n, linear in m.b.get_submodule(name).named_modules():
-            if isinstance(linear, nn.Linear) and re.search(r"(q|k)_proj$", n) and linear.out_features % head == 0:
-                pairs = torch.arange(head).reshape(-1, 2).T.flatten()
-                order = (pairs[None] + head * torch.arange(linear.out_features // head)[:, None]).flatten()
-                _on_output(linear, lambda y, x, order=order: y[..., order])
-                done = True
-    return Expected((1, 2), BRANCH["attn"] + AFTER, "layout") if done else None
+    turned = [linear for linear in m.every_linear(r"(q|k)_proj$") if linear.out_features % head == 0]
+    for linear in turned:
+        pairs = torch.arange(head).reshape(-1, 2).T.flatten()
+        order = (pairs[None] + head * torch.arange(linear.out_features // head)[:, None]).flatten()
+        _on_output(linear, lambda y, x, order=order: y[..., order])
+    return Expected((1, 2), BRANCH["attn"] + AFTER, "layout") if turned else None
 
 
 def _head(m: Model) -> int:
@@ -265,12 +261,8 @@ def missing_bias(m: Model) -> Expected | None:
 def scaled_embedding(m: Model) -> Expected | None:
     embedding = m.b.get_input_embeddings()
     scale = math.sqrt(m.config.hidden_size)
-    _on_output_of_ids(embedding, lambda y: y * scale)
+    embedding.register_forward_hook(lambda module, args, output: output * scale)
     return Expected((0, 1), r"embeddings|.*_in", r"scaled|times|sqrt")
-
-
-def _on_output_of_ids(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    module.register_forward_hook(lambda module, args, output: change(output))
 
 
 @fault
@@ -313,9 +305,8 @@ def ignored_padding(m: Model) -> Expected | None:
 
 @fault
 def positions_off_by_one(m: Model) -> Expected | None:
-    embedding = next(
-        (x for n, x in m.b.named_modules() if re.search(r"wpe$|embed_positions$|position_embeddings$", n)), None
-    )
+    pattern = r"wpe$|embed_positions$|position_embeddings$"
+    embedding = next((x for n, x in m.b.named_modules() if re.search(pattern, n)), None)
     if not isinstance(embedding, nn.Embedding):
         return None
     embedding.weight.data = embedding.weight.data.roll(-1, 0)
@@ -394,13 +385,10 @@ def tied_weights(m: Model) -> Expected | None:
 
 @fault
 def softmax_scale(m: Model) -> Expected | None:
-    head, done = _head(m), False
-    for name in m.roles.blocks:
-        for n, linear in m.b.get_submodule(name).named_modules():
-            if n.endswith("q_proj") and isinstance(linear, nn.Linear):
-                _on_output(linear, lambda y, x: y / math.sqrt(head))
-                done = True
-    return Expected((1, 2), BRANCH["attn"] + AFTER, "softmax") if done else None
+    head, queries = _head(m), m.every_linear("q_proj$")
+    for linear in queries:
+        _on_output(linear, lambda y, x: y / math.sqrt(head))
+    return Expected((1, 2), BRANCH["attn"] + AFTER, "softmax") if queries else None
 
 
 @fault
@@ -412,11 +400,8 @@ def activation(m: Model) -> Expected | None:
             return None
         for n in named:
             owner, _, leaf = n.rpartition(".")
-            setattr(
-                inner.get_submodule(owner),
-                leaf,
-                nn.ReLU() if "relu" not in str(inner.get_submodule(n)).lower() else nn.SiLU(),
-            )
+            is_relu = "relu" in str(inner.get_submodule(n)).lower()
+            setattr(inner.get_submodule(owner), leaf, nn.SiLU() if is_relu else nn.ReLU())
     return Expected((1, 2), BRANCH["mlp"] + AFTER, "activation")
 
 
@@ -535,18 +520,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     names = options.classes.split(",") if options.classes else list(zoo.class_names("causal"))
     rows = equal_pairs(names) if options.equal else faults(names, options.count, options.seed)
-    fields = ["class", "pair", "equal", "verdict"] if options.equal else [
-        "class", "fault", "layer", "block_right", "site_right", "cause_right", "seconds", "verdict", "causes"
-    ]  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
-    with options.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(row)
-            file.flush()
-            kept.append(row)
+    columns = (
+        "class pair equal verdict"
+        if options.equal
+        else ("class fault layer block_right site_right cause_right seconds verdict causes")
+    )
+    fields = columns.split()
+    kept = written(rows, options.out, fields)
     for name in fields[2:3] if options.equal else fields[3:6]:
         print(f"{name}: {sum(bool(row.get(name)) for row in kept)} of {len(kept)}")
 

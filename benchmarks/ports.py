@@ -9,7 +9,6 @@ without a fault must be equal. One row per case.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import time
 import warnings
@@ -21,8 +20,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.timing import written
 from normlab.differences import diff
 
+COLUMNS = "model fault held_out right site_right cause_right named seconds verdict causes".split()
 LAYERS, LENGTH = 4, 24
 SHAPE = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
@@ -335,9 +336,8 @@ def reference(name: str) -> Any:
     """A small model of transformers with random weights, gains and biases off their start."""
     torch.manual_seed(0)
     fields = {n: v for n, v in (SHAPE | CONFIGS[name]).items() if v is not None}
-    model = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))(
-        getattr(transformers, f"{name}Config")(**fields)
-    )
+    config = getattr(transformers, f"{name}Config")(**fields)
+    model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.mul_(5)
@@ -346,9 +346,8 @@ def reference(name: str) -> Any:
 
 def cases(chosen: str = "") -> Iterator[dict[str, Any]]:
     """One row per port: without a fault, and with each fault of the model."""
-    batch = {
-        "input_ids": torch.randint(3, SHAPE["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    }
+    draw = torch.Generator().manual_seed(0)
+    batch = {"input_ids": torch.randint(3, SHAPE["vocab_size"], (2, LENGTH), generator=draw)}
     for name in CONFIGS:
         a = reference(name)
         for fault in (None, *(fault for fault in FAULTS if fault.of == name)):
@@ -380,26 +379,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with options.out.open("w", newline="") as file:
-        fields = [
-            "model",
-            "fault",
-            "held_out",
-            "right",
-            "site_right",
-            "cause_right",
-            "named",
-            "seconds",
-            "verdict",
-            "causes",
-        ]
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        for row in cases(options.only):
-            writer.writerow(row)
-            rows.append(row)
+    rows = written(cases(options.only), options.out, COLUMNS)
     faults = [row for row in rows if row["fault"]]
     print(f"equal ports: {sum(row['right'] for row in rows if not row['fault'])} of {len(rows) - len(faults)}")
     for held_out in (False, True):

@@ -12,7 +12,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,6 +74,18 @@ def arguments(about: str, numbers: Mapping[str, int]) -> argparse.ArgumentParser
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
     parser.add_argument("--out", type=Path, help="a CSV file")
     return parser
+
+
+def written(rows: Iterable[dict[str, Any]], out: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """All rows; the CSV file holds those that there are while the next one is measured."""
+    import pandas
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        kept.append(row)
+        pandas.DataFrame(kept, columns=list(columns)).to_csv(out, index=False)
+    return kept
 
 
 def report(table: pandas.DataFrame, out: Path | None, columns: int = 12) -> None:

@@ -1,7 +1,5 @@
 """SIGKILL at random moments, forty times: every run ends as if nothing had been killed."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -37,16 +35,8 @@ def command(kind: str, out: str) -> list[str]:
     if kind == "sweep":
         return [sys.executable, "sweep.py", out]
     train = ["-m", "normlab", "train", *tiny(Path(CORPUS), **FIELDS).to_arguments()]
-    return [
-        sys.executable,
-        *(RANKS if kind == "ranks" else []),
-        *train,
-        "--out",
-        out,
-        "--cache-dir",
-        "cache",
-        "--quiet",
-    ]
+    ranks = RANKS if kind == "ranks" else []
+    return [sys.executable, *ranks, *train, "--out", out, "--cache-dir", "cache", "--quiet"]
 
 
 def start(kind: str, out: str, folder: Path) -> subprocess.Popen:

@@ -1,7 +1,5 @@
 """Runs on disk: one table of all that can be read, a name for what cannot, and nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,6 +14,8 @@ from training_helpers import write_files
 from normlab import NormlabError, load_runs, packed, runs, store
 from normlab.analysis.selection import summarize
 from normlab.training.config import TrainConfig, require_same
+
+CONFIG = {"scheme": "bhyt", "depth": 1, "width": 8, "seed": 0, "lr": 0.1}
 
 
 def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
@@ -32,8 +32,7 @@ def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
         for mask in ("all", "no_first")
     ]
     save_file({"weight": np.zeros((8, 8), dtype=np.float32)}, path / runs.WEIGHTS)
-    config = {"scheme": "bhyt", "depth": 1, "width": 8, "seed": 0, "lr": 0.1}
-    write_files(path, rows, **{"run": name, "config": config, **manifest})
+    write_files(path, rows, **{"run": name, "config": CONFIG, **manifest})
     return path
 
 
@@ -107,8 +106,7 @@ DAMAGE = {
 def make_run_of_schema_1(root: Path) -> Path:
     """A run as version 1 of the schema had it."""
     identity = {"train_blocks": 50, "held_out_blocks": 4, "unigram_entropy": 6.5}
-    config = {"scheme": "bhyt", "depth": 1, "width": 32, "seed": 0, "lr": 0.1, "block_length": 16}
-    path = make_run(root, schema=1, tokens=1600, corpus=identity, config=config)
+    path = make_run(root, schema=1, tokens=1600, corpus=identity, config=CONFIG | {"width": 32, "block_length": 16})
     manifest = json.loads((path / runs.MANIFEST).read_text())
     store.write_json(path / runs.MANIFEST, {k: v for k, v in manifest.items() if k not in runs.COUNT_LOSSES})
     return path
@@ -164,16 +162,10 @@ def test_a_damaged_run_is_named_and_the_others_load(damage, tmp_path):
 WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "no configuration": ({"config": None}, "config is None"),
     "a word for a configuration": ({"config": "bhyt"}, "config is 'bhyt'"),
-    "no depth": ({"config": {"scheme": "bhyt", "width": 8, "seed": 0, "lr": 0.1}}, "config.depth is missing"),
-    "a depth in words": (
-        {"config": {"scheme": "bhyt", "depth": "2", "width": 8, "seed": 0, "lr": 1.0}},
-        "depth is '2'",
-    ),
-    "a rate of nothing": ({"config": {"scheme": "bhyt", "depth": 2, "width": 8, "seed": 0, "lr": 0}}, "lr is 0"),
-    "model fields in a list": (
-        {"config": {"scheme": "bhyt", "depth": 2, "width": 8, "seed": 0, "lr": 0.1, "model": [1]}},
-        "config.model is .1.",
-    ),
+    "no depth": ({"config": {k: v for k, v in CONFIG.items() if k != "depth"}}, "config.depth is missing"),
+    "a depth in words": ({"config": CONFIG | {"depth": "2"}}, "depth is '2'"),
+    "a rate of nothing": ({"config": CONFIG | {"lr": 0}}, "lr is 0"),
+    "model fields in a list": ({"config": CONFIG | {"model": [1]}}, "config.model is .1."),
     "nothing measured": ({"measured": None}, "measured is None"),
     "an empty corpus": ({"corpus": {}}, "corpus.unigram_entropy is missing"),
     "a loss that is a word": ({"eval_loss": "low"}, "eval_loss is 'low'"),

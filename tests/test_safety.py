@@ -1,7 +1,5 @@
 """What comes from strangers runs no code: pickles in checkpoints and weights, Python in a model's folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +13,6 @@ import normlab
 from normlab import NormlabError, store
 from normlab.report.inputs import load
 from normlab.training.checkpoint import STATE
-from normlab.training.run import RunStopped
 
 pytest_plugins = ["training_fixtures"]
 CODE = "open({!r}, 'w').close()\nclass NormlabConfig: ...\nclass NormlabForCausalLM: ...\n"
@@ -64,10 +61,9 @@ def test_code_in_a_models_folder_is_not_run(read, folder, tmp_path):
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_a_checkpoint_that_is_a_program_is_not_run(fsdp, text, go, tmp_path):
+def test_a_checkpoint_that_is_a_program_is_not_run(fsdp, text, go, stop, tmp_path):
     config, out = tiny(text, fsdp=fsdp), tmp_path / "out"
-    with pytest.raises(RunStopped):
-        go(config, out, watch=lambda step, rows: step != 5)
+    stop(config, out, 5)
     (checkpoint,) = store.checkpoints(out / store.PARTIAL / config.run_id)
     torch.save({"model": Program(tmp_path / "victim")}, checkpoint / STATE)
     (checkpoint / store.LISTED).unlink()

@@ -132,17 +132,13 @@ def build(peer: str, name: str, backend: str = "inductor") -> Call:
 
 
 def arguments(name: str, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Random arguments that require gradients."""
-    like = {"device": device, "dtype": dtype}
-    everything = {
-        "x": lambda: torch.randn(rows, width, **like),
-        "residual": lambda: torch.randn(rows, width, **like),
-        "weight": lambda: torch.ones(width, **like),
-        "bias": lambda: torch.randn(width, **like),
-        "scale": lambda: torch.ones(1, **like),
-        "shift": lambda: torch.zeros(1, **like),
-        "direction": lambda: torch.randn(width, **like) / width**0.5,
-        "given": lambda: torch.ones(rows, 1, device=device),
-    }
-    inputs = ("x",) if name == "row_moments" else FUNCTIONS[name].inputs
-    return {key: everything[key]().requires_grad_() for key in inputs}
+    """Random arguments that require gradients; gains, scales and given statistics are 1."""
+    shapes = {"x": (rows, width)} if name == "row_moments" else FUNCTIONS[name].shapes(rows, width)
+    made = {}
+    for key, shape in shapes.items():
+        like = {"device": device, "dtype": torch.float32 if key == "given" else dtype}
+        made[key] = torch.ones(shape, **like) if key in ("weight", "scale", "given") else torch.randn(shape, **like)
+        if key == "direction":
+            made[key] /= width**0.5
+        made[key].requires_grad_()
+    return made

@@ -34,7 +34,7 @@ from normlab_kernels import choices, dispatch, functions, linear_ops, row_kernel
 from normlab_kernels.device_math import PORTABLE
 from normlab_kernels.launch import kind
 from normlab_kernels.moments import row_moments
-from normlab_kernels.spec import FUNCTIONS, Act, RowSpec, Stat
+from normlab_kernels.spec import FUNCTIONS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -48,10 +48,10 @@ DIRECTIONS = {
     split_kernels.row_pull_kernel: "backward reduction",
     row_kernels.parameter_gradients_kernel: "finish",
 }  # of all others: forward
-LINEAR = {
-    "linear_add_bhyt": RowSpec(Stat.GIVEN, Act.TANH),
-    "linear_add_bhyt unbounded": RowSpec(Stat.GIVEN, Act.IDENTITY),
-    "linear_add_dyt": RowSpec(Stat.NONE, Act.TANH),
+LINEAR = {  # the fused product, with the norm that it ends in
+    "linear_add_bhyt": "add_bhyt_carried",
+    "linear_add_bhyt unbounded": "add_bhyt_carried unbounded",
+    "linear_add_dyt": "add_dyt",
 }
 ROWS = 5000  # of the calls; no multiple of 16, from which a compiler could gain
 
@@ -90,19 +90,11 @@ def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list
     Args:
         launch: fields other than the choice's, of the backward kernel or of the product.
     """
-    row, vector, one = (ROWS, width), (width,), (1,)
-    shapes = {
-        "x": row,
-        "residual": row,
-        "given": (ROWS, 1),
-        "weight": vector,
-        "bias": vector,
-        "scale": one,
-        "shift": one,
-        "direction": vector,
-    }
-    kinds = {"given": torch.float32}
-    a = {k: torch.empty(shapes[k], dtype=kinds.get(k, DTYPES[dtype]), device="meta").requires_grad_() for k in shapes}
+    function = FUNCTIONS.get(LINEAR.get(name, name), FUNCTIONS["rms_norm"])
+    a = {}
+    for key, shape in function.shapes(ROWS, width).items():
+        kind_ = torch.float32 if key == "given" else DTYPES[dtype]
+        a[key] = torch.empty(shape, dtype=kind_, device="meta").requires_grad_()
     found: list[Build] = []
     backward = choices.backward
 
@@ -118,15 +110,14 @@ def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list
     ):
         if name in LINEAR:
             proj = torch.empty(width, width, dtype=DTYPES[dtype], device="meta")
-            bias, given = (None, a["given"]) if LINEAR[name].stat == Stat.GIVEN else (a["bias"], None)
-            linear_ops.launch_linear(a["x"], proj, a["residual"], a["weight"], bias, a["scale"], given, LINEAR[name])
+            optional = a.get("bias"), a["scale"], a.get("given")
+            linear_ops.launch_linear(a["x"], proj, a["residual"], a["weight"], *optional, function.spec)
         elif name == "row_moments":
             row_moments(a["x"])
         else:
             made = functions.by_name(name)(a)
             outputs = made if isinstance(made, tuple) else (made,)
-            inputs = [a[key] for key in FUNCTIONS[name].inputs]
-            torch.autograd.grad(outputs, inputs, [torch.empty_like(output) for output in outputs])
+            torch.autograd.grad(outputs, list(a.values()), [torch.empty_like(output) for output in outputs])
     return found
 
 

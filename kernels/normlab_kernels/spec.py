@@ -66,6 +66,11 @@ class Function(NamedTuple):
     def residual(self) -> bool:
         return "residual" in self.inputs
 
+    def shapes(self, rows: int, width: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each input, for that many rows."""
+        known = {"x": (rows, width), "residual": (rows, width), "given": (rows, 1), "scale": (1,), "shift": (1,)}
+        return {name: known.get(name, (width,)) for name in self.inputs}
+
 
 _BHYT = {"eps": 1e-6, "kappa": 10.0}
 _PLAIN = {

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import compare, last_values
 from normlab.analysis.selection import choose, depths_of_most, experiments_of, in_order, summarize, title_of
-from normlab.analysis.verdicts import DIFFERENT, differences, in_words, judged, means
+from normlab.analysis.verdicts import differences, in_words, judged, means
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
@@ -261,14 +260,5 @@ def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     table["seeds"] = rows["seeds"]
     for name in more:
         table[name] = rows[name].round(3)
-    titled = rows.assign(a=table["scheme"].to_numpy())
-    table["verdict"] = [in_words(row) if "b" in rows else _against_none(row) for row in titled.itertuples()]
+    table["verdict"] = [in_words(row) for row in rows.assign(a=table["scheme"].to_numpy()).itertuples()]
     return table.reset_index(drop=True)
-
-
-def _against_none(row: Any) -> str:
-    """A scheme's own mean in words: above or below no effect."""
-    if row.verdict != DIFFERENT:
-        return in_words(row)
-    none = 1 if row.kind == "ratio" else 0
-    return f"{'above' if row.estimate > none else 'below'} {none}"

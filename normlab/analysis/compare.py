@@ -1,9 +1,6 @@
 """Is one scheme better than another? Differences between two schemes, paired by seed, with verdicts.
 
-compare            two schemes, one row per depth
-compare_variants   the same within each configuration of a sweep with variants (`normlab.training.presets`)
-last_values        what each run ended with, one row per run
-report             the rows of `compare` as lines to print
+
 
 `normlab.analysis.verdicts` has the intervals and verdicts.
 """
@@ -205,8 +202,13 @@ def _select(
     runs: pd.DataFrame, names: Sequence[str], depth: int | None, width: int | None, same_rate: bool
 ) -> Selection:
     about = summarize(runs)
-    if all(name in about.index for name in names):
-        return _two_runs(runs, about.loc[list(names)])
+    if all(name in about.index for name in names):  # two runs, each under its own name in place of its scheme's
+        about = about.loc[list(names)]
+        for field in ("depth", "width", "seed"):
+            left, right = about[field]
+            if left != right:
+                raise NormlabError(f"runs {names[0]} and {names[1]} have {field} {left} and {right}: no pair")
+        return Selection(runs[runs["run"].isin(about.index)], about.assign(scheme=about.index))
     known = set(about["scheme"])
     for name in names:
         if name not in known:
@@ -215,15 +217,6 @@ def _select(
             )
     # Among all schemes, so that rates and widths are those that figures show.
     return choose(runs, depth, width, same_rate=same_rate)
-
-
-def _two_runs(runs: pd.DataFrame, about: pd.DataFrame) -> Selection:
-    """Two runs, each under its own name in place of its scheme's."""
-    for field in ("depth", "width", "seed"):
-        left, right = about[field]
-        if left != right:
-            raise NormlabError(f"runs {about.index[0]} and {about.index[1]} have {field} {left} and {right}: no pair")
-    return Selection(runs[runs["run"].isin(about.index)], about.assign(scheme=about.index))
 
 
 def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:

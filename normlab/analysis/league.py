@@ -1,10 +1,5 @@
 """The league: every scheme under one budget, as a table.
 
-load       the tables of a sweep `league` in some folders
-standings  one row per scheme: losses, rates, what its depth does, costs, and what others said of it
-shown      its main columns as text
-printed    the same as lines for a terminal
-
 A scheme has final runs, or a search only, or no run. `says` tells which. `normlab.figures.league` draws the table.
 """
 
@@ -13,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -239,6 +234,8 @@ def printed(table: pd.DataFrame) -> str:
 def shown(table: pd.DataFrame) -> pd.DataFrame:
     """The table's main columns as text, one row per scheme that was run."""
     run = table[table["says"] != NOT_RUN]
+    wider = run["valley_open"].eq(True).map({True: ">= ", False: ""})
+    valleys = wider + run["valley"].map("x {:g}".format)
     columns = {
         "scheme": run["title"],
         "set": run["says"],
@@ -247,9 +244,11 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
         "seen": run["seen_loss"].map(_number),
         "at 2M tokens": run["search_loss"].map(_number),
         "rate": run["rate"].map("{:g}".format),
-        "valley": [_valley(row) for row in run.itertuples()],
+        "valley": valleys.where(run["valley"].notna(), ""),
         "growth": run["growth"].map(_number),
-        "uniform": [_count(row.uniform, row.attentions) for row in run.itertuples()],
+        "uniform": [
+            "" if pd.isna(n) else f"{uniform:g} of {n:g}" for uniform, n in run[["uniform", "attentions"]].values
+        ],
         "deep cost": run.get("deep_cost", pd.Series(math.nan, run.index)).map(_number),
         "step": run["step_cost"].map(_number),
         "equal compute": run["equal_compute"].map(lambda gain: _number(gain, "+")),
@@ -264,11 +263,3 @@ def _number(value: float, sign: str = "") -> str:
 def _interval(estimate: float, low: float, high: float, sign: str = "") -> str:
     ends = "" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]"
     return _number(estimate, sign) + ends
-
-
-def _valley(row: Any) -> str:
-    return "" if pd.isna(row.valley) else f"{'>= ' * bool(row.valley_open)}x {row.valley:g}"
-
-
-def _count(count: float, of: float) -> str:
-    return "" if pd.isna(of) else f"{count:g} of {of:g}"

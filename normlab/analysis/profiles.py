@@ -1,15 +1,11 @@
-"""Layer profiles: one metric by layer at one training step, over seeds or against a reference scheme.
-
-Profiles   an index over the long table; reads a profile in well under a millisecond
-View       metric, site, mask, depth, step, and whether absolute, relative or against a reference
-Profile    one scheme's line, with its bounds
-"""
+"""Layer profiles: one metric by layer at one training step, over seeds or against a reference scheme."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -74,7 +70,9 @@ class Measured:
 
 
 class Profiles:
-    """An index of the long table. Results are kept and never changed, so threads may share it.
+    """An index of the long table, which reads a profile in well under a millisecond.
+
+    Results are kept and never changed, so threads may share it.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -111,11 +109,8 @@ class Profiles:
         self._values = table["value"].to_numpy(dtype=float)
         trained = set(self.chosen.runs[["scheme", "depth"]].itertuples(index=False, name=None))
         self._remarks = {
-            (name, depth): self.chosen.remark(name, depth)
-            if (name, depth) in trained
-            else f"{NOT_TRAINED} at depth {depth}"
-            for name in self.schemes
-            for depth in self.depths
+            at: self.chosen.remark(*at) if at in trained else f"{NOT_TRAINED} at depth {at[1]}"
+            for at in product(self.schemes, self.depths)
         }
         self._rates = {depth: self.chosen.rate(depth) for depth in self.depths}
 
@@ -165,7 +160,7 @@ class Profiles:
         self, site: str, metric: str, mask: str, depth: int, relative: bool, reference: str | None
     ) -> dict[tuple[str, int], Profile]:
         measured = self._measured(site, metric, mask, depth)
-        values = _relative_to_layer_one(measured) if relative else measured.values
+        values = _relative_to_layer_one(measured.layers, measured.values) if relative else measured.values
         if reference is None:
             middle, low, high, seeds = _over_seeds(values, metric)
         elif reference in measured.schemes:
@@ -193,8 +188,7 @@ class Profiles:
                 continue
             layers, values = predictions[scheme]
             if view.relative:
-                first = values[layers == 1]
-                values = values / first if first.size else np.full_like(values, np.nan)
+                values = _relative_to_layer_one(layers, values)
             if base is not None:
                 values = values / base[1] if metric_row(view.metric).is_ratio else values - base[1]
             nothing = np.full_like(values, np.nan)
@@ -217,16 +211,12 @@ class Profiles:
         With them an axis stays still while the step moves.
         """
         shown = [line for (name, _), line in self.lines_by_step(view).items() if name in view.schemes]
-        numbers = np.concatenate(
-            [np.empty(0), *(part for line in shown for part in (line.values, line.low, line.high))]
-        )
+        parts = [part for line in shown for part in (line.values, line.low, line.high)]
+        numbers = np.concatenate([np.empty(0), *parts])
         numbers = numbers[np.isfinite(numbers)]
         positive = numbers[numbers > 0]
-        return [
-            float(reduce(part))
-            for reduce, part in ((np.min, numbers), (np.min, positive), (np.max, numbers))
-            if part.size
-        ]
+        ends = [numbers.min(initial=np.inf), positive.min(initial=np.inf), numbers.max(initial=-np.inf)]
+        return [float(end) for end in ends if np.isfinite(end)]
 
     def rate(self, depth: int) -> str:
         """The learning rate at a depth, in words."""
@@ -289,11 +279,11 @@ def _on_scale(values: np.ndarray, metric: str) -> tuple[np.ndarray, Callable[[np
         return np.log(values), np.exp
 
 
-def _relative_to_layer_one(measured: Measured) -> np.ndarray:
-    first = measured.values[..., measured.layers == 1]
+def _relative_to_layer_one(layers: np.ndarray, values: np.ndarray) -> np.ndarray:
+    first = values[..., layers == 1]
     if not first.shape[-1]:
-        return np.full_like(measured.values, np.nan)
-    return measured.values / np.where(first == 0, np.nan, first)
+        return np.full_like(values, np.nan)
+    return values / np.where(first == 0, np.nan, first)
 
 
 def shown_first(schemes: Sequence[str]) -> list[str]:

@@ -1,8 +1,5 @@
 """Values that papers published, as one table.
 
-load_published   reads the CSV files of `data/paper/`
-ratios_to        each scheme over a base scheme: published ratios and ours in one table
-
 Every row names its paper, arXiv number and table or figure. A value read off a plot has a relative reading error and is
 drawn with an error bar.
 """
@@ -105,13 +102,11 @@ def _our_ratios(quantity: str, metric: str, runs: pd.DataFrame, base: str) -> pd
     found = pd.concat([differences(values, name, base, metric) for name in others]) if others else pd.DataFrame()
     if found.empty:
         return found
-    undo = np.exp if metric == "loss" else np.asarray
-    ends = {
-        new: undo(found[old].astype(float)) for old, new in (("estimate", "ratio"), ("low", "low"), ("high", "high"))
-    }
-    table = pd.DataFrame({"scheme": found["a"], "seeds": found["seeds"], "quantity": quantity, "source": HERE, **ends})
-    table["model"] = [f"depth {depth}" for depth in found["depth"]]
-    return table[table["ratio"].notna()]
+    ends = found[["estimate", "low", "high"]].to_numpy(float)
+    found[["ratio", "low", "high"]] = np.exp(ends) if metric == "loss" else ends
+    found["model"] = [f"depth {depth}" for depth in found["depth"]]
+    found = found.rename(columns={"a": "scheme"}).assign(quantity=quantity, source=HERE)
+    return found.loc[found["ratio"].notna(), ["scheme", "seeds", "quantity", "source", "ratio", "low", "high", "model"]]
 
 
 def _read(file: Path) -> pd.DataFrame:

@@ -1,8 +1,5 @@
 """Choose the rows of the long table that one figure shows.
 
-choose      pick runs by depth, width, scheme and learning rate: a `Selection`
-summarize   one row per run
-
 A table may hold several depths, widths, seeds and learning rates. A figure shows one width and usually one depth.
 
 - Losses are shown at each scheme's own learning rate. That is the rate with most seeds, or of several the one with the
@@ -189,14 +186,11 @@ class Selection:
 
     def describe(self) -> str:
         """Width, depth, steps and seeds in words, for a figure's subtitle."""
-        parts = [
-            f"depth {_listed(self.depths)}",
-            f"width {_listed(sorted(int(w) for w in self.runs['width'].unique()))}",
-        ]
-        steps = sorted({int(step) for step in self.runs["steps"]})
-        parts.append(f"{steps[-1]:,} training steps" if steps else "no steps")
-        parts.append(seeds_in_words(self.runs.groupby(["scheme", "depth"])["seed"].nunique()))
-        return " · ".join([*parts, self.rate(), *filter(None, [self.precision()])])
+        widths = sorted(int(width) for width in self.runs["width"].unique())
+        seeds = seeds_in_words(self.runs.groupby(["scheme", "depth"])["seed"].nunique())
+        parts = [f"depth {_listed(self.depths)}", f"width {_listed(widths)}"]
+        parts += [f"{self.runs['steps'].max():,.0f} training steps", seeds, self.rate(), self.precision()]
+        return " · ".join(filter(None, parts))
 
     def precision(self) -> str:
         """Counts of runs by precision, in words; empty if there is only one."""
@@ -296,21 +290,14 @@ def _variants(about: pd.DataFrame) -> str:
     )
 
 
-def _chosen_rate(about: pd.DataFrame) -> pd.Series:
+def _chosen_rate(about: pd.DataFrame) -> np.ndarray:
     """True for runs at the rate chosen for their scheme and depth: most seeds, then lowest mean final loss."""
     keys = ["scheme", "depth", "lr"]
     loss = about["eval_loss"].fillna(np.inf)
-    rates = (
-        about.assign(eval_loss=loss)
-        .groupby(keys)
-        .agg(seeds=("seed", "nunique"), loss=("eval_loss", "mean"))
-        .reset_index()
-    )
-    best = rates.sort_values(["seeds", "loss", "lr"], ascending=[False, True, True]).drop_duplicates(
-        ["scheme", "depth"]
-    )
-    chosen = set(best[keys].itertuples(index=False, name=None))
-    return pd.Series([row in chosen for row in about[keys].itertuples(index=False, name=None)], index=about.index)
+    rates = about.assign(loss=loss).groupby(keys).agg(seeds=("seed", "nunique"), loss=("loss", "mean")).reset_index()
+    ordered = rates.sort_values(["seeds", "loss", "lr"], ascending=[False, True, True])
+    chosen = pd.MultiIndex.from_frame(ordered.drop_duplicates(["scheme", "depth"])[keys])
+    return pd.MultiIndex.from_frame(about[keys]).isin(chosen)
 
 
 def _at_one_rate(about: pd.DataFrame, own: pd.DataFrame, depth: int) -> pd.DataFrame:

@@ -1,10 +1,5 @@
 """Closed-form predictions of layer statistics before training, in the rows of the long table.
 
-predict              statistics of the residual stream by layer at initialisation, for any scheme
-predict_runs         the same for the models of given runs
-chebyshev_bound      the largest share of a bounded norm's tanh inputs that can exceed lambda
-carried_correction   the term that BHyT adds to the carried mean square
-
 Weights are independent Gaussians at initialisation. So at large width each feature of the residual stream is a Gaussian
 process over positions. Its kernel K[t, s] is the covariance of a feature between positions t and s. Each part of a
 block maps K to K:
@@ -214,9 +209,8 @@ class _Recursion:
         tokens = self.config.train_seq_len or self.config.max_position_embeddings
         c = self.width * self.attention_width * self.variance["v_proj"] * self.variance["o_proj"] / tokens
         causal = self.config.carried == "causal"
-        positions = range(self.length) if causal else [None] * self.length
         slope = norm.starting_map().slope
-        return np.array([carried_correction(c, slope, 1.0, tokens, t) for t in positions])
+        return np.array([carried_correction(c, slope, 1.0, tokens, t if causal else None) for t in range(self.length)])
 
     def _stream(self, site: str, layer: int) -> None:
         variance = np.diag(self.kernel)
@@ -342,17 +336,9 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     recursion = (_JoinedRecursion if joined else _Recursion)(config, length, collision)
     recursion.run()
     table = pd.DataFrame(recursion.rows, columns=["site", "layer", "metric", "mask", "value"])
-    about = {
-        "run": "theory",
-        "scheme": config.scheme,
-        "depth": recursion.depth,
-        "width": recursion.width,
-        "seed": pd.NA,
-        "lr": math.nan,
-    }
-    about |= {"status": FINISHED, "step": 0, "tokens": 0, "split": "theory"}
-    for i, (name, value) in enumerate(about.items()):
-        table.insert(i, name, value)
+    about = {"run": "theory", "scheme": config.scheme, "depth": recursion.depth, "width": recursion.width}
+    about |= {"seed": pd.NA, "lr": math.nan, "status": FINISHED, "step": 0, "tokens": 0, "split": "theory"}
+    table = table.assign(**about)[[*about, *table.columns]]
     return table.astype({"layer": "Int64", "seed": "Int64"})
 
 

@@ -6,12 +6,6 @@ undecided     neither
 
 `docs/statistics.md` explains the rule, its coverage and its limits.
 
-differences       one scheme minus another, paired by seed, one row per depth
-means             each scheme's own mean over its seeds, one row per scheme and depth
-judged            adds Holm's p-value, the margin and the verdict to such rows
-fisher            compare two counts, for outcomes that are all or nothing
-in_words          a row's verdict as a sentence
-pair_variances, lower_quartile    the floor under a pair's own variance
 """
 
 from __future__ import annotations
@@ -146,7 +140,10 @@ def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     rows = rows.copy()
     rows["p_holm"] = holm(rows["p"].to_numpy(float))
     rows["margin"] = [_margin(metric_row(name)) for name in rows["metric"]]
-    rows["verdict"] = [_verdict(row, level) for row in rows.itertuples()]
+    rows["verdict"] = [
+        DIFFERENT if row.p_holm < 1 - level else EQUIVALENT if _inside_margin(row) else UNDECIDED
+        for row in rows.itertuples()
+    ]
     return rows
 
 
@@ -175,7 +172,7 @@ def in_words(row: Any) -> str:
     """A row of `judged` as a sentence.
 
     Examples: "different: lns is lower" (with "within ±10%" if the interval is inside the margin), "equivalent: within
-    ±0.02", "undecided".
+    ±0.02", "undecided"; of a scheme's own mean that differs from no effect, "above 1".
     """
     if row.seeds == 0:
         return "nothing to compare"
@@ -183,8 +180,10 @@ def in_words(row: Any) -> str:
         return f"{UNDECIDED}, {'one seed: ' if row.seeds == 1 else ''}no interval"
     within = "within ±" + (f"{row.margin:.0%}" if row.kind == "ratio" else f"{row.margin:g}")
     if row.verdict == DIFFERENT:
-        is_lower = row.estimate < (1.0 if row.kind == "ratio" else 0.0)
-        words = f"{DIFFERENT}: {row.a} is {'lower' if is_lower else 'higher'}"
+        none = 1 if row.kind == "ratio" else 0
+        if not hasattr(row, "b"):
+            return f"{'above' if row.estimate > none else 'below'} {none}"
+        words = f"{DIFFERENT}: {row.a} is {'lower' if row.estimate < none else 'higher'}"
         return f"{words}, {within}" if _inside_margin(row) else words
     return f"{EQUIVALENT}: {within}" if row.verdict == EQUIVALENT else UNDECIDED
 
@@ -248,12 +247,6 @@ def _margin(metric: Metric) -> float:
     if metric.is_ratio:
         return SIZE_MARGIN
     return LOSS_MARGIN if metric.unit == "nats per token" else math.nan
-
-
-def _verdict(row: Any, level: float) -> str:
-    if row.p_holm < 1 - level:
-        return DIFFERENT
-    return EQUIVALENT if _inside_margin(row) else UNDECIDED
 
 
 def _inside_margin(row: Any) -> bool:

@@ -16,12 +16,12 @@ from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingT
 from normlab.analysis.verdicts import LEVEL, differences, in_words, interval, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
-    SEQUENTIAL_SCALE,
     EndLabel,
     add_line,
     axis_bounds,
     interval_bars,
     label_ends,
+    mark,
     note,
     selected,
     value_axis,
@@ -128,19 +128,16 @@ def _add_losses(
                      "<br>depth %{x}: diverged", row=1, col=1, mode="markers", name=f"{name} diverged",
                      cliponaxis=False, marker=dict(symbol="x", size=9, color=style.color),
                      meta=dict(scheme=name, panel="loss", diverged=True))  # fmt: skip
-        last = drawn[drawn["depth"] == shown.depths[-1]]
-        labels += [EndLabel(float(value), style.title, style.color) for value in last["mean"]]
+        deepest = drawn[drawn["depth"] == shown.depths[-1]]
+        labels += [EndLabel(float(value), style.title, style.color) for value in deepest["mean"]]
     figure.update_yaxes(range=bounds, title_text=LOSS.axis, col=1)
     labels += mark_levels(figure, levels, bounds, columns=(1,))
     label_ends(figure, labels, bounds, pixels, False)
     ticks = dict(tickvals=shown.depths, ticktext=[str(depth) for depth in shown.depths])
-    figure.update_xaxes(type="log", title_text="depth (blocks)", range=_span(shown.depths), **ticks, col=1)
-
-
-def _span(depths: list[int]) -> list[float]:
-    """The logarithmic axis of depths, in decades."""
-    edge = 0.12 * max(1.0, math.log2(depths[-1] / depths[0]) / 4)
-    return [math.log10(depths[0]) - edge, math.log10(depths[-1]) + edge]
+    first, last = shown.depths[0], shown.depths[-1]
+    edge = 0.12 * max(1.0, math.log2(last / first) / 4)  # decades
+    span = [math.log10(first) - edge, math.log10(last) + edge]
+    figure.update_xaxes(type="log", title_text="depth (blocks)", range=span, **ticks, col=1)
 
 
 def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list[str]) -> int:
@@ -157,28 +154,22 @@ def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list
     family = judged(pd.concat(pairs, ignore_index=True))
     family = family[family["seeds"] > 0]
     bounds = axis_bounds([0.0, *family["estimate"], *family["low"], *family["high"]], False)
-    colors = [theme.style_of(name).color for name in names]
-    ticktext = [f"<b style='color:{c}'>{theme.style_of(n).title}</b>" for n, c in zip(names, colors, strict=True)]
+    ticktext = [theme.name_of(name) for name in names]
     for column, depth in enumerate(shown.depths, 2):
         for row in family[family["depth"] == depth].itertuples():
-            _add_difference(figure, row, names.index(row.a), column)
+            color = theme.style_of(row.a).color
+            ends = f"[{row.low:+.4f}, {row.high:+.4f}]<br>{in_words(row)}, {row.seeds} seed(s)"
+            hover = f"<br>depth {depth}: %{{x:+.4f}} {ends}"
+            add_line(figure, row.a, [float(row.estimate)], [names.index(row.a)], hover,
+                     row=1, col=column, mode="markers", marker=mark(color, theme.VERDICT_MARKS[row.verdict], 8),
+                     error_x=interval_bars(row.estimate, row.low, row.high, thickness=1.4, color=color),
+                     meta=dict(scheme=row.a, panel="difference", depth=int(row.depth)))  # fmt: skip
         figure.add_vline(x=0, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"), row=1, col=column)
         figure.update_xaxes(range=bounds, nticks=5, col=column)
         ticks = dict(tickvals=list(range(len(names))), ticktext=ticktext, showticklabels=column == 2, ticks="")
         figure.update_yaxes(range=[len(names) - 0.5, -0.5], **ticks, col=column)
     figure.update_xaxes(title_text=f"loss difference ({LOSS.unit})", col=2 + (len(shown.depths) - 1) // 2)
     return int(family["p"].notna().sum())
-
-
-def _add_difference(figure: go.Figure, row: Any, position: int, column: int) -> None:
-    color = theme.style_of(row.a).color
-    mark = dict(color=color, size=8, symbol=theme.VERDICT_MARKS[row.verdict], line=dict(width=2, color=color))
-    hover = (
-        f"<br>depth {row.depth}: %{{x:+.4f}} [{row.low:+.4f}, {row.high:+.4f}]<br>{in_words(row)}, {row.seeds} seed(s)"
-    )
-    add_line(figure, row.a, [float(row.estimate)], [position], hover, row=1, col=column, mode="markers", marker=mark,
-             error_x=interval_bars(row.estimate, row.low, row.high, thickness=1.4, color=color),
-             meta=dict(scheme=row.a, panel="difference", depth=int(row.depth)))  # fmt: skip
 
 
 @register("trains_at_depth", "N3", "which schemes train at the greatest depth, and the layers that say why")
@@ -206,7 +197,7 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
         ],
     )
     figure.update_annotations(font=dict(size=13))
-    for outcome, mark in _MARKS.items():
+    for outcome, symbol in _MARKS.items():
         own = table[table["outcome"] == outcome]
         styles = [theme.style_of(name) for name in own.index]
         figure.add_scatter(
@@ -214,7 +205,7 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
             y=[style.title for style in styles],
             mode="markers",
             name=outcome,
-            marker=dict(symbol=mark, size=9, color=[style.color for style in styles]),
+            marker=dict(symbol=symbol, size=9, color=[style.color for style in styles]),
             hovertemplate="%{y}: %{x:.3f} nats<extra>" + outcome + "</extra>",
             meta={"outcome": outcome, "schemes": list(own.index)},
             row=1,
@@ -251,7 +242,7 @@ def _profile(shown: Selection, names: list[str], site: str, metric: str, when: s
         x=positions,
         y=[theme.style_of(name).title for name in names],
         z=values,
-        colorscale=SEQUENTIAL_SCALE,
+        colorscale=theme.SEQUENTIAL,
         colorbar=dict(
             thickness=8,
             len=0.5,

@@ -1,21 +1,9 @@
-"""Pieces that figures share: a scheme's line, panels, intervals, axes, labels at the ends of lines.
-
-selected       the runs that a figure shows, from a table or a selection
-add_line       a scheme's line, in its colour and dash
-panels         a grid of panels, one per scheme
-interval_bars  error bars from the ends of intervals
-axis_bounds    the range of an axis that holds some values
-value_axis     an axis over that range, linear or logarithmic
-label_ends     labels right of a panel, moved apart where lines end together: for a figure that stands still
-label_trace    the same as one trace of text: for a figure that moves
-note           words in the middle of a panel
-footnote       words below the axis titles
-"""
+"""Pieces that figures share: a scheme's line, marks and intervals, panels, axes, labels at the ends of lines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +13,12 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.selection import Selection, choose
-from normlab.figures.theme import NEUTRAL, SEQUENTIAL, style_of
+from normlab.figures.theme import NEUTRAL, style_of
 
 LINE = 15  # pixels of a line of text
 LETTER = 6.6  # pixels of a letter
 LEGEND_ABOVE = dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom")
-SEQUENTIAL_SCALE = [list(stop) for stop in SEQUENTIAL]
+
 Bounds = tuple[float, float]
 
 
@@ -62,8 +50,6 @@ def add_line(
     y: Iterable[float],
     hover: str,
     *,
-    row: int | None = None,
-    col: int | None = None,
     line: dict[str, Any] | None = None,
     **trace: Any,
 ) -> None:
@@ -72,13 +58,18 @@ def add_line(
     Args:
         hover: what a point says below the scheme's title.
         line: changes to the line's look.
-        trace: other properties of the trace.
+        trace: other properties of the trace, and its panel's `row` and `col`.
     """
     style = style_of(scheme)
     look = dict(color=style.color, dash=style.dash, width=2) | (line or {})
     own = dict(name=scheme, mode="lines", meta=dict(scheme=scheme)) | trace
     text = f"<b>{style.title}</b>{hover}<extra></extra>"
-    figure.add_scatter(x=list(x), y=finite(y), line=look, hovertemplate=text, row=row, col=col, **own)
+    figure.add_scatter(x=list(x), y=finite(y), line=look, hovertemplate=text, **own)
+
+
+def mark(color: str, symbol: str, size: int = 9) -> dict[str, Any]:
+    """A marker whose open symbols are as thick as a line."""
+    return dict(color=color, size=size, symbol=symbol, line=dict(width=2, color=color))
 
 
 def interval_bars(middle: Any, low: Any, high: Any, **look: Any) -> dict[str, Any]:
@@ -150,6 +141,13 @@ def short(value: float) -> str:
     if value == 0 or 0.01 <= abs(value) < 10_000:
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.1e}"
+
+
+def least_and_most(values: pd.Series, written: Callable[[float], str] = short) -> str:
+    """The smallest and the largest finite value by scheme, in words: "2 (LNS) to 9 (Pre-LN)"."""
+    ordered = values[np.isfinite(values)].sort_values()
+    ends = [f"{written(value)} ({style_of(str(scheme)).title})" for scheme, value in ordered.iloc[[0, -1]].items()]
+    return " to ".join(dict.fromkeys(ends))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,18 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.selection import NothingToShow, Selection, mean_of
 from normlab.analysis.verdicts import differences
 from normlab.figures import theme
-from normlab.figures.draw import add_line, axis_bounds, beside, footnote, panels, selected, short, value_axis
+from normlab.figures.draw import (
+    add_line,
+    axis_bounds,
+    beside,
+    finite,
+    footnote,
+    least_and_most,
+    panels,
+    selected,
+    short,
+    value_axis,
+)
 from normlab.figures.published import published_points, published_source, published_trace
 from normlab.figures.registry import register
 from normlab.probes.metrics import Metric, metric_row, site_label
@@ -90,14 +102,10 @@ def _range_of_growth(rows: pd.DataFrame) -> str:
     """The smallest and the largest ratio of the last layer to layer 1 at the last step, over schemes."""
     last = rows[rows["step"] == rows.groupby("scheme", observed=True)["step"].transform("max")]
     wide = last.pivot(index="scheme", columns="layer", values="value").astype(float)
-    if wide.shape[0] < 2 or 1 not in wide:
+    ratios = (wide[wide.columns.max()] / wide[1]).dropna() if 1 in wide else pd.Series(dtype=float)
+    if np.isfinite(ratios).sum() < 2:
         return ""
-    ratios = (wide[wide.columns.max()] / wide[1]).dropna()
-    ratios = ratios[np.isfinite(ratios)].sort_values()
-    if len(ratios) < 2:
-        return ""
-    low, high = (f"×{short(ratio)} ({theme.style_of(str(name)).title})" for name, ratio in ratios.iloc[[0, -1]].items())
-    return f": {low} to {high} from layer 1 to {wide.columns.max()}"
+    return f": {least_and_most(ratios, lambda ratio: f'×{short(ratio)}')} from layer 1 to {wide.columns.max()}"
 
 
 def _mean_over_seeds(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -118,15 +126,12 @@ def _shown_steps(steps: set[int]) -> list[int]:
 
 def _panel_title(shown: Selection, rows: pd.DataFrame, name: str) -> str:
     """The scheme in its colour, the last layer's value before and after training, and what went wrong."""
-    style = theme.style_of(name)
     ends = rows[rows["layer"] == rows["layer"].max()].sort_values("step")["value"]
     growth = f"last layer {short(ends.iloc[0])} → {short(ends.iloc[-1])}" if len(ends) > 1 else ""
     small = "<br>".join(part for part in (growth, shown.remark(name)) if part)
-    control = " (control)" if style.is_control else ""
-    return (
-        f"<b style='color:{style.color}'>{style.title}</b>{control}"
-        f"<br><span style='font-size:11px;color:{theme.NEUTRAL}'>{small or '&nbsp;'}</span>"
-    )
+    control = " (control)" if theme.style_of(name).is_control else ""
+    below = f"<br><span style='font-size:11px;color:{theme.NEUTRAL}'>{small or '&nbsp;'}</span>"
+    return theme.name_of(name) + control + below
 
 
 def _add_step(figure: go.Figure, rows: pd.DataFrame, step: int, last: float, row: Metric, cell: dict) -> None:
@@ -155,8 +160,7 @@ def _step_bar(last: float) -> go.Scatter:
     """A colour bar for the training step, on a trace that draws nothing."""
     bar = dict(title=dict(text="step<br>&nbsp;", side="top", font=dict(size=12)), tickfont=dict(size=12), thickness=10)
     bar |= dict(len=200, lenmode="pixels", y=1.0, yanchor="top", x=1.015, outlinewidth=0)
-    scale = [list(stop) for stop in theme.STEPS]
-    marker = dict(color=[0.0], cmin=0.0, cmax=max(last, 1.0), colorscale=scale, showscale=True, colorbar=bar)
+    marker = dict(color=[0.0], cmin=0.0, cmax=max(last, 1.0), colorscale=theme.STEPS, showscale=True, colorbar=bar)
     return go.Scatter(x=[None], y=[None], mode="markers", hoverinfo="skip", name="training step", marker=marker)
 
 
@@ -174,21 +178,30 @@ def growth_before_after(
             names the model.
     """
     row, shown = metric_row(metric), selected(runs, same_rate=True)
-    start, end = (last_values(shown, metric, site="block_out", mask="all", step=step) for step in (0, None))
-    table = _before_after(start, end, metric).sort_values("end", na_position="last")
+    start, end = _ends_of(shown, metric)
+    table = end.groupby("scheme", observed=True)["value"].agg(
+        end=lambda values: mean_of(values.dropna(), metric), low="min", high="max", seeds="count"
+    )
+    table["start"] = start.groupby("scheme", observed=True)["value"].agg(
+        lambda values: mean_of(values.dropna(), metric)
+    )
+    table = table.sort_values("end", na_position="last")
     if table["end"].notna().sum() == 0:
         raise NothingToShow(f"{metric} was not measured at: {site_label('block_out')}.")
-    base = shown.schemes[0]
+    base, names = shown.schemes[0], [str(name) for name in table.index]
     points = published_points(published, metric, shown.schemes).drop_duplicates("scheme")
     points = points if row.is_ratio and base in set(points["scheme"]) else points.iloc[:0]
     printed = points.set_index("scheme")["value"].astype(np.float64)
-    everyone = shown.of_all_schemes()
-    pools = [last_values(everyone, metric, site="block_out", mask="all", step=step) for step in (0, None)]
+    pairs = {
+        when: {n: differences(values, n, base, metric, pool=pool).iloc[0] for n in names if n != base}
+        for when, values, pool in zip(
+            ("before", "after"), (start, end), _ends_of(shown.of_all_schemes(), metric), strict=True
+        )
+    }
     figure = go.Figure()
     for position, (name, ends) in enumerate(table.iterrows()):
         _add_ends(figure, str(name), ends, position, row)
-    names = [str(name) for name in table.index]
-    _add_ratios(figure, names, {"before": (start, pools[0]), "after": (end, pools[1])}, base, row, printed)
+    _add_ratios(figure, names, pairs, base, row, printed)
     ticks = dict(tickvals=list(range(len(table))), ticktext=[_tick(shown, name) for name in names], ticks="")
     figure.update_yaxes(range=[len(table) - 0.4, -1.1], showgrid=False, tickfont=dict(size=13), **ticks)
     bounds = axis_bounds([*table["start"], *table["end"]], row.log)
@@ -198,47 +211,35 @@ def growth_before_after(
     if len(printed):
         layers = ", ".join(str(layer) for layer in sorted(points["layer"].unique()))
         footnote(figure, f"published: ratio in another model after its layer {layers}: {published_source(points)}.")
-    title = f"{row.label[0].upper()}{row.label[1:]} after the last layer{_end(table, end, pools[1], base, row)}"
+    title = f"{row.label[0].upper()}{row.label[1:]} after the last layer{_end(table, pairs['after'], base, row)}"
     about = f"{shown.describe()} · ○ step 0, ● after training"
     return theme.titled(figure, title, about, 180 + 20 * bool(len(printed)) + _ROW * (len(table) + 1))
 
 
-def _before_after(start: pd.DataFrame, end: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """By scheme: mean (geometric for sizes) over seeds at both ends, and the range of seeds at the end."""
-
-    def mean(values: pd.Series) -> float:
-        return mean_of(values.dropna(), metric)
-
-    table = end.groupby("scheme", observed=True)["value"].agg(end=mean, low="min", high="max", seeds="count")
-    table["start"] = start.groupby("scheme", observed=True)["value"].agg(mean)
-    return table
+def _ends_of(shown: Selection, metric: str) -> list[pd.DataFrame]:
+    """The last layer's values before and after training, one row per run."""
+    return [last_values(shown, metric, site="block_out", mask="all", step=step) for step in (0, None)]
 
 
-def _end(table: pd.DataFrame, end: pd.DataFrame, pool: pd.DataFrame, base: str, row: Metric) -> str:
+def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Metric) -> str:
     """The smallest and the largest ratio to `base` after training; of other metrics, how many schemes rise."""
     known = table.dropna(subset=["start", "end"])
     if not row.is_ratio or base not in known.index or len(known) < 2:
         return f": rises in training under {(known['end'] > known['start']).sum()} of {len(known)} schemes"
-    others = [str(name) for name in known.index if name != base]
-    ratios = pd.Series(
-        [differences(end, name, base, row.name, pool=pool)["estimate"].iloc[0] for name in others], others
-    )
-    ratios = ratios.dropna().sort_values()
-    ends = [f"{short(ratio)} ({theme.style_of(str(name)).title})" for name, ratio in ratios.iloc[[0, -1]].items()]
-    return f": {' to '.join(dict.fromkeys(ends))} of {theme.style_of(base).title}'s when trained"
+    ratios = pd.Series({name: pair["estimate"] for name, pair in pairs.items() if name in known.index})
+    return f": {least_and_most(ratios)} of {theme.style_of(base).title}'s when trained"
 
 
 def _tick(shown: Selection, name: str) -> str:
-    style, remark = theme.style_of(name), shown.remark(name)
-    small = ", ".join(word for word in ("control" if style.is_control else "", remark) if word)
-    below = f"<br><span style='font-size:10px'>{small}</span>" if small else ""
-    return f"<b style='color:{style.color}'>{style.title}</b>{below}"
+    remark = shown.remark(name)
+    small = ", ".join(word for word in ("control" if theme.style_of(name).is_control else "", remark) if word)
+    return theme.name_of(name) + (f"<br><span style='font-size:10px'>{small}</span>" if small else "")
 
 
 def _add_ends(figure: go.Figure, name: str, ends: pd.Series, position: int, row: Metric) -> None:
     color = theme.style_of(name).color
     after = f"after training; seeds {ends['low']:.4g} to {ends['high']:.4g} ({int(ends['seeds'])})"
-    x = [float(value) if math.isfinite(value) else None for value in (ends["start"], ends["end"])]
+    x = finite([ends["start"], ends["end"]])
     ring_and_disc = dict(size=[11, 12], symbol=["circle-open", "circle"], line=dict(width=2, color=color))
     add_line(
         figure,
@@ -256,23 +257,20 @@ def _add_ends(figure: go.Figure, name: str, ends: pd.Series, position: int, row:
 def _add_ratios(
     figure: go.Figure,
     names: list[str],
-    ends: dict[str, tuple[pd.DataFrame, pd.DataFrame]],
+    pairs: Mapping[str, Mapping[str, pd.Series]],
     base: str,
     row: Metric,
     printed: pd.Series,
 ) -> None:
-    """Columns of text right of the rows: ratio or difference to `base` at step 0, after training, published.
-
-    Args:
-        ends: by column, the values, and those of the runs whose pairs give the floor of the sd.
-    """
+    """Columns of text right of the rows: ratio or difference to `base` at step 0, after training, published."""
     heads = {"before": "step 0", "after": "trained"} | ({"published": "published"} if len(printed) else {})
     word = "ratio to" if row.is_ratio else "difference from"
     beside(figure, -0.95, _TEXTS["before"], f"<b>{word} {theme.style_of(base).title}</b>", theme.NEUTRAL)
     for key, head in heads.items():
         beside(figure, -0.55, _TEXTS[key], head, theme.NEUTRAL)
     for position, name in enumerate(names):
-        cells = {key: _ratio(*values, name, base, row) for key, values in ends.items()}
+        same = "1" if row.is_ratio else "0"
+        cells = {when: same if name == base else _ratio(own[name]) for when, own in pairs.items()}
         cells["before"] = cells["before"].split(" ")[0]
         if name in printed.index:
             cells["published"] = f"{printed[name] / printed[base]:.2f}"
@@ -280,10 +278,7 @@ def _add_ratios(
             beside(figure, position, _TEXTS[key], text, theme.style_of(name).color)
 
 
-def _ratio(values: pd.DataFrame, pool: pd.DataFrame, name: str, base: str, row: Metric) -> str:
-    if name == base:
-        return "1" if row.is_ratio else "0"
-    pair = differences(values, name, base, row.name, pool=pool).iloc[0]
+def _ratio(pair: pd.Series) -> str:
     if not math.isfinite(pair["estimate"]):
         return "–"
     interval = "" if math.isnan(pair["low"]) else f" [{short(pair['low'])}, {short(pair['high'])}]"

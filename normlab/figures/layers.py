@@ -12,7 +12,7 @@ from normlab.analysis.selection import NothingToShow, depths_of_most, experiment
 from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
 from normlab.figures import theme
-from normlab.figures.draw import SEQUENTIAL_SCALE, add_line, axis_bounds, finite, panels, value_axis, whole
+from normlab.figures.draw import add_line, axis_bounds, finite, panels, value_axis, whole
 from normlab.figures.registry import register
 
 # metric -> (title, axis)
@@ -92,7 +92,7 @@ def by_layer(
     remarks += [f"grey: {theme.style_of(names[0]).title}"] if len(names) > 1 else []
     start, end = int(table["depth"].min()), int(table["depth"].max())
     word = "block" if start else "layer"
-    titles = [f"<b style='color:{style.color}'>{style.title}</b>" for style in map(theme.style_of, names)]
+    titles = [theme.name_of(name) for name in names]
     grid = dict(shared_yaxes=True, horizontal_spacing=0.022)
     figure, cells, inner = panels(names, titles, word, 4, _PANEL, _GAP, **grid)
     grey = dict(color=theme.NEUTRAL, width=1.2)
@@ -179,7 +179,7 @@ def by_pair(experiments: pd.DataFrame, metric: str = "angular_distance", *, dept
                            **cell)  # fmt: skip
     high = float(np.nanquantile(rows["value"], 0.995))
     bar = dict(title=dict(text=unit, side="top"), thickness=10, outlinewidth=0)
-    figure.update_layout(coloraxis=dict(colorscale=SEQUENTIAL_SCALE, cmin=0.0, cmax=high, colorbar=bar))
+    figure.update_layout(coloraxis=dict(colorscale=theme.SEQUENTIAL, cmin=0.0, cmax=high, colorbar=bar))
     figure.update_xaxes(showgrid=False)
     figure.update_yaxes(showgrid=False).update_yaxes(title_text=upwards, col=1)
     figure.update_layout(margin=dict(l=72, r=60, t=130, b=58))

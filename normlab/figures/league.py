@@ -1,9 +1,5 @@
 """Figures of the league (N4), from the table of `normlab.analysis.league.standings` or data/league.csv.
 
-by_scheme      a row per scheme, in sets: losses, growth of the stream, cost of leaving out deep blocks
-league_rates   the search's loss at each learning rate
-league_costs   loss against the time of a step
-
 A scheme without a run is named below the figure.
 """
 
@@ -18,9 +14,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.league import NOT_RUN
-from normlab.analysis.selection import NothingToShow, title_of
+from normlab.analysis.selection import NothingToShow
 from normlab.figures import theme
-from normlab.figures.draw import LINE, SEQUENTIAL_SCALE, axis_bounds, beside, footnote, interval_bars, short, value_axis
+from normlab.figures.draw import LINE, axis_bounds, beside, footnote, interval_bars, least_and_most, mark, value_axis
 from normlab.figures.registry import register
 from normlab.schemes import BASELINE
 
@@ -33,6 +29,7 @@ QUANTITIES = {
     "deep_cost": ("Loss added by leaving out each block of the deeper half", "sum of nats per token", False),
 }
 _TRIGRAMS = {"loss": "trigram_loss", "search_loss": "search_trigram_loss"}
+_SYMBOLS = {True: "circle", False: "circle-open"}  # whether a scheme is not told from the best
 _ROW = 23  # pixels of a scheme
 _WORST = 0.5  # nats above a scheme's best loss from which colours no longer differ
 
@@ -71,8 +68,7 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
         figure.update_xaxes(title_text=axis, **value_axis(axis_bounds(map(float, held), log), log), row=1, col=place)
         if math.isfinite(level):
             figure.add_vline(float(level), line=dict(color=theme.NEUTRAL, dash="dot", width=1.2), row=1, col=place)
-    styles = map(theme.style_of, rows["scheme"])
-    names = [f"<b style='color:{style.color}'>{style.title}</b>" for style in styles]
+    names = [theme.name_of(scheme) for scheme in rows["scheme"]]
     bottom = int(rows["position"].max())
     figure.update_yaxes(tickvals=rows["position"].tolist(), ticktext=names, ticks="", range=[bottom + 0.6, -0.6])
     figure.update_layout(showlegend=False, margin=dict(l=190, r=30, t=top, b=70 + _name_missing(figure, table)))
@@ -108,15 +104,11 @@ def _add_column(figure: go.Figure, rows: pd.DataFrame, name: str, ends: list[pd.
             mode="markers",
             name=style.title,
             meta=dict(scheme=row.scheme, column=name),
-            marker=_mark(row.in_set, style.color),
+            marker=mark(style.color, _SYMBOLS[row.in_set]),
             hovertemplate=f"<b>{style.title}</b><br>%{{x:.4~g}}, {row.says}<extra></extra>",
             row=1,
             col=place,
         )
-
-
-def _mark(in_set: bool, color: str) -> dict:
-    return dict(color=color, size=9, symbol="circle" if in_set else "circle-open", line=dict(width=2, color=color))
 
 
 def _message(rows: pd.DataFrame, name: str, words: str) -> str:
@@ -128,8 +120,7 @@ def _message(rows: pd.DataFrame, name: str, words: str) -> str:
         ends = [f"{values.iloc[place]:.2f}" for place in (0, -1)]
         what = "with one final run" if name == "loss" else "only searched"
         return f": {len(values)} {what}, {' to '.join(dict.fromkeys(ends))} nats"
-    ends = [f"{short(value)} ({title_of(str(scheme))})" for scheme, value in values.iloc[[0, -1]].items()]
-    return f":<br>{' to '.join(dict.fromkeys(ends))}, {words.removeprefix('search: ').partition(',')[0]}"
+    return f":<br>{least_and_most(values)}, {words.removeprefix('search: ').partition(',')[0]}"
 
 
 def _name_missing(figure: go.Figure, table: pd.DataFrame) -> int:
@@ -163,7 +154,7 @@ def league_rates(table: pd.DataFrame) -> go.Figure:
         z=above.clip(upper=_WORST).astype(object).where(losses.notna() & above.notna(), None).values.tolist(),
         text=words.values.tolist(),
         texttemplate="%{text}",
-        colorscale=SEQUENTIAL_SCALE,
+        colorscale=theme.SEQUENTIAL,
         zmin=0.0,
         zmax=_WORST,
         xgap=2,
@@ -204,7 +195,7 @@ def league_costs(table: pd.DataFrame) -> go.Figure:
             text=[f" {style.title}"],
             textposition="top right",
             textfont=dict(color=style.color),
-            marker=_mark(row.in_set, style.color),
+            marker=mark(style.color, _SYMBOLS[row.in_set]),
             name=style.title,
             hovertemplate=f"<b>{style.title}</b><br>x %{{x:.3f}}, %{{y:.3f}} nats<extra></extra>",
         )

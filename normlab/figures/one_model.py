@@ -1,10 +1,4 @@
-"""Figures of one model: who writes a logit, what a change does, what its blocks are good for.
-
-logit_attribution    shares of a logit by component, by two methods
-shares_and_effects   what was attributed to a component against what a small change of it does
-intervention         a model as it is and when changed: layers, saturation, next token
-skip_map             loss added by skipping a block, what later blocks do then, one block's column
-"""
+"""Figures of one model: who writes a logit, what a change does, what its blocks are good for."""
 
 from __future__ import annotations
 
@@ -22,11 +16,11 @@ from normlab.analysis.selection import NothingToShow
 from normlab.figures import theme
 from normlab.figures.draw import (
     LEGEND_ABOVE,
-    SEQUENTIAL_SCALE,
     add_line,
     axis_bounds,
     finite,
     interval_bars,
+    mark,
     note,
     whole,
 )
@@ -109,7 +103,7 @@ def shares_and_effects(tables: Mapping[str, pd.DataFrame], effects: pd.DataFrame
             name=method,
             text=rows["name"].tolist(),
             mode="markers",
-            marker=dict(color=color, size=10, symbol=_SYMBOLS[method], line=dict(width=2, color=color)),
+            marker=mark(color, _SYMBOLS[method], 10),
             hovertemplate=f"<b>%{{text}}</b><br>{hover}<extra></extra>",
         )
     figure.update_xaxes(title_text="measured: nats per relative change of the component")
@@ -231,7 +225,7 @@ def skip_map(cost: pd.DataFrame, effect: pd.DataFrame, chosen: int, name: str = 
     most = max(filter(math.isfinite, effect["value"]), default=1.0)
     bar = dict(x=0.63, len=0.9, thickness=10, outlinewidth=0)
     figure.add_heatmap(name="effect", x=whole(wide.columns), y=whole(wide.index), z=z, zmin=0.0, zmax=most,
-                       colorbar=bar, colorscale=SEQUENTIAL_SCALE, hovertemplate=hover, row=1, col=2)  # fmt: skip
+                       colorbar=bar, colorscale=theme.SEQUENTIAL, hovertemplate=hover, row=1, col=2)  # fmt: skip
     column = effect[effect["skipped"] == chosen].sort_values("layer")
     x, y, line = whole(column["layer"]), finite(column["value"]), dict(color=theme.style_of(name).color)
     figure.add_scatter(name="column", mode="lines+markers", x=x, y=y, line=line, row=1, col=3)

@@ -90,13 +90,18 @@ def profile(
         view, metric=metric, site=site, mask=mask, depth=depth, step=step, relative=relative, reference=reference
     )
     options = PlotOptions(band, log, theme, published, theory=theory is not None, one_step=True)
-    return plain(drawing(profiles, view, options))
+    return go.Figure(plain(drawing(profiles, view, options)))
 
 
-def plain(drawn: dict[str, Any]) -> go.Figure:
-    """A drawing as a figure, with None where there is no value."""
-    traces = [{key: _listed(part) for key, part in trace.items()} for trace in drawn["data"]]
-    return go.Figure({"data": traces, "layout": drawn["layout"]})
+def plain(part: Any, digits: int | None = None) -> Any:
+    """Arrays in a drawing as lists, None where there is no value; with `digits`, numbers of so many."""
+    if isinstance(part, dict):
+        return {key: plain(value, digits) for key, value in part.items()}
+    if isinstance(part, np.ndarray | list | tuple):
+        return [plain(value, digits) for value in (part.tolist() if isinstance(part, np.ndarray) else part)]
+    if isinstance(part, float):
+        return (part if digits is None else float(f"{part:.{digits}g}")) if np.isfinite(part) else None
+    return part
 
 
 def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, Any]:
@@ -263,13 +268,5 @@ def _nothing(profiles: Profiles, view: View) -> dict[str, object]:
 
 
 def _against(view: View) -> str:
-    assert view.reference is not None
-    title = look.style_of(view.reference).title
+    title = look.style_of(str(view.reference)).title
     return f"ratio to {title}, paired by seed" if metric_row(view.metric).is_ratio else f"minus {title}, paired by seed"
-
-
-def _listed(part: Any) -> Any:
-    """Arrays as plain numbers; None where there is none, which leaves a gap in the line."""
-    if not isinstance(part, np.ndarray):
-        return part
-    return np.where(np.isfinite(part), part.astype(object), None).tolist()  # type: ignore[call-overload]

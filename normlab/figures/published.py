@@ -1,17 +1,13 @@
-"""Published values: diamonds over the figures of layers, and ratios to a base scheme next to those of these runs.
-
-published_points    the values of a metric that stand for a layer
-published_trace     them as diamonds with their reading error
-published_source    their papers, in words
-published_ratios    ratios to a base scheme, theirs and ours
-"""
+"""Published values: diamonds over the figures of layers, and ratios to a base scheme next to those of these runs."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -19,7 +15,7 @@ from plotly.subplots import make_subplots
 from normlab.analysis.published import HERE, QUANTITIES, ratios_to
 from normlab.analysis.selection import NothingToShow, choose, in_order
 from normlab.figures import theme
-from normlab.figures.draw import add_line, axis_bounds, interval_bars, value_axis
+from normlab.figures.draw import add_line, axis_bounds, interval_bars, mark, value_axis
 from normlab.figures.registry import register
 from normlab.probes.metrics import metric_row
 from normlab.schemes import SCHEMES
@@ -100,14 +96,15 @@ def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) 
             _add_scheme(figure, rows[rows["scheme"] == scheme], position, scheme, shapes, column)
         line = dict(color=theme.style_of(BASE).color, width=1)
         figure.add_vline(1.0, line=line, row=1, col=column, exclude_empty_subplots=False)
-        bounds = axis_bounds(_held(rows, quantity), True, 0.1)
+        held = rows[["ratio", "low", "high"]].to_numpy(float)
+        bounds = axis_bounds([1.0, *np.minimum(held[np.isfinite(held)], _edge(quantity))], True, 0.1)
         figure.update_xaxes(value_axis(bounds, True), title_text="ratio", row=1, col=column)
     for (source, model), shape in shapes.items():
         name = f"ours, {model}" if source == HERE else f"{source}, {model}"
-        mark = dict(color=theme.NEUTRAL, size=9, symbol=shape, line=dict(color=theme.NEUTRAL, width=2))
-        figure.add_scatter(x=[None], y=[None], mode="markers", marker=mark, name=name)  # the legend
-    styles = [theme.style_of(name) for name in schemes]
-    names = [f"<b style='color:{style.color}'>{style.title}</b>" for style in styles]
+        figure.add_scatter(
+            x=[None], y=[None], mode="markers", marker=mark(theme.NEUTRAL, shape), name=name
+        )  # the legend
+    names = [theme.name_of(scheme) for scheme in schemes]
     figure.update_yaxes(tickvals=[*positions.values()], ticktext=names, range=[deepest, -1], showgrid=False)
     figure.update_annotations(font=dict(size=13))
     figure.update_layout(legend=dict(x=1.01, y=1, xanchor="left"), margin=dict(l=150, r=230, t=132, b=60))
@@ -154,8 +151,8 @@ def _shapes(table: pd.DataFrame) -> dict[tuple[str, str], str]:
     pairs = list(dict.fromkeys(zip(table["source"], table["model"], strict=True)))
     ours = sorted((pair for pair in pairs if pair[0] == HERE), key=lambda pair: int(pair[1].split()[1]))
     theirs = [pair for pair in pairs if pair[0] != HERE]
-    marks = {pair: OURS[number % len(OURS)] for number, pair in enumerate(ours)}
-    return marks | {pair: THEIRS[number % len(THEIRS)] for number, pair in enumerate(theirs)}
+    cycles = ((ours, itertools.cycle(OURS)), (theirs, itertools.cycle(THEIRS)))
+    return {pair: mark for group, marks in cycles for pair, mark in zip(group, marks, strict=False)}
 
 
 def _add_scheme(
@@ -179,15 +176,9 @@ def _add_scheme(
             [middle + rank - (len(order) - 1) / 2],
             f"<br>{row.ratio:.3g}{ends}<br>{', '.join(pair)}{seeds}",
             mode="markers",
-            marker=dict(color=color, size=9, symbol=symbol, line=dict(color=color, width=2)),
+            marker=mark(color, symbol),
             error_x=interval_bars(row.ratio, low, high, thickness=1.2, width=0, color=color),
             showlegend=False,
             row=1,
             col=column,
         )
-
-
-def _held(rows: pd.DataFrame, quantity: str) -> list[float]:
-    """The values that an axis must hold: 1, and ratios with their intervals, up to the edge."""
-    values = rows[["ratio", "low", "high"]].to_numpy(float).ravel()
-    return [1.0, *(min(value, _edge(quantity)) for value in values if math.isfinite(value))]

@@ -1,18 +1,10 @@
-"""Figures of recordings: one model, or the same metric of several models, texts or revisions.
-
-layer_figure       a metric against layer, one line per site, model, text or revision
-layer_heatmap      all metrics and sites against layer
-recorded_map       a metric against layer and model, text or revision
-skip_costs         loss added by leaving out parts
-lens               KL from each layer's prediction to the last
-angles             angle between the stream after two layers
-difference_figure  where two models part, site by site
-"""
+"""Figures of recordings: one model, or the same metric of several models, texts or revisions."""
 
 from __future__ import annotations
 
 import math
 from textwrap import wrap
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -56,17 +48,10 @@ def recorded_map(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Fig
     grid = lines.pivot_table(index="layer", columns=by, values="value", sort=False).sort_index()
     grid = grid.reindex(columns=list(dict.fromkeys(lines[by])))
     log = row.log and bool((lines["value"] > 0).all())
-    figure = go.Figure(
-        go.Heatmap(
-            z=(grid.map(math.log10) if log else grid).values.tolist(),
-            x=[str(name) for name in grid.columns],
-            y=whole(grid.index),
-            customdata=grid.values.tolist(),
-            hovertemplate="%{x}, layer %{y}: %{customdata:.4g}<extra></extra>",
-            colorscale="Viridis",
-            colorbar={"title": "log10" if log else row.unit, "exponentformat": "power", "outlinewidth": 0},
-        )
-    )
+    shown, names = grid.map(math.log10) if log else grid, [str(name) for name in grid.columns]
+    hover = "%{x}, layer %{y}: %{customdata:.4g}<extra></extra>"
+    bar = {"title": "log10" if log else row.unit, "exponentformat": "power"}
+    figure = _heat_map(names, grid.index, shown, bar, customdata=grid.values.tolist(), hovertemplate=hover)
     figure.update_xaxes(title_text=by, type="category")
     figure.update_yaxes(title_text="layer", dtick=1 if len(grid) <= WHOLE_TICKS // 2 else None)
     return theme.titled(figure, f"{row.label} over training, {site_label(site)}", "", 300 + 8 * len(grid))
@@ -93,23 +78,21 @@ def layer_heatmap(table: pd.DataFrame, metric: str | None = None, mask: str = "a
     grid = grid.reindex(sorted(grid.columns), axis=1).loc[order]
     values = grid.to_numpy(dtype=float)
     shares = np.vstack([_share(line, metric_row(name).log) for line, (name, _) in zip(values, order, strict=True)])
-    figure = go.Figure(
-        go.Heatmap(
-            z=shares,
-            x=whole(grid.columns),
-            y=[f"{metric_row(name).label}, {site_label(site)}" for name, site in order],
-            customdata=values,
-            hovertemplate="%{y}<br>layer %{x}: %{customdata:.4g}<extra></extra>",
-            colorscale="Viridis",
-            zmin=0,
-            zmax=1,
-            colorbar={"title": "of the row", "tickvals": [0, 1], "ticktext": ["least", "most"], "outlinewidth": 0},
-        )
-    )
+    names = [f"{metric_row(name).label}, {site_label(site)}" for name, site in order]
+    hover = "%{y}<br>layer %{x}: %{customdata:.4g}<extra></extra>"
+    bar = {"title": "of the row", "tickvals": [0, 1], "ticktext": ["least", "most"]}
+    figure = _heat_map(grid.columns, names, shares, bar, zmin=0, zmax=1, customdata=values, hovertemplate=hover)
     figure.update_xaxes(title_text="layer", dtick=1 if grid.shape[1] <= WHOLE_TICKS else None, showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     title = "All metrics" if metric is None else metric_row(metric).label
     return theme.titled(figure, title, "each row on its own scale", 180 + 22 * len(order))
+
+
+def _heat_map(x: Any, y: Any, z: Any, bar: dict[str, Any], **trace: Any) -> go.Figure:
+    """`z` in colours over names or layers."""
+    x, y = (axis if isinstance(axis, list) else whole(axis) for axis in (x, y))
+    z, bar = np.asarray(z, dtype=float).tolist(), bar | {"outlinewidth": 0}
+    return go.Figure(go.Heatmap(x=x, y=y, z=z, colorscale="Viridis", colorbar=bar, **trace))
 
 
 def _measured(table: pd.DataFrame, metric: str | None, mask: str) -> pd.DataFrame:
@@ -169,9 +152,7 @@ def lens(table: pd.DataFrame) -> go.Figure:
 
 def angles(table: pd.DataFrame) -> go.Figure:
     """Angle between the stream after two layers: the table of `normlab.probes.angular_distance`."""
-    bar = {"exponentformat": "power", "outlinewidth": 0}
-    layers = dict(x=whole(table.columns), y=whole(table.index))
-    figure = go.Figure(go.Heatmap(**layers, z=table.values.tolist(), colorscale="Viridis", zmin=0, colorbar=bar))
+    figure = _heat_map(table.columns, table.index, table, {"exponentformat": "power"}, zmin=0)
     ticks = dict(title_text="layer", dtick=1 if len(table) <= WHOLE_TICKS else None)
     figure.update_xaxes(**ticks).update_yaxes(**ticks)
     words = "angular_distance: arccos(cos(h_l, h_m))/pi, mean over tokens; 0 = embeddings"

@@ -1,9 +1,4 @@
-"""A setting: a metric against it (B7), the difference of two schemes under each (N1), and what BHyT's κ changes (N2).
-
-variant_differences   two schemes under each variant of a sweep, paired by seed
-by_setting            quantities against a setting, each seed a dot
-saturation            the share of BHyT's tanh inputs beyond lambda, below Chebyshev's bound
-"""
+"""A setting: metrics against it (B7), the difference of two schemes under each (N1), and what BHyT's κ changes (N2)."""
 
 from __future__ import annotations
 
@@ -20,14 +15,7 @@ from normlab.analysis.selection import NothingToShow, in_order
 from normlab.analysis.theory import chebyshev_bound
 from normlab.analysis.verdicts import DIFFERENT, in_words
 from normlab.figures import theme
-from normlab.figures.draw import (
-    LEGEND_ABOVE,
-    add_line,
-    axis_bounds,
-    beside,
-    interval_bars,
-    value_axis,
-)
+from normlab.figures.draw import LEGEND_ABOVE, add_line, axis_bounds, beside, interval_bars, mark, value_axis
 from normlab.figures.registry import drawing
 from normlab.probes.metrics import metric_row
 from normlab.schemes import tagged
@@ -61,7 +49,16 @@ def variant_differences(table: pd.DataFrame) -> go.Figure:
         if head:
             beside(figure, position - 1, -10, f"<b>{head}</b>", theme.NEUTRAL, left=True)
     for position, row, name in zip(positions, table.itertuples(), names, strict=True):
-        _add_interval(figure, row, name, position, a.color)
+        figure.add_scatter(
+            x=[float(row.estimate)],
+            y=[position],
+            error_x=interval_bars(row.estimate, row.low, row.high, thickness=1.6, width=4, color=a.color),
+            mode="markers",
+            name=name,
+            meta=dict(variant=name, verdict=row.verdict),
+            marker=mark(a.color, theme.VERDICT_MARKS[row.verdict]),
+            hovertemplate=f"<b>{name}</b><br>%{{x:.4f}}, {in_words(row)}<extra></extra>",
+        )
         beside(figure, position, 16, _numbers(row, is_ratio), a.color)
     figure.add_vline(x=neutral, line=dict(color=theme.NEUTRAL, width=1.2, dash="dot"))
     ticks = dict(tickvals=positions, ticktext=names.tolist(), ticks="")
@@ -74,20 +71,6 @@ def variant_differences(table: pd.DataFrame) -> go.Figure:
     title = f"{a.title} against {b.title}, {metric.label}: {told} are told from {neutral:g}"
     about = f"paired by seed · 95% interval · Holm over {len(table)} · {theme.VERDICT_KEY}"
     return theme.titled(figure, title, about, 190 + _ROW * (positions[-1] + 1))
-
-
-def _add_interval(figure: go.Figure, row: Any, label: str, position: int, color: str) -> None:
-    mark = dict(color=color, size=9, symbol=theme.VERDICT_MARKS[row.verdict], line=dict(width=2, color=color))
-    figure.add_scatter(
-        x=[float(row.estimate)],
-        y=[position],
-        error_x=interval_bars(row.estimate, row.low, row.high, thickness=1.6, width=4, color=color),
-        mode="markers",
-        name=label,
-        meta=dict(variant=label, verdict=row.verdict),
-        marker=mark,
-        hovertemplate=f"<b>{label}</b><br>%{{x:.4f}}, {in_words(row)}<extra></extra>",
-    )
 
 
 def _numbers(row: Any, is_ratio: bool) -> str:

@@ -63,6 +63,12 @@ def style_of(scheme: str) -> Style:
     return Style(row.name, row.title, color, dash, row.is_control)
 
 
+def name_of(scheme: str) -> str:
+    """A scheme's title in bold, in its colour, for a tick or a panel's title."""
+    style = style_of(scheme)
+    return f"<b style='color:{style.color}'>{style.title}</b>"
+
+
 @functools.cache
 def _free_looks(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     """Colour and dash of each scheme that chooses none, in the registry's order, from those that nobody has."""

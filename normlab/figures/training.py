@@ -21,6 +21,7 @@ from normlab.figures.draw import (
     label_ends,
     label_room,
     label_trace,
+    least_and_most,
     selected,
     value_axis,
 )
@@ -82,11 +83,9 @@ def loss_curves(runs: pd.DataFrame | Selection) -> go.Figure:
 def _range_of_losses(shown: Selection) -> str:
     """The smallest and the largest held-out loss after training, means over seeds."""
     means = shown.runs.groupby("scheme")["eval_loss"].mean()
-    means = means[np.isfinite(means)].sort_values()
-    if len(means) < 2:
+    if np.isfinite(means).sum() < 2:
         return ""
-    low, high = (f"{loss:.3f} ({theme.style_of(str(name)).title})" for name, loss in means.iloc[[0, -1]].items())
-    return f": held-out loss ends at {low} to {high}"
+    return f": held-out loss ends at {least_and_most(means, '{:.3f}'.format)}"
 
 
 def _by_step(shown: Selection, split: str) -> pd.DataFrame:

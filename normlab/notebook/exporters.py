@@ -1,10 +1,5 @@
 """nbconvert exporters of executed notebooks, for readers without a kernel.
 
-NotebookPage    the notebook as a web page: `python -m nbconvert --to normlab.notebook.exporters.NotebookPage FILE`
-ImageNotebook   the notebook with its figures as plain images, as it is committed
-share_plotly    moves plotly.js out of a page into a file next to it
-claim_of        a notebook's title and its claim
-
 Pages fetch nothing from the network. They share two files in their folder: `plotly.min.js`, and `explorer.html`
 (`normlab.widgets.explorer_page`), which replaces an explorer.
 """
@@ -22,7 +17,6 @@ from nbconvert.preprocessors import Preprocessor
 from nbformat import NotebookNode
 from PIL import Image
 from plotly.offline import get_plotlyjs
-from traitlets import default
 from traitlets.config import Config
 
 from normlab.errors import NormlabError
@@ -34,6 +28,7 @@ EXPLORER_TAG = "explorer:"  # prefix of a cell's tag with the explorer's first v
 INSTALL_TAG = "install"  # of the cell that installs normlab on Colab
 PLOTLY = "application/vnd.plotly.v1+json"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+_TEMPLATES = Path(__file__).parent / "templates"
 _NEEDS_KERNEL = (
     "<p class='needs-kernel'>Here are controls that compute as you move them, so they need Python: "
     "<code>make lab</code> opens this notebook with them.</p>"
@@ -126,7 +121,7 @@ def _of_few_colours(png: str) -> str:
 
 
 class ImageNotebook(NotebookExporter):
-    """A notebook with the images of its figures, without run-time details."""
+    """A notebook with the images of its figures and without run-time details, as it is committed."""
 
     export_from_notebook = None  # type: ignore[assignment]  # not in JupyterLab's menu
 
@@ -136,23 +131,20 @@ class ImageNotebook(NotebookExporter):
 
 
 class NotebookPage(HTMLExporter):
-    """A notebook as a web page with interactive figures and explorers."""
+    """A notebook as a web page with interactive figures and explorers.
+
+    python -m nbconvert --to normlab.notebook.exporters.NotebookPage FILE
+    """
 
     export_from_notebook = None  # type: ignore[assignment]
 
     @property
     def default_config(self) -> Config:
-        config = Config(_cleared(INSTALL_TAG), NotebookPage={"preprocessors": [StandIns(enabled=True)]})
+        template = {"template_name": "notebook_page", "extra_template_basedirs": [str(_TEMPLATES)]}
+        own = {"preprocessors": [StandIns(enabled=True)]} | template
+        config = Config(_cleared(INSTALL_TAG), NotebookPage=own)
         config.merge(super().default_config)
         return config
-
-    @default("template_name")
-    def _template_name_default(self) -> str:
-        return "notebook_page"
-
-    @default("extra_template_basedirs")
-    def _default_extra_template_basedirs(self) -> list[str]:
-        return [str(Path(__file__).parent / "templates")]
 
 
 def claim_of(notebook: NotebookNode) -> tuple[str, str]:

@@ -1,10 +1,4 @@
-"""The landing page of a folder of notebooks' pages: findings of the runs, and a card per notebook.
-
-findings      sentences computed from the runs
-picture_of    the figure on a notebook's card
-sentence_of   the first sentence of a notebook's claim
-write_index   writes the page
-"""
+"""The landing page of a folder of notebooks' pages: findings of the runs, and a card per notebook."""
 
 from __future__ import annotations
 

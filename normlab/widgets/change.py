@@ -1,10 +1,4 @@
-"""A change to a model, layer by layer: one description for Python, the page and the ONNX graph.
-
-Change     the description: typed, checked, JSON
-changed    a context manager: the model with the change made
-ask        run the changed model and measure its layers
-ask_row    the same for one row of tokens, as the page's model answers
-"""
+"""A change to a model, layer by layer: one description for Python, the page and the ONNX graph."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """The explorer: every scheme, depth, metric and training step of a sweep, one slider away.
 
-NormExplorer    in a notebook: Python reads, sets and observes what the reader chooses
-explorer_page   the same as one HTML page that needs no kernel and no network
-page_data       what both are made of
-
 `static/explorer.js` has the controls and draws. Python draws each view at its first step, and what differs at the
 others. The page has all views inside; the widget asks for each when it is first shown.
 """
@@ -15,7 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import traitlets
@@ -112,7 +107,7 @@ class NormExplorer(PageWidget):
             return message_figure(self.profiles.missing)
         published = self._published if self.published else None
         options = PlotOptions(self.band, self.log, "light", published, self.theory, one_step=True)
-        return plain(drawing(self.profiles, self.view, options))
+        return go.Figure(plain(drawing(self.profiles, self.view, options)))
 
     def _settle(self, _: object) -> None:
         """Keep each choice that still exists, as the browser does."""
@@ -248,11 +243,11 @@ def _drawings(
             kind: drawing(profiles, at, PlotOptions(log=kind == "log", theory=theory)) for kind in ("linear", "log")
         }
         axes = {kind: one["layout"].pop("yaxis") for kind, one in drawn.items()}
-        now = _plain(drawn["linear"]["layout"])
+        now = plain(drawn["linear"]["layout"], _DIGITS)
         now.pop("template")
-        lines = {trace["name"]: _plain(trace) for trace in drawn["linear"]["data"] if trace["name"] != "labels"}
+        lines = {trace["name"]: plain(trace, _DIGITS) for trace in drawn["linear"]["data"] if trace["name"] != "labels"}
         layout = layout or now
-        labels = {k: [_plain(t) for t in one["data"] if t["name"] == "labels"] for k, one in drawn.items()}
+        labels = {k: [plain(t, _DIGITS) for t in one["data"] if t["name"] == "labels"] for k, one in drawn.items()}
         frames.append(
             {
                 "layout": _differing(now, layout),
@@ -267,7 +262,7 @@ def _drawings(
         "traces": list(traces.values()),
         "layout": layout,
         "frames": frames,
-        "axes": _plain(axes),
+        "axes": plain(axes, _DIGITS),
         "ranges": {name: axis_bounds(profiles.span(replace(view, schemes=(name,))), on_log) for name in view.schemes},
         "published": _printed(profiles, view, published),
         "remarks": {
@@ -286,22 +281,11 @@ def _printed(profiles: Profiles, view: View, published: pd.DataFrame | None) -> 
     values = [float(value) for value in trace["y"]]
     ranges = {kind: axis_bounds(values, kind == "log") for kind in ("linear", "log")}
     about = {"deepest": int(trace["x"].max()), "remark": published_remark(published, view)}
-    return {"trace": _plain(trace), "ranges": ranges, **about}
+    return {"trace": plain(trace, _DIGITS), "ranges": ranges, **about}
 
 
 def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     return {key: part for key, part in now.items() if key not in before or before[key] != part}
-
-
-def _plain(part: Any) -> Any:
-    """Arrays as lists of short numbers, None where there is none."""
-    if isinstance(part, dict):
-        return {key: _plain(value) for key, value in part.items()}
-    if isinstance(part, np.ndarray | list | tuple):
-        return [_plain(value) for value in (part.tolist() if isinstance(part, np.ndarray) else part)]
-    if isinstance(part, float):
-        return float(f"{part:.{_DIGITS}g}") if np.isfinite(part) else None
-    return part
 
 
 def _scheme(name: str) -> dict[str, Any]:

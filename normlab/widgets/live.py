@@ -1,9 +1,4 @@
-"""The page that runs trained models: a reader changes their normalization, and every layer answers.
-
-live_page    write it: `normlab page MODEL... --out FOLDER`
-model_spec   what `static/model.js` needs to know of a model: sizes, names of tensors, each norm as data
-weights_of   the weights as a safetensors file: as shipped, or of a model in memory
-"""
+"""The page that runs trained models: a reader changes their normalization, and every layer answers."""
 
 from __future__ import annotations
 
@@ -53,7 +48,7 @@ _PASSAGES, _LENGTH = [4, 20, 0, 12, 18, 27], 64  # blocks of held-out text, and 
 
 
 def model_spec(model: Any) -> dict[str, Any]:
-    """The model as data for `static/model.js`.
+    """The model as data for `static/model.js`: sizes, names of tensors, each norm.
 
     Raises:
         NormlabError: a part that the page does not compute.
@@ -136,7 +131,7 @@ def weights_of(model: Any) -> bytes:
 
 
 def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
-    """Write the page that runs trained models: `index.html`, and a file of weights per model.
+    """Write the page that runs trained models (`normlab page`): `index.html`, and a file of weights per model.
 
     The page needs no server and no network. It loads a model's weights when the reader chooses it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +134,15 @@ class TrainTheatre(PlotWidget):
                 self.redraw()
                 self._closed.wait(_REST)
 
-    def _progress(self) -> dict[str, Progress]:
-        metric = self.metric.value
-        profiles = {
-            name: run.points("probe", metric_row(metric).default_site, metric) for name, run in self.runs.items()
-        }
-        step = _last_in_common(profiles.values())
-        return {name: _progress_of(run, profiles[name], step) for name, run in self.runs.items()}
-
     def _drawing(self, theme: str) -> go.Figure:
         metric = self.metric.value
-        figure = training_progress(self._progress(), metric, metric_row(metric).default_site, self._depth)
-        return look.themed(figure, theme)
+        site = metric_row(metric).default_site
+        profiles = {name: run.points("probe", site, metric) for name, run in self.runs.items()}
+        # The latest step at which all runs that have begun were measured.
+        measured = [{step for step, _, _ in profile} for profile in profiles.values() if profile]
+        step = max(set.intersection(*measured), default=0) if measured else 0
+        progress = {name: _progress_of(run, profiles[name], step) for name, run in self.runs.items()}
+        return look.themed(training_progress(progress, metric, site, self._depth), theme)
 
     def _sentences(self) -> str:
         return "<br>".join(_sentence(name, run, self.theme) for name, run in self.runs.items())
@@ -154,8 +151,9 @@ class TrainTheatre(PlotWidget):
         """Show the runs as they are now."""
         with self.lock:
             super().redraw()
-            states = {run.state for run in self.runs.values()}
-            self.go.disabled = not any(_can_start(run) for run in self.runs.values())
+            runs = self.runs.values()
+            states = {run.state for run in runs}
+            self.go.disabled = not any(run.run is None and (not run.live or run.state == PAUSED) for run in runs)
             self.go.description = "start" if states == {READY} else "continue"
             self.rest.disabled = not states & {STARTING, TRAINING}
             self.end.disabled = not states & set(LIVE)
@@ -166,16 +164,6 @@ def _config(scheme: str, fields: Mapping[str, Any]) -> TrainConfig:
         return TrainConfig(**{**fields, "scheme": scheme})
     except TypeError as error:
         raise NormlabError(f"the recipe is none of TrainConfig: {error}") from None
-
-
-def _can_start(run: BackgroundRun) -> bool:
-    return run.run is None and (not run.live or run.state == PAUSED)
-
-
-def _last_in_common(profiles: Iterable[Sequence[Point]]) -> int:
-    """The latest step at which all runs that have begun were measured."""
-    measured = [{step for step, _, _ in profile} for profile in profiles if profile]
-    return max(set.intersection(*measured), default=0) if measured else 0
 
 
 def _progress_of(run: BackgroundRun, profile: Sequence[Point], step: int) -> Progress:

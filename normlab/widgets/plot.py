@@ -1,11 +1,7 @@
-"""A plotly figure in a notebook that follows its controls, and the widget around it.
-
-Plot         the figure: one message a change, no answer, and no layout where only numbers change
-PlotWidget   controls, state, and a function that draws the state
-PageWidget   a page of normlab in a notebook: NormExplorer and Intervene
+"""A plotly figure in a notebook that follows its controls, the widget around it, and pages.
 
 plotly's FigureWidget validates every property in Python and sends each in a message. The browser then reports all
-traces' defaults back.
+traces' defaults back. `Plot` sends one message a change, and gets no answer.
 """
 
 from __future__ import annotations

@@ -1,25 +1,17 @@
 """Losses against depth and their differences; which schemes train at a great depth, in which order, and why."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 import pytest
-from figures_helpers import UNIGRAM, activation, one_run, table, text_of
+from figures_helpers import UNIGRAM, activation, lines, one_run, table, text_of
 
 from normlab.analysis.selection import choose
 from normlab.figures import depth_scaling, trains_at_depth
 from normlab.schemes import BASELINE, SCHEMES
 from normlab.training.grids import planned
 from normlab.training.presets import get_preset
-
-
-def lines(figure: go.Figure, **meta: object) -> list[go.Scatter]:
-    """Traces whose meta has these entries."""
-    return [t for t in figure.data if t.meta and all(t.meta.get(key) == value for key, value in meta.items())]
 
 
 def test_depth_scaling_shows_losses_and_differences_by_pairs_with_intervals():

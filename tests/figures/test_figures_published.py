@@ -1,7 +1,5 @@
 """Published values: they are what the papers print, each row says where it is from, and bad folders are named."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -40,9 +38,8 @@ def test_values_are_those_of_the_papers():
     # Perplexity is exp(loss): a slip of a digit in either shows here.
     for scheme in ("pre_rmsnorm", "peri_ln", "lns", "dyt", "bhyt"):
         for model in ("Llama-374M", "Llama-1B"):
-            ratio = value("perplexity", scheme, model, "Table 1") / math.exp(
-                value("eval_loss", scheme, model, "Table 1")
-            )
+            loss = value("eval_loss", scheme, model, "Table 1")
+            ratio = value("perplexity", scheme, model, "Table 1") / math.exp(loss)
             assert ratio == pytest.approx(1.0, abs=0.01), (scheme, model)
 
 
@@ -86,9 +83,8 @@ def test_a_folder_without_values_is_named(tmp_path):
 
 def test_ratios_of_theirs_are_the_printed_values_divided():
     runs = table(("pre_rmsnorm", "bhyt", "lns"), depths=(4,))
-    found = ratios_to("pre_rmsnorm", runs, load_published()).set_index(["quantity", "source", "model", "scheme"])[
-        "ratio"
-    ]
+    ratios = ratios_to("pre_rmsnorm", runs, load_published())
+    found = ratios.set_index(["quantity", "source", "model", "scheme"])["ratio"]
     assert found["perplexity", "BHyT, Table 1", "Llama-1B", "bhyt"] == pytest.approx(16.470 / 17.753)
     assert found["perplexity", "Curse of Depth, Table 1", "Llama-130M", "lns"] == pytest.approx(25.76 / 26.73)
     assert found["token_l2_mean", "BHyT, Figure 3", "Llama-1B", "bhyt"] == pytest.approx(139 / 704)

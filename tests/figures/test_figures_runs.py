@@ -1,12 +1,10 @@
 """Figures draw what the table says: lines, controls, marks of failed runs, and words where there is nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, one_run, table, text_of
+from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, lines, one_run, table, text_of
 
 from normlab.analysis.compare import compare
 from normlab.analysis.published import load_published
@@ -19,11 +17,6 @@ from normlab.schemes import SCHEMES
 
 # One of those that share a function.
 OF_RUNS = sorted({row.draw: row.name for row in FIGURES.values() if row.reads == "runs"}.values())
-
-
-def lines(figure: go.Figure, **meta: object) -> list[go.Scatter]:
-    """Traces whose meta has these entries."""
-    return [t for t in figure.data if t.meta and all(t.meta.get(key) == value for key, value in meta.items())]
 
 
 def test_growth_shows_every_layer_of_every_scheme_from_step_zero():
@@ -146,10 +139,8 @@ def test_every_figure_is_drawn_in_both_themes_and_says_what_it_measures(name):
     figure = FIGURES[name](table(), published=load_published())
     assert len(figure.data) > 4 and figure.layout.title.text
     dark = themed(figure, "dark")
-    assert (
-        dark.layout.paper_bgcolor is None
-        and dark.layout.template.layout.paper_bgcolor != template().layout.paper_bgcolor
-    )
+    assert dark.layout.paper_bgcolor is None
+    assert dark.layout.template.layout.paper_bgcolor != template().layout.paper_bgcolor
     assert "#000000" in figure.to_json() and "#000000" not in dark.to_json()
     assert themed(dark, "light").to_json().count("#000000") == figure.to_json().count("#000000")
 

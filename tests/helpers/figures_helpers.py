@@ -1,12 +1,11 @@
 """Small tables of runs for the tests of figures, comparisons and widgets; values follow a formula."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from normlab.training.config import TrainConfig
 
@@ -22,6 +21,11 @@ LAYER_METRICS = {"block_out": ("token_l2_mean", "feature_var_mean"), "block_in_g
 
 def activation(scheme: str, layer: int, step: int) -> float:
     return 1.0 + GROWTH.get(scheme, 0.7) * layer * (1 + step / 10)
+
+
+def profile(scheme: str, depth: int, step: int) -> list[float]:
+    """By layer, the mean over the seeds of `table`, as the explorer shows it."""
+    return [MEAN_OF_SEEDS * activation(scheme, layer, step) for layer in range(depth + 1)]
 
 
 def final_loss(scheme: str, seed: int) -> float:
@@ -94,7 +98,12 @@ def empty() -> pd.DataFrame:
     return one_run("bhyt").iloc[:0]
 
 
-def text_of(figure: object) -> str:
+def lines(figure: go.Figure, **meta: object) -> list[go.Scatter]:
+    """Traces whose meta has these entries."""
+    return [t for t in figure.data if t.meta and all(t.meta.get(key) == value for key, value in meta.items())]
+
+
+def text_of(figure: go.Figure) -> str:
     """All annotations and the title, as one string."""
-    layout = figure.layout  # type: ignore[attr-defined]
+    layout = figure.layout
     return " ".join([layout.title.text or "", layout.title.subtitle.text or "", *(a.text for a in layout.annotations)])

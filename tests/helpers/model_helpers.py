@@ -4,17 +4,19 @@ CASES               every scheme of the shipped runs, and BHyT's options, as (sc
 every_registered    the same and all other schemes: one a family, the others under the slow marker
 tiny_model          a small model with every default moved: norms, weights, lambda, c, kappa, eps
 lively              the same for a model that exists
+constant_of         a block's c from its formula
+cached, stepwise    logits of tokens behind those in a cache; of all tokens, a few at a time
 faulty_bhyt              a BHyT forward with another way to take its statistic
 assert_fault_is_caught   a check passes on our code and fails once a known fault is patched in
 """
 
-from __future__ import annotations
-
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers import Cache, DynamicCache, LlamaModel
 
 from normlab import SCHEMES, NormlabConfig, NormlabForCausalLM
 from normlab.schemes import STUDIED
@@ -132,12 +134,58 @@ def assert_bits(left: torch.Tensor, right: torch.Tensor, note: str = "") -> None
     assert torch.equal(left, right), f"{note}: differ by up to {(left.double() - right.double()).abs().max()}"
 
 
+def assert_state(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    """The model's tensors are these, in this order, bit for bit."""
+    assert list(model.state_dict()) == list(expected)
+    for name, tensor in model.state_dict().items():
+        assert_bits(tensor, expected[name], name)
+
+
 def assert_near(left: torch.Tensor, right: torch.Tensor, relative: float, note: str = "") -> None:
     """The largest difference is at most ``relative`` of the largest value of ``right``."""
     left, right = left.detach().double(), right.detach().double()
     assert left.shape == right.shape, f"{note}: {tuple(left.shape)} is not {tuple(right.shape)}"
     gap, size = (left - right).abs().max().item(), right.abs().max().item()
     assert gap <= relative * size, f"{note}: {gap:.3g} apart, values up to {size:.3g}"
+
+
+def constants(model: torch.nn.Module) -> torch.Tensor:
+    """c of every block."""
+    return torch.stack([layer.c_attn for layer in model.model.layers])
+
+
+def constant_of(layer: torch.nn.Module, train_seq_len: int, heads: int, kv_heads: int) -> torch.Tensor:
+    """c = ||W_V W_O||_F^2 / (T d), head by head in float64."""
+    value, out = layer.self_attn.v_proj.weight.double(), layer.self_attn.o_proj.weight.double()
+    width = value.shape[1]
+    head_dim = value.shape[0] // kv_heads
+    product = torch.zeros(width, width, dtype=torch.float64)
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        head_rows = slice(head * head_dim, (head + 1) * head_dim)
+        product += out[:, head_rows] @ value[shared * head_dim : (shared + 1) * head_dim]
+    return product.square().sum() / (train_seq_len * width)
+
+
+# transformers 5.24 calls it cache, older ones past_key_values.
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
+def cached(model: torch.nn.Module, ids: torch.Tensor, cache: Cache, **options: Any) -> torch.Tensor:
+    """Logits of tokens that follow those in the cache, and are added to it."""
+    return model(ids, use_cache=True, **{CACHE: cache}, **options).logits
+
+
+@torch.no_grad()
+def stepwise(model, ids: torch.Tensor, prompt: int, chunk: int = 1, cache=None, mask=None) -> torch.Tensor:
+    """Logits of every token: the prompt at once, the rest through the cache ``chunk`` tokens at a time."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    pieces, start = [], 0
+    for stop in [prompt, *range(prompt + chunk, ids.shape[1] + 1, chunk)]:
+        seen = {} if mask is None else {"attention_mask": mask[:, :stop]}
+        pieces.append(cached(model, ids[:, start:stop], cache, **seen))
+        start = stop
+    return torch.cat(pieces, dim=1)
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,14 +1,13 @@
 """Runs on disk made from a formula, and notebooks executed on them."""
 
-from __future__ import annotations
-
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pandas as pd
+import pytest
 from bs4 import BeautifulSoup
 from figures_helpers import GROWTH, UNIGRAM, table
 from jupyter_client.manager import AsyncKernelManager
@@ -68,34 +67,68 @@ def _kernel() -> AsyncKernelManager:
     return AsyncKernelManager(kernel_name="python3")
 
 
-def run(notebook: nbformat.NotebookNode, folder: Path, parameters: dict[str, Any]) -> nbformat.NotebookNode:
-    """Execute it in a copy of the repository's layout, so that what it writes lands in `folder`, with no names left of
-    the notebook before."""
+TIMED = ("generation_speed(",)  # calls whose results are times
+
+
+def execute(
+    name: str, folder: Path, *, twice: bool = False, then: str = "", **parameters: Any
+) -> nbformat.NotebookNode:
+    """Run a notebook in a copy of the repository's layout in `folder`, with no names left of the notebook before.
+
+    It reads the shipped data where no parameter says otherwise.
+
+    Args:
+        twice: run every cell twice in a row; AssertionError where the second time gives something else (TIMED may).
+        then: code for a last cell of its own, such as a reader's move of a control.
+    """
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if "parameters" in cell.metadata.get("tags", ()):
+            cell.source = cell.source.replace('"../data/', f'"{NOTEBOOKS.parent}/data/')
+        elif twice and cell.cell_type == "code":
+            cells.append(nbformat.v4.new_code_cell(cell.source, metadata={"tags": ["again"]}))
+    notebook.cells = cells + ([nbformat.v4.new_code_cell(then)] if then else [])
     here = folder / "notebooks"
     here.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, here / "asked.ipynb")
-    asked = parameterize_notebook(load_notebook_node(str(here / "asked.ipynb")), parameters)
-    asked.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(here)!r})"))
-    NotebookClient(asked, km=_kernel(), extra_arguments=["--log-level=ERROR"]).execute()
-    del asked.cells[0]
-    return asked
+    done = parameterize_notebook(load_notebook_node(str(here / "asked.ipynb")), parameters)
+    done.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(here)!r})"))
+    NotebookClient(done, km=_kernel(), extra_arguments=["--log-level=ERROR"]).execute()
+    del done.cells[0]
+    for first, second in zip(done.cells, done.cells[1:], strict=False):
+        timed = any(call in first.source for call in TIMED)
+        if second.metadata.get("tags") == ["again"] and not timed:
+            assert _shown(first) == _shown(second), f"{name}, run twice: {first.source}"
+    done.cells = [cell for cell in done.cells if cell.metadata.get("tags") != ["again"]]
+    return done
 
 
-def execute(name: str, folder: Path, *, then: str = "", **parameters: Any) -> nbformat.NotebookNode:
-    """Run a notebook, in a folder of its own, on the shipped data where no parameter says otherwise; `then` is code for
-    a last cell of its own, such as a reader's move of a control."""
-    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    for cell in notebook.cells:
-        if "parameters" in cell.metadata.get("tags", ()):
-            cell.source = cell.source.replace('"../data/', f'"{NOTEBOOKS.parent}/data/')
-    notebook.cells += [nbformat.v4.new_code_cell(then)] if then else []
-    return run(notebook, folder, parameters)
+# Executed as it stands, and every cell twice, which takes twice as long.
+once_and_twice = pytest.mark.parametrize(
+    "executed", [execute, pytest.param(partial(execute, twice=True), marks=pytest.mark.slow)], ids=["once", "twice"]
+)
+
+
+def _shown(cell: nbformat.NotebookNode) -> list[Any]:
+    """What a cell puts out; of a widget, only that it is one: each is an object of its own."""
+    kept = [output for output in cell.outputs if output.get("name") != "stderr"]
+    found = [(output.get("data", {}), output.get("text")) for output in kept]
+    return ["widget" if WIDGET in data else data or text for data, text in found]
+
+
+def _outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
 def figures_in(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
     """Every plotly figure that the notebook shows, in order."""
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    return [output["data"][PLOTLY] for output in outputs if PLOTLY in output.get("data", {})]
+    return [output["data"][PLOTLY] for output in _outputs(notebook) if PLOTLY in output.get("data", {})]
+
+
+def schemes_of(figure: dict[str, Any]) -> set[str]:
+    return {trace["meta"]["scheme"] for trace in figure["data"] if "scheme" in trace.get("meta", {})}
 
 
 def widgets_in(notebook: nbformat.NotebookNode) -> list[str]:
@@ -105,19 +138,32 @@ def widgets_in(notebook: nbformat.NotebookNode) -> list[str]:
 
 
 def printed(notebook: nbformat.NotebookNode) -> str:
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+    return "".join(output["text"] for output in _outputs(notebook) if output.get("name") == "stdout")
+
+
+def _pages(notebook: nbformat.NotebookNode) -> list[BeautifulSoup]:
+    pages = [output.get("data", {}).get("text/html") for output in _outputs(notebook)]
+    return [BeautifulSoup(page, "html.parser") for page in pages if page is not None]
 
 
 def tables_in(notebook: nbformat.NotebookNode) -> list[pd.DataFrame]:
     """Every table that the notebook shows, in order: cells as text, the index as its first columns."""
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    pages = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
     found = []
-    for page in pages:
-        table = BeautifulSoup(page, "html.parser")
-        rows = [[cell.text for cell in row.find_all(["th", "td"])] for row in table.find_all("tr")]
-        heads = len(table.thead.find_all("tr"))  # the second of two names the index
+    for page in _pages(notebook):
+        rows = [[cell.text for cell in row.find_all(["th", "td"])] for row in page.find_all("tr")]
+        heads = len(page.thead.find_all("tr"))  # the second of two names the index
         names = [max(column, key=len) if not column[-1] else column[-1] for column in zip(*rows[:heads], strict=True)]
         found.append(pd.DataFrame(rows[heads:], columns=names))
     return found
+
+
+def rows_in(notebook: nbformat.NotebookNode) -> list[list[str]]:
+    """The text of every row of every table that the notebook shows, headings included, in order."""
+    rows = [row for page in _pages(notebook) for row in page.find_all("tr")]
+    return [[cell.get_text(strip=True) for cell in row.find_all(["th", "td"])] for row in rows]
+
+
+def row_of(notebook: nbformat.NotebookNode, *start: str) -> list[str]:
+    """The one row whose first cells, the index left out, are these."""
+    (row,) = [row[1:] for row in rows_in(notebook) if tuple(row[1 : 1 + len(start)]) == start]
+    return row

@@ -1,7 +1,5 @@
 """Fixtures of the tests of whole training runs: a text, its corpus, a short way to train, one finished run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from training_helpers import tiny, write_text
 
 from normlab import runs
 from normlab.training.config import TrainConfig
-from normlab.training.run import train
+from normlab.training.run import RunStopped, train
 from normlab.training.text.corpus import Corpus, corpus_of
 
 
@@ -36,6 +34,17 @@ def go(cache: Path) -> Callable[..., runs.Run]:
         return train(config, out, cache_dir=cache, progress=False, **options)
 
     return go
+
+
+@pytest.fixture(scope="module")
+def stop(go: Callable) -> Callable[[TrainConfig, Path, int], None]:
+    """Train until that step, and leave the run as it is then."""
+
+    def stop(config: TrainConfig, out: Path, step: int) -> None:
+        with pytest.raises(RunStopped):
+            go(config, out, watch=lambda now, rows: now != step)
+
+    return stop
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """The TransformerLens bridge: bit-identical logits, hooks that show what is computed, probes on it, and logit
 attribution."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
@@ -26,6 +24,9 @@ from normlab.models.lens import component_effects, direct_logit_attribution, to_
 
 ROUNDING = torch.finfo(torch.float32).eps
 POST = ("post_rmsnorm", "mix_ln")
+ANSWERS = torch.tensor([3, 7])
+# A final tanh that is steep for its input.
+steep = pytest.mark.parametrize(("scheme", "fields"), [("dyt", {}), ("bhyt", {"lam_last": 30.0})])
 
 
 def build(scheme: str, **changes) -> normlab.NormlabForCausalLM:
@@ -48,6 +49,12 @@ def ids():
     return torch.randint(0, 61, (2, 10), generator=torch.Generator().manual_seed(1))
 
 
+@torch.no_grad()
+def kept(bridge, ids):
+    """What the hooks saw in a forward pass."""
+    return bridge.run_with_cache(ids)[1]
+
+
 @pytest.mark.parametrize("scheme", STUDIED)
 def test_logits_are_bit_identical_plain_cached_and_with_every_hook_on(scheme, ids):
     model = build(scheme)
@@ -63,8 +70,7 @@ def test_logits_are_bit_identical_plain_cached_and_with_every_hook_on(scheme, id
 @pytest.mark.parametrize("scheme", STUDIED)
 def test_hooks_show_what_the_norms_compute(scheme, ids):
     bridge = to_bridge(build(scheme))
-    with torch.no_grad():
-        _, cache = bridge.run_with_cache(ids)
+    cache = kept(bridge, ids)
     for layer, block in enumerate(bridge.blocks):
         norm = block.ln2.original_component
         x, y = cache[f"blocks.{layer}.ln2.hook_in"], cache[f"blocks.{layer}.ln2.hook_out"]
@@ -77,8 +83,7 @@ def test_hooks_show_what_the_norms_compute(scheme, ids):
 
 def test_the_scale_at_a_carried_site_is_the_carried_one(ids):
     bridge = to_bridge(build("bhyt"))
-    with torch.no_grad():
-        _, cache = bridge.run_with_cache(ids)
+    cache = kept(bridge, ids)
     exact = cache["blocks.1.ln2.hook_in"].square().mean(-1, keepdim=True)
     shown = cache["blocks.1.ln2.hook_scale"].square() - 1e-6
     entering = cache["blocks.1.ln1.hook_scale"].square() - 1e-6
@@ -144,10 +149,9 @@ def test_experiments_run_on_the_bridge(ids):
 @pytest.mark.parametrize("options", [{}, {"lam_last": 6.0}], ids=["", "tanh final norm"])
 def test_frozen_shares_add_up_to_the_logit(scheme, options, ids):
     bridge = to_bridge(build(scheme, **options))
-    answers = torch.tensor([3, 7])
-    table = direct_logit_attribution(bridge, ids, answers)
+    table = direct_logit_attribution(bridge, ids, ANSWERS)
     with torch.no_grad():
-        logit = bridge(ids)[:, -1].gather(1, answers[:, None]).mean()
+        logit = bridge(ids)[:, -1].gather(1, ANSWERS[:, None]).mean()
     assert table.attrs["logit"] == pytest.approx(float(logit), rel=80 * ROUNDING, abs=80 * ROUNDING)  # a mean of two
     rows = table.set_index("component")["contribution"]
     assert abs(rows["remainder"]) < 1e-4 * max(1.0, table["contribution"].abs().max())
@@ -155,35 +159,31 @@ def test_frozen_shares_add_up_to_the_logit(scheme, options, ids):
     assert (rows["bias"] != 0) == (scheme == "pre_layernorm")
 
 
-@pytest.mark.parametrize("scheme", ["dyt", "bhyt"])
-def test_jacobian_shares_are_the_effect_of_a_small_change_where_frozen_ones_are_not(scheme, ids):
+@steep
+def test_jacobian_shares_are_the_effect_of_a_small_change_where_frozen_ones_are_not(scheme, fields, ids):
     """A steep tanh after large activations: by the secant a component matters, by the slope it moves no logit."""
-    bridge = to_bridge(build(scheme, **({"lam_last": 30.0} if scheme == "bhyt" else {})))
-    answers = torch.tensor([3, 7])
+    bridge = to_bridge(build(scheme, **fields))
     frozen, slope = (
-        direct_logit_attribution(bridge, ids, answers, method=m).set_index(["component", "layer"])["contribution"]
+        direct_logit_attribution(bridge, ids, ANSWERS, method=m).set_index(["component", "layer"])["contribution"]
         for m in ("frozen", "jacobian")
     )
-    step = 1e-3
+    step, added = 1e-3, kept(bridge, ids)[bridge.blocks[1].hook_mlp_out.name]
 
     def logit(factor):
-        hook = (bridge.blocks[1].hook_mlp_out.name, lambda value, hook: value)
         edit = lambda value, hook: value + (factor - 1) * added  # noqa: E731
         with torch.no_grad():
-            _, cache = bridge.run_with_cache(ids)
-            added = cache[hook[0]]
             logits = bridge.run_with_hooks(ids, fwd_hooks=[(bridge.ln_final.hook_in.name, edit)])
-        return float(logits[:, -1].gather(1, answers[:, None]).mean())
+        return float(logits[:, -1].gather(1, ANSWERS[:, None]).mean())
 
     effect = (logit(1 + step) - logit(1 - step)) / (2 * step)
     assert slope["mlp", 2] == pytest.approx(effect, rel=2e-2, abs=2e-3)
     assert abs(frozen["mlp", 2] - effect) > 5 * abs(slope["mlp", 2] - effect)
 
 
-@pytest.mark.parametrize("scheme", ["dyt", "bhyt"])
-def test_measured_effects_are_the_jacobian_s_and_those_of_a_tanh_ignored_are_not(scheme, ids):
-    bridge = to_bridge(build(scheme, **({"lam_last": 30.0} if scheme == "bhyt" else {})))
-    asked = dict(answers=torch.tensor([3, 7]), against=torch.tensor([5, 1]))
+@steep
+def test_measured_effects_are_the_jacobian_s_and_those_of_a_tanh_ignored_are_not(scheme, fields, ids):
+    bridge = to_bridge(build(scheme, **fields))
+    asked = dict(answers=ANSWERS, against=torch.tensor([5, 1]))
     effects = component_effects(bridge, ids, **asked, change=1e-3)["effect"]
     assert len(effects) == 9
     jacobian, linear = (
@@ -197,26 +197,24 @@ def test_measured_effects_are_the_jacobian_s_and_those_of_a_tanh_ignored_are_not
 def test_a_linear_share_is_that_of_the_tanh_s_argument(ids):
     """An almost linear tanh has the frozen shares."""
     bridge = to_bridge(build("bhyt", lam_last=1e-3))
-    answers = torch.tensor([3, 7])
     frozen, linear = (
-        direct_logit_attribution(bridge, ids, answers, method=m)["contribution"][:9].tolist()
+        direct_logit_attribution(bridge, ids, ANSWERS, method=m)["contribution"][:9].tolist()
         for m in ("frozen", "linear")
     )
     assert linear == pytest.approx(frozen, rel=1e-3, abs=80 * ROUNDING * max(map(abs, frozen)))
     with pytest.raises(NormlabError, match="no tanh to ignore"):
-        direct_logit_attribution(to_bridge(build("bhyt")), ids, answers, method="linear")
+        direct_logit_attribution(to_bridge(build("bhyt")), ids, ANSWERS, method="linear")
 
 
 def test_what_cannot_be_bridged_or_attributed_is_refused(ids):
     with pytest.raises(NormlabError, match="to_bridge takes a NormlabForCausalLM, not LlamaForCausalLM"):
         to_bridge(tiny_llama())
-    answers = torch.tensor([3, 7])
     for scheme in POST:
         with pytest.raises(NormlabError, match="Post-LN"):
-            direct_logit_attribution(to_bridge(build(scheme)), ids, answers)
+            direct_logit_attribution(to_bridge(build(scheme)), ids, ANSWERS)
     bridge = to_bridge(build("bhyt"))
     with pytest.raises(NormlabError, match="unknown method"):
-        direct_logit_attribution(bridge, ids, answers, method="path")
+        direct_logit_attribution(bridge, ids, ANSWERS, method="path")
     with pytest.raises(NormlabError, match=r"answers \(3,\)"):
         direct_logit_attribution(bridge, ids, torch.tensor([1, 2, 3]))
 

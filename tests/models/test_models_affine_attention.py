@@ -1,9 +1,7 @@
 """Affine-scaled attention: where it is Llama's, what its running mean takes in, masks, caches, saving."""
 
-from __future__ import annotations
-
 import torch
-from model_helpers import assert_bits, assert_near, fresh_model, gradients, tiny_model, tokens
+from model_helpers import assert_bits, assert_near, fresh_model, gradients, stepwise, tiny_model, tokens
 
 from normlab import NormlabForCausalLM
 
@@ -46,12 +44,7 @@ def test_padded_rows_and_cached_tokens_have_the_logits_of_the_row_by_itself(tmp_
     with torch.no_grad():
         whole = model(ids).logits
         assert_near(model(padded, attention_mask=mask).logits[:, 3:], whole, 1e-5)
-        out = model(ids[:, :4], use_cache=True)
-        pieces = [out.logits]
-        for position in range(4, 7):
-            out = model(ids[:, position : position + 1], past_key_values=out.past_key_values, use_cache=True)
-            pieces.append(out.logits)
-        assert_near(torch.cat(pieces, 1), whole, 2e-5)
+        assert_near(stepwise(model, ids, 4), whole, 2e-5)
         model.save_pretrained(tmp_path)
         assert_bits(NormlabForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, whole)
     model.train().gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,7 +1,5 @@
 """BHyT's options: blocks that reduce again, bounded blocks, kappa by depth, corrections of the carried statistic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import LLAMA, assert_bits, assert_near, fresh_model, tiny_config, tiny_model, tokens
@@ -103,11 +101,8 @@ STARTS = {
 @pytest.mark.parametrize("kind", STARTS)
 def test_a_learned_correction_starts_as_plain_bhyt_bit_for_bit(kind, carried):
     """eta replaces the correction: it starts as the statistic carried over as it is."""
-    plain, learned, ids = (
-        tiny_model("bhyt", carried=carried),
-        fresh_model("bhyt", carried=carried, correction=kind),
-        tokens(),
-    )
+    plain, ids = tiny_model("bhyt", carried=carried), tokens()
+    learned = fresh_model("bhyt", carried=carried, correction=kind)
     added = learned.load_state_dict(plain.state_dict(), strict=False).missing_keys
     assert sorted(added) == sorted(f"model.layers.{i}.{name}" for i in range(3) for name in STARTS[kind])
     for name, start in STARTS[kind].items():
@@ -167,8 +162,7 @@ def test_a_release_with_options_is_read_as_ours_and_what_is_not_ours_is_refused(
 def test_an_existing_model_is_given_a_learned_correction_in_its_own_precision():
     fields = {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"}
     model = swap_norms(LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16), "bhyt", correction="beta")
-    assert all(
-        layer.var_beta.dtype == torch.bfloat16 and layer.c_attn.dtype == torch.float32 for layer in model.model.layers
-    )
+    for layer in model.model.layers:
+        assert layer.var_beta.dtype == torch.bfloat16 and layer.c_attn.dtype == torch.float32
     model(tokens(), labels=tokens()).loss.backward()
     assert all(layer.var_beta.grad is not None for layer in model.model.layers)

@@ -1,7 +1,5 @@
 """BHyT's carried statistic: what c is, what it depends on, and when it is computed again."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -10,6 +8,8 @@ from model_helpers import (
     assert_bits,
     assert_near,
     carrying_case,
+    constant_of,
+    constants,
     every_scheme,
     fresh_model,
     tiny_config,
@@ -23,34 +23,15 @@ from normlab.models import NormlabModel
 CARRYING = [name for name, scheme in SCHEMES.items() if scheme.carries_statistic]
 
 
-def constant(layer, train_seq_len: int, heads: int, kv_heads: int) -> torch.Tensor:
-    """c = ||W_V W_O||_F^2 / (T d), head by head in float64."""
-    value, out = layer.self_attn.v_proj.weight.double(), layer.self_attn.o_proj.weight.double()
-    width = value.shape[1]
-    head_dim = value.shape[0] // kv_heads
-    product = torch.zeros(width, width, dtype=torch.float64)
-    for head in range(heads):
-        shared = head // (heads // kv_heads)
-        head_rows = slice(head * head_dim, (head + 1) * head_dim)
-        product += out[:, head_rows] @ value[shared * head_dim : (shared + 1) * head_dim]
-    return product.square().sum() / (train_seq_len * width)
-
-
-def constants(model) -> torch.Tensor:
-    return torch.stack([layer.c_attn for layer in model.model.layers])
-
-
 @pytest.mark.parametrize("scheme", CARRYING)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(
-    "head_dim", [8, 16]
-)  # 4 heads of 16 are wider than the model: d is the model's width all the same
+@pytest.mark.parametrize("head_dim", [8, 16])  # 4 heads of 16 are wider than the model: d is its width all the same
 def test_c_is_right_at_step_0_and_after_a_refresh(scheme, kv_heads, head_dim):
     model = fresh_model(scheme, num_key_value_heads=kv_heads, head_dim=head_dim, train_seq_len=24)
     for round_ in range(2):
         for layer in model.model.layers:
             assert layer.c_attn.dtype == torch.float32 and layer.c_attn.shape == ()
-            assert_near(layer.c_attn, constant(layer, 24, 4, kv_heads), 1e-5, f"round {round_}")
+            assert_near(layer.c_attn, constant_of(layer, 24, 4, kv_heads), 1e-5, f"round {round_}")
         with torch.no_grad():
             for layer in model.model.layers:
                 layer.self_attn.v_proj.weight.mul_(torch.randn(1))
@@ -121,7 +102,7 @@ def test_a_state_dict_with_c_restores_it_as_saved():
 def test_the_backbone_alone_starts_with_c_right_too():
     torch.manual_seed(0)
     for layer in NormlabModel(tiny_config("bhyt")).layers:
-        assert_near(layer.c_attn, constant(layer, 24, 4, 2), 1e-5)
+        assert_near(layer.c_attn, constant_of(layer, 24, 4, 2), 1e-5)
 
 
 @carrying_case

@@ -1,7 +1,5 @@
 """Cached decoding, generation, padding and packing: one token's logits, whichever way they are computed."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -10,11 +8,13 @@ from model_helpers import (
     LLAMA,
     assert_bits,
     assert_near,
+    cached,
     carrying_case,
     every_case,
     every_registered,
     every_scheme,
     lively,
+    stepwise,
     tiny_model,
     tokens,
 )
@@ -24,18 +24,6 @@ from normlab.schemes import STUDIED
 
 # One of each kind of norm and of layout; the others when asked for.
 SOME = ("pre_layernorm", "post_rmsnorm", "dyt", "bhyt")
-
-
-@torch.no_grad()
-def stepwise(model, ids: torch.Tensor, prompt: int, chunk: int = 1, cache=None, mask=None) -> torch.Tensor:
-    """Logits of every token: the prompt at once, the rest through the cache ``chunk`` tokens at a time."""
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    pieces, start = [], 0
-    for stop in [prompt, *range(prompt + chunk, ids.shape[1] + 1, chunk)]:
-        seen = {} if mask is None else {"attention_mask": mask[:, :stop]}
-        pieces.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True, **seen).logits)
-        start = stop
-    return torch.cat(pieces, dim=1)
 
 
 @every_registered
@@ -159,11 +147,12 @@ def test_packed_documents_with_their_own_positions_are_as_if_alone(scheme, extra
 def test_a_token_far_into_the_text_uses_its_own_position(scheme, extra):
     """Prefill from an offset: positions come from the cache or the caller, not from 0."""
     model, ids = tiny_model(scheme, **extra), tokens(1, 20)
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
         full = model(ids).logits
-        cache = model(ids[:, :15], use_cache=True).past_key_values
+        cached(model, ids[:, :15], cache)
         explicit = torch.arange(15, 20)[None]
-        assert_near(model(ids[:, 15:], past_key_values=cache, position_ids=explicit).logits, full[:, 15:], 1e-5)
+        assert_near(cached(model, ids[:, 15:], cache, position_ids=explicit), full[:, 15:], 1e-5)
 
 
 def test_mask_positions_are_counted_for_the_causal_statistic_only():

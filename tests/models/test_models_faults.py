@@ -4,8 +4,6 @@ The faults are patched into the formula (a norm's forward, the block's correctio
 backend. Faults 4, 5 and 7 inside a norm are in test_norms_faults.py.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import pytest
@@ -14,6 +12,10 @@ from model_helpers import (
     assert_bits,
     assert_fault_is_caught,
     assert_near,
+    assert_state,
+    cached,
+    constant_of,
+    constants,
     every_scheme,
     faulty_bhyt,
     fresh_model,
@@ -22,16 +24,11 @@ from model_helpers import (
     tokens,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from normlab import NormlabForCausalLM
 from normlab.models import NormlabDecoderLayer
 from normlab.norms import BHyT, DyT, RMSNorm
-
-
-def expected_constant(layer, train_seq_len: int) -> torch.Tensor:
-    value = layer.self_attn.v_proj.weight.double().view(2, 8, 32).repeat_interleave(2, dim=0).flatten(0, 1)
-    return (layer.self_attn.o_proj.weight.double() @ value).square().sum() / (train_seq_len * 32)
-
 
 # 1. c computed before the weights are drawn.
 
@@ -39,7 +36,7 @@ def expected_constant(layer, train_seq_len: int) -> torch.Tensor:
 def test_fault_1_c_from_weights_that_are_not_the_initial_ones():
     def check():
         for layer in fresh_model("bhyt").model.layers:
-            assert_near(layer.c_attn, expected_constant(layer, 24), 1e-5)
+            assert_near(layer.c_attn, constant_of(layer, 24, 4, 2), 1e-5)
 
     def patch(monkeypatch):
         build = NormlabDecoderLayer.__init__
@@ -65,8 +62,7 @@ def test_fault_2_c_of_the_first_batch_after_loading(tmp_path):
         loaded = NormlabForCausalLM.from_pretrained(tmp_path)
         expected = model(tokens(1, 30)).logits
         loaded(tokens(1, 3))  # a short batch first
-        for ours, theirs in zip(loaded.model.layers, model.model.layers, strict=True):
-            assert_bits(ours.c_attn, theirs.c_attn)
+        assert_bits(constants(loaded), constants(model))
         assert_bits(loaded(tokens(1, 30)).logits, expected)
 
     def patch(monkeypatch):
@@ -171,9 +167,10 @@ def test_fault_6_a_constant_remembered_from_before_it_changed(carried, changed):
 
     def check():
         model, ids = tiny_model("bhyt", carried=carried, num_hidden_layers=1), tokens(1, 8)
+        cache, old_cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
         with torch.no_grad():
-            cache = model(ids[:, :6], use_cache=True).past_key_values
-            model(ids[:, 6:7], past_key_values=cache, use_cache=True)
+            cached(model, ids[:, :6], cache)
+            cached(model, ids[:, 6:7], cache)
             layer = model.model.layers[0]
             {
                 "lam_input": layer.input_layernorm.lam,
@@ -181,13 +178,12 @@ def test_fault_6_a_constant_remembered_from_before_it_changed(carried, changed):
                 "c_attn": layer.c_attn,
                 "weight": layer.post_attention_layernorm.weight,
             }[changed].mul_(1.7)
-            stepped = model(ids[:, 7:], past_key_values=cache, use_cache=True).logits
+            stepped = cached(model, ids[:, 7:], cache)
             # Keys and values of the first tokens were made under the old value: compare a model that never knew it.
-            never = tiny_model("bhyt", carried=carried, num_hidden_layers=1)
-            old_cache = never(ids[:, :7], use_cache=True).past_key_values
+            cached(tiny_model("bhyt", carried=carried, num_hidden_layers=1), ids[:, :7], old_cache)
             new = tiny_model("bhyt", carried=carried, num_hidden_layers=1)
             new.load_state_dict(model.state_dict())
-            assert_near(stepped, new(ids[:, 7:], past_key_values=old_cache, use_cache=True).logits, 1e-5)
+            assert_near(stepped, cached(new, ids[:, 7:], old_cache), 1e-5)
 
     def patch(monkeypatch):
         mlp_norm = BHyT.forward
@@ -330,5 +326,4 @@ def test_a_forward_pass_leaves_no_trace_on_the_model(scheme):
     model.eval()
     model(tokens(1, 3), use_cache=True)
     assert attributes() == before
-    for name, tensor in model.state_dict().items():
-        assert_bits(tensor, state[name], name)
+    assert_state(model, state)

@@ -1,12 +1,20 @@
 """Folding norms into the matrices that read them: the same logits, every bit back, and refusals that change nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from model_helpers import LLAMA, assert_bits, assert_near, every_case, lively, tiny_config, tiny_model, tokens
+from model_helpers import (
+    LLAMA,
+    assert_bits,
+    assert_near,
+    assert_state,
+    every_case,
+    lively,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -30,12 +38,6 @@ UNFOLDABLE = {"post_rmsnorm": 6, "mix_ln": 2, "peri_ln": 6}  # norms that write 
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    assert list(model.state_dict()) == list(expected)
-    for name, tensor in model.state_dict().items():
-        assert_bits(tensor, expected[name], name)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Saving, loading, casting and copying: what comes back is what was saved, c included, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import json
 
@@ -9,7 +7,9 @@ import pytest
 import torch
 from model_helpers import (
     assert_bits,
+    assert_state,
     carrying_case,
+    constants,
     every_case,
     every_registered,
     every_scheme,
@@ -26,17 +26,6 @@ from normlab import NormlabConfig, NormlabError, NormlabForCausalLM
 from normlab.norms import Norm
 
 
-def constants(model) -> torch.Tensor:
-    return torch.stack([layer.c_attn for layer in model.model.layers])
-
-
-def assert_same_state(left, right) -> None:
-    theirs = right.state_dict()
-    assert list(left.state_dict()) == list(theirs)
-    for name, tensor in left.state_dict().items():
-        assert_bits(tensor, theirs[name], name)
-
-
 @every_registered
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_model_comes_back_bit_for_bit_and_so_does_its_backbone(scheme, extra, dtype, tmp_path):
@@ -46,7 +35,7 @@ def test_a_saved_model_comes_back_bit_for_bit_and_so_does_its_backbone(scheme, e
     model.save_pretrained(tmp_path)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
     assert type(loaded) is NormlabForCausalLM and not any(report.values()), report
-    assert_same_state(loaded, model)
+    assert_state(loaded, model.state_dict())
     expected = model(ids).logits
     assert_bits(loaded.eval()(ids).logits, expected)
     assert {name for name, _ in loaded.named_parameters()} == {name for name, _ in model.named_parameters()}
@@ -91,11 +80,8 @@ def test_weights_saved_without_c_load_with_c_computed_from_them(scheme, extra, d
     model = tiny_model(scheme, **extra)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
-    save_file(
-        {name: tensor for name, tensor in load_file(path).items() if not name.endswith("c_attn")},
-        path,
-        metadata={"format": "pt"},
-    )
+    kept = {name: tensor for name, tensor in load_file(path).items() if not name.endswith("c_attn")}
+    save_file(kept, path, metadata={"format": "pt"})
     loaded, report = NormlabForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), report
     expected = torch.stack([layer.attention_variance_constant() for layer in loaded.model.layers])
@@ -127,7 +113,7 @@ def test_casting_keeps_every_bit_of_c(scheme, extra, cast):
 def test_a_deep_copy_is_equal_and_separate(scheme, extra):
     model, ids = tiny_model(scheme, **extra), tokens()
     clone = copy.deepcopy(model)
-    assert_same_state(clone, model)
+    assert_state(clone, model.state_dict())
     expected = model(ids).logits
     assert_bits(clone(ids).logits, expected)
     with torch.no_grad():

@@ -1,13 +1,11 @@
 """PowerNorm and Unified Normalization in training: steps written out in float64, and what a pass may not change."""
 
-from __future__ import annotations
-
 import copy
 import math
 
 import pytest
 import torch
-from model_helpers import assert_bits, assert_near, fresh_model, tokens
+from model_helpers import assert_bits, assert_near, assert_state, fresh_model, tokens
 from torch import Tensor
 
 from normlab.norms import PowerNorm, UnifiedNorm
@@ -96,8 +94,7 @@ def test_a_pass_changes_no_statistic_and_evaluation_notes_nothing(kind):
     first = norm(x.float().requires_grad_())
     first.backward(up.float())
     assert_bits(norm(x.float()), first)
-    for name, tensor in norm.state_dict().items():
-        assert_bits(tensor, before[name], name)
+    assert_state(norm, before)
     noted = dict(norm.noted)
     norm.eval()(x.float())
     assert noted == norm.noted
@@ -124,8 +121,7 @@ def test_a_trained_model_is_causal_and_a_resumed_one_goes_on_alike(scheme, tmp_p
     resumed = type(model).from_pretrained(tmp_path).train()
     for each in (model, resumed):
         steps(each, range(6, 9))
-    for name, tensor in model.state_dict().items():
-        assert_bits(resumed.state_dict()[name], tensor, name)
+    assert_state(resumed, model.state_dict())
     model.eval()
     assert_near(model(ids[:, :5]).logits, model(ids).logits[:, :5], 1e-5)
     assert math.isfinite(model(ids, labels=ids).loss.item())

@@ -1,13 +1,10 @@
 """The kernels' notebook runs, counts its floors right, and says plainly what was not timed."""
 
-from __future__ import annotations
-
 import json
 
 import pandas as pd
 import pytest
-from notebook_helpers import NOTEBOOKS, figures_in, printed, widgets_in
-from notebook_twice import once_and_twice, row_of, rows_in
+from notebook_helpers import NOTEBOOKS, figures_in, once_and_twice, printed, row_of, rows_in, widgets_in
 
 BENCH = NOTEBOOKS.parent / "data" / "bench"
 # A reader's move of the widget's controls, and what its plot shows then.

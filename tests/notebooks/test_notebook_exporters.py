@@ -1,13 +1,12 @@
 """Exported pages: one plotly.js for all, an explorer that works without a kernel, an index that leads to each."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64decode, b64encode
 from html import unescape
 from io import BytesIO
 
+import browser_helpers
 import nbformat
 import numpy as np
 import pytest
@@ -72,19 +71,14 @@ def test_other_controls_leave_a_line_that_says_what_they_need():
 
 
 def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, chromium):
-    from playwright.sync_api import sync_playwright
-
     share_plotly(explorer_page(table(), tmp_path / "explorer.html"))
     assert (tmp_path / "explorer.html").stat().st_size < 500_000
     (tmp_path / "page.html").write_text(page_of(executed(shows("NormExplorer()"), tags=("explorer:way=relative",))))
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page()
+    with browser_helpers.page_of(chromium) as (page, _):
         page.goto((tmp_path / "page.html").as_uri())
         frame = page.frame_locator("iframe.explorer")
         frame.locator(".js-plotly-plot .scatterlayer .trace").first.wait_for()
         assert frame.locator("[name=way]").input_value() == "relative"
-        browser.close()
 
 
 def test_a_dot_beside_a_heat_map_keeps_its_colour():
@@ -112,3 +106,36 @@ def test_the_cell_that_installs_is_left_out_of_pages_and_kept_in_the_notebook():
     assert "figure" not in re.sub(r"<style.*?</style>", "", page_of(notebook), flags=re.DOTALL)
     kept = nbformat.reads(ImageNotebook().from_notebook_node(notebook)[0], 4)
     assert [cell.source for cell in kept.cells[1:]] == ["figure"]
+
+
+def test_keeping_images_only_drops_everything_that_needs_a_kernel():
+    png = BytesIO()
+    Image.linear_gradient("L").convert("RGB").save(png, "PNG")
+    full = b64encode(png.getvalue()).decode()
+    outputs = [
+        {"output_type": "display_data", "data": {PLOTLY: {}, "image/png": full}, "metadata": {}},
+        {"output_type": "display_data", "data": {PLOTLY: {}}, "metadata": {}},
+        {"output_type": "display_data", "data": {"application/vnd.jupyter.widget-view+json": {}}, "metadata": {}},
+        {"output_type": "stream", "name": "stderr", "text": "a warning"},
+        {"output_type": "stream", "name": "stdout", "text": "a result"},
+        {
+            "output_type": "execute_result",
+            "data": {"text/html": "<table>", "text/plain": "<Styler at 0x7f>"},
+            "metadata": {},
+            "execution_count": 3,
+        },
+    ]
+    cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.from_dict(o) for o in outputs], execution_count=3)
+    injected = nbformat.v4.new_code_cell("RUNS = '/somewhere'", metadata={"tags": ["injected-parameters"]})
+    timed = nbformat.v4.new_markdown_cell("text", metadata={"papermill": {"duration": 0.1}})
+    notebook = nbformat.v4.new_notebook(cells=[cell, timed, injected])
+    notebook.metadata["papermill"] = {"duration": 1.0}
+    kept = nbformat.reads(ImageNotebook().from_notebook_node(notebook)[0], as_version=4)
+    nbformat.validate(kept)
+    cell, text = kept.cells
+    assert "papermill" not in text.metadata
+    assert [list(o.get("data", {"text": 0})) for o in cell.outputs] == [["image/png"], ["text"], ["text/html"]]
+    assert cell.execution_count is None and "papermill" not in kept.metadata
+    image = Image.open(BytesIO(b64decode(cell.outputs[0].data["image/png"])))
+    assert image.mode == "P" and image.size == (256, 256)
+    assert image.convert("RGB").getpixel((9, 200)) == pytest.approx((200, 200, 200), abs=2)

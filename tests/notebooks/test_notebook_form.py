@@ -1,7 +1,6 @@
-"""Notebooks read like a paper: short cells, one call prepares, what was found stands near the top, our own figures."""
+"""Notebooks read like a paper, with what was found near the top, and are committed as plain images."""
 
-from __future__ import annotations
-
+import json
 import sys
 import tomllib
 import types
@@ -9,7 +8,7 @@ import types
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
-from notebook_helpers import NOTEBOOKS
+from notebook_helpers import NOTEBOOKS, PLOTLY
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 MOST_LINES, MOST_COLUMNS = 15, 120
@@ -22,6 +21,26 @@ def cells_of(name: str) -> list[nbformat.NotebookNode]:
 
 def code_of(name: str) -> list[str]:
     return [cell.source for cell in cells_of(name) if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_has_a_title_parameters_and_what_would_falsify_it(name):
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith("# ")
+    _, first, *_ = (cell for cell in notebook.cells if cell.cell_type == "code")
+    assert first.metadata.get("tags") == ["parameters"] and "FAST = True" in first.source
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert "falsify" in prose and "**Claim" in prose and "## Exercises" in prose
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_committed_notebook_is_small_and_shows_images_only(name):
+    path = NOTEBOOKS / f"{name}.ipynb"
+    assert path.stat().st_size < 1_500_000
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        for output in cell.get("outputs", []):
+            assert PLOTLY not in output.get("data", {}) and "/root" not in str(output) and "/home" not in str(output)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,5 @@
 """The first page: what the runs say, in sentences computed from them; a picture and a sentence per notebook."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from browser_helpers import page_of
 from figures_helpers import activation, final_loss, table
 from notebook_helpers import NOTEBOOKS, PLOTLY, write_runs
 
@@ -94,7 +93,6 @@ def test_the_tagged_cell_gives_the_picture_else_the_first_figure_does():
 
 
 def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path, chromium):
-    from playwright.sync_api import sync_playwright
     from plotly.offline import get_plotlyjs
 
     runs = known(write_runs(tmp_path / "runs", depths=(2,)))
@@ -105,14 +103,11 @@ def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path, c
     links = re.findall(r'href="([^"#]+)"', page)
     assert list(dict.fromkeys(links)) == ["model/index.html", "explorer.html", "one.html", "two.html"]
     assert "It grows." in page and "With depth" not in page and "More" not in page
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        view = browser.new_page()
+    with page_of(chromium) as (view, _):
         view.goto((tmp_path / "index.html").as_uri())
         view.wait_for_function("() => document.querySelector('.card img')?.naturalWidth === 760")
         assert view.locator(".card img").count() == 1 and view.locator(".card img").get_attribute("alt")
         assert "float32 on a CPU with AVX2" in view.locator("dl").inner_text()
-        browser.close()
 
 
 def test_an_index_of_nothing_is_refused(tmp_path):

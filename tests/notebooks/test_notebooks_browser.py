@@ -1,7 +1,5 @@
 """Notebooks in JupyterLab in a real browser: a reader moves each control, and the plot's data change as it says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import nbformat
 import pytest
 from browser_helpers import PLOT, jupyter_lab, page_of, run_all, set_theme, shoot, slider
-from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation
+from figures_helpers import SCHEMES, profile
 from notebook_helpers import NOTEBOOKS, write_runs
 
 # Done at once when all cells are run, and busy when run again.
@@ -36,10 +34,6 @@ def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator
         yield address
 
 
-def expected(scheme: str, depth: int, step: int) -> list[float]:
-    return [MEAN_OF_SEEDS * activation(scheme, layer, step) for layer in range(depth + 1)]
-
-
 def wait_for(page: Any, scheme: str, values: list[float], plot: str = PLOT) -> None:
     """Until the plot shows these values for the scheme."""
     agrees = f"""([name, values]) => {{
@@ -55,13 +49,13 @@ def wait_for(page: Any, scheme: str, values: list[float], plot: str = PLOT) -> N
 def test_start_here_moves_with_the_keyboard(address, chromium):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "00_start_here.ipynb")
-        wait_for(page, "bhyt", expected("bhyt", 4, 20))
+        wait_for(page, "bhyt", profile("bhyt", 4, 20))
         shoot(page, "00_start_here-1280")
         slider(page, "step").focus()
         page.keyboard.press("ArrowLeft")
-        wait_for(page, "bhyt", expected("bhyt", 4, 10))
+        wait_for(page, "bhyt", profile("bhyt", 4, 10))
         page.keyboard.press("ArrowLeft")
-        wait_for(page, "bhyt", expected("bhyt", 4, 0))
+        wait_for(page, "bhyt", profile("bhyt", 4, 0))
         # The Tab key alone reaches every control, and a box answers to the space bar.
         count = page.evaluate(
             """() => (window.controls = [...document.querySelectorAll(['select', 'button', 'input'].map(
@@ -89,7 +83,7 @@ def test_start_here_moves_with_the_keyboard(address, chromium):
 def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address, chromium):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "busy.ipynb")
-        wait_for(page, "bhyt", expected("bhyt", 4, 20))
+        wait_for(page, "bhyt", profile("bhyt", 4, 20))
         done = page.locator(".jp-OutputArea-output").get_by_text("busy for 6")
         page.locator(".jp-CodeCell").last.locator(".cm-content").click()
         page.keyboard.press("Control+Enter")
@@ -104,7 +98,7 @@ def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address,
         assert not done.count()
         done.wait_for(timeout=60_000)
         for scheme in SCHEMES:
-            wait_for(page, scheme, expected(scheme, 2, 0))
+            wait_for(page, scheme, profile(scheme, 2, 0))
         assert "before training" in page.evaluate(f"() => {PLOT}.layout.title.text")
         assert not page.locator("[data-mime-type='application/vnd.jupyter.stderr']").count()
         assert errors == []

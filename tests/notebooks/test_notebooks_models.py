@@ -1,7 +1,5 @@
 """The notebooks on one's own model, on TransformerLens, and on gain or bound: what they show is what they compute."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import os
@@ -11,8 +9,19 @@ import nbformat
 import notebook_helpers
 import pytest
 from jupyter_client.manager import AsyncKernelManager
-from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, tables_in, widgets_in, write_runs
-from notebook_twice import once_and_twice, row_of, rows_in
+from notebook_helpers import (
+    NOTEBOOKS,
+    execute,
+    figures_in,
+    once_and_twice,
+    printed,
+    row_of,
+    rows_in,
+    schemes_of,
+    tables_in,
+    widgets_in,
+    write_runs,
+)
 from transformers import AutoTokenizer
 
 import normlab
@@ -134,10 +143,6 @@ def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path, ex
             row = next(row for row in rows_in(notebook) if trace["name"] in row)
             assert row[column + 1].split(":")[0] == trace["meta"]["verdict"]
             assert float(row[column].split()[0]) == pytest.approx(trace["x"][0], abs=6e-4)
-
-
-def schemes_of(figure: dict) -> set[str]:
-    return {trace["meta"]["scheme"] for trace in figure["data"] if "scheme" in trace.get("meta", {})}
 
 
 def test_gain_or_bound_holds_its_runs_against_the_trigram_of_their_own_text():

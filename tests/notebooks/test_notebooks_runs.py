@@ -1,7 +1,5 @@
 """The notebooks that read runs say what the runs say: their tables and figures against the formulas of the runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -10,8 +8,17 @@ import numpy as np
 import pandas as pd
 import pytest
 from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation, final_loss
-from notebook_helpers import NOTEBOOKS, execute, figures_in, printed, skip_cost, tables_in, widgets_in, write_runs
-from notebook_twice import execute_twice
+from notebook_helpers import (
+    NOTEBOOKS,
+    execute,
+    figures_in,
+    printed,
+    schemes_of,
+    skip_cost,
+    tables_in,
+    widgets_in,
+    write_runs,
+)
 
 DATA = NOTEBOOKS.parent / "data"
 # Each takes a kernel of its own: one always, the others when asked for.
@@ -38,10 +45,6 @@ def stability(tmp_path_factory: pytest.TempPathFactory, runs: Path) -> nbformat.
     other = write_runs(tmp_path_factory.mktemp("other") / "runs", schemes=["bhyt"], seeds=[0], lr=4e-3)
     options = dict(RUNS=str(runs), GRID=grid, BENCH=bench, OTHER=str(other))
     return execute("02_bhyt_stability", tmp_path_factory.mktemp("02"), **options)
-
-
-def schemes_of(figure: dict) -> set[str]:
-    return {trace["meta"]["scheme"] for trace in figure["data"] if "scheme" in trace.get("meta", {})}
 
 
 def lines_of(figure: dict) -> dict[str, list[float]]:
@@ -146,7 +149,7 @@ def test_the_curse_of_depth_opens_a_widget_on_growth(curse):
 @pytest.mark.parametrize("name", [name for name in ALL if name < "05"])
 def test_any_cell_run_twice_gives_the_same(name, tmp_path, runs):
     """05 to 08 are run so for their own tests."""
-    shown = execute_twice(name, tmp_path, RUNS=str(runs))
+    shown = execute(name, tmp_path, twice=True, RUNS=str(runs))
     assert figures_in(shown) and tables_in(shown)
 
 
@@ -201,9 +204,8 @@ def test_bhyt_stability_measures_the_bound_on_a_trained_model(stability):
     (part,) = [table for table in tables_in(stability) if "largest part of the bound" in table]
     for condition, shares in (("as it was trained", measured), ("one outlier feature", planted)):
         expected = np.nanmax([share * kappa**2 for share, kappa in zip(shares, kappas, strict=True) if kappa > 1])
-        assert (
-            float(rows_of(part, condition=condition).iloc[0, 1]) == pytest.approx(expected, abs=1e-3) and expected < 1
-        )
+        assert expected < 1
+        assert float(rows_of(part, condition=condition).iloc[0, 1]) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.slow

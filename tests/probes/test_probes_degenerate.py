@@ -1,8 +1,6 @@
 """Evidence that says little: one token, equal tokens, a width of two, zero branches, gates at zero. What is measured
 is right, and what cannot be told is named in the manifest's `absent`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from probe_toys import Stack, measured
@@ -62,10 +60,7 @@ class Block(nn.Module):
         if self.how == "bent":
             h = torch.tanh(h) + self.attn(self.norm1(h))
             return torch.tanh(h) + self.mlp(self.norm2(h))
-        if self.how == "parallel":
-            return h + self.attn(self.norm1(h)) + self.mlp(self.norm2(h))
-        h = self.step(h, self.norm1, self.attn)[-1]
-        return self.step(h, self.norm2, self.mlp)[-1]
+        return self.steps(h)[-1][-1]
 
 
 def model_of(width: int, how: str, zero: str = "") -> Stack:

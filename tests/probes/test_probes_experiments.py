@@ -1,7 +1,5 @@
 """Skipping, angles, Jacobians and the logit lens against direct computation; errors that cover."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -157,11 +155,9 @@ def test_angular_distance_equals_arccos_in_float64(model, batches, tokens):
         kept = inputs_and_outputs(model, batch)
         real = batch["attention_mask"].bool()
         order = real.cumsum(1)
-        chosen = {"all": real, "no_first": real & (order > 1), "last": real & (order == real.sum(1, keepdim=True))}[
-            tokens
-        ]
+        chosen = {"all": real, "no_first": real & (order > 1), "last": real & (order == real.sum(1, keepdim=True))}
         for i, h in enumerate([kept[0][0], *(o for _, o in kept)]):
-            states[i].append(h[chosen].double())
+            states[i].append(h[chosen[tokens]].double())
     for i in range(DEPTH + 1):
         for j in range(DEPTH + 1):
             a, b = torch.cat(states[i]), torch.cat(states[j])

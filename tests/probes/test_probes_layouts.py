@@ -1,10 +1,9 @@
 """Which tokens count where activations do not lie as (batch, length, width), against float64 hooks of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
+from model_helpers import cached
 from probe_toys import WIDTH, PreLN, Stack, X, contribution, rms, size
 from probe_zoo import values
 from torch import nn
@@ -168,7 +167,7 @@ def test_cached_decoding_without_a_mask_leaves_out_each_rows_first_token_once():
 
     def decode():
         for begin, end in ((0, 6), *((i, i + 1) for i in range(6, 11))):
-            model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
+            cached(model, ids[:, begin:end], cache)
 
     table, kept, _ = recorded(model, decode, model.transformer.h[0])
     out = torch.cat(kept, dim=1)

@@ -1,8 +1,6 @@
 """Metrics of branches, attention, tanh norms and spectra against brute force in float64; how batches are cut does not
 matter."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -72,10 +70,8 @@ def test_block_influence_keeps_its_digits_where_a_block_is_nearly_the_identity()
     x = torch.randn(50, 512)
     y = x + 1e-4 * torch.randn(50, 512)
     exact = 1 - cosine(x.double(), y.double())
-    assert torch.allclose(
-        block_statistics(x, y, None)[2].double(), exact, rtol=2e-3
-    )  # 1 - cos in float32 is 0 or 6e-8 here
-    assert not torch.allclose((1 - cosine(x, y)).double(), exact, rtol=0.5)
+    assert torch.allclose(block_statistics(x, y, None)[2].double(), exact, rtol=2e-3)
+    assert not torch.allclose((1 - cosine(x, y)).double(), exact, rtol=0.5)  # 0 or 6e-8 in float32
 
 
 class InPlaceSum(nn.Module):
@@ -127,15 +123,13 @@ def test_attention_metrics_equal_explicit_scores(implementation, padded):
     if not padded:
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     kept = keep(model, {"norm": model.model.layers[1].input_layernorm})
-    found = run(
-        model, batch if padded else {"input_ids": batch["input_ids"]}, ["attention_logit_max", "attention_entropy"]
-    )
+    given = batch if padded else {"input_ids": batch["input_ids"]}
+    found = run(model, given, ["attention_logit_max", "attention_entropy"])
     scores = explicit_scores(model, kept, batch)
     real = batch["attention_mask"].bool()
     entropy = torch.special.entr(scores.softmax(-1)).sum(-1).mean(1)[real].mean()
-    assert found["attn", 2, "attention_logit_max", "all"] == pytest.approx(
-        float(scores.amax((1, 3))[real].max()), rel=1e-5
-    )
+    largest = float(scores.amax((1, 3))[real].max())
+    assert found["attn", 2, "attention_logit_max", "all"] == pytest.approx(largest, rel=1e-5)
     assert found["attn", 2, "attention_entropy", "all"] == pytest.approx(float(entropy), rel=1e-5)
     assert sum(key[0] == "attn" and key[3] == "all" for key in found) == 2 * DEPTH
 
@@ -229,18 +223,13 @@ def test_the_carried_ratio_by_position_shows_what_uniform_attention_leaves_out()
     ratio = seen["x"].double().square().mean(-1) / seen["mean_square"][..., 0]
     first = torch.tensor([0, 3, 0])  # row 1 is padded on the left
     expected = ratio[torch.arange(3), first].mean()
-    assert (
-        table.loc["all", 0]["value"] == pytest.approx(float(expected), rel=1e-5) and table.loc["all", 0]["tokens"] == 3
-    )
+    assert table.loc["all", 0]["value"] == pytest.approx(float(expected), rel=1e-5)
+    assert table.loc["all", 0]["tokens"] == 3
     assert ("no_first", 0) not in table.index and table.loc["no_first", 1]["tokens"] == 3
     total = (table.loc["all"]["value"] * table.loc["all"]["tokens"]).sum() / table.loc["all"]["tokens"].sum()
     assert total == pytest.approx(values(stats)["mlp_norm_in", 1, "carried_var_ratio", "all"], rel=1e-5)
     longer = {name: value[:, :6] for name, value in batch.items()}
     with record(model, ["carried_var_ratio"]) as rec, torch.no_grad():
         model(**longer)
-    merged = rec.stats().merge(stats).carried_by_position().query("layer == 1 and mask == 'all'").set_index("position")
-    assert (
-        merged["tokens"][0] == 6
-        and merged["tokens"][8]
-        == stats.carried_by_position().query("layer == 1 and mask == 'all' and position == 8")["tokens"].item()
-    )
+    merged = rec.stats().merge(stats).carried_by_position().query("layer == 1").set_index(["mask", "position"])
+    assert merged["tokens"]["all", 0] == 6 and merged["tokens"]["all", 8] == table["tokens"]["all", 8]

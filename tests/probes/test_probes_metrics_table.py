@@ -1,7 +1,5 @@
 """The one table of metrics and sites: every row is whole, and its default site is where the metric is found."""
 
-from __future__ import annotations
-
 import pandas as pd
 import torch
 from figures_helpers import table

@@ -1,13 +1,13 @@
 """Every trap that others fell into, one test each."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
+from model_helpers import cached
 from probe_zoo import DEPTH, batch_for, near, run, tiny_llama, trained_step, values
 from torch import nn
+from transformers import DynamicCache
 
 from normlab.errors import NormlabError
 from normlab.probes import METRICS, record, sites
@@ -173,12 +173,12 @@ def test_left_and_right_padding_give_the_same_numbers():
 
 def test_cached_decoding_counts_the_first_token_of_a_row_once():
     model = tiny_llama()
-    ids = torch.randint(3, 64, (2, 7))
+    ids, cache = torch.randint(3, 64, (2, 7)), DynamicCache(config=model.config)
     with record(model, ["token_l2_mean", "rms"]) as whole, torch.no_grad():
         model(ids)
     with record(model, ["token_l2_mean", "rms"]) as pieces, torch.no_grad():
-        cache = model(ids[:, :4], attention_mask=torch.ones(2, 4), use_cache=True).past_key_values
-        model(ids[:, 4:], attention_mask=torch.ones(2, 7), past_key_values=cache)
+        cached(model, ids[:, :4], cache, attention_mask=torch.ones(2, 4))
+        cached(model, ids[:, 4:], cache, attention_mask=torch.ones(2, 7))
     assert values(pieces.stats()) == near(values(whole.stats()))
 
 
@@ -190,9 +190,8 @@ def test_autocast_does_not_round_the_statistics(batch):
     with record(model, EVERYTHING) as rec, torch.autocast("cpu", dtype=torch.bfloat16):
         model(**batch).loss.backward()
     h = kept["h"][batch["attention_mask"].bool()].double()
-    assert values(rec.stats())["block_out", 0, "token_l2_mean", "all"] == pytest.approx(
-        float(h.norm(dim=1).mean()), rel=1e-6
-    )
+    found = values(rec.stats())["block_out", 0, "token_l2_mean", "all"]
+    assert found == pytest.approx(float(h.norm(dim=1).mean()), rel=1e-6)
 
 
 def test_autocast_does_not_round_recomputed_attention_scores():

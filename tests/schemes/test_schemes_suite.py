@@ -3,8 +3,6 @@
 One scheme a family always, all under the slow marker. Formulas, decoding, saving and compilation are in tests/models.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 
@@ -12,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 from figures_helpers import one_run
-from model_helpers import ONE_A_FAMILY, assert_bits, assert_near, fresh_model, optimizer_of, tiny_model, tokens
+from model_helpers import (
+    ONE_A_FAMILY,
+    assert_bits,
+    assert_near,
+    assert_state,
+    fresh_model,
+    optimizer_of,
+    tiny_model,
+    tokens,
+)
 
 from normlab import SCHEMES, NormlabError
 from normlab.figures import depth_scaling, loss_curves
@@ -160,5 +167,4 @@ def test_it_folds_or_says_in_one_line_why_not(scheme):
             assert whole.left
         assert_near(model(ids).logits, expected, 2e-5)
         whole.unfold()
-    for name, tensor in model.state_dict().items():
-        assert_bits(tensor, before[name], name)
+    assert_state(model, before)

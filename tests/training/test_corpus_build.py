@@ -1,7 +1,5 @@
 """Every kind of source gives the same packed corpus, the same every time; what cannot serve is refused in one line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -42,8 +40,14 @@ def _write(path: Path, documents: list[str], column: str = "text") -> Path:
     return path
 
 
-def _load(path: Path | str, cache: Path, **options: object) -> Corpus:
-    return corpus_of(CorpusSpec(str(path), **{**SETTINGS, **options}), cache)  # type: ignore[arg-type]
+@pytest.fixture
+def path(documents: list[str], tmp_path: Path) -> Path:
+    return _write(tmp_path / "a.jsonl", documents)
+
+
+def _load(path: Path, cache: str = "cache", **options: object) -> Corpus:
+    """The corpus of a text, with its cache beside it."""
+    return corpus_of(CorpusSpec(str(path), **{**SETTINGS, **options}), path.parent / cache)  # type: ignore[arg-type]
 
 
 def _text(corpus: Corpus, split: str) -> str:
@@ -52,8 +56,8 @@ def _text(corpus: Corpus, split: str) -> str:
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_every_file_format_gives_the_same_corpus(name, documents, tmp_path):
-    corpus = _load(_write(tmp_path / name, documents), tmp_path / "cache")
-    reference = _load(_write(tmp_path / "reference.parquet", documents), tmp_path / "cache")
+    corpus = _load(_write(tmp_path / name, documents))
+    reference = _load(_write(tmp_path / "reference.parquet", documents))
     assert corpus.content_hash == reference.content_hash
     assert corpus.tokenizer_hash == reference.tokenizer_hash
     assert np.array_equal(corpus.train, reference.train)
@@ -76,18 +80,18 @@ def test_a_directory_is_read_in_the_order_of_its_files(documents, tmp_path):
     _write(folder / "b.jsonl", documents[100:])
     _write(folder / "a.jsonl", documents[:100])
     whole = _write(tmp_path / "whole.jsonl", documents)
-    assert _load(folder, tmp_path / "cache").content_hash == _load(whole, tmp_path / "cache").content_hash
+    assert _load(folder).content_hash == _load(whole).content_hash
 
 
 def test_text_comes_from_the_named_column(documents, tmp_path):
     path = _write(tmp_path / "a.jsonl", documents, column="body")
-    assert len(_load(path, tmp_path / "cache", text_column="body").train) > 0
+    assert len(_load(path, text_column="body").train) > 0
     with pytest.raises(NormlabError, match="no column 'text'; name one with --text-column"):
-        _load(path, tmp_path / "cache")
+        _load(path)
 
 
-def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(documents, tmp_path):
-    corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
+def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(path, documents):
+    corpus = _load(path)
     for split in ("train", "held_out"):
         chosen = [text for text in documents if is_held_out(text) == (split == "held_out")]
         whole = "".join(text + END_OF_TEXT for text in chosen)
@@ -100,8 +104,8 @@ def test_documents_are_joined_with_the_end_token_and_cut_into_blocks(documents, 
 def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_together(documents, tmp_path):
     shuffled = [*documents, *documents[:50]]
     random.Random(2).shuffle(shuffled)
-    first = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
-    second = _load(_write(tmp_path / "b.jsonl", shuffled), tmp_path / "cache")
+    first = _load(_write(tmp_path / "a.jsonl", documents))
+    second = _load(_write(tmp_path / "b.jsonl", shuffled))
 
     def ids(corpus: Corpus, split: str) -> set[str]:  # every document ends in its own number
         return {text.split()[-1] for text in _text(corpus, split).split(END_OF_TEXT)[1:-1]}
@@ -132,12 +136,11 @@ def test_the_default_corpus_is_the_same_in_two_caches(tmp_path):
     assert first.vocab_size == SETTINGS["vocab_size"]
 
 
-def test_rows_without_text_are_passed_over(documents, tmp_path):
-    path = _write(tmp_path / "a.jsonl", documents)
+def test_rows_without_text_are_passed_over(path, documents, tmp_path):
     with path.open("a") as file:
         file.write('\n{"text": null, "other": 1}\n{"text": "  ", "other": 1}')
-    reference = _load(_write(tmp_path / "b.jsonl", documents), tmp_path / "cache")
-    assert _load(path, tmp_path / "cache").content_hash == reference.content_hash
+    reference = _load(_write(tmp_path / "b.jsonl", documents))
+    assert _load(path).content_hash == reference.content_hash
 
 
 def test_unigram_entropy_is_the_add_one_smoothed_cross_entropy():
@@ -146,8 +149,8 @@ def test_unigram_entropy_is_the_add_one_smoothed_cross_entropy():
     assert unigram_entropy(train, held_out, vocab_size=4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_splits_are_memory_mapped_and_read_only(documents, tmp_path):
-    corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
+def test_splits_are_memory_mapped_and_read_only(path):
+    corpus = _load(path)
     for split in (corpus.train, corpus.held_out):
         assert not split.flags.owndata and not split.flags.writeable
         assert split.dtype == np.int32 and split.shape[1] == SETTINGS["block_length"]
@@ -156,58 +159,53 @@ def test_splits_are_memory_mapped_and_read_only(documents, tmp_path):
         assert "train.arrow" in mapped.read_text()
 
 
-def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(documents, tmp_path, monkeypatch):
-    path = _write(tmp_path / "a.jsonl", documents)
-    first = _load(path, tmp_path / "cache")
+def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(path, documents, monkeypatch):
+    first = _load(path)
     with monkeypatch.context() as patch:
         patch.setattr(corpora, "_read_documents", lambda *_: pytest.fail("read again"))
-        assert np.array_equal(_load(path, tmp_path / "cache").train, first.train)
+        assert np.array_equal(_load(path).train, first.train)
     _write(path, documents[:200])
-    assert _load(path, tmp_path / "cache").content_hash != first.content_hash
+    assert _load(path).content_hash != first.content_hash
 
 
-def test_a_build_that_breaks_off_leaves_no_cache(documents, tmp_path, monkeypatch):
-    path = _write(tmp_path / "a.jsonl", documents)
+def test_a_build_that_breaks_off_leaves_no_cache(path, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(corpora, "unigram_entropy", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            _load(path, tmp_path / "cache")
+            _load(path)
     assert list((tmp_path / "cache" / "corpus").iterdir()) == []
-    assert len(_load(path, tmp_path / "cache").train) > 0
+    assert len(_load(path).train) > 0
 
 
-def test_a_build_that_another_process_finished_first_is_used(documents, tmp_path, monkeypatch):
-    path = _write(tmp_path / "a.jsonl", documents)
+def test_a_build_that_another_process_finished_first_is_used(path, tmp_path, monkeypatch):
     original = corpora.unigram_entropy
 
     def meanwhile(*args: object) -> float:
         monkeypatch.setattr(corpora, "unigram_entropy", original)
-        _load(path, tmp_path / "cache")
+        _load(path)
         return original(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(corpora, "unigram_entropy", meanwhile)
-    assert len(_load(path, tmp_path / "cache").train) > 0
+    assert len(_load(path).train) > 0
     assert len(list((tmp_path / "cache" / "corpus").iterdir())) == 1
 
 
-def test_a_saved_tokenizer_is_used_as_it_is(documents, tmp_path):
-    path = _write(tmp_path / "a.jsonl", documents)
-    trained = _load(path, tmp_path / "cache")
-    saved = _load(path, tmp_path / "other", tokenizer=str(trained.tokenizer_path))
+def test_a_saved_tokenizer_is_used_as_it_is(path, tmp_path):
+    trained = _load(path)
+    saved = _load(path, "other", tokenizer=str(trained.tokenizer_path))
     assert saved.tokenizer_hash == trained.tokenizer_hash
     assert np.array_equal(saved.train, trained.train)
     with pytest.raises(NormlabError, match="cannot load tokenizer"):
-        _load(path, tmp_path / "other", tokenizer=str(tmp_path))
+        _load(path, "other", tokenizer=str(tmp_path))
 
 
-def test_no_more_than_the_asked_characters_are_read(documents, tmp_path):
-    path = _write(tmp_path / "a.jsonl", documents)
-    half = _load(path, tmp_path / "cache", characters=sum(map(len, documents)) // 2)
-    assert len(half.train) < 0.7 * len(_load(path, tmp_path / "cache").train)
+def test_no_more_than_the_asked_characters_are_read(path, documents):
+    half = _load(path, characters=sum(map(len, documents)) // 2)
+    assert len(half.train) < 0.7 * len(_load(path).train)
 
 
-def test_spread_takes_the_same_blocks_from_the_whole_split(documents, tmp_path):
-    corpus = _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache")
+def test_spread_takes_the_same_blocks_from_the_whole_split(path):
+    corpus = _load(path)
     blocks = corpus.spread(3)
     assert blocks.dtype == np.int64
     middle = round((len(corpus.held_out) - 1) / 2)
@@ -236,7 +234,7 @@ def test_what_cannot_serve_is_refused_in_one_line_that_names_it(name, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(NormlabError, match=reason) as caught:
-        _load(tmp_path / name, tmp_path / "cache")
+        _load(tmp_path / name)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -245,24 +243,22 @@ def test_a_directory_needs_files_of_one_kind(documents, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(NormlabError, match="holds none of"):
-        _load(folder, tmp_path / "cache")
+        _load(folder)
     _write(folder / "a.txt", documents)
     _write(folder / "a.jsonl", documents)
     with pytest.raises(NormlabError, match="mixes kinds"):
-        _load(folder, tmp_path / "cache")
+        _load(folder)
 
 
 def test_a_hub_name_that_cannot_be_reached_is_one_line(tmp_path):
     with pytest.raises(NormlabError, match="cannot read corpus 'nobody/nothing'") as caught:
-        _load("nobody/nothing", tmp_path)
+        corpus_of(CorpusSpec("nobody/nothing"), tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_vocabulary_below_the_bytes_is_refused(documents, tmp_path):
-    with pytest.raises(NormlabError, match="vocabulary size is 200"):
-        _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache", vocab_size=200)
-
-
-def test_a_split_of_less_than_one_block_is_refused(documents, tmp_path):
-    with pytest.raises(NormlabError, match="too small"):
-        _load(_write(tmp_path / "a.jsonl", documents), tmp_path / "cache", block_length=100_000)
+@pytest.mark.parametrize(
+    ("options", "message"), [({"vocab_size": 200}, "vocabulary size is 200"), ({"block_length": 100_000}, "too small")]
+)
+def test_a_vocabulary_below_the_bytes_and_a_split_below_a_block_are_refused(options, message, path):
+    with pytest.raises(NormlabError, match=message):
+        _load(path, **options)

@@ -1,7 +1,5 @@
 """A scheme of anyone's under the league's budget: what a file may hold, and that it is trained as the others are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +12,6 @@ from normlab.training.config import TrainConfig
 from normlab.training.grids import LeagueSearch, Part, Preset
 from normlab.training.presets import get_preset
 from normlab.training.workers import Outcome, train_one
-
-pytest_plugins = ["training_fixtures"]
 
 MY_NORM = '''import torch
 

@@ -1,7 +1,5 @@
 """Sweeps on real clusters of this machine: Ray with two nodes, submitit's local executor; workers that are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -13,16 +11,11 @@ from pathlib import Path
 import pytest
 import training_helpers
 from sweep_helpers import quiet_sweep
-from training_helpers import tiny, write_text
+from training_helpers import tiny
 
 from normlab import NormlabError, cli, runs, store
 from normlab.training import workers as workers_module
 from normlab.training.workers import LOCAL, Cluster, Ray, Slurm, cluster
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module", autouse=True)

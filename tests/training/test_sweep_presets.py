@@ -1,14 +1,11 @@
 """Which runs a preset stands for, in which order, at which learning rates, and how long they will take."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from sweep_helpers import InProcess, quiet_sweep, small_preset
-from training_helpers import write_run, write_text
+from training_helpers import write_run
 
 import normlab
 from normlab import NormlabError, runs, store
@@ -19,11 +16,6 @@ from normlab.training.config import TrainConfig
 from normlab.training.estimate import plan
 from normlab.training.grids import Choice, LeagueSearch, Part, Preset, Search, planned
 from normlab.training.presets import PRESETS, get_preset
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_text(tmp_path / "text.txt")
 
 
 def test_preset_trained_chooses_on_other_blocks_and_seeds_than_it_reports():

@@ -1,7 +1,5 @@
 """A run whose checkpoints were damaged resumes from the newest whole one, and ends as one that nobody disturbed."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import warnings
@@ -16,9 +14,6 @@ from training_helpers import tiny
 from normlab import NormlabError, runs, store
 from normlab.training import keep
 from normlab.training.config import TrainConfig
-from normlab.training.run import RunStopped
-
-pytest_plugins = ["training_fixtures"]
 
 FILES = ("state.pt", "stats.parquet", "begun.json", "files.json")
 DAMAGES = ("truncated", "empty", "garbage", "missing", "swapped")
@@ -37,12 +32,11 @@ def damage(path: Path, kind: str, other: Path) -> None:
         path.write_bytes({"truncated": content[: len(content) // 2], "empty": b"", "garbage": b"\x80{]" * 99}[kind])
 
 
-def stop_at(steps: Iterable[int], go: Callable, config: TrainConfig, out: Path) -> Path:
+def stop_at(steps: Iterable[int], stop: Callable, config: TrainConfig, out: Path) -> Path:
     """Train to each of these steps in turn; the directory of checkpoints, all of them kept."""
     work = out / store.PARTIAL / config.run_id
     for last in steps:
-        with pytest.raises(RunStopped):
-            go(config, out, watch=lambda step, rows, last=last: step != last)
+        stop(config, out, last)
         shutil.copytree(work, out / "kept", dirs_exist_ok=True)
     shutil.rmtree(work)
     (out / "kept").rename(work)
@@ -50,16 +44,16 @@ def stop_at(steps: Iterable[int], go: Callable, config: TrainConfig, out: Path) 
 
 
 @pytest.fixture(scope="module")
-def begun(text: Path, go: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(text: Path, stop: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """checkpoint-2 and checkpoint-5 of one run."""
-    return stop_at((2, 5), go, tiny(text), tmp_path_factory.mktemp("begun"))
+    return stop_at((2, 5), stop, tiny(text), tmp_path_factory.mktemp("begun"))
 
 
 @pytest.fixture(scope="module")
-def other(text: Path, go: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(text: Path, stop: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """checkpoint-4 of a run that differs in its data and its learning rate."""
     config = tiny(text, seed=1, lr=1e-3, batch_size=1)
-    return stop_at((4,), go, config, tmp_path_factory.mktemp("other")) / "checkpoint-4"
+    return stop_at((4,), stop, config, tmp_path_factory.mktemp("other")) / "checkpoint-4"
 
 
 def resume(go: Callable, text: Path, begun: Path, out: Path, broken: list[Path]) -> tuple[runs.Run, list[str]]:

@@ -1,7 +1,5 @@
 """What is measured once after training: every quantity against the probe that defines it, and deletion by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,6 @@ from normlab import NormlabError, runs
 from normlab.models import NormlabForCausalLM, without_blocks
 from normlab.training.experiments import COLUMNS, experiments
 from normlab.training.text.corpus import Corpus
-
-pytest_plugins = ["training_fixtures"]
 
 
 @pytest.fixture(scope="module")

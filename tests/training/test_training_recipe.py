@@ -1,7 +1,5 @@
 """The recipe of one pass: a rate of its own for gains, a schedule stopped early, and what `store_all` stores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import islice
@@ -22,9 +20,6 @@ from normlab.training.loop import Training, block_order
 from normlab.training.measure import Measurements, copied_tokens
 from normlab.training.text import source
 from normlab.training.text.corpus import Corpus, corpus_of
-
-pytest_plugins = ["training_fixtures"]
-
 
 # --- rates ---
 

@@ -1,7 +1,5 @@
 """Runs at an address: published, gone on with and read by machines that share nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,11 +13,8 @@ import normlab
 from normlab import NormlabError, runs, store
 from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
-from normlab.training.run import RunStopped
 from normlab.training.sweep import sweep
 from normlab.training.workers import Cluster, Outcome, Slurm
-
-pytest_plugins = ["training_fixtures"]
 
 
 @pytest.fixture
@@ -40,11 +35,10 @@ def names(address: str) -> set[str]:
 
 
 def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_the_run(
-    machine, text, done, go, monkeypatch
+    machine, text, done, go, stop, monkeypatch
 ):
     address, config = "memory://bucket/runs", tiny(text)
-    with pytest.raises(RunStopped):
-        go(config, address, watch=lambda step, rows: step != 5)
+    stop(config, address, 5)
     work = f".partial/{config.run_id}"
     assert {name.rsplit("/", 1)[0] for name in names(address)} == {f"{work}/checkpoint-5"}
     machine(1)
@@ -62,10 +56,9 @@ def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_t
     assert go(config, address).load_model().config.scheme == config.scheme
 
 
-def test_what_is_half_published_is_not_taken(machine, text, done, go, tmp_path):
+def test_what_is_half_published_is_not_taken(machine, text, done, go, stop, tmp_path):
     address, config = f"file://{tmp_path}/bucket", tiny(text)
-    with pytest.raises(RunStopped):
-        go(config, address, watch=lambda step, rows: step != 5)
+    stop(config, address, 5)
     (tmp_path / "bucket" / ".partial" / config.run_id / "checkpoint-5" / "files.json").unlink()
     (tmp_path / "bucket" / config.run_id).mkdir()
     (tmp_path / "bucket" / config.run_id / runs.STATS).touch()

@@ -1,8 +1,6 @@
 """A run killed at any moment and started again ends as one that was never killed, bit for bit, and leaves nothing
 half-written."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -18,8 +16,6 @@ from training_helpers import FORKS, tiny
 
 from normlab import runs, store
 from normlab.training.config import TrainConfig
-
-pytest_plugins = ["training_fixtures"]
 
 
 def _train(config: TrainConfig, out: Path, cache: Path, pause_in: str | None, marker: Path) -> None:
@@ -42,26 +38,14 @@ def _pause(where: str, marker: Path) -> None:
 
     calls = []
 
+    def reached() -> None:
+        calls.append(where)
+        if len(calls) == 2:
+            marker.touch()
+            time.sleep(600)
+
     def stop_before(original: Callable) -> Callable:
-        def stopped(*args: Any, **kwargs: Any) -> Any:
-            calls.append(where)
-            if len(calls) == 2:
-                marker.touch()
-                time.sleep(600)
-            return original(*args, **kwargs)
-
-        return stopped
-
-    def stop_after(original: Callable) -> Callable:
-        def stopped(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            calls.append(where)
-            if len(calls) == 2:
-                marker.touch()
-                time.sleep(600)
-            return result
-
-        return stopped
+        return lambda *args: (reached(), original(*args))[1]
 
     if where == "state not written":
         torch.save = stop_before(torch.save)
@@ -71,13 +55,15 @@ def _pause(where: str, marker: Path) -> None:
         def half(path: Path, frame: pd.DataFrame) -> None:
             original(path, frame)
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-            stop_before(lambda: original(path, frame))()
+            reached()
+            original(path, frame)
 
         normlab.store.write_stats = half
     elif where == "written, not renamed":
         os.rename = stop_before(os.rename)
     elif where == "renamed, older one not deleted":
-        os.rename = stop_after(os.rename)
+        rename = os.rename
+        os.rename = lambda *args: (rename(*args), reached())[0]
     else:
         raise AssertionError(where)
 

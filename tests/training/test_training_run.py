@@ -1,7 +1,5 @@
 """One run: where it starts, what it measures, what it leaves alone, and how it ends."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import islice
@@ -19,8 +17,6 @@ from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order, optimizer_of, refresh_interval
 from normlab.training.measure import Measurements, mean_token_loss
 from normlab.training.text.corpus import Corpus
-
-pytest_plugins = ["training_fixtures"]
 
 
 def begin(config: TrainConfig, corpus: Corpus) -> Training:
@@ -63,9 +59,8 @@ def test_weight_decay_acts_on_what_the_model_names(text, corpus):
         assert optimizer.param_groups[1]["weight_decay"] == 0.0
         assert decayed == set(model.decay_parameter_names())
         assert decayed | exempt == set(names.values()) and not decayed & exempt
-        assert ("model.norm.weight" in decayed) == (scheme == "dyt"), (
-            "transformers goes by the name and would exempt it"
-        )
+        # transformers goes by the name and would exempt it
+        assert ("model.norm.weight" in decayed) == (scheme == "dyt")
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine_to_its_minimum(text, go, tmp_path):
@@ -114,16 +109,13 @@ def test_probes_cover_the_sites_on_one_batch_for_all_runs(done, text, go, tmp_pa
     table = done.table()
     probes = table[table.split == "probe"]
     for metric in ("token_l2_mean", "feature_var_mean", "rms", "max_abs"):
-        assert {"block_out", "attn_norm_in", "mlp_norm_in", "final_norm_in"} <= set(
-            probes[probes.metric == metric].site
-        )
+        sites = set(probes[probes.metric == metric].site)
+        assert {"block_out", "attn_norm_in", "mlp_norm_in", "final_norm_in"} <= sites
     assert {"block_in_grad", "attn_norm_in_grad"} <= set(probes[probes.metric == "grad_l2_mean"].site)
     assert sorted(probes[(probes.site == "block_out")].layer.unique()) == [0, 1, 2]
     # the first thing that a block sees is the embedding of the probe batch: equal for schemes that start equal
     other = go(tiny(text, scheme="pre_rmsnorm", steps=1), tmp_path).table()
-    start = (
-        "split == 'probe' and step == 0 and site == 'block_out' and layer == 0 and metric == 'rms' and mask == 'all'"
-    )
+    start = "step == 0 and site == 'block_out' and layer == 0 and metric == 'rms' and mask == 'all'"
     assert table.query(start).value.tolist() == other.query(start).value.tolist()
 
 

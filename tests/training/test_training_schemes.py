@@ -1,34 +1,27 @@
 """What a scheme does in a training run: schedules, weights after a step, rates; and a resumed run goes on with them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
+from model_helpers import assert_state
 from training_helpers import tiny
 
-from normlab import NormlabForCausalLM, runs
+from normlab import NormlabForCausalLM
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training
-from normlab.training.run import RunStopped, train
-
-pytest_plugins = ["training_fixtures"]
 
 
-def trained(text: Path, out: Path, cache: Path, **fields) -> NormlabForCausalLM:
-    run = train(tiny(text, keep_weights=True, **fields), out, cache_dir=cache, progress=False)
+def weights_of(run) -> NormlabForCausalLM:
     assert run.manifest["status"] in ("finished", "not_learned")
     return NormlabForCausalLM.from_pretrained(run.path)
 
 
-def test_schedules_follow_the_steps_of_a_run_and_are_saved(text, corpus, tmp_path):
-    model = trained(text, tmp_path, tmp_path / "cache", scheme="prores", model={"residual_warmup": 10})
+def test_schedules_follow_the_steps_of_a_run_and_are_saved(text, go, tmp_path):
+    model = weights_of(go(tiny(text, scheme="prores", model={"residual_warmup": 10}), tmp_path))
     assert [layer.mlp_residual.alpha.item() for layer in model.model.layers] == pytest.approx([0.8, 0.4])
 
 
-def test_matrices_have_unit_length_after_a_run(text, corpus, tmp_path):
-    model = trained(text, tmp_path, tmp_path / "cache", scheme="ngpt")
+def test_matrices_have_unit_length_after_a_run(text, go, tmp_path):
+    model = weights_of(go(tiny(text, scheme="ngpt"), tmp_path))
     lengths = torch.linalg.vector_norm(model.model.layers[1].self_attn.q_proj.weight, dim=1)
     assert (lengths - 1).abs().max() < 1e-5
 
@@ -44,18 +37,10 @@ def test_the_optimizer_has_the_schemes_rates(text, corpus):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["ngpt", "prores", "tapernorm", "complete_p"])
-def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(scheme, text, corpus, tmp_path):
-    config = tiny(text, scheme=scheme, keep_weights=True)
-    whole = train(config, tmp_path / "whole", cache_dir=tmp_path / "cache", progress=False)
-
-    def stop_at_five(step: int, rows: list) -> bool:
-        return step < 5
-
-    with pytest.raises(RunStopped):
-        train(config, tmp_path / "two", cache_dir=tmp_path / "cache", progress=False, watch=stop_at_five)
-    resumed = train(config, tmp_path / "two", cache_dir=tmp_path / "cache", progress=False)
+def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(scheme, text, go, stop, tmp_path):
+    config = tiny(text, scheme=scheme)
+    whole = go(config, tmp_path / "whole")
+    stop(config, tmp_path / "two", 5)
+    resumed = go(config, tmp_path / "two")
     assert resumed.manifest["measured"]["resumed_from_step"] == 5
-    first, second = (runs.read_run(run.path) for run in (whole, resumed))
-    left, right = (NormlabForCausalLM.from_pretrained(run.path).state_dict() for run in (first, second))
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
+    assert_state(weights_of(resumed), weights_of(whole).state_dict())

@@ -1,7 +1,5 @@
 """A model split over the ranks (FSDP2): the same curve and tables as one process, resumed on any number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -21,10 +19,7 @@ from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.estimate import needs
 from normlab.training.loop import fresh_model
-from normlab.training.run import RunStopped
 from normlab.training.text.corpus import corpus_of
-
-pytest_plugins = ["training_fixtures"]
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +34,21 @@ def alone(config: TrainConfig, go: Callable, tmp_path_factory: pytest.TempPathFa
     return go(config, tmp_path_factory.mktemp("alone"))
 
 
-def test_a_split_model_goes_on_with_another_number_of_ranks(config, alone, go, cache, tmp_path):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_a_split_model_goes_on_with_another_number_of_ranks(compiled, config, alone, stop, cache, tmp_path):
+    config = dataclasses.replace(config, compile=compiled)
     finish(config, tmp_path, cache, stop_at=12)
-    with pytest.raises(RunStopped):
-        go(config, tmp_path, watch=lambda step, rows: step != 31)
+    stop(config, tmp_path, 31)
     (checkpoint,) = (tmp_path / store.PARTIAL / config.run_id).glob("checkpoint-*")
     assert checkpoint.name == "checkpoint-31" and not list(checkpoint.rglob("*.safetensors"))
     finish(config, tmp_path, cache)
     run = runs.read_run(tmp_path / config.run_id)
     assert run.manifest["measured"]["resumed_from_step"] == 31
-    assert_same(run, alone)
+    if compiled:
+        losses = [each.table().query("metric == 'loss'")["value"].to_numpy() for each in (run, alone)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    else:
+        assert_same(run, alone)
     assert list(tmp_path.iterdir()) == [run.path]
 
 
@@ -186,16 +186,3 @@ def test_what_acts_on_weights_and_saves_memory_works_on_a_split_model(fields, co
     run = runs.read_run(tmp_path / "ranks" / config.run_id)
     losses = [each.table().query("metric == 'loss'")["value"].to_numpy() for each in (run, alone)]
     assert losses[0] == pytest.approx(losses[1], abs=5e-3 if "dtype" in fields else 1e-5)
-
-
-@pytest.mark.slow
-def test_a_compiled_split_model_goes_on_with_another_number_of_ranks(config, alone, go, cache, tmp_path):
-    config = dataclasses.replace(config, compile=True)
-    finish(config, tmp_path, cache, stop_at=12)
-    with pytest.raises(RunStopped):
-        go(config, tmp_path, watch=lambda step, rows: step != 31)
-    finish(config, tmp_path, cache)
-    run = runs.read_run(tmp_path / config.run_id)
-    assert run.manifest["measured"]["resumed_from_step"] == 31
-    losses = [each.table().query("metric == 'loss'")["value"].to_numpy() for each in (run, alone)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)

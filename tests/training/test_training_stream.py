@@ -1,7 +1,5 @@
 """Text read while training: over HTTP, packed, resumed at its position, one order whatever the number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gzip
@@ -21,12 +19,10 @@ from training_helpers import tiny, write_text
 from normlab import NormlabError, runs, store
 from normlab.training.config import TrainConfig
 from normlab.training.paper_models import get_size
-from normlab.training.run import RunStopped
 from normlab.training.text.corpus import Corpus, corpus_of
 from normlab.training.text.source import is_held_out
 from normlab.training.text.stream import DOCUMENTS, StreamedBlocks
 
-pytest_plugins = ["training_fixtures"]
 pytest.importorskip("aiohttp")
 
 
@@ -105,9 +101,8 @@ def test_a_stream_goes_on_after_any_block_from_what_was_saved_as_json(done, conf
     assert (take(again, 12) == take(streamed(config, corpus), done + 12)[done:]).all()
 
 
-def test_a_streamed_run_that_is_stopped_goes_on_to_the_same_numbers(config, alone, go, tmp_path):
-    with pytest.raises(RunStopped):
-        go(config, tmp_path, watch=lambda step, rows: step != 7)
+def test_a_streamed_run_that_is_stopped_goes_on_to_the_same_numbers(config, alone, go, stop, tmp_path):
+    stop(config, tmp_path, 7)
     (stream,) = (tmp_path / store.PARTIAL / config.run_id / "checkpoint-7").glob("stream.json")
     assert 0 <= json.loads(stream.read_text())["taken"] <= 7 * 4
     run = go(config, tmp_path)

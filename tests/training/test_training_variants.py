@@ -1,7 +1,5 @@
 """Variants of a run: lambda against gamma0, planted outliers, further metrics; and what they are compared by."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,6 @@ from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
 from normlab.schemes import GAIN_CONTROL, tagged
 from normlab.training.presets import get_preset
-
-pytest_plugins = ["training_fixtures"]
 
 GRID = get_preset("gain_or_bound")
 CONFIGS = GRID.grid(GRID.parts[0], {})

@@ -1,14 +1,12 @@
 """The explorer's traits: each changes the figure as it says, whatever the table lacks; the browser's pane follows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from browser_helpers import page_of
-from figures_helpers import MEAN_OF_SEEDS, SCHEMES, activation, configs_of, empty, one_run, table
+from figures_helpers import SCHEMES, activation, configs_of, empty, one_run, profile, table
 from widget_helpers import Mounted
 
 import normlab
@@ -33,18 +31,14 @@ def drawn(figure: object, scheme: str) -> list[float]:
     return found[0] if found else []
 
 
-def expected(scheme: str, depth: int, step: int) -> list[float]:
-    return [MEAN_OF_SEEDS * activation(scheme, layer, step) for layer in range(depth + 1)]
-
-
 def test_it_opens_on_the_deepest_model_after_training_and_follows_its_traits(explorer):
     for scheme in SCHEMES:
-        assert drawn(explorer.figure, scheme) == pytest.approx(expected(scheme, 4, 20))
+        assert drawn(explorer.figure, scheme) == pytest.approx(profile(scheme, 4, 20))
     explorer.step = 0
-    assert drawn(explorer.figure, "bhyt") == pytest.approx(expected("bhyt", 4, 0))
+    assert drawn(explorer.figure, "bhyt") == pytest.approx(profile("bhyt", 4, 0))
     assert "before training" in explorer.figure.layout.title.text
     explorer.depth = 2
-    assert drawn(explorer.figure, "bhyt") == pytest.approx(expected("bhyt", 2, 0))
+    assert drawn(explorer.figure, "bhyt") == pytest.approx(profile("bhyt", 2, 0))
     explorer.schemes = [name for name in SCHEMES if name != "lns"]
     assert drawn(explorer.figure, "lns") == [] and drawn(explorer.figure, "bhyt")
     explorer.schemes = []
@@ -63,10 +57,10 @@ def test_a_metric_takes_a_site_where_it_was_measured(explorer):
 
 def test_relative_divides_by_layer_one_and_a_reference_pairs_seeds(explorer):
     explorer.way = RELATIVE
-    line = expected("lns", 4, 20)
+    line = profile("lns", 4, 20)
     assert drawn(explorer.figure, "lns") == pytest.approx([value / line[1] for value in line])
     explorer.way = "pre_rmsnorm"
-    ratio = [a / b for a, b in zip(expected("bhyt", 4, 20), expected("pre_rmsnorm", 4, 20), strict=True)]
+    ratio = [a / b for a, b in zip(profile("bhyt", 4, 20), profile("pre_rmsnorm", 4, 20), strict=True)]
     assert drawn(explorer.figure, "bhyt") == pytest.approx(ratio)
     assert drawn(explorer.figure, "pre_rmsnorm") == pytest.approx([1.0] * 5)
     (shown,) = [trace for trace in explorer.figure.data if trace.name == "bhyt"]
@@ -243,5 +237,5 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         assert download.value.suggested_filename == "token_l2_mean-block_out-depth2-step10.csv"
         for scheme in ("lns", "bhyt"):
             values = numbers[numbers["scheme"] == scheme]["value"].tolist()
-            assert values == pytest.approx(expected(scheme, 2, 10), rel=1e-3)
+            assert values == pytest.approx(profile(scheme, 2, 10), rel=1e-3)
         assert not errors

@@ -1,7 +1,5 @@
 """The theatre trains real runs in the background, shows what they measure, and takes its processes with it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
@@ -11,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from training_helpers import FORKS, TINY, ForkedCommand
+from training_helpers import FORKS, TINY, ForkedCommand, until
 
 import normlab
 from normlab.errors import NormlabError
@@ -46,13 +44,6 @@ def theatre(
     yield theatre
     for each in opened:
         each.close()
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def trace(widget: TrainTheatre, name: str) -> Any:

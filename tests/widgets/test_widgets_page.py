@@ -1,7 +1,5 @@
 """The explorer as a page: it shows what the library computes, answers every control, and fetches nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -63,7 +61,7 @@ def test_every_frame_is_what_the_explorer_draws(way, log):
     found = page_data(profiles)["views"][f"block_out|token_l2_mean|all|4|{way}"]
     view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
     for place, step in enumerate(found["steps"]):
-        drawn = plain(drawing(profiles, replace(view, step=step), PlotOptions(log=log, theory=True)))
+        drawn = go.Figure(plain(drawing(profiles, replace(view, step=step), PlotOptions(log=log, theory=True))))
         frame = found["frames"][place]
         labels = frame["labels"]["log" if log else "linear"]
         traces = [shown_at(found, step, trace["name"]) for trace in found["traces"] if trace["name"] in frame["data"]]

@@ -1,12 +1,4 @@
-"""Learning rates, budgets of tokens and extreme depths: tables of the notebooks on depth and on BHyT.
-
-settled     the runs of a search, the best setting of each
-finals      which rate is best in short runs, and which in long ones
-by_rate     loss and size of the stream at each rate that a scheme was trained at
-by_tokens   what depth buys at several budgets of training tokens
-outcomes    which schemes still train at a great depth
-by_depth    the same at several depths, next to what the schemes' papers say
-"""
+"""Learning rates, budgets of tokens and extreme depths: tables of the notebooks on depth and on BHyT."""
 
 from __future__ import annotations
 
@@ -166,11 +158,9 @@ def by_depth(runs: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
 
 
 def _in_words(table: pd.DataFrame) -> pd.Series:
-    words = [
-        outcome if outcome == DIVERGES else f"{loss:.3f}, {outcome}"
-        for loss, outcome in zip(table["loss"], table["outcome"], strict=True)
-    ]
-    return pd.Series(words, index=table.index)
+    return table["outcome"].where(
+        table["outcome"].eq(DIVERGES), table["loss"].map("{:.3f}, ".format) + table["outcome"]
+    )
 
 
 def _alike(table: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:

@@ -1,18 +1,11 @@
 """A sweep over the gain g = lambda/kappa of a bounded norm and its control without the bound.
 
-with_gain     runs' configurations, with their g
-along_gain    quantities against g, of runs with the same slope at the start (`normlab.figures.by_setting`)
-conditions    the bounded norm against its control, one row per condition
-verdicts      several such comparisons side by side
-reach         how far inputs can get into the tanh, by width
-
 A norm gamma * f(g * x/rms(x)) with f'(0) = 1 has the slope gamma0 * g for small inputs. Runs with equal products start
 alike. Then g alone sets how far inputs reach into f.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import pandas as pd
@@ -121,13 +114,4 @@ def verdicts(found: Sequence[pd.DataFrame]) -> pd.DataFrame:
         table[(label, f"{kind} [95% interval]")] = part[kind] + " " + part["95% interval"]
         table[(label, "verdict")] = part["verdict"]
     table.columns = pd.MultiIndex.from_tuples(table.columns)
-    return table
-
-
-def reach(g: float, widths: Sequence[int]) -> pd.DataFrame:
-    """The largest |z| = g |x|/rms(x) that one element of a token can have, g sqrt(width), and its tanh."""
-    largest = [g * math.sqrt(width) for width in widths]
-    table = pd.DataFrame({"width": list(widths), "largest |z|": largest})
-    table["tanh of it"] = [math.tanh(z) for z in largest]
-    table["tanh z / z"] = table["tanh of it"] / table["largest |z|"]
     return table

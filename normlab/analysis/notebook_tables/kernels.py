@@ -1,16 +1,7 @@
 """Tables of kernels' times and builds, and whether memory traffic explains the times.
 
-read_times      times of single calls (rows_*.csv of kernels/benchmarks/run.py)
-read_ratios     whole training steps and generated tokens against a baseline (step_*.csv, generate_*.csv)
-read_builds     what the compiler made of each kernel (aot.csv)
-floors          bytes that calls must move, counted by hand, and how long a copy of them takes
-moved           megabytes that a timed call must move
-timed_on        times and copy rate of each device
-compiled        builds, spills and registers of each target
-same_bytes      calls that must move the same bytes, quickest and slowest
-traffic         whether the bytes set the time, one row per device
-against_peers   one call's time over others'
-findings        verdicts on the claim that a norm's time is the time of its bytes
+Times are those of kernels/benchmarks/run.py: of single calls in rows_*.csv, of whole training steps and generated
+tokens against a baseline in step_*.csv and generate_*.csv. Builds are those of aot.csv.
 """
 
 from __future__ import annotations
@@ -110,24 +101,6 @@ def moved(times: pd.DataFrame) -> dict[str, float]:
     return found
 
 
-def timed_on(times: pd.DataFrame) -> pd.DataFrame:
-    """One row per device: how many times of how many calls, in which types, and the rate of a copy there."""
-    found = times.groupby("device").agg(
-        times=("microseconds", "size"),
-        calls=("function", "nunique"),
-        dtypes=("dtype", lambda kinds: ", ".join(sorted(set(kinds)))),
-        copy=("copy_gigabytes_per_second", "median"),
-    )
-    return found.rename(columns={"copy": "copy GB/s"}).reset_index()
-
-
-def compiled(builds: pd.DataFrame) -> pd.DataFrame:
-    """One row per target: kernels compiled, how many spill registers to memory, and the most registers per thread."""
-    spilled = builds.assign(spilled=builds["spilled_bytes"] > 0).groupby("target")
-    found = spilled.agg(kernels=("function", "size"), spilled=("spilled", "sum"), most_registers=("registers", "max"))
-    return found.reset_index()
-
-
 def same_bytes(times: pd.DataFrame) -> pd.DataFrame:
     """Our calls, forward and backward together, that must move the same bytes: the quickest and the slowest.
 
@@ -167,16 +140,13 @@ def against_peers(times: pd.DataFrame, function: str, others: Sequence[tuple[str
 
     One row per device and shape, one column per peer; missing where one was not timed.
     """
-    both = times[times["pass"] == "both"].set_index(["device", "shape", "function", "peer"])["microseconds"]
-    rows = []
-    for device, shape in dict.fromkeys((place[0], place[1]) for place in both.index):
-        own = both.get((device, shape, function, OWN))
-        row: dict[str, object] = {"device": device, "shape": shape}
-        for other, peer in others:
-            against = both.get((device, shape, other, peer))
-            row[f"{other}, {peer}"] = own / against if own and against else float("nan")
-        rows.append(row)
-    return pd.DataFrame(rows)
+    both = times[times["pass"] == "both"]
+    wide = both.pivot_table("microseconds", ["device", "shape"], ["function", "peer"], sort=False)
+    missing = pd.Series(float("nan"), wide.index)
+    ratios = {
+        f"{of}, {peer}": wide.get((function, OWN), missing) / wide.get((of, peer), missing) for of, peer in others
+    }
+    return pd.DataFrame(ratios, index=wide.index).reset_index()
 
 
 def findings(times: pd.DataFrame, builds: pd.DataFrame, fusion_wins: Sequence[FusionWin]) -> pd.DataFrame:
