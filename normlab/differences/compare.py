@@ -297,7 +297,7 @@ def _rounded(
 ) -> nn.Module:
     """A copy in `dtype`, its weights rounded to `to` first and its buffers to their dtype in `buffers`."""
     result = copy.deepcopy(model)
-    kept = [(x, to) for x in result.parameters() if x.is_floating_point()]
+    kept: list[tuple[Tensor, torch.dtype]] = [(x, to) for x in result.parameters() if x.is_floating_point()]
     kept += [(x, buffers[name]) for name, x in result.named_buffers() if buffers and name in buffers]
     with torch.no_grad():
         for tensor, coarse in kept:
