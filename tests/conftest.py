@@ -3,8 +3,6 @@
 The environment is set before torch and transformers are imported and is inherited by the processes that tests start.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """The rules that keep the parts apart: floors and imports (contracts in pyproject.toml), and scheme names."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Bad calls from Python: each raises NormlabError with one line that names what is wrong, before anything is done."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

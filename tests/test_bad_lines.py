@@ -1,7 +1,5 @@
 """Bad command lines: exit code 2 and one line on standard error that names what is wrong, before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

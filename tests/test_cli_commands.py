@@ -1,7 +1,5 @@
 """The command line: what it runs, and one line with exit code 2 for everything that cannot be done."""
 
-from __future__ import annotations
-
 import errno
 import json
 import subprocess

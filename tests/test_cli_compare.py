@@ -1,7 +1,5 @@
 """`normlab compare A B`: the paired differences in words, and one line with exit code 2 for what cannot be compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is built and installed: normlab's wheel and sdist, the kernels alone, both in one place; what mypy sees."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

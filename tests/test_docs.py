@@ -1,7 +1,5 @@
 """README and documentation can be followed: examples run, commands exist, links lead somewhere, the site builds."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Figures as files: images where there is a browser, one line where there is none."""
 
-from __future__ import annotations
-
 from figures_helpers import table
 
 from normlab.export import NO_BROWSER, save_images

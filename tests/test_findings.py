@@ -1,7 +1,5 @@
 """README.md, docs/findings.md and data/README.md say what the shipped tables hold, in numbers and in words."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -3,8 +3,6 @@
 Each property has 15 fixed cases in the default run, and 150 under the slow marker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

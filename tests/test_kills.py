@@ -1,7 +1,5 @@
 """SIGKILL at random moments, forty times: every run ends as if nothing had been killed."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

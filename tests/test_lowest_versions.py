@@ -1,8 +1,6 @@
 """What works at the lowest version of every dependency: record, the callback, runs, a figure. What needs newer ones
 says so in one line. `.ci/try-lowest` installs the lowest versions and runs this file; it passes with newer ones too."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Declarations about the package agree (dependencies, extras, citation), and importing it is quiet."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

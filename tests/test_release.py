@@ -1,7 +1,5 @@
 """Models and runs that come with normlab: kept from runs, found in a checkout, fetched by an installed package."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import tarfile

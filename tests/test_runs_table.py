@@ -1,7 +1,5 @@
 """Runs on disk: one table of all that can be read, a name for what cannot, and nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

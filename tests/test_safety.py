@@ -1,7 +1,5 @@
 """What comes from strangers runs no code: pickles in checkpoints and weights, Python in a model's folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prose of each room is as plain as it was; `docs/style.py` finds what the style does not allow."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from normlab.differences.capture import (
 )
 from normlab.differences.causes import Evidence, Side, causes_of
 from normlab.errors import NormlabError
+from normlab.probes.experiments import evaluating
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
 ROUNDINGS = 6.0  # of float32, by which two float64 copies may differ
@@ -96,17 +98,13 @@ def diff(
     if not hasattr(batch, "items"):
         raise NormlabError("batch must be a dict of the models' arguments, such as {'input_ids': ...}")
     batch = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
-    models = [_original(model) for model in (a, b) if isinstance(model, nn.Module)]
-    training = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        if isinstance(b, nn.Module):
-            return _diff_models(models[0], models[1], batch, gradients)
-        return _diff_arrays(models[0], read_arrays(b), batch, dtype)
-    finally:
-        for model, was_training in zip(models, training, strict=True):
-            model.train(was_training)
+    a = _original(a)
+    with evaluating(a):
+        if not isinstance(b, nn.Module):
+            return _diff_arrays(a, read_arrays(b), batch, dtype)
+        b = _original(b)
+        with evaluating(b):
+            return _diff_models(a, b, batch, gradients)
 
 
 def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: bool) -> Difference:
@@ -268,11 +266,11 @@ def _original(model: nn.Module) -> nn.Module:
 
 def _dtype(model: nn.Module) -> torch.dtype:
     """The floating dtype of most weights."""
-    counts: dict[torch.dtype, int] = {}
+    counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+        counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
+    most = counts.most_common(1)
+    return most[0][0] if most and most[0][1] else torch.float32
 
 
 def _accepted(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
@@ -290,12 +288,8 @@ def _accepted(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
 def _coarser_buffers(a: nn.Module, b: nn.Module) -> dict[str, torch.dtype]:
     """By name, the coarser of the dtypes that a buffer has in the two models."""
     of_b = dict(b.named_buffers())
-    pairs = [(name, x.dtype, of_b[name].dtype) for name, x in a.named_buffers() if name in of_b]
-    return {
-        name: max(pair, key=lambda dtype: torch.finfo(dtype).eps)
-        for name, *pair in pairs
-        if all(dtype.is_floating_point for dtype in pair)
-    }
+    pairs = {name: (x.dtype, of_b[name].dtype) for name, x in a.named_buffers() if name in of_b}
+    return {name: max(pair, key=_eps) for name, pair in pairs.items() if all(dtype.is_floating_point for dtype in pair)}
 
 
 def _rounded(
@@ -303,12 +297,10 @@ def _rounded(
 ) -> nn.Module:
     """A copy in `dtype`, its weights rounded to `to` first and its buffers to their dtype in `buffers`."""
     result = copy.deepcopy(model)
-    kept: dict[str, tuple[Tensor, torch.dtype]] = {
-        name: (x, to) for name, x in result.named_parameters() if x.is_floating_point()
-    }
-    kept |= {name: (x, buffers[name]) for name, x in result.named_buffers() if buffers and name in buffers}
+    kept: list[tuple[Tensor, torch.dtype]] = [(x, to) for x in result.parameters() if x.is_floating_point()]
+    kept += [(x, buffers[name]) for name, x in result.named_buffers() if buffers and name in buffers]
     with torch.no_grad():
-        for tensor, coarse in kept.values():
+        for tensor, coarse in kept:
             tensor.copy_(tensor.to(coarse).to(tensor.dtype))
     for module in result.modules():  # grouped products of experts have no kernel in float64
         config: Any = getattr(module, "config", None)

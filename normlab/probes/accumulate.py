@@ -331,7 +331,8 @@ class Measurer:
         for run in trace.runs:
             if run.kind not in added and run.kind != "other":
                 call.absent[f"{run.kind} {layer}"] = trace.reason_without_part(run)
-        scale = _stream_scale(trace)
+        follow = all(after.before is segment.after for segment, after in pairwise(trace.segments))
+        scale = math.prod(segment.made.carry for segment in trace.segments) if follow else 1.0  # else a norm is between
         if scale != 1.0:  # the stream itself is scaled: what is added is the rest
             return at_least_float32(out) / scale - at_least_float32(h)
         first, *others = added.values()
@@ -382,11 +383,3 @@ class Measurer:
             common, (first, kept) = reduce(rows, shared), call.first_tokens(x.device, tokens)
             extra = [reduce(rows[first], (mask & ~shared)[first] & kept) for mask in masks]
             call.stage(statistic, place, torch.stack([MERGE[statistic](common, more) for more in extra]))
-
-
-def _stream_scale(trace: BlockTrace) -> float:
-    """The factor from a block's input to its share of the output; 1 if a norm of the sum comes between."""
-    segments = trace.segments or ()
-    if any(following.before is not segment.after for segment, following in pairwise(segments)):
-        return 1.0
-    return math.prod(segment.made.carry for segment in segments)

@@ -357,7 +357,8 @@ class Call:
         """Flat positions of each row's first real token (of all its streams), and whether the row has one."""
         layout = self.layout(tokens)
         real = self._row_masks(device, layout, ["all"])[0]
-        order = layout.by_rows(torch.arange(math.prod(tokens), device=device))
+        flat = torch.arange(math.prod(tokens), device=device).view(layout.shape)
+        order = flat.movedim((layout.row, layout.column), (0, 1)).reshape(*layout.rows, -1)
         first = order[torch.arange(len(order), device=device), real.int().argmax(dim=1)]
         return first.reshape(-1), real.any(dim=1).repeat_interleave(order.shape[2])
 

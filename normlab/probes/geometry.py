@@ -124,8 +124,16 @@ def jacobian_identity(
             x, name = hidden_state(args, kwargs)
             counted = runner.counted(batch, tuple(x.shape[:-1]))
             sizes[layer] = int(counted.sum()) * x.shape[-1]
-            vectors = (torch.randn(x.shape, generator=generator).to(x) * counted[..., None] for _ in range(probes))
-            gaps[layer] = _identity_gaps(module, args, kwargs, x, name, vectors)
+            gaps[layer] = []
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                args, kwargs = with_argument(args, kwargs, name, leaf.clone())
+                out = output_tensor(module(*args, **kwargs))
+                require_one_stream(x, out)
+                for _ in range(probes):
+                    v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
+                    (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
+                    gaps[layer].append(float((pulled.float() - v.float()).square().sum()))
             inside.clear()
 
         with on_blocks(runner.sites, probe):
@@ -136,22 +144,6 @@ def jacobian_identity(
         squared, squared_error, _ = row_means(runner, sums)
     mean = squared.sqrt()
     return table_of([{"layer": layer} for layer in layers], mean, squared_error / (2 * mean))
-
-
-def _identity_gaps(
-    block: nn.Module, args: tuple, kwargs: dict[str, Any], x: Tensor, name: int | str, vectors: Iterable[Tensor]
-) -> list[float]:
-    """||J^T v - v||^2 for each v."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        args, kwargs = with_argument(args, kwargs, name, leaf.clone())
-        out = output_tensor(block(*args, **kwargs))
-        require_one_stream(x, out)
-        gaps = []
-        for v in vectors:
-            (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
-            gaps.append(float((pulled.float() - v.float()).square().sum()))
-    return gaps
 
 
 @torch.no_grad()

@@ -158,11 +158,6 @@ class Layout:
         """Rows, and tokens per row."""
         return self.shape[self.row], self.shape[self.column]
 
-    def by_rows(self, flat: Tensor) -> Tensor:
-        """One number per token of the activation, as (rows, tokens, streams)."""
-        ordered = flat.view(self.shape).movedim((self.row, self.column), (0, 1))
-        return ordered.reshape(*self.rows, -1)
-
     def by_tokens(self, masks: Tensor) -> Tensor:
         """(masks, rows, tokens per row) as (masks, tokens of the activation): all streams of a token are alike."""
         streams = [n for i, n in enumerate(self.shape) if i not in (self.row, self.column)]

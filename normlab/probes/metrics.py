@@ -105,7 +105,6 @@ class Metric:
             entropies and shares.
         default_site: where figures show it by default.
         kind, statistic, readout: what it is taken from, which number per token, and how that is read (see the module).
-        only_at: sites at which it is reported; empty: wherever its statistic is taken.
     """
 
     name: str
@@ -118,7 +117,6 @@ class Metric:
     kind: str = ""
     statistic: str = ""
     readout: str = ""
-    only_at: tuple[str, ...] = ()
 
     @property
     def axis(self) -> str:
@@ -134,10 +132,6 @@ class Metric:
     def is_ratio(self) -> bool:
         """True if two values are compared by their ratio."""
         return self.compared == "ratio"
-
-    def applies_to(self, site: str) -> bool:
-        """True if the metric is reported at `site`."""
-        return not self.only_at or site in self.only_at
 
     def value(
         self, count: np.ndarray, mean: np.ndarray, m2: np.ndarray, peak: np.ndarray, width: np.ndarray
@@ -191,7 +185,7 @@ _ROWS = (
            "mean over tokens of cos(attn, h), cos(mlp, h+attn), cos(h_l, h_{l-1}) (sites attn, mlp, block)",
            "cosine of the update", "", *AMOUNT, "block", "branch", "cosine", "mean"),
     Metric("block_influence", "1 - mean over tokens of cos(h_{l-1}, h_l)",
-           "block influence", "", *AMOUNT, "block", "change", "change", "mean", ("block",)),
+           "block influence", "", *AMOUNT, "block", "change", "change", "mean"),
     Metric("attention_logit_max", "largest pre-softmax attention score over heads, queries and keys",
            "largest attention score", "", *AMOUNT, "attn", "attention", "logit_max", "max"),
     Metric("attention_entropy", "mean over queries and heads of the entropy of an attention row, in nats",

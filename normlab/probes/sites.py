@@ -176,8 +176,8 @@ def _sites(
     blocks = []
     for index, module in enumerate(chosen, start=1):
         named = {kind: _inside(module, names, name) for kind, name in branches.items() if name}
-        named_norms = None if norms is None else [_inside(module, names, name) for name in norms]
-        blocks.append(_block(index, names[module], module, named, named_norms))
+        own = None if norms is None else [_inside(module, names, name) for name in norms]
+        blocks.append(_block(index, names[module], module, named, own))
     inside = {module for block in chosen for module in block.modules()}
     mine = [names[block] for block in chosen]
     others = [name for stack in stacks_of(model).values() if not inside & set(stack.values()) for name in stack]
@@ -204,13 +204,20 @@ def _is_for(norm: str, mine: list[str], others: list[str]) -> bool:
 
 
 def _block(
-    index: int, name: str, module: nn.Module, named: dict[str, nn.Module], named_norms: list[nn.Module] | None
+    index: int, name: str, module: nn.Module, named: dict[str, nn.Module], norms: list[nn.Module] | None
 ) -> Block:
-    """Sort a block's parts. `named` and `named_norms` are those that the caller gave by name."""
+    """Sort a block's parts. `named` and `norms` are those that the caller gave by name."""
     given = set(named.values())
     branches = [b for b in branches_of(module) if b.kind not in named and not {b.module, b.whole} & given]
     branches += [Branch(kind, kind, part, part) for kind, part in named.items()]
-    norms, inner = _norms_of(module, branches) if named_norms is None else (named_norms, [])
+    inner: list[nn.Module] = []
+    if norms is None:
+        norms = [part for _, part in parts_of(module) if is_norm(part)]
+        inside = {norm for branch in branches for norm in norms_below(branch.module)}
+        for branch in branches:
+            if branch.module is not branch.whole:  # the norm of its residual sum is in the branch, as in BERT
+                norms += [norm for norm in norms_below(branch.whole) if norm not in inside]
+        inner = [norm for norm in norms_below(module) if norm not in norms]
     return Block(
         index,
         name,
@@ -222,16 +229,6 @@ def _block(
         tuple(inner),
         tuple(part for part_name, part in module.named_children() if is_nonlinearity(part_name, part)),
     )
-
-
-def _norms_of(block: nn.Module, branches: Sequence[Branch]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The norms at the branches' sides, and those inside the branches."""
-    norms = [part for _, part in parts_of(block) if is_norm(part)]
-    inside = {norm for branch in branches for norm in norms_below(branch.module)}
-    for branch in branches:
-        if branch.module is not branch.whole:  # the norm of its residual sum is in the branch, as in BERT
-            norms += [norm for norm in norms_below(branch.whole) if norm not in inside]
-    return norms, [norm for norm in norms_below(block) if norm not in norms]
 
 
 def _inside(block: nn.Module, names: dict[nn.Module | None, str], name: str) -> nn.Module:
@@ -298,12 +295,6 @@ def shell_content(module: nn.Module) -> nn.Module | None:
     return next((child for child in bearing if set(bearing) <= set(child.modules())), None)
 
 
-def _required_arguments(module: nn.Module) -> list[str]:
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
-
-
 def is_norm(module: nn.Module) -> bool:
     """True for a norm: RMSNorm, LayerNorm, DyT and the like, or a wrapper around one and nothing else.
 
@@ -318,8 +309,10 @@ def is_norm(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     if any(True for _ in module.children()):
         content = shell_content(module)
-        if len(_required_arguments(module)) > 1:  # it adds the residual (FNet): its content reads another tensor
-            return False
+        named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = inspect.signature(module.forward).parameters.values()
+        if sum(a.kind in named and a.default is inspect.Parameter.empty for a in arguments) > 1:
+            return False  # it adds the residual (FNet): its content reads another tensor
         others = [child for child in module.children() if child is not content]
         return content is not None and is_norm(content) and all(isinstance(child, _INERT) for child in others)
     parameters = list(module.parameters(recurse=False))

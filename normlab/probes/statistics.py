@@ -386,25 +386,22 @@ class AttentionWatch(TorchFunctionMode):
         if self.scores is None and func is functional.scaled_dot_product_attention:
             query = args[0] if args else kwargs["query"]
             if query.ndim == 4:
-                self.scores = _without_autocast(lambda *a, **k: self.reduce(score_chunks(*a, **k)), *args, **kwargs)
-                self.shape = (query.shape[0], query.shape[2])
+                self._keep(query, lambda: score_chunks(*args, **kwargs))
         elif self.scores is None and func in _SOFTMAX:
             scores = args[0] if args else kwargs.get("input")
             over = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if isinstance(scores, Tensor) and scores.ndim == 4 and over in (-1, 3):
-                self.scores = _without_autocast(lambda s: self.reduce([s.float()]), scores)
-                self.shape = (scores.shape[0], scores.shape[2])
+                self._keep(scores, lambda: [scores.float()])
         return func(*args, **kwargs)
+
+    def _keep(self, like: Tensor, chunks: Callable[[], Iterable[Tensor]]) -> None:
+        with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
+            self.scores = self.reduce(chunks())
+        self.shape = (like.shape[0], like.shape[2])
 
     def reduce(self, chunks: Iterable[Tensor]) -> Tensor:
         """What is kept of the scores, given in chunks of queries: (batch, heads, queries, keys)."""
         return torch.cat([_score_statistics(scores) for scores in chunks], dim=-1).flatten(1)
-
-
-def _without_autocast(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-    device = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        return function(*args, **kwargs)
 
 
 def score_chunks(

@@ -102,7 +102,6 @@ class LayerStats:
         pieces = []
         for metric in (METRICS[name] for name in self.metrics):
             part = self.moments[self.moments["statistic"] == metric.statistic]
-            part = part[np.array([metric.applies_to(site) for site in part["site"]], dtype=bool)]
             count, mean, m2, peak = (part[name].to_numpy() for name in NUMBER_NAMES)
             error = np.full(len(part), np.nan)
             if metric.readout == "mean":
@@ -112,7 +111,7 @@ class LayerStats:
             rows = [
                 (i, *key, metric.name, READOUT[key[3]](array))
                 for i, (key, array) in enumerate(self.arrays.items(), start=len(self.moments))
-                if key[3] == metric.statistic and key[3] in READOUT and metric.applies_to(key[0])
+                if key[3] == metric.statistic and key[3] in READOUT
             ]
             pieces.append(pandas.DataFrame(rows, columns=["", *KEY_NAMES, "metric", "value"]).set_index(""))
         table = pandas.concat([piece for piece in pieces if len(piece)] or pieces)

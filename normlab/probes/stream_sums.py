@@ -18,7 +18,8 @@ allow: of one token or of equal tokens, anything is a sum of anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -114,21 +115,23 @@ def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps
         return None
     before, after = before[kept], after[kept]
     working = {i: o[kept] for i, o in working.items()}
-    parts = list(working)
-    sets: list[tuple[int, ...]] = [(i,) for i in parts[-1:]]
-    if len(parts) <= 4:
-        sets += [chosen for size in range(len(parts), 1, -1) for chosen in combinations(parts, size)]
-    sets += [(i,) for i in reversed(parts[:-1])]
-    for form in (_linear, _contained, _by_feature, _dropped, _by_token):
+    there = list(working)
+    sets: list[tuple[int, ...]] = [(i,) for i in there[-1:]]
+    if len(there) <= 4:
+        sets += [chosen for size in range(len(there), 1, -1) for chosen in combinations(there, size)]
+    sets += [(i,) for i in reversed(there[:-1])]
+    for form in (_linear, _contained, partial(_fitted, dim=0), _dropped, partial(_fitted, dim=1)):
         for chosen in sets:
+            if form is not _linear and len(chosen) > 1:
+                continue
             made = form(before, after, [working[i] for i in chosen], eps)
             if made is None:
                 continue
-            if not made.factors:
-                return Explanation(made.form, chosen)
-            factors = dict(zip(chosen, made.factors, strict=True)) | dict.fromkeys(zero, 1.0)
-            in_order = tuple(sorted(factors))
-            return Explanation(made.form, in_order, tuple(factors[i] for i in in_order), made.carry)
+            factors = dict(zip(chosen, made.factors, strict=False))
+            if factors:
+                factors |= dict.fromkeys(zero, 1.0)
+            parts = tuple(sorted(factors)) or chosen
+            return replace(made, parts=parts, factors=tuple(factors[i] for i in parts if factors))
     return None
 
 
@@ -219,7 +222,7 @@ def _ones_do(change: Tensor, outputs: list[Tensor], eps: float, before: Tensor) 
 
 
 def _contained(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
-    if len(outputs) != 1 or not _fits(after - outputs[0], [after], eps):
+    if not _fits(after - outputs[0], [after], eps):
         return None
     # Trivially so where `after` is the branch's output itself: that must hold the stream as well.
     return Explanation("contained", ()) if contains(after, before) else None
@@ -248,31 +251,22 @@ def is_rearranged(before: Tensor, after: Tensor, output: Tensor, eps: float) -> 
     return True
 
 
-def _fitted(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float, dim: int) -> Tensor | None:
-    """One factor per feature (`dim` 0) or per token (`dim` 1) with which an output makes the change, or None."""
+def _fitted(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float, dim: int) -> Explanation | None:
+    """`by feature` (`dim` 0) and `by token` (`dim` 1): one factor for each with which an output makes the change."""
+    if before.shape[dim] < 6:
+        return None
     change, o = after - before, outputs[0]
     square = o.square().sum(dim, keepdim=True)
     factor = torch.where(square > 0, (change * o).sum(dim, keepdim=True) / square.clamp(min=1e-300), 0)
     left, sizes = change - factor * o, [before, after, o]
-    varies = not _fits(factor * (o - o.mean(dim, keepdim=True)), sizes, eps)  # equal rows make any change
-    return factor if varies and _fits(left, sizes, eps) and _matter(left, [factor * o], [1.0]) else None
-
-
-def _by_feature(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
-    if len(outputs) != 1 or len(before) < 6:
+    is_equal = _fits(factor * (o - o.mean(dim, keepdim=True)), sizes, eps)  # equal rows make any change
+    if is_equal or not _fits(left, sizes, eps) or not _matter(left, [factor * o], [1.0]):
         return None
-    factor = _fitted(before, after, outputs, eps, 0)
-    return None if factor is None else Explanation("by feature", (), (factor[0],))
-
-
-def _by_token(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
-    if len(outputs) != 1 or before.shape[1] < 6 or _fitted(before, after, outputs, eps, 1) is None:
-        return None
-    return Explanation("by token", ())
+    return Explanation("by token", ()) if dim else Explanation("by feature", (), (factor[0],))
 
 
 def _dropped(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
-    if len(outputs) != 1 or len(before) < 6:
+    if len(before) < 6:
         return None
     change, o = after - before, outputs[0]
     held = change.abs() > SLACK * eps * (before.abs() + after.abs() + o.abs())

@@ -66,7 +66,10 @@ def probe_report(
         NormlabError: the text is missing, empty, binary or too short; a model or its tokenizer cannot be loaded. Also
             if more than one thing is compared, or plotly is missing.
     """
-    _require_plotly()
+    try:
+        import plotly  # noqa: F401
+    except ImportError as error:  # pragma: no cover - needs an environment without plotly
+        raise NormlabError("the report needs plotly: pip install 'normlab[figures]'") from error
     if length < 2 or rows < 1:
         raise NormlabError(f"length is {length}, rows {rows}: give at least 2 tokens a row, and at least 1 row")
     if not all(revision.strip() for revision in revisions):
@@ -108,13 +111,6 @@ def _name(model: str | nn.Module) -> str:
     return model if isinstance(model, str) else type(model).__name__
 
 
-def _require_plotly() -> None:
-    try:
-        import plotly  # noqa: F401
-    except ImportError as error:  # pragma: no cover - needs an environment without plotly
-        raise NormlabError("the report needs plotly: pip install 'normlab[figures]'") from error
-
-
 def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, progress: bool) -> str:
     """Record one case with its experiments. Returns the summary."""
     from normlab.report.page import model_parts, span_line, write_page
@@ -125,7 +121,7 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
         experiment(stack, data, progress)
     loss = stacks[0].loss
     parts = model_parts(stacks, _about(data, path, loss))
-    _write_table(_table(stacks, keep_stack=len(stacks) > 1), folder)
+    _write_table(_table(stacks), folder)
     lines: list[str] = []
     for stack in stacks:
         stem = f"{stack.name}-" if stack.name else ""
@@ -156,13 +152,13 @@ def _series(by: str, cases: Iterable[tuple[str, Loaded, Path]], folder: Path, na
         label = case if case not in losses else f"{case} ({len(losses) + 1})"  # two of one name
         missing += [f"{label}, {words}" for stack in stacks for words in left_out(stack)]
         losses[label] = stacks[0].loss
-        table = _table(stacks, keep_stack=True)
+        table = _table(stacks)
         table.insert(0, by, label)
         tables.append(table)
         about = f"{len(losses)} texts." if by == "text" else _about(data, path, None)
     table = pandas.concat(tables, ignore_index=True)
     parts = series_parts(table, by, losses, missing, about)
-    _write_table(table if table["stack"].nunique() > 1 else table.drop(columns="stack"), folder)
+    _write_table(table, folder)
     page = write_page(folder, " and ".join(map(_short, losses)) if by == "model" else f"{_short(name)}, by {by}", parts)
     lines = [f"{label}: " + ("no labels" if loss is None else f"loss {loss:.4f}") for label, loss in losses.items()]
     return _summary(lines, folder, page)
@@ -172,17 +168,18 @@ def _summary(lines: list[str], folder: Path, page: Path) -> str:
     return "\n".join([*lines, f"table:  {folder / 'table.parquet'}", f"report: {page}"])
 
 
-def _table(stacks: list[Measured], keep_stack: bool) -> pandas.DataFrame:
+def _table(stacks: list[Measured]) -> pandas.DataFrame:
     import pandas
 
     tables = [stack.stats.to_pandas() for stack in stacks]
-    if keep_stack:
-        for stack, table in zip(stacks, tables, strict=True):
-            table.insert(0, "stack", stack.name)
+    for stack, table in zip(stacks, tables, strict=True):
+        table.insert(0, "stack", stack.name)
     return pandas.concat(tables, ignore_index=True)
 
 
 def _write_table(table: pandas.DataFrame, folder: Path) -> None:
+    if table["stack"].nunique() == 1:
+        table = table.drop(columns="stack")
     folder.mkdir(parents=True, exist_ok=True)
     table.to_parquet(folder / "table.parquet", index=False)
     table.to_csv(folder / "table.csv", index=False)

@@ -77,30 +77,24 @@ def load(
     with contextlib.suppress(NormlabError):  # a transformers that is too old for our models loads others
         import normlab.models  # noqa: F401  registers them
     source, options = _source(model, revision)
+    options["trust_remote_code"] = False
     what = "model"
     wanted = "auto" if dtype is None else float_type(dtype)
     try:
         with hub_or_cache(source):
-            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+            config = transformers.AutoConfig.from_pretrained(source, **options)
             task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
             auto = getattr(transformers, TASKS[task][0])
-            spread = {"device_map": "auto"} if device == "auto" else {}
+            how: dict[str, Any] = {"dtype": wanted, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            how |= {"device_map": "auto"} if device == "auto" else {}
             loaded: Any
             with loads_quietly():
-                loaded, info = auto.from_pretrained(
-                    source,
-                    dtype=wanted,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                    **options,
-                    **spread,
-                )
+                loaded, info = auto.from_pretrained(source, **how, **options)
             require_fit(source, info, _of_a_block)
             if reader is None:
                 what = "image processor" if task == "image" else "tokenizer"
                 kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
-                reader = kind.from_pretrained(source, trust_remote_code=False, **options)
+                reader = kind.from_pretrained(source, **options)
     except NormlabError:
         raise
     except Exception as error:  # a configuration that a class cannot be built from may raise any
@@ -115,7 +109,7 @@ def load(
     return Loaded(loaded.eval(), reader, "causal" if task == "image-text" else task, name)
 
 
-def _source(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
+def _source(model: str, revision: str | None) -> tuple[str, dict[str, Any]]:
     if revision is None:
         return model, {}
     folder = Path(model) / revision

@@ -114,10 +114,9 @@ def experiment(measured: Measured, batches: Batches, progress: bool) -> None:
             f"skip_sensitivity, angular_distance, logit_lens, tokens unlike all others, spans: not for {without}"
         )
         return
+    parts = ["block", "attention", "mlp"]
     tests = {
-        "skip_sensitivity": lambda: skip_sensitivity(
-            where, few, parts=["block", "attention", "mlp"], progress=progress
-        ),
+        "skip_sensitivity": lambda: skip_sensitivity(where, few, parts=parts, progress=progress),
         "angular_distance": lambda: angular_distance(where, few, progress=progress),
         "logit_lens": lambda: logit_lens_kl(where, few, progress=progress),
         "massive_activations": lambda: massive_activations(where, batches[0]).table,

@@ -3,8 +3,6 @@
 Nothing of `normlab` computes the expected values, so a wrong rule in it cannot agree with itself.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import combinations
 from pathlib import Path

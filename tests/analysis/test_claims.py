@@ -1,7 +1,5 @@
 """The papers' questions, asked of tables whose answers are known: against scipy and by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

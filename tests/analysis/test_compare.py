@@ -1,7 +1,5 @@
 """Comparisons between schemes: paired by seed, with intervals that are right, and no claim where there is none."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

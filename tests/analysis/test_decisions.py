@@ -1,7 +1,5 @@
 """Decisions stated beforehand, on tables made so that each answer is known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

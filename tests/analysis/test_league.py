@@ -1,7 +1,5 @@
 """The league's table, on runs made so that each answer is known; and what is said where runs are missing."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

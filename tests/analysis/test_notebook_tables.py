@@ -1,7 +1,5 @@
 """Tables of the notebooks on depth and on rates, against the formulas that the runs follow."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """Predictions against measurements of freshly initialised models, and the laws against direct computation."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

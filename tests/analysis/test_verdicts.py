@@ -1,7 +1,5 @@
 """Different, equivalent, undecided: intervals and p-values that keep what they promise, against scipy and by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

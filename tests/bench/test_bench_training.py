@@ -1,7 +1,5 @@
 """What `normlab bench` and the benchmark of Ray workers divide by what."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

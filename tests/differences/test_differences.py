@@ -3,8 +3,6 @@
 `benchmarks/first_layer.py` does the same over all architectures; its tables are in `data/bench`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re

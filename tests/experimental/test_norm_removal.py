@@ -1,7 +1,5 @@
 """Norms of an existing model removed one by one: each norm then, the table, resumption, the final model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses against depth and their differences; which schemes train at a great depth, in which order, and why."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tables of the kernels, and figures of them: every row drawn where it belongs, in the theme, and words for nothing."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 from kernels_helpers import CALL, U, times

@@ -1,7 +1,5 @@
 """Figures of what runs measured after their last step: means over seeds, intervals, one scale for all panels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go

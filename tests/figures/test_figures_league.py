@@ -1,7 +1,5 @@
 """The league's figures, on a table small enough to be read."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Every scheme has a look of its own, to every kind of colour vision, on a light and on a dark page."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Shares against measured effects, titles inside the page."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

@@ -1,7 +1,5 @@
 """Published values: they are what the papers print, each row says where it is from, and bad folders are named."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Figures draw what the table says: lines, controls, marks of failed runs, and words where there is nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go

@@ -1,7 +1,5 @@
 """Figures of settings: conditions under headings, and the subtitle says which values a logarithmic axis leaves out."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 from figures_helpers import text_of

@@ -1,7 +1,5 @@
 """What a reader does with the explorer in a browser; the browser itself is `benchmarks.browser`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small tables of runs for the tests of figures, comparisons and widgets; values follow a formula."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small table of kernels' times, for the tests of their figures and widget."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 CALL = {"device": "cpu", "pass": "both", "rows": 8, "width": 16, "dtype": "float32", "copy_gigabytes_per_second": 2.0}

@@ -1,7 +1,5 @@
 """The recipes of docs/loops.md, run as they stand there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -10,8 +10,6 @@ faulty_bhyt              a BHyT forward with another way to take its statistic
 assert_fault_is_caught   a check passes on our code and fails once a known fault is patched in
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs on disk made from a formula, and notebooks executed on them."""
 
-from __future__ import annotations
-
 import json
 from functools import cache, partial
 from pathlib import Path

@@ -4,8 +4,6 @@ python observe_ranks.py FOLDER          ddp.csv, fsdp.csv, tp.csv: the observer'
                                         recorded.parquet: the merged statistics of `record`
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

@@ -1,7 +1,5 @@
 """Training with a callback in a stock Trainer, and two ranks as processes: shared by the tests of the probes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

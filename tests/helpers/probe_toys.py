@@ -1,7 +1,5 @@
 """Toy models of residual blocks for the tests of the probes, and what their branches should be measured as."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

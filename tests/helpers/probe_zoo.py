@@ -1,7 +1,5 @@
 """Tiny random models of every architecture that the probes are tested on, with a batch each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

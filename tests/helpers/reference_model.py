@@ -1,7 +1,5 @@
 """Parts of the independent float64 model in `reference_schemes`: norms, rotary embedding, loss."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

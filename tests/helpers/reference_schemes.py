@@ -4,8 +4,6 @@ It shares no code with normlab. ``reference(config, state, ids)`` reads a state 
 constants; autograd runs through it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

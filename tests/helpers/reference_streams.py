@@ -3,8 +3,6 @@
 Each goes from the embeddings to what the final norm reads. ``m`` is a `reference_schemes.Model`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

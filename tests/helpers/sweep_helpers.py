@@ -1,7 +1,5 @@
 """A sweep without training: workers that write runs at once, and a small preset."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixtures of the tests of whole training runs: a text, its corpus, a short way to train, one finished run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small runs for the training tests: a text of a few kilobytes and models that train in a second."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

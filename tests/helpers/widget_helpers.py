@@ -1,7 +1,5 @@
 """An AnyWidget in a browser page without JupyterLab: its script runs there, its traits and messages reach Python."""
 
-from __future__ import annotations
-
 import time
 from base64 import b64encode
 from collections.abc import Callable

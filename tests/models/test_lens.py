@@ -1,8 +1,6 @@
 """The TransformerLens bridge: bit-identical logits, hooks that show what is computed, probes on it, and logit
 attribution."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

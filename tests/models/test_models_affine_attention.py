@@ -1,7 +1,5 @@
 """Affine-scaled attention: where it is Llama's, what its running mean takes in, masks, caches, saving."""
 
-from __future__ import annotations
-
 import torch
 from model_helpers import assert_bits, assert_near, fresh_model, gradients, stepwise, tiny_model, tokens
 

@@ -1,7 +1,5 @@
 """BHyT's options: blocks that reduce again, bounded blocks, kappa by depth, corrections of the carried statistic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import LLAMA, assert_bits, assert_near, fresh_model, tiny_config, tiny_model, tokens

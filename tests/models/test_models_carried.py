@@ -1,7 +1,5 @@
 """BHyT's carried statistic: what c is, what it depends on, and when it is computed again."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

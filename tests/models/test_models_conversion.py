@@ -1,7 +1,5 @@
 """swap_norms on models that others made; released checkpoints, of ours and of Llama's relatives."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of costs: one row per scheme, with the parameters of a model's norms and rules."""
 
-from __future__ import annotations
-
 import torch
 from model_helpers import tiny_config
 

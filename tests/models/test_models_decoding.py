@@ -1,7 +1,5 @@
 """Cached decoding, generation, padding and packing: one token's logits, whichever way they are computed."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

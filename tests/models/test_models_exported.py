@@ -1,7 +1,5 @@
 """An exported run is loaded by programs that do not know normlab: transformers' Auto classes, and lm-eval."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

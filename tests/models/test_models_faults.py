@@ -4,8 +4,6 @@ The faults are patched into the formula (a norm's forward, the block's correctio
 backend. Faults 4, 5 and 7 inside a norm are in test_norms_faults.py.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

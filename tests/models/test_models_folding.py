@@ -1,7 +1,5 @@
 """Folding norms into the matrices that read them: the same logits, every bit back, and refusals that change nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """``pre_rmsnorm`` is stock Llama, bit for bit; released checkpoints' parameter names load as they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import (

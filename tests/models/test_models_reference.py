@@ -1,7 +1,5 @@
 """Every scheme against an independent float64 model, no parameter at its default: logits, hidden states, gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import CASES, FIELD, assert_near, gradients, tiny_model, tokens

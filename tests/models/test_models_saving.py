@@ -1,7 +1,5 @@
 """Saving, loading, casting and copying: what comes back is what was saved, c included, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Models in training: compilation, checkpointing, half precision, autocast, any depth."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import (

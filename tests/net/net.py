@@ -1,7 +1,5 @@
 """The net: what must stay as it is, bit for bit, while the library is rewritten inside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -5,8 +5,6 @@ recorded. In the environment that it was recorded in, a number must be equal bit
 by `tolerance` times the largest value of its list, and entries in EXACT are not compared: hashes of bits, help texts.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import re

@@ -1,7 +1,5 @@
 """Twelve training curves: six schemes, two precisions, accumulation, a kill and a resume, two ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

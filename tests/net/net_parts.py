@@ -1,7 +1,5 @@
 """The cheap parts of the net: each function returns what is recorded, as JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses

@@ -7,8 +7,6 @@
 Read the diff of tests/net/snapshots/ before you commit it: every line of it is a change that a user can see.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

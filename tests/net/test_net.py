@@ -1,7 +1,5 @@
 """What users see stays as it was recorded. After a change that is meant: `python tests/net/record.py`, see there."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults of the authors' norms, each patched into ours: the check passes on ours and fails on the fault."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import assert_fault_is_caught, assert_near, faulty_bhyt

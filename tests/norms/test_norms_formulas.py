@@ -3,8 +3,6 @@
 Hard rows, strides and shapes are tested on the functions that norms call: kernels/tests.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -5,8 +5,6 @@ Instead the formula passes gradcheck in float64. The norm's gradients agree with
 precision. Finite differences through the norm, with steps wide enough for float32, confirm them.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import assert_near

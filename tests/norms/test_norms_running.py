@@ -1,7 +1,5 @@
 """PowerNorm and Unified Normalization in training: steps written out in float64, and what a pass may not change."""
 
-from __future__ import annotations
-
 import copy
 import math
 

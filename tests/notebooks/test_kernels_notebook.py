@@ -1,7 +1,5 @@
 """The kernels' notebook runs, counts its floors right, and says plainly what was not timed."""
 
-from __future__ import annotations
-
 import json
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Exported pages: one plotly.js for all, an explorer that works without a kernel, an index that leads to each."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64decode, b64encode

@@ -1,7 +1,5 @@
 """Notebooks read like a paper, with what was found near the top, and are committed as plain images."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """The first page: what the runs say, in sentences computed from them; a picture and a sentence per notebook."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder of notebooks becomes a folder of pages; one that fails keeps no other from its page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat

@@ -1,7 +1,5 @@
 """What a notebook does first: images, the folder it reads, a failed sweep that stops it; models it trains itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import plotly.io as pio

@@ -1,7 +1,5 @@
 """Notebooks in JupyterLab in a real browser: a reader moves each control, and the plot's data change as it says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The notebooks on one's own model, on TransformerLens, and on gain or bound: what they show is what they compute."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import os

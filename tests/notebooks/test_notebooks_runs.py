@@ -1,7 +1,5 @@
 """The notebooks that read runs say what the runs say: their tables and figures against the formulas of the runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The explorer's notebook as a Voila page: controls and plots without code, and a slider that moves the plot."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `python -m benchmarks.architecture_audit data/bench/architectures.csv` writes the table.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas

@@ -1,8 +1,6 @@
 """LayerStatsCallback in a stock Trainer: summed-loss gradients under accumulation, training untouched, logged where the
 Trainer logs."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Causes of silently wrong readings, one small model each: what the probes check while they record."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from probe_toys import WIDTH, Part, PreLN, Stack, X, assert_contributions, contribution, measured, rms, size

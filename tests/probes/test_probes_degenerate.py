@@ -1,8 +1,6 @@
 """Evidence that says little: one token, equal tokens, a width of two, zero branches, gates at zero. What is measured
 is right, and what cannot be told is named in the manifest's `absent`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from probe_toys import Stack, measured

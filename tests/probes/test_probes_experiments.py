@@ -1,7 +1,5 @@
 """Skipping, angles, Jacobians and the logit lens against direct computation; errors that cover."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Traps of gradient measurement: hooks, checkpoints, frozen models, the loss's normaliser; one test each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from probe_zoo import batch_for, build, near, tiny_llama, token_batch, trained_step, values

@@ -1,7 +1,5 @@
 """Which tokens count where activations do not lie as (batch, length, width), against float64 hooks of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Every recipe of docs/loops.md measures what the plain loop in one process does, in every cell."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

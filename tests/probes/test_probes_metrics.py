@@ -1,8 +1,6 @@
 """Metrics of branches, attention, tanh norms and spectra against brute force in float64; how batches are cut does not
 matter."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`observe` in other people's loops, and `explain`: which layer left its past first."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How a block's stream is read where branches, norms and activations do not stand as in Llama: each cause on a toy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from probe_toys import WIDTH, Part, PreLN, Stack, X, assert_contributions, measured, size

@@ -1,7 +1,5 @@
 """record(): its numbers against brute force in float64, however the batches are cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from probe_zoo import DEPTH, near, tiny_llama, token_batch, values

@@ -1,7 +1,5 @@
 """Routers of mixtures of experts: entropy and load against the model's own scores; the shared expert is no router."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as hf

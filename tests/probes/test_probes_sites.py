@@ -1,7 +1,5 @@
 """sites(): structure found in every architecture, through wrappers, and said plainly where it is not found."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,8 +1,6 @@
 """What to cut: the cheapest span is the cheapest, measured apart from its choice, in indices that mergekit understands;
 and the heat map of everything that was recorded."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Streaming: how batches are cut does not matter, memory stays, tables are saved, merged and drawn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """How streams are mixed and how much alike they are, against the formulas on the model's own matrices."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

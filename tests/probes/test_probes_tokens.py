@@ -1,7 +1,5 @@
 """Massive activations and attention sinks are found where they were planted, by independent formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

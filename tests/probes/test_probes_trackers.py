@@ -1,7 +1,5 @@
 """Layer statistics where people log, read back from the files of the real TensorBoard, W&B and Trackio."""
 
-from __future__ import annotations
-
 import io
 import sys
 

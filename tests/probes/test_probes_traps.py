@@ -1,7 +1,5 @@
 """Every trap that others fell into, one test each."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """`normlab diff`: two saved models, or a model and arrays, from the command line."""
 
-from __future__ import annotations
-
 import pandas
 import pytest
 from test_probes_report import TEXT, save, tiny_llama

@@ -1,7 +1,5 @@
 """probe_report and `normlab probe`: models and texts or images in, tables and a page out; bad input in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ import pandas
 import pytest
 import torch
 import transformers as hf
-from huggingface_hub import constants
+from hub_helpers import served
 from probe_zoo import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -129,20 +127,15 @@ def test_revisions_are_layers_over_training_in_their_order(saved, tmp_path):
         probe_report(str(tmp_path), saved / "text.txt", **{**found, "revisions": ["step11"]})
 
 
-def test_revisions_of_a_hub_model_are_loaded_by_their_names(saved, tmp_path, monkeypatch):
-    """From the hub's cache, where transformers keeps what it has fetched."""
+def test_revisions_of_a_hub_model_are_fetched_by_their_names(saved, tmp_path, monkeypatch):
     torch.manual_seed(1)
     revisions = {"step1": saved, "step2": save(tiny_llama(initializer_range=0.4), tmp_path / "second")}
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    place = tmp_path / "cache" / "models--someone--tiny"
-    (place / "refs").mkdir(parents=True)
-    for number, (name, folder) in enumerate(revisions.items()):
-        shutil.copytree(folder, place / "snapshots" / f"{number:040x}")
-        (place / "refs" / name).write_text(f"{number:040x}")
     found = {"out": tmp_path / "out", **SHAPE}
-    probe_report("someone/tiny", saved / "text.txt", revisions=list(revisions), **found)
-    with pytest.raises(NormlabError, match="no model could be loaded from someone/tiny"):
-        probe_report("someone/tiny", saved / "text.txt", revisions=["step3"], **found)
+    with served(revisions, tmp_path / "cache", monkeypatch) as asked:
+        probe_report("someone/tiny", saved / "text.txt", revisions=list(revisions), **found)
+        with pytest.raises(NormlabError, match="no model could be loaded from someone/tiny"):
+            probe_report("someone/tiny", saved / "text.txt", revisions=["step3"], **found)
+    assert {f"/someone/tiny/resolve/{name}/config.json" for name in ("step1", "step2", "step3")} <= set(asked)
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     for name, folder in revisions.items():
         loaded = load(str(folder))

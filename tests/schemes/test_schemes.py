@@ -1,7 +1,5 @@
 """The registry: what each scheme is, what it starts at, what decays, and that schemes differ in nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Schemes that start as another scheme, or at a formula that is known."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import assert_bits, assert_near, fresh_model, tokens

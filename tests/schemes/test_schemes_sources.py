@@ -1,7 +1,5 @@
 """Starts, decay and layers as in the papers' code, where the forward pass's formula does not show them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

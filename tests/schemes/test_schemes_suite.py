@@ -3,8 +3,6 @@
 One scheme a family always, all under the slow marker. Formulas, decoding, saving and compilation are in tests/models.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 

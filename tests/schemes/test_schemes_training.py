@@ -1,7 +1,5 @@
 """Schemes in training: schedules, weights after a step, rates by width and depth."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import assert_bits, assert_near, fresh_model, optimizer_of, tokens

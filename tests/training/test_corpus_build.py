@@ -1,7 +1,5 @@
 """Every kind of source gives the same packed corpus, the same every time; what cannot serve is refused in one line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """Bigram and trigram losses: the formula, by hand and by a slow dictionary, on the blocks that a model is scored on."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The corpus `packages`: sources of installed packages, the same with the same releases, split by file."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A scheme of anyone's under the league's budget: what a file may hold, and that it is trained as the others are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sweeps on real clusters of this machine: Ray with two nodes, submitit's local executor; workers that are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

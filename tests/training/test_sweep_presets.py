@@ -1,7 +1,5 @@
 """Which runs a preset stands for, in which order, at which learning rates, and how long they will take."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

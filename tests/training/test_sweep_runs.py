@@ -1,7 +1,5 @@
 """Many runs: which ones, in which order, on how many workers, and what a failing or killed one does to the others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

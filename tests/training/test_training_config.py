@@ -1,7 +1,5 @@
 """Configurations: what is refused, what names a run, and the way to a dictionary, a command line and a model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

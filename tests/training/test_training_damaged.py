@@ -1,7 +1,5 @@
 """A run whose checkpoints were damaged resumes from the newest whole one, and ends as one that nobody disturbed."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import warnings

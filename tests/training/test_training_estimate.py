@@ -1,7 +1,5 @@
 """What a run needs, known before it starts: parameters, FLOPs and memory held against models that are built and run."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What is measured once after training: every quantity against the probe that defines it, and deletion by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

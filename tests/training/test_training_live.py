@@ -1,8 +1,6 @@
 """A run in a process of its own: it obeys between two steps, ends as the same run trained here, and leaves no process
 behind, however this process ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A step in parts, or with activations computed twice: less memory, the same run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Training steps in bfloat16 and compiled; what is measured stays in float32."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

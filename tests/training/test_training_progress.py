@@ -1,7 +1,5 @@
 """Progress of runs: what they report, the bar, the lines of a log file, and the forecast of the end."""
 
-from __future__ import annotations
-
 import bisect
 import io
 import sys

@@ -1,7 +1,5 @@
 """Several ranks train one run together: the same curve and tables as one process, resumed on any number of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The recipe of one pass: a rate of its own for gains, a schedule stopped early, and what `store_all` stores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import islice

@@ -1,7 +1,5 @@
 """Runs at an address: published, gone on with and read by machines that share nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """A run killed at any moment and started again ends as one that was never killed, bit for bit, and leaves nothing
 half-written."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """One run: where it starts, what it measures, what it leaves alone, and how it ends."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import islice

@@ -1,7 +1,5 @@
 """What a scheme does in a training run: schedules, weights after a step, rates; and a resumed run goes on with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_helpers import assert_state

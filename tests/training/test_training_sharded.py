@@ -1,7 +1,5 @@
 """A model split over the ranks (FSDP2): the same curve and tables as one process, resumed on any number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

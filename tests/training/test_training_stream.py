@@ -1,7 +1,5 @@
 """Text read while training: over HTTP, packed, resumed at its position, one order whatever the number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gzip

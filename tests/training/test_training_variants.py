@@ -1,7 +1,5 @@
 """Variants of a run: lambda against gamma0, planted outliers, further metrics; and what they are compared by."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One run on disk: what it writes, when it is trained again, and what it refuses."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re
@@ -53,6 +51,13 @@ def test_a_manifest_names_the_commit_of_a_checkout_and_nothing_elsewhere(done, t
     assert clean is not None and re.fullmatch("[0-9a-f]{40}", clean)
     (package / "__init__.py").write_text("changed")
     assert commit(package) == f"{clean}-dirty"
+
+
+def test_the_same_manifest_gives_the_same_numbers(done, cache, tmp_path):
+    again = train_from_manifest(done.path / runs.MANIFEST, tmp_path, cache_dir=cache, progress=False)
+    assert again.path != done.path
+    assert (again.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
+    assert (again.path / runs.WEIGHTS).read_bytes() == (done.path / runs.WEIGHTS).read_bytes()
 
 
 def test_a_kept_model_loads_with_its_tokenizer(done):

@@ -1,7 +1,5 @@
 """The attribution widget shows both methods' shares, follows the final tanh's slope, and leaves the model alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from widget_helpers import model_of

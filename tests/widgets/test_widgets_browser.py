@@ -1,7 +1,5 @@
 """Widgets in JupyterLab in a real browser: a click on a block shows its column; schemes train while one looks on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The explorer's traits: each changes the figure as it says, whatever the table lacks; the browser's pane follows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

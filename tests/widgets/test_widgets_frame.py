@@ -1,7 +1,5 @@
 """All widgets around a plot share this: the page's theme, one plot that takes turns, a static twin."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

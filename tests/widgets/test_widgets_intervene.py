@@ -1,7 +1,5 @@
 """Intervening: the answer is the changed model's, and the model is bit for bit as before once it was asked."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

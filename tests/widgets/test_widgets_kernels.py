@@ -1,7 +1,5 @@
 """KernelTimes shows the rows that its controls say, and says in one line what cannot be shown."""
 
-from __future__ import annotations
-
 import pytest
 from kernels_helpers import U, times
 

@@ -1,7 +1,5 @@
 """The page that runs models: it opens from a file, fetches nothing, and says what Python says."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """The theatre trains real runs in the background, shows what they measure, and takes its processes with it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The model in the page and the ONNX graph answer as Python does; the page's kernel is the text shipped with it."""
 
-from __future__ import annotations
-
 import random
 import re
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """The explorer as a page: it shows what the library computes, answers every control, and fetches nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The skip map shows what the probes measured, and answers slider and click alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
