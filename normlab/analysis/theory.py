@@ -334,7 +334,9 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
         raise NormlabError(f"scheme {config.scheme} is not predicted: {why}")
     joined = get_scheme(config.scheme).residual is not None
     recursion = (_JoinedRecursion if joined else _Recursion)(config, length, collision)
-    recursion.run()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # mHC's matrices start at random
+        recursion.run()
     table = pd.DataFrame(recursion.rows, columns=["site", "layer", "metric", "mask", "value"])
     about = {"run": "theory", "scheme": config.scheme, "depth": recursion.depth, "width": recursion.width}
     about |= {"seed": pd.NA, "lr": math.nan, "status": FINISHED, "step": 0, "tokens": 0, "split": "theory"}

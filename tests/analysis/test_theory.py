@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -175,6 +176,14 @@ def test_repeated_tokens_make_attention_add_more():
         for c in (1.0, 0.0)
     )
     assert same > 1.5 * distinct and same == pytest.approx(measured, rel=0.15)
+
+
+def test_a_rule_that_starts_at_random_is_predicted_alike_each_time():
+    torch.manual_seed(0)
+    first, drawn = theory.predict(config("mhc", depth=2)), torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.rand(1) == drawn  # the caller's random numbers are left alone
+    pandas.testing.assert_frame_equal(theory.predict(config("mhc", depth=2)), first)
 
 
 def test_predictions_are_rows_of_the_long_table():
