@@ -270,7 +270,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
     A scheme is out of the set if some other scheme is better with p < 0.05. The test is one-sided, paired by seed, and
     corrected over all others (Bonferroni). These are multiple comparisons with the best (Hsu 1984) with each pair's own
-    variance. The set holds the best scheme with probability 0.95. A scheme with one final run is neither in nor out.
+    variance. The set holds the best scheme with probability 0.95. It takes two schemes with two final runs each: others
+    have too few to be in or out.
     A scheme without final runs is below at 2M tokens if its best loss of the search is above those of all that have
     them by their rank. Else it is only searched.
 
@@ -284,7 +285,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     values = last_values(Selection(finals, summarize(finals)), "loss")
     means = values.groupby("scheme")["value"].agg(["mean", "count"])
     names = [name for name in in_order(values["scheme"]) if means.loc[name, "count"] > 1]
-    p = {name: _worse_than_some(values, name, names) for name in names}
+    p = {name: _worse_than_some(values, name, names) for name in names if len(names) > 1}
     about = summarize(search)
     by_rank = about["scheme"].isin({*means.index} - {*tagged("always_final")})
     passed = about[by_rank].groupby("scheme")["eval_loss"].min().max()  # the last whose rank gave it final runs
@@ -305,7 +306,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         if scheme in p:
             row["says"] = "not told from the best" if row["in_set"] else "below the best"
         elif scheme in means.index:
-            row["says"] = "one final run"
+            row["says"] = "too few final runs"
         elif not math.isfinite(row["search_loss"]):
             row["says"] = "diverged"
         else:

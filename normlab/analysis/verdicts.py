@@ -5,7 +5,6 @@ equivalent    the interval lies inside a margin stated beforehand
 undecided     neither
 
 `docs/statistics.md` explains the rule, its coverage and its limits.
-
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from normlab.figures.registry import register
 from normlab.schemes import BASELINE
 
 NO_FINALS = "No final run of the league in this table: these are made after the search."
-SETS = ("not told from the best", "below the best", "one final run", "below at 2M tokens", "only searched")
+SETS = ("not told from the best", "below the best", "too few final runs", "below at 2M tokens", "only searched")
 # quantity -> (title, axis, whether it is a ratio)
 QUANTITIES = {
     "loss": ("Held-out loss in the league", "nats per token", False),
@@ -81,7 +81,8 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
 def _columns(table: pd.DataFrame, quantity: str) -> dict[str, str]:
     """The columns of the table that show a quantity, with what they were measured on."""
     final, searched = (f"{table[name].max() / 1e6:.2f}M tokens" for name in ("tokens", "search_tokens"))
-    seeds = f"{table['seeds'].max():.0f} seeds"
+    counts = dict.fromkeys(f"{count:.0f}" for count in (table["seeds"].min(), table["seeds"].max()))
+    seeds = " to ".join(counts) + " seeds"
     if quantity == "loss":
         return {"loss": f"final runs: {final}, {seeds}", "search_loss": f"best of the search: {searched}, one seed"}
     if quantity == "growth":
@@ -112,13 +113,14 @@ def _add_column(figure: go.Figure, rows: pd.DataFrame, name: str, ends: list[pd.
 
 
 def _message(rows: pd.DataFrame, name: str, words: str) -> str:
-    if name == "loss" and rows["seeds"].gt(1).any():
-        return f": {rows['in_set'].sum()} of {rows['seeds'].gt(1).sum()} schemes are not told from the best"
+    compared = rows["says"].isin(SETS[:2]).sum()
+    if name == "loss" and compared:
+        return f": {rows['in_set'].sum()} of {compared} schemes are not told from the best"
     values = rows.set_index("scheme")[name].astype(float)
     values = values[np.isfinite(values)].sort_values()
     if name in ("loss", "search_loss"):
         ends = [f"{values.iloc[place]:.2f}" for place in (0, -1)]
-        what = "with one final run" if name == "loss" else "only searched"
+        what = "with too few final runs to compare" if name == "loss" else "only searched"
         return f": {len(values)} {what}, {' to '.join(dict.fromkeys(ends))} nats"
     return f":<br>{least_and_most(values)}, {words.removeprefix('search: ').partition(',')[0]}"
 
@@ -206,5 +208,7 @@ def league_costs(table: pd.DataFrame) -> go.Figure:
     figure.update_layout(showlegend=False, margin=dict(l=80, r=30, t=96, b=70))
     better = rows.loc[rows["scheme"] != BASELINE, "equal_compute"].dropna()
     title = f"Loss against time: {(better > 0).sum()} of {len(better)} schemes end below Pre-LN at equal compute"
+    if not rows["says"].isin(SETS[:2]).any():
+        title = f"Loss against time: {len(rows)} schemes with too few final runs to compare"
     about = "● not told from the best, ○ others · bars: 95% intervals over seeds · times were taken on a busy machine"
     return theme.titled(figure, title, about, 560)

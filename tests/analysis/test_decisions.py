@@ -222,7 +222,12 @@ def test_d_a_set_of_the_best_and_what_is_below_it():
             search.add(scheme, 8, 1000, lr, loss)
     table = decisions.league(finals.frame(), search.frame()).set_index("scheme")
     assert table["in_set"].to_dict() == {PRE: True, LNS: True, "bhyt": False, "mhc": False, "keel": False, "dyt": False}
-    words = {"bhyt": "below the best", "mhc": "one final run", "keel": "only searched", "dyt": "below at 2M tokens"}
+    words = {
+        "bhyt": "below the best",
+        "mhc": "too few final runs",
+        "keel": "only searched",
+        "dyt": "below at 2M tokens",
+    }
     assert {name: table.loc[name, "says"] for name in words} == words
     assert table.loc[PRE, ["rate", "inside"]].tolist() == [0.004, True] and not table.loc[LNS, "inside"]
     assert list(table.index)[2:] == list(words)
@@ -230,11 +235,12 @@ def test_d_a_set_of_the_best_and_what_is_below_it():
 
 def test_d_finals_of_schemes_that_always_have_them_put_nobody_below():
     finals, search = Table(), Table()
-    finals.add(PRE, 8, 0, 0.004, 3.4)
+    for scheme, seed in ((PRE, 0), (PRE, 1), (LNS, 0)):
+        finals.add(scheme, 8, seed, 0.004, 3.4)
     for scheme, loss in ((PRE, 3.6), ("dyt", 4.3)):
         search.add(scheme, 8, 1000, 0.004, loss)
     says = decisions.league(finals.frame(), search.frame()).set_index("scheme")["says"]
-    assert says.to_dict() == {PRE: "one final run", "dyt": "only searched"}
+    assert says.to_dict() == {PRE: "too few final runs", LNS: "too few final runs", "dyt": "only searched"}
 
 
 def test_d_the_set_holds_the_best_scheme_as_often_as_it_says():

@@ -130,7 +130,7 @@ def test_holm_multiplies_the_smallest_by_the_number_and_never_falls():
 def rows_of(*intervals: tuple[float, float], metric: str = "loss", p: float = 0.5) -> pd.DataFrame:
     kind = "ratio" if metric != "loss" else "difference"
     return pd.DataFrame(
-        {"a": "lns", "metric": metric, "kind": kind, "seeds": 3, "low": low, "high": high, "p": p}
+        {"a": "lns", "b": "bhyt", "metric": metric, "kind": kind, "seeds": 3, "low": low, "high": high, "p": p}
         for low, high in intervals
     ).assign(estimate=lambda found: found[["low", "high"]].mean(axis=1))
 
@@ -144,6 +144,7 @@ def test_the_three_words():
     assert in_words(next(sizes.itertuples())) == "equivalent: within ±10%"
     low = judged(rows_of((-0.4, -0.1), p=0.01))
     assert low["verdict"].tolist() == [DIFFERENT] and in_words(next(low.itertuples())) == "different: lns is lower"
+    assert in_words(next(low.drop(columns="b").itertuples())) == "below 0"  # of a scheme's own mean
     slight = judged(rows_of((0.95, 0.98), p=0.01, metric="rms"))
     assert in_words(next(slight.itertuples())) == "different: lns is lower, within ±10%"
     family = judged(rows_of(*[(-0.4, -0.1)] * 6, p=0.01))

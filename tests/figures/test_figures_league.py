@@ -67,11 +67,13 @@ def final_meta(scheme: str) -> dict[str, str]:
     return {"scheme": scheme, "column": "loss"}
 
 
-def test_single_final_runs_make_no_set(table):
-    one = table.assign(seeds=table["seeds"].where(table["seeds"].isna(), 1.0), in_set=False)
-    one["says"] = ["one final run"] * 3 + [*SAYS.values()][3:]
-    title = FIGURES["league_losses"](one).layout.title.text
-    assert title.endswith("3 with one final run, 3.40 to 3.60 nats")
+def test_too_few_final_runs_make_no_set(table):
+    one = table.assign(in_set=False, seeds=[2, 1, 1, NAN, NAN, NAN])
+    one["says"] = ["too few final runs"] * 3 + [*SAYS.values()][3:]
+    figure = FIGURES["league_losses"](one)
+    assert figure.layout.title.text.endswith("3 with too few final runs to compare, 3.40 to 3.60 nats")
+    assert "final runs: 6.10M tokens, 1 to 2 seeds" in words(figure)
+    assert FIGURES["league_costs"](one).layout.title.text.endswith("3 schemes with too few final runs to compare")
 
 
 def test_a_search_alone_says_so_and_draws_no_final_runs(table):
