@@ -83,7 +83,8 @@ def _claims(run: pd.DataFrame) -> str:
     """Papers' claims on the schemes that were run, next to what was measured."""
     lines = []
     for row in run[run["claim"] != ""].itertuples():
-        ours = f"{signed(row.minus)} [{plain(row.minus_low)}, {plain(row.minus_high)}]"
+        bounds = f"[{plain(row.minus_low)}, {plain(row.minus_high)}]" if np.isfinite(row.minus_low) else "(one seed)"
+        ours = f"{signed(row.minus)} {bounds}"
         lines.append((row.title, row.claim, ours if np.isfinite(row.minus) else ""))
     return table(("scheme", "what papers say", "ours: loss minus Pre-LN's"), lines) if lines else "None of those yet."
 

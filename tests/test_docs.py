@@ -104,6 +104,11 @@ def test_every_file_that_a_page_names_exists(page):
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_shows_a_missing_number(page):
+    assert not re.search(r"\bnan\b", page.read_text(encoding="utf-8"))
+
+
 def test_every_target_can_be_planned():
     for target in TARGETS:
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)

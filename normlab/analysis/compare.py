@@ -1,7 +1,5 @@
 """Is one scheme better than another? Differences between two schemes, paired by seed, with verdicts.
 
-
-
 `normlab.analysis.verdicts` has the intervals and verdicts.
 """
 

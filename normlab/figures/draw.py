@@ -18,7 +18,6 @@ from normlab.figures.theme import NEUTRAL, style_of
 LINE = 15  # pixels of a line of text
 LETTER = 6.6  # pixels of a letter
 LEGEND_ABOVE = dict(orientation="h", x=1, xanchor="right", y=1.02, yanchor="bottom")
-
 Bounds = tuple[float, float]
 
 

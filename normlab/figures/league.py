@@ -81,8 +81,8 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
 def _columns(table: pd.DataFrame, quantity: str) -> dict[str, str]:
     """The columns of the table that show a quantity, with what they were measured on."""
     final, searched = (f"{table[name].max() / 1e6:.2f}M tokens" for name in ("tokens", "search_tokens"))
-    counts = dict.fromkeys(f"{count:.0f}" for count in (table["seeds"].min(), table["seeds"].max()))
-    seeds = " to ".join(counts) + " seeds"
+    few, most = table["seeds"].min(), table["seeds"].max()
+    seeds = "one seed" if most == 1 else f"{most:.0f} seeds" if few == most else f"{few:.0f} to {most:.0f} seeds"
     if quantity == "loss":
         return {"loss": f"final runs: {final}, {seeds}", "search_loss": f"best of the search: {searched}, one seed"}
     if quantity == "growth":
