@@ -48,7 +48,6 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
         quantity: a name of `QUANTITIES`.
     """
     title, axis, log = QUANTITIES[quantity]
-    top = 116 if quantity == "loss" else 150  # a title of two lines
     columns = {name: words for name, words in _columns(table, quantity).items() if np.isfinite(table[name]).any()}
     if not columns:
         raise NothingToShow(NO_FINALS)
@@ -71,11 +70,11 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
     names = [theme.name_of(scheme) for scheme in rows["scheme"]]
     bottom = int(rows["position"].max())
     figure.update_yaxes(tickvals=rows["position"].tolist(), ticktext=names, ticks="", range=[bottom + 0.6, -0.6])
-    figure.update_layout(showlegend=False, margin=dict(l=190, r=30, t=top, b=70 + _name_missing(figure, table)))
+    figure.update_layout(showlegend=False, margin=dict(l=190, r=30, t=116, b=70 + _name_missing(figure, table)))
     about = "● not told from the best, ○ others · bars: 95% interval over seeds"
     about += " · dotted: a trigram model of the text" * (quantity == "loss")
     first = next(iter(columns))
-    return theme.titled(figure, title + _message(rows, first, columns[first]), about, top + 134 + _ROW * max(bottom, 3))
+    return theme.titled(figure, title + _message(rows, first, columns[first]), about, 250 + _ROW * max(bottom, 3))
 
 
 def _columns(table: pd.DataFrame, quantity: str) -> dict[str, str]:
@@ -122,7 +121,7 @@ def _message(rows: pd.DataFrame, name: str, words: str) -> str:
         ends = [f"{values.iloc[place]:.2f}" for place in (0, -1)]
         what = "with too few final runs to compare" if name == "loss" else "only searched"
         return f": {len(values)} {what}, {' to '.join(dict.fromkeys(ends))} nats"
-    return f":<br>{least_and_most(values)}, {words.removeprefix('search: ').partition(',')[0]}"
+    return f": {least_and_most(values)}, {words.removeprefix('search: ').partition(',')[0]}"
 
 
 def _name_missing(figure: go.Figure, table: pd.DataFrame) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
+from textwrap import wrap
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -15,6 +17,10 @@ from normlab.schemes import SCHEMES
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', sans-serif"
 # plotly sets a title of several lines higher than one of a single line, above the edge of the page.
 LINES_PAD = 28
+TITLE_LINE = 24  # pixels of one more line of a title
+LETTERS = 90  # of a title's line, and a word more: what a notebook shows on a small screen
+_WORD = 12  # letters by which lines of a title may differ
+_TOP = 96  # pixels above the axes, where a figure asks for no other room
 # Legible on white and on near-black: for reference lines and step 0.
 NEUTRAL = "#8a8f98"
 # Training step, early to late. Blue to orange is safe for colour-blind readers, and no stop fades into either
@@ -102,12 +108,12 @@ def template(theme: str = "light") -> go.layout.Template:
         font=dict(family=FONT, color=ink["text"], size=13),
         title=dict(
             x=0.0,
-            xref="paper",
+            xref="container",
             xanchor="left",
             y=1.0,
             yref="container",
             yanchor="top",
-            pad=dict(t=16),
+            pad=dict(t=16, l=16),
             font=dict(size=19),
         ),
         paper_bgcolor=ink["paper"],
@@ -116,7 +122,7 @@ def template(theme: str = "light") -> go.layout.Template:
         yaxis=axis,
         hoverlabel=dict(font=dict(family=FONT, size=12), align="left", namelength=-1),
         legend=dict(font=dict(size=12), bgcolor="rgba(0,0,0,0)"),
-        margin=dict(l=70, r=30, t=96, b=60),
+        margin=dict(l=70, r=30, t=_TOP, b=60),
         colorway=[NEUTRAL],
     )
     return go.layout.Template(layout=layout)
@@ -133,11 +139,18 @@ def themed(figure: go.Figure, theme: str) -> go.Figure:
 
 
 def titled(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figure:
-    """Put on the title, the line under it that says what was measured on what, the template and the height (pixels)."""
-    heading = dict(text=title, subtitle=dict(text=subtitle, font=dict(size=13, color=NEUTRAL)))
-    if "<br>" in title:
+    """Put on the title, the line under it that says what was measured on what, the template and the height (pixels).
+
+    A title that is too long for a line takes several of about one length, and the figure grows by them.
+    """
+    each = len(title) / max(1, math.ceil(len(title) / LETTERS))
+    text = title if "<" in title or each == len(title) else "<br>".join(wrap(title, round(each) + _WORD))
+    more = TITLE_LINE * (text.count("<br>") - title.count("<br>"))
+    heading = dict(text=text, subtitle=dict(text=subtitle, font=dict(size=13, color=NEUTRAL)))
+    if "<br>" in text:
         heading["pad"] = dict(t=LINES_PAD)
-    return figure.update_layout(template=template(), title=heading, height=height)
+    top = (figure.layout.margin.t or _TOP) + more
+    return figure.update_layout(template=template(), title=heading, height=height + more, margin=dict(t=top))
 
 
 def in_one(title: str, *lines: str) -> str:

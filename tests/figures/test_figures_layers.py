@@ -104,7 +104,8 @@ def test_the_title_says_what_the_pairs_show(measured):
         for layer, angle in enumerate(angles)
     ]
     angles = pd.DataFrame(rows, columns=measured.columns)
-    assert by_pair(angles).layout.title.text.endswith("the deeper half turns it less under 1 of 2 schemes")
+    title = by_pair(angles).layout.title.text.replace("<br>", " ")
+    assert title.endswith("the deeper half turns it less under 1 of 2 schemes")
     skipped = measured[measured["metric"] == "skip_future_effect"]
     skipped = skipped.assign(value=skipped["value"].mask(skipped["other"] == 2, 9.0))
     assert by_pair(skipped, "skip_future_effect", depth=4).layout.title.text.endswith("block 2 under 2 of 2 schemes")

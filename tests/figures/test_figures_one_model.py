@@ -5,7 +5,7 @@ import pytest
 
 from normlab.analysis.notebook_tables.attribution import judged_methods
 from normlab.figures import shares_and_effects, themed
-from normlab.figures.theme import LINES_PAD, in_one, template, titled
+from normlab.figures.theme import LETTERS, LINES_PAD, TITLE_LINE, in_one, template, titled
 
 PLACES = [("embed", 0), ("attn", 1), ("mlp", 1)]
 
@@ -43,3 +43,15 @@ def test_a_title_of_several_lines_stays_inside_the_page():
 
     assert titled(go.Figure(), in_one("a", "b"), "", 300).layout.title.pad.t == LINES_PAD
     assert titled(go.Figure(), "a", "b", 300).layout.title.pad.t is None  # the template's
+
+
+def test_a_long_title_takes_a_second_line_and_the_figure_grows_by_it():
+    """In JupyterLab on a screen of 1280 pixels a title of one line would end outside the page."""
+    import plotly.graph_objects as go
+
+    short, long = (titled(go.Figure(), "word " * count, "b", 300).layout for count in (10, 30))
+    lines = [len(line) for line in long.title.text.split("<br>")]
+    assert len(lines) == 2 and max(lines) <= LETTERS and max(lines) - min(lines) <= 24
+    assert long.title.text.replace("<br>", " ") == "word " * 29 + "word"
+    assert long.title.pad.t == LINES_PAD and long.title.xref is None  # the template's: the page's edge
+    assert long.height - short.height == long.margin.t - short.margin.t == TITLE_LINE and short.height == 300

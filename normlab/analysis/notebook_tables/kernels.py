@@ -22,7 +22,7 @@ _BUILD = ["target", "function", "direction", "width", "dtype"]
 # Numbers that a call reads and writes, in units of rows x width.
 _FLOORS = (
     ("a norm: RMSNorm, LayerNorm, BHyT, DyT", "x -> y", 2, "x, g -> dx", 3),
-    ("row moments, for the probes", "x -> 4 numbers a row", 1, "", None),
+    ("row moments, for the probes", "x -> 4 numbers per row", 1, "", None),
     ("residual add, then a norm, two kernels", "x, r -> s; s -> y", 5, "s, g -> ds; ds, gs -> dx", 6),
     ("residual add and a norm, fused", "x, r -> s, y", 4, "s, g, gs -> dx", 4),
     ("product; add; norm (output side)", "-> p; p, r -> h, y", 5, "", None),
