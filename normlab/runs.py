@@ -313,7 +313,7 @@ def find_runs(root: str | Path) -> list[Path]:
         return [root]
     found = [path.parent for path in root.rglob(MANIFEST)]
     found += [path.parent / name for path in root.rglob(packed.FILE) for name in packed.names(path.parent)]
-    return sorted(path for path in found if not NOT_REPORTED & set(path.relative_to(root).parts))
+    return sorted({path for path in found if not NOT_REPORTED & set(path.relative_to(root).parts)})
 
 
 def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:

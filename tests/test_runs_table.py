@@ -322,6 +322,8 @@ def test_a_sweep_under_way_adds_what_it_has_finished(tmp_path):
     assert set(load_runs(folder / store.SEARCH).run) == {"first", "second"}
     pd.testing.assert_frame_equal(load_runs(folder), load_runs(sweep))
     assert (final / runs.WEIGHTS).is_file() and not list(folder.rglob(runs.WEIGHTS))
+    shutil.copy(folder / packed.FILE, sweep)  # a run that is there in both forms counts once
+    assert runs.find_runs(sweep) == [final]
 
 
 def test_only_runs_without_weights_are_packed(tmp_path):
