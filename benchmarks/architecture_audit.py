@@ -2,11 +2,12 @@
 
     python -m benchmarks.architecture_audit data/bench/architectures.csv [class or task ...]
 
-`audit` builds a class tiny and random. It records two batches with every metric, one padded and with a mask, one
-without either, and compares with tensors kept by plain hooks: block outputs, norm inputs, gradients of the summed loss
-at block inputs, the block's contribution, the model's outputs and parameter gradients with and without.
+`audit` builds a class tiny and random. It records two batches with every metric: one padded and with a mask, one
+without either. It compares them with tensors kept by plain hooks: block outputs, norm inputs, gradients of the summed
+loss at block inputs, and the block's contribution. The model's outputs and parameter gradients must be the same with
+and without recording.
 
-Where the tokens of a tensor are is told by what moves it, never by its shape, a mask or a module's name:
+What moves a tensor shows where its tokens are. Its shape, a mask or a module's name never do:
 
     features    the dimension that stays when the batch, the text and the image get larger
     rows        the positions that change when one row of the input changes
@@ -164,7 +165,7 @@ def larger(batch: Batch, longer: bool) -> Batch:
 
 
 class Layout(NamedTuple):
-    """Where the tokens of one tensor are."""
+    """The places of the tokens in one tensor."""
 
     features: int  # its dimension
     rows: Tensor  # (positions,): the row of the input; -1 where two rows or none move it
@@ -222,7 +223,7 @@ class Layouts:
         return moved.any(features).reshape(-1)
 
     def _streams_of_a_token_are_adjacent(self, batch: Batch, h: Tensor) -> bool:
-        """Of several streams per token: whether (tokens, streams) lie so, by what the first token of a text moves."""
+        """True if several streams per token lie as (tokens, streams), by what the first token of a text moves."""
         if not self.text or h.ndim < 4:
             return False
         ids = batch[self.text].clone()
@@ -546,7 +547,7 @@ def audit(task: str, name: str) -> dict[str, Any]:
 
 
 def _own_failure(model: nn.Module, batch: Batch) -> str:
-    """Why the model's own backward pass fails, if it does."""
+    """The reason why the model's own backward pass fails, if it does."""
     output = run(model, batch)
     loss = output.get("loss") if isinstance(output, dict) else None
     reason = ""

@@ -1,7 +1,7 @@
 """Tiny random models of every class that transformers maps for five tasks, built from their configurations alone.
 
-`tiny_config` shrinks a configuration by the names of its fields (sizes, heads, layers, experts ...), nested ones too;
-`tiny_batch` gives a batch that the model accepts; `class_names` lists the classes of a task.
+`tiny_config` shrinks a configuration by the names of its fields (sizes, heads, layers, experts ...), nested ones too.
+`tiny_batch` gives a batch that the model accepts. `class_names` lists the classes of a task.
 """
 
 # ruff: noqa: E501
@@ -89,7 +89,7 @@ def _shrunk(name: str, value: Any) -> Any:
 def _overrides(fields: dict[str, Any], ids: list[int], variant: int) -> dict[str, Any]:
     """The fields that change, nested configurations included; token ids beyond the vocabulary get ids at its end.
 
-    `variant` 1 also fills what is None by default and leaves lists of layer types to the class; 2 leaves them only; 3
+    `variant` 1 also fills what is None by default, and leaves lists of layer types to the class. 2 leaves them only. 3
     keeps widths and heads, and makes the model shallow only.
     """
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a second Ray worker gains: runs per minute of two workers over one, the same short runs.
+"""Gain from a second Ray worker: runs per minute of two workers over one, the same short runs.
 
     python -m benchmarks.clusters --out data/bench/ray_workers.csv
 

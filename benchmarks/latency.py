@@ -1,4 +1,4 @@
-"""How long a reader waits: from a key on a slider to the redrawn plot, in JupyterLab and in the page without a kernel.
+"""A reader's wait from a key on a slider to the redrawn plot, in JupyterLab and in the page without a kernel.
 
     python -m benchmarks.latency data/runs --out data/bench/latency.csv
 
@@ -58,7 +58,7 @@ WATCH = """plot => {
 
 @dataclass(frozen=True)
 class Surface:
-    """Where a figure is steered: selectors of its plot and two sliders, and the targets in milliseconds."""
+    """Controls of a figure: selectors of its plot and two sliders, and the targets in milliseconds."""
 
     name: str
     plot: str

@@ -1,4 +1,4 @@
-"""What recording costs: time and memory over a bare pass, also of TransformerLens and torchlens on the same model.
+"""Cost of recording: time and memory over a bare pass, also of TransformerLens and torchlens on the same model.
 
     python -m benchmarks.probes --out data/bench/probes_cpu.csv
 

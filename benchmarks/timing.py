@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved rounds, ratios, and tables as CSV files.
+"""Shared parts of the benchmarks: interleaved rounds, ratios, and tables as CSV files.
 
 One machine runs all sides in turns, so that a machine that slows down slows all of them. A ratio is the median over
 rounds of one side's time over another's in the same round.

@@ -1,9 +1,9 @@
 """Whole training steps timed against each other, on this machine: `normlab bench`.
 
-Each scheme that exists in a cheaper form against Pre-LN; `normlab train` against a bare loop. At the sweep's smallest
-depth bfloat16 against float32, compiled against not, and each of these steps against the core's peak; the fastest of
-them with larger batches and on two threads. Statistics are off on both sides. A refresh of BHyT's statistics is part
-of its step.
+Each scheme that exists in a cheaper form runs against Pre-LN, and `normlab train` against a bare loop. At the sweep's
+smallest depth bfloat16 runs against float32, and compiled against not. Each of these steps is compared with the core's
+peak. The fastest of them also runs with larger batches and on two threads. Statistics are off on both sides. A refresh
+of BHyT's statistics is part of its step.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python docs/coverage.py
 
 Each family has eight schemes of equal means. Seven are compared with the first. Seeds move all schemes together by ten
-times the noise. The noise is normal with a standard deviation of 1, with changes to the second scheme alone: it
-scatters threefold, or one run in five is worse by ten.
+times the noise. The noise is normal with a standard deviation of 1. The second scheme may differ: it scatters
+threefold, or one run in five is worse by ten.
 """
 
 from __future__ import annotations

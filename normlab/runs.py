@@ -146,7 +146,7 @@ class Run:
         return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
 
     def table(self) -> pd.DataFrame:
-        """This run's rows of the long table (columns COLUMNS).
+        """The rows of this run in the long table (columns COLUMNS).
 
         Rows at the last step are added from the manifest. Split "eval" has the held-out unigram entropy, and bigram and
         trigram losses where the run knows them. Split "train" has tokens_per_s, the median over steps. The Parquet file
@@ -175,7 +175,7 @@ class Run:
         return self._with_keys(pd.concat([stats, stats_frame(rows)], ignore_index=True))
 
     def experiments(self) -> pd.DataFrame | None:
-        """This run's rows of `load_experiments`; None if there were no experiments."""
+        """The rows of this run in `load_experiments`; None if there were no experiments."""
         table = self._read(EXPERIMENTS)
         return None if table is None else self._with_keys(table)
 

@@ -1,4 +1,4 @@
-"""What every test gets: one thread (or `--threads`), no network, fixed seeds, nothing written to the user's home.
+"""The environment of every test: one thread (or `--threads`), no network, fixed seeds, the user's home untouched.
 
 The environment is set before torch and transformers are imported and is inherited by the processes that tests start.
 """
@@ -118,8 +118,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector leaves alone what imports brought, and what lasts to the end: it would go through it all again and
-    again, a seventh of the time that tests take."""
+    """The collector leaves alone what imports brought, and what lasts to the end. Otherwise it goes through all of it
+    again and again, which takes a seventh of the tests' time."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What is built and installed: normlab's wheel and sdist, the kernels alone, both in one place; what mypy sees."""
+"""Built and installed distributions: normlab's wheel and sdist, the kernels alone, both in one place; mypy's view."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ KERNELS = ROOT / "kernels"
 
 
 def done(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command that must succeed prints."""
+    """The output of a command that must succeed."""
     run = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
     )

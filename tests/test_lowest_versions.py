@@ -1,5 +1,8 @@
-"""What works at the lowest version of every dependency: record, the callback, runs, a figure. What needs newer ones
-says so in one line. `.ci/try-lowest` installs the lowest versions and runs this file; it passes with newer ones too."""
+"""The lowest version of every dependency is enough for record, the callback, runs and a figure.
+
+What needs newer ones says so in one line. `.ci/try-lowest` installs the lowest versions and runs this file. It passes
+with newer ones too.
+"""
 
 import importlib.util
 from pathlib import Path

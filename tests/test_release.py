@@ -99,7 +99,7 @@ def release(folder: Path, tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """As in an installed package: no data/ beside the code, an address in the metadata or none, an empty cache."""
+    """An installed package: no data/ next to the code, an address in the metadata or none, an empty cache."""
     monkeypatch.setattr("normlab.release.DATA", tmp_path / "site-packages" / "data")
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / "cache" / name))
 

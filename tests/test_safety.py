@@ -1,4 +1,4 @@
-"""What comes from strangers runs no code: pickles in checkpoints and weights, Python in a model's folder."""
+"""Files of strangers run no code: pickles in checkpoints and weights, Python in a model's folder."""
 
 import json
 import shutil

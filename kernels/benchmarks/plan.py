@@ -1,8 +1,8 @@
 """The measurements as data: one `Planned` for each row of the tables, the most important first.
 
-Priority 0 are the claims: this package and PyTorch's norms at 16k rows of 2k to 8k, the fused product, whole models
-with RMSNorm and with BHyT. 1 are the other peers there, decoding and the other schemes. 2 is what takes long to
-compile. 3 are the other shapes. Within a priority the sections come in the order below.
+Priority 0 are the claims. They are this package and PyTorch's norms at 16k rows of 2k to 8k, the fused product, and
+whole models with RMSNorm and with BHyT. Priority 1 are the other peers there, decoding and the other schemes. Priority
+2 is what takes long to compile, and 3 are the other shapes. Within a priority the sections come in the order below.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def measure_all(
 def fusion_line(device: Device, rows: Iterable[Row]) -> str:
     """The entries of `choices.FUSION_WINS` that the table of the fused product asks for.
 
-    For each width, whose K is the same: the launch that gains most on average, from the fewest rows on from which it
-    always gained enough.
+    There is one for each width, whose K is the same: the launch that gains most on average. It counts from the fewest
+    rows from which it always gained enough.
     """
     times = {
         (row["function"], row["launch"], int(row["width"]), int(row["rows"])): float(row["microseconds"])

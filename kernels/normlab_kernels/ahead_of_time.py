@@ -2,11 +2,11 @@
 
     python -m normlab_kernels.ahead_of_time --targets sm_80 sm_90 gfx942 --out data/bench/aot.csv
 
-A row of the table is one kernel as it would be launched, or with the fields changed that `launch` names:
-registers a thread, bytes spilled to local memory, shared memory, machine instructions, how many of them are
-special-function ones, how many loads are 16 bytes wide, and how many groups of asynchronous copies may be on their way
-while a loop works (-1: it has none). `code` tells the sources: rows of other sources stay, as what was before. What was
-compiled once, Triton keeps. It needs Triton but neither a GPU nor a driver, and a process without its interpreter.
+One row of the table is one kernel as it would be launched, or with the fields changed that `launch` names. It has
+registers per thread, bytes spilled to local memory, and shared memory. It counts machine instructions, special-function
+instructions, and loads that are 16 bytes wide. The last count is of groups of asynchronous copies that may be under way
+while a loop works (-1: no such loop). `code` identifies the sources; rows of other sources stay, for comparison. Triton
+keeps what it has compiled. Triton is needed, without its interpreter. A GPU and a driver are not.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 def all_builds(target: str) -> Iterator[Build]:
     """The builds of a target's rows in the table.
 
-    Every launch: of tiles by Derf and DyT; of whole and split rows by LayerNorm with the addition, which holds most,
-    and by SeeDNorm, which has its own launches. Every function at 4,096, and some at other widths. On sm_90 also the
-    fused product and launches that are not chosen.
+    Every launch is there. Derf and DyT have those of tiles. LayerNorm with the addition, which holds most, has those of
+    whole and split rows. So has SeeDNorm, whose launches differ. Every function is there at 4,096, and some at other
+    widths. On sm_90 there are also the fused product and launches that are not chosen.
     """
     where = [(name, width, "bf16") for name in ("derf", "dyt") for width in WIDTHS[:5]]
     where += [(name, width, "bf16") for name in ("add_layer_norm", "add_seed_norm", "row_moments") for width in WIDTHS]

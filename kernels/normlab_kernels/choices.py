@@ -11,8 +11,8 @@ The thresholds rest on counting, not on timing (nothing here has been timed on a
   sm_80 and sm_90 do not spill; wider ones do.
 * With a direction there are three vectors and three sums. A thread has half the elements, so that as many warps share a
   multiprocessor, and rows at most 4,096 columns (8,192 spill 80 bytes).
-* Backward, a loop's next rows are fetched to shared memory: two tiles ahead (3 stages) up to 4,096 columns, where
-  three fp32 operands take 98 KB of it, and one tile ahead beyond.
+* Backward, a loop's next rows are fetched to shared memory. Up to 4,096 columns that is two tiles ahead (3 stages):
+  three fp32 operands take 98 KB there. Beyond, it is one tile ahead.
 * Wider rows are split over programs: reductions first, then column tiles. The row is read twice.
 """
 

@@ -31,7 +31,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments:
 
 
 def kind(argument: Any) -> Any:
-    """What Triton compiles another variant for: a pointer's type and alignment, a number's type and divisibility."""
+    """The kind of an argument. Triton compiles a variant for each type, alignment and divisibility."""
     type_ = type(argument)
     if argument is None or type_ is float:
         return type_

@@ -25,8 +25,8 @@ def linear_add_bhyt(
     Args:
         a: (..., k). proj_weight: (d, k), as in nn.Linear. residual: (..., d). weight: (d,). lam: one element.
         mean_square: (..., 1), the carried statistic; it gets a gradient.
-        fused: one kernel (True) or two (False). None asks the table of measurements, and takes two where the kernel
-            cannot run, as for float32 operands, whose tiles do not fit a GPU's shared memory.
+        fused: one kernel (True) or two (False). None asks the table of measurements. It takes two where the kernel
+            cannot run: tiles of float32 operands do not fit a GPU's shared memory.
         bounded: false leaves the tanh out.
 
     Raises:

@@ -2,12 +2,12 @@
 
     h = residual + a w^T,   y = weight act(factor_row h) + bias
 
-leave the epilogue together: no second kernel reads h again. That needs the row's factor before the product is done,
-which a carried BHyT statistic and DyT's scalar give, and an exact statistic cannot.
+leave the epilogue together: no second kernel reads h again. That needs the row's factor before the product is done.
+A carried BHyT statistic and DyT's scalar give it. An exact statistic cannot.
 
-A program takes one output tile after another (persistent); operands come through tensor descriptors, which are the
-copy engine on Hopper and later and plain loads elsewhere; the epilogue works on column slices of the accumulator, so
-that residual, h and y of a whole 128 x 256 tile are never in registers at once.
+A program takes one output tile after another (persistent). Operands come through tensor descriptors: the copy engine on
+Hopper and later, plain loads elsewhere. The epilogue works on column slices of the accumulator. So residual, h and y of
+a whole 128 x 256 tile are never in registers at once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def _finish_slice(
     b_acc, d_residual, d_h, d_y, p_weight, p_bias, b_factor, row, column, n_columns,
     ACT: tl.constexpr, FORM: tl.constexpr, FROM_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Add the residual to a slice of the product, if it is not in there yet, store it as h, and store the norm of what
-    was stored as y."""
+    """Add the residual to a slice of the product, unless it is in there, and store h. Store the norm of h as y."""
     dtype = d_h.dtype
     if not FROM_RESIDUAL:
         b_acc += d_residual.load([row, column]).to(tl.float32)
@@ -70,11 +69,12 @@ def linear_add_norm_kernel(
     SLICES: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, FROM_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """One (BLOCK_M, BLOCK_N) tile of h and y after another. d_ are descriptors: a (rows, inner), proj (columns,
-    inner), residual, h and y (rows, columns) in blocks of BLOCK_N / SLICES columns. Tiles are taken GROUP rows at a
-    time, so that neighbouring programs share operands in the cache. UPCAST: multiply in fp32, for the interpreter's
-    missing bf16 product. FLATTEN and FROM_RESIDUAL as in `choices.LinearLaunch`; the residual's block is then a whole
-    tile.
+    """Compute one (BLOCK_M, BLOCK_N) tile of h and y after another.
+
+    d_ are descriptors: a (rows, inner) and proj (columns, inner). Those of residual, h and y (rows, columns) have
+    blocks of BLOCK_N / SLICES columns. Tiles are taken GROUP rows at a time, so that neighbouring programs share
+    operands in the cache. UPCAST: multiply in fp32, because the interpreter has no bf16 product. FLATTEN and
+    FROM_RESIDUAL are those of `choices.LinearLaunch`; with the latter the residual's block is a whole tile.
     """
     tiles_m = tl.cdiv(n_rows, BLOCK_M)
     tiles_n = tl.cdiv(n_columns, BLOCK_N)

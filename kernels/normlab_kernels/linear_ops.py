@@ -59,7 +59,7 @@ def launch_linear(
 
 
 def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """Of the tensor, made dense, from a multiple of 16 bytes on."""
+    """A descriptor of the tensor, made dense, from a multiple of 16 bytes on."""
     tensor = tensor.contiguous()
     return TensorDescriptor.from_tensor(tensor.clone() if tensor.data_ptr() % 16 else tensor, [*block])
 

@@ -20,8 +20,10 @@ def _load(p_x, o_row, m_row, start, width, stride_x, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scale(largest):
-    """The power of two below a row's largest number, as far as its inverse is a normal number, and the inverse: the
-    squares of what is divided by it neither overflow nor vanish."""
+    """The power of two below a row's largest number, and its inverse.
+
+    Both are normal numbers. Squares of what is divided by it neither overflow nor vanish.
+    """
     bits = tl.cast(largest, tl.int32, bitcast=True) & 0x7F800000
     scale = tl.minimum(tl.maximum(tl.cast(bits, tl.float32, bitcast=True), 1.1754943508222875e-38), 8.5e37)
     return scale, 1.0 / scale
@@ -29,7 +31,7 @@ def _scale(largest):
 
 @triton.jit
 def _sums(b_x, m_x, mean, inverse):
-    """Of each row of a tile: the squares of what is multiplied by `inverse`, and M2 and M4 about `mean`."""
+    """Sums over each row of a tile: squares of what is multiplied by `inverse`, and M2 and M4 about `mean`."""
     b_u = b_x * inverse[:, None]
     b_c = tl.where(m_x, b_x - mean[:, None], 0.0)
     b_square = b_c * b_c
@@ -38,8 +40,7 @@ def _sums(b_x, m_x, mean, inverse):
 
 @triton.jit
 def row_moments_kernel(p_x, p_out, rows, width, stride_x, BLOCK: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """p_out (4, rows): M2, M4, max |x|, L2. A row that no program holds is read twice, the second time about its
-    mean."""
+    """p_out (4, rows): M2, M4, max |x|, L2. A row that no program holds is read twice: first for its mean."""
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < rows
     count = tl.cast(width, tl.float32)

@@ -1,13 +1,13 @@
-"""The two kernels of every row norm: forward, and backward with one partial row of each parameter's gradient a program.
+"""The two kernels of every row norm: forward and backward.
 
-WHOLE: a program's tile holds whole rows, and the kernel reduces them itself: one read, one write. Otherwise a tile is
-some columns of some rows and whatever belongs to the whole row comes from outside (`split_kernels.py`), or is not
-needed at all: DyT, Derf, ISRU, and forward BHyT with a carried statistic.
+WHOLE: a program's tile holds whole rows, and the kernel reduces them itself, with one read and one write. Otherwise a
+tile is some columns of some rows. What belongs to a whole row then comes from outside (`split_kernels.py`). DyT, Derf,
+ISRU and forward BHyT with a carried statistic need nothing of a whole row.
 
 p_mean holds the number of a row that goes with its mean square: its mean or, where there is a direction, x . direction.
 
-Prefixes: p_ pointer, o_ offset, m_ mask, b_ block of values. Tensors are row-major with last stride 1; row offsets are
-int64; a pointer is None for what a function lacks or nobody wants. All is upcast to fp32 right after its load and
+Prefixes: p_ pointer, o_ offset, m_ mask, b_ block of values. Tensors are row-major with last stride 1. Row offsets are
+int64. A pointer is None for what a function lacks or nobody wants. All is upcast to fp32 right after its load and
 rounded once, at its store. STAT and ACT are the integers of `spec.py`.
 """
 
@@ -41,9 +41,11 @@ def norm_forward_kernel(
     STAT: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """y = weight act(gain (x - mean) rstd + shift) + bias h of a tile; x is first replaced by residual + x if there is
-    one. p_mean and p_ms are written if the kernel reduces the rows, read if it does not; a correction is added to what
-    is read."""
+    """y = weight act(gain (x - mean) rstd + shift) + bias h of a tile.
+
+    With a residual, x is first replaced by residual + x. If the kernel reduces the rows, it writes p_mean and p_ms.
+    Otherwise it reads them, and a correction is added to the mean square.
+    """
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_row = o_row < rows
@@ -102,8 +104,9 @@ def norm_backward_kernel(
     WANT_DIRECTION: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of every row, d(ms) of a given statistic, and one fp32 partial row of each wanted parameter's gradient a
-    program, laid out in p_parts as `parameter_gradients_kernel` reads them.
+    """dx of every row, d(ms) of a given statistic, and parts of the wanted parameters' gradients.
+
+    The parts are one fp32 row per program and parameter, in p_parts as `parameter_gradients_kernel` reads them.
 
     With q = d loss / d z = grad weight act'(z), factor = gain rstd and pull = d loss / d ms,
 
@@ -115,10 +118,12 @@ def norm_backward_kernel(
         OWN    dx = q rstd^3 |scale|/d
 
     and d scale = (1/kappa) sum over rows of rstd sum(q x); OWN's -1/2 sign(scale)/d sum over rows of sum(q rstd^3 x).
-    With a direction, weight is weight + gate p_gated, gate = tanh(x . direction); turn = d loss / d (x . direction) =
-    (1 - gate^2) sum(grad p_gated act(z)), dx has turn direction besides, and d direction = sum over rows of turn x.
-    Program p walks over the tiles p, p + programs, ... p_along = sum(q x) and p_second = mean(q) or turn are read where
-    the tile is not WHOLE.
+    With a direction, gate = tanh(x . direction), and the weight is weight + gate p_gated. Then
+
+        turn = d loss / d (x . direction) = (1 - gate^2) sum(grad p_gated act(z))
+
+    is added to dx, times direction. d direction = sum over rows of turn x. Program p takes the tiles p, p + programs
+    and so on. Where the tile is not WHOLE, p_along = sum(q x) and p_second (mean(q) or turn) are read.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -258,8 +263,11 @@ def parameter_gradients_kernel(
     p_parts, p_dweight, p_dbias, p_dscale, p_dshift, p_ddirection, count, width, columns,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The wanted parameters' gradients from `count` partial rows of each vector, width wide, and `columns` partial
-    sums a row of each scalar, one after another in p_parts; rounded once, summed in a fixed order."""
+    """The wanted parameters' gradients from their parts, which follow each other in p_parts.
+
+    A vector has `count` partial rows, width wide. A scalar has `columns` partial sums for each of these. They are
+    summed in a fixed order and rounded once.
+    """
     o_col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_col = o_col < width
     if p_dweight is not None:

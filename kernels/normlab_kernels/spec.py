@@ -4,9 +4,9 @@ All of them are, for one row x of width d,
 
     y = weight * act(z) + bias * h,   z = gain * (x - mean) * rstd + shift,
 
-with `gain = scale / kappa` (BHyT's lambda, DyT's and Derf's alpha with kappa 1, or absent), `rstd = rsqrt(ms + eps)`
-of a statistic that is reduced from the row, given by the caller, each number's own, or absent. h is 1, and
-tanh(x . direction) act(z) for a function with a direction (SeeDNorm, whose alpha is the bias).
+with `gain = scale / kappa` and `rstd = rsqrt(ms + eps)`. The scale is BHyT's lambda, or DyT's and Derf's alpha with
+kappa 1, or absent. The statistic ms is reduced from the row, given by the caller, each number's own, or absent. h is 1.
+For a function with a direction it is tanh(x . direction) act(z) (SeeDNorm, whose alpha is the bias).
 """
 
 from __future__ import annotations

@@ -16,8 +16,10 @@ def row_statistics_kernel(
     p_x, p_residual, p_direction, p_sum, p_mean, p_ms, rows, width, stride_x, stride_residual,
     STAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """mean (or x . direction) and ms of one row a program, and the sum residual + x. LayerNorm's two moments are merged
-    block by block (Chan), so that a large mean does not swallow the variance."""
+    """mean (or x . direction) and ms of one row per program, and the sum residual + x.
+
+    LayerNorm's two moments are merged block by block (Chan), so that a large mean does not swallow the variance.
+    """
     row = tl.program_id(0).to(tl.int64)
     seen = tl.zeros([], tl.float32)
     mean = tl.zeros([], tl.float32)
@@ -61,8 +63,10 @@ def row_pull_kernel(
     width, stride_grad, stride_x, eps, inv_kappa,
     STAT: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sum(q (x - mean)) and, for LayerNorm, mean(q) or, with a direction, turn of one row a program: the two numbers
-    dx needs from the whole row (see `norm_backward_kernel`)."""
+    """The two numbers that dx needs from a whole row, one row per program (see `norm_backward_kernel`).
+
+    The first is sum(q (x - mean)). The second is mean(q) for LayerNorm, and turn with a direction.
+    """
     row = tl.program_id(0).to(tl.int64)
     b_factor = gain(p_scale, inv_kappa) * tl.rsqrt(tl.load(p_ms + row) + tl.cast(eps, tl.float32))
     b_mean = tl.zeros([], tl.float32)

@@ -44,8 +44,11 @@ def launches_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where compiled kernels run, everything here is a GPU test; without kernels, tests of the kernels themselves are
-    left out; in the interpreter those for which it makes no difference, which the other process runs."""
+    """Mark and leave out tests. Where compiled kernels run, everything here is a GPU test.
+
+    Without kernels, tests of the kernels themselves are left out. In the interpreter, those are left out for which it
+    makes no difference: the other process runs them.
+    """
     for item in items:
         if DEVICE == "cuda":
             item.add_marker(pytest.mark.gpu)

@@ -1,4 +1,4 @@
-"""What the kernel suite shares: the functions as a table, and the comparison of each with float64.
+"""Shared parts of the kernels' tests: the functions as a table, and the comparison of each with float64.
 
 One suite, three implementations, chosen by the process (Triton's mode is fixed at import):
 

@@ -1,4 +1,4 @@
-"""Every launch that the benchmark times, and the kernel that it is held against, gives the right result."""
+"""Every launch that the benchmark times, and the kernel that it is compared with, gives the right result."""
 
 from __future__ import annotations
 

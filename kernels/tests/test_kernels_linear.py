@@ -146,7 +146,7 @@ def test_a_win_holds_for_its_device_and_shape_and_from_its_rows_on(monkeypatch: 
 def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_does_not_insist_takes_two_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its tiles do not fit; the interpreter has no such limit, and goes on. Made-up tensors say they are on a GPU."""
+    """Its tiles do not fit. The interpreter has no such limit. Made-up tensors say they are on a GPU."""
     monkeypatch.setattr(dispatch, "TRITON", True)
     wins = (choices.FusionWin("NVIDIA H200", 16, 8, 5, choices.HOPPER_LINEAR),)
     monkeypatch.setattr(choices, "FUSION_WINS", wins)

@@ -1,5 +1,7 @@
-"""Whole models of every scheme: the kernels and PyTorch's path give the same logits and gradients; additions are
-fused into the norms; decoding takes the prompt's kernels; the whole compiles."""
+"""Whole models of every scheme: the kernels and PyTorch's path give the same logits and gradients.
+
+Additions are fused into the norms, decoding takes the prompt's kernels, and the whole compiles.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def assert_same(
 
 
 class Launches:
-    """What the models ask of the kernels: one (has a residual, statistic, activation) a call."""
+    """Calls of the kernels by the models: one (has a residual, statistic, activation) per call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.norms: list[tuple[bool, int, int]] = []
@@ -204,8 +206,8 @@ class Arithmetic(TorchDispatchMode):
 
 @pytest.mark.parametrize("carried", ["uniform", "causal"])
 def test_a_decoded_tokens_carried_correction_is_the_kernels(carried: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made once and handed to the kernel: no addition, square or product of its own a token, in no block; where
-    it depends on the position, one quotient."""
+    """The correction is made once and given to the kernel. No block adds, squares or multiplies per token for it. Where
+    it depends on the position, there is one quotient."""
     model, received = tiny("bhyt", "triton", carried=carried).eval(), []
     launch_forward = ops.launch_forward
 

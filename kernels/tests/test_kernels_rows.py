@@ -106,8 +106,7 @@ def test_same_input_same_bits(name: str) -> None:
     ),
 )
 def test_a_row_does_not_depend_on_how_many_rows_there_are(name: str, dtype: str) -> None:
-    """What decoding needs: one token alone has the bits it has in its prompt, forward and backward, whole rows or
-    split."""
+    """Decoding needs this: one token alone has the bits that it has in its prompt, in whole rows and in split ones."""
     case = CASES[name]
     shapes = ((19, 33, (0, 18)), (3, 2100, (0, 2)))
     few = shapes[:1] if dtype == "bf16" else ((2, 2100, (1,)),)

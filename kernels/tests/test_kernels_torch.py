@@ -161,7 +161,7 @@ def test_autocast_leaves_the_norm_in_the_dtype_of_its_input() -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name, case in CASES.items() if case.residual))
 def test_a_sixteen_bit_branch_joins_a_stream_in_fp32_with_the_bits_of_two_steps(name: str) -> None:
-    """What autocast hands a block: the sum and the norm are fp32, each gradient has its operand's dtype."""
+    """Under autocast the sum and the norm are fp32, and each gradient has its operand's dtype."""
     case = CASES[name]
     arguments = make_inputs(case, 5, 20, torch.float32)
     arguments["x"] = arguments["x"].to(torch.bfloat16)
@@ -247,7 +247,7 @@ def test_two_launches_make_a_backward_pass_and_one_where_the_parameters_are_froz
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_correction_is_added_to_the_carried_statistic(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one launch where no gradient is wanted: decoding pays for no kernel of its own."""
+    """The addition is in the norm's launch where no gradient is wanted: decoding pays for no further kernel."""
     a = make_inputs(CASES["add_bhyt_carried"], 5, 12, torch.float32)
     correction = torch.rand(rows, 1, device=DEVICE)
     operands = (a["x"], a["residual"], a["weight"], a["scale"])

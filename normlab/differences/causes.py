@@ -53,7 +53,7 @@ class Side:
 
     @property
     def tensors(self) -> dict[Site, Tensor]:
-        """What the sites hold."""
+        """The values at the sites."""
         return self.captured.tensors
 
 

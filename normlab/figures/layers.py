@@ -187,7 +187,7 @@ def by_pair(experiments: pd.DataFrame, metric: str = "angular_distance", *, dept
 
 
 def _of_pairs(rows: pd.DataFrame, metric: str) -> str:
-    """Whether the deeper half turns the stream less, block 1 apart; or the skipped block that changes most."""
+    """The finding in words: that the deeper half turns the stream less, or the skipped block that changes most."""
     if metric == "angular_distance":
         turns = rows[rows["other"].eq(rows["layer"] + 1) & rows["other"].gt(1)]
         is_deep = (turns["other"] > turns["depth"] // 2).rename("deep")

@@ -400,7 +400,7 @@ class AttentionWatch(TorchFunctionMode):
         self.shape = (like.shape[0], like.shape[2])
 
     def reduce(self, chunks: Iterable[Tensor]) -> Tensor:
-        """What is kept of the scores, given in chunks of queries: (batch, heads, queries, keys)."""
+        """Reduce the scores, given in chunks of queries: (batch, heads, queries, keys)."""
         return torch.cat([_score_statistics(scores) for scores in chunks], dim=-1).flatten(1)
 
 

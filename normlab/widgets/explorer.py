@@ -35,11 +35,11 @@ _CHOICES = ("metric", "site", "mask", "depth", "step", "way", "schemes")
 
 
 class NormExplorer(PageWidget):
-    """A metric by layer for all schemes, with controls; two views side by side; images, numbers and code to take away.
+    """A metric by layer for all schemes, with controls and two views side by side.
 
-    Traits, of the first view: `metric site mask depth step schemes`, `way` ("absolute", "relative" to layer 1, or the
-    scheme to compare with), `band log theory published` (switches). Set one in Python, and the browser follows;
-    observe one, and hear of the reader.
+    Images, numbers and code can be saved. Traits of the first view are `metric site mask depth step schemes`, `way`
+    ("absolute", "relative" to layer 1, or the scheme to compare with) and the switches `band log theory published`. The
+    browser follows a trait that is set in Python. An observer of a trait is called when the reader changes it.
 
     Args:
         runs: the table of `normlab.load_runs`.

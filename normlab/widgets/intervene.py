@@ -1,4 +1,4 @@
-"""Intervene: change a model's norms, dim its blocks, and see at once what every layer does about it."""
+"""Intervene: change a model's norms or dim its blocks, and see the effect on every layer at once."""
 
 from __future__ import annotations
 

@@ -16,9 +16,10 @@ _PASSES = (("forward and backward", "both"), ("forward", "forward"), ("backward"
 
 
 class KernelTimes(PlotWidget):
-    """Choose a device, a call, a shape and a pass. Left: what it must move, as one call and, where it joins the
-    residual add to the norm, as two kernels. Right: the time of each peer; the line is the floor, the bytes at the copy
-    rate that was measured there.
+    """Choose a device, a call, a shape and a pass.
+
+    Left: the bytes that it must move. A call that joins the residual add to the norm is also shown as two kernels.
+    Right: the time of each peer. The line is the floor: the bytes at the copy rate that was measured there.
 
     Args:
         times: what `normlab.analysis.notebook_tables.kernels.read_times` returns.

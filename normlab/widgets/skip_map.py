@@ -21,7 +21,7 @@ class SkipMap(PlotWidget):
     """Loss added by skipping each block, a heat map of what later blocks then change, the chosen block's column.
 
     Measuring takes two forward passes a block and batch, once; moving afterwards costs nothing. What is not finite is
-    a gap, and a line says which model breaks: the whole one, or the one without the chosen block.
+    a gap. A line then says whether the whole model breaks, or the one without the chosen block.
 
     Args:
         model: a causal language model, ours or another.

@@ -56,7 +56,7 @@ def measured_and_predicted(cfg):
 
 
 def assert_predicted(predicted, measured, factor=1.0):
-    """Where both have a value, they agree within `factor` times the metric's tolerance."""
+    """Check that where both have a value they agree within `factor` times the metric's tolerance."""
     for key in predicted.index.intersection(measured.index):
         least = 1e-3 if key[2] == "saturation" else None
         assert predicted[key] == pytest.approx(measured[key], rel=factor * TOLERANCE[key[2]], abs=least), key
@@ -133,7 +133,7 @@ def test_the_map_at_the_start_is_what_the_norm_does_to_gaussian_features(norm):
 
 
 class Erf(Norm):
-    """A norm that nobody has told theory of: no statistics, no eps, a function of its own."""
+    """A norm that theory does not know: no statistics, no eps, another function."""
 
     def __init__(self, d: int):
         super().__init__()
@@ -150,7 +150,7 @@ class Erf(Norm):
 
 
 def test_a_new_norm_is_one_class_and_one_row(monkeypatch):
-    """Without eps, mean square or kernels of its own: it trains, is predicted, and its rows are measured."""
+    """A scheme without eps, mean square and kernels trains, is predicted, and its rows are measured."""
     scheme = dataclasses.replace(SCHEMES["pre_rmsnorm"], name="erf", norm=lambda site: Erf(site.width))
     monkeypatch.setitem(SCHEMES, "erf", scheme)
     measured, predicted = measured_and_predicted(config("erf", depth=3, initializer_range=0.2))

@@ -27,7 +27,7 @@ from normlab.analysis.verdicts import (
 
 
 def layout(values: np.ndarray, depth: int = 4) -> pd.DataFrame:
-    """(schemes, seeds) as a row a run; schemes are called s0, s1, ...; NaN is a run that is not there."""
+    """One row per run from (schemes, seeds). Schemes are called s0, s1, ...; NaN is a run that is not there."""
     schemes, seeds = np.indices(values.shape)
     names = [f"s{number}" for number in schemes.ravel()]
     rows = pd.DataFrame({"depth": depth, "scheme": names, "seed": seeds.ravel(), "value": values.ravel()})

@@ -1,4 +1,4 @@
-"""What `normlab bench` and the benchmark of Ray workers divide by what."""
+"""Numerators and denominators of `normlab bench` and of the benchmark of Ray workers."""
 
 from pathlib import Path
 from typing import Any

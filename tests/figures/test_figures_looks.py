@@ -1,4 +1,4 @@
-"""Every scheme has a look of its own, to every kind of colour vision, on a light and on a dark page."""
+"""Every scheme looks different from all others, to every kind of colour vision, on a light and on a dark page."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ def lab(color: str, seen: np.ndarray) -> np.ndarray:
 
 
 def distance(a: str, b: str) -> float:
-    """Of two colours, to whom they are nearest."""
+    """The kind of colour vision to which two colours are nearest."""
     return min(float(np.linalg.norm(lab(a, seen) - lab(b, seen))) for seen in VISION.values())
 
 

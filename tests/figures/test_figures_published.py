@@ -44,7 +44,7 @@ def test_values_are_those_of_the_papers():
 
 
 def test_every_row_is_from_the_table_or_figure_that_has_it():
-    """Which models a paper's table holds: a row under another table's name is a wrong citation."""
+    """The models that a paper's table holds: a row under another table's name is a wrong citation."""
     published = load_published()
     held = {where: set(rows["model"].dropna()) for where, rows in published.groupby(["arxiv", "where"])}
     bhyt, curse = "2601.09719", "2502.05795"

@@ -1,4 +1,4 @@
-"""What a reader does with the explorer in a browser; the browser itself is `benchmarks.browser`."""
+"""A reader's moves in the explorer in a browser; the browser itself is `benchmarks.browser`."""
 
 from pathlib import Path
 from typing import Any

@@ -86,7 +86,7 @@ def table(
 
 
 def configs_of(runs: pd.DataFrame, **changes: Any) -> dict[str, dict[str, Any]]:
-    """What `read_configs` would say of them: models of these changes to `normlab train`'s defaults at width 32."""
+    """The result of `read_configs` for them: models of these changes to `normlab train`'s defaults at width 32."""
     names = runs[["run", "scheme", "depth"]].drop_duplicates().itertuples(index=False)
     return {
         run: TrainConfig(scheme=scheme, depth=int(depth), **{"width": 32} | changes).to_dict()

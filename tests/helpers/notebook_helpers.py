@@ -29,7 +29,7 @@ def skip_cost(scheme: str, layer: int, seed: int = 0, part: str = "block") -> fl
 
 
 def write_experiments(folder: Path, scheme: str, depth: int, seed: int) -> None:
-    """What a run measures after its last step, from formulas."""
+    """The experiments of a run after its last step, from formulas."""
     blocks, layers = range(1, depth + 1), range(depth + 1)
     rows = [
         ("skip_delta_loss", part, layer, None, skip_cost(scheme, layer, seed, part))
@@ -79,7 +79,7 @@ def execute(
 
     Args:
         twice: run every cell twice in a row; AssertionError where the second time gives something else (TIMED may).
-        then: code for a last cell of its own, such as a reader's move of a control.
+        then: code for one more cell at the end, such as a reader's move of a control.
     """
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     cells = []
@@ -112,7 +112,7 @@ once_and_twice = pytest.mark.parametrize(
 
 
 def _shown(cell: nbformat.NotebookNode) -> list[Any]:
-    """What a cell puts out; of a widget, only that it is one: each is an object of its own."""
+    """The output of a cell. Of a widget only that it is one, because each is another object."""
     kept = [output for output in cell.outputs if output.get("name") != "stderr"]
     found = [(output.get("data", {}), output.get("text")) for output in kept]
     return ["widget" if WIDGET in data else data or text for data, text in found]

@@ -32,8 +32,8 @@ def train(model, tmp_path, callbacks, **options):
 
 
 def run_with_descendants(command: list[str], timeout: float) -> tuple[int, str]:
-    """Exit code and error output. After `timeout` seconds all its descendants are killed with it: torchrun starts ranks
-    in sessions of their own, out of reach of a signal to the group."""
+    """Exit code and error output. After `timeout` seconds all its descendants are killed with it. torchrun starts ranks
+    in other sessions, where no signal to the group reaches them."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **streams)
     try:

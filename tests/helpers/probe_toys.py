@@ -62,7 +62,7 @@ class Stack(nn.Module):
 def measured(
     where: Any, metrics: Iterable[str], *args: Any, **kwargs: Any
 ) -> tuple[dict[tuple[str, int, str, str], float], dict[str, str]]:
-    """What is recorded of a call without gradients, and what is absent and why."""
+    """The record of a call without gradients, and what is absent and why."""
     with record(where, list(metrics)) as rec, torch.no_grad():
         rec.sites.model(*args, **kwargs)
     return values(rec.stats()), rec.stats().manifest["absent"]

@@ -86,10 +86,10 @@ def values(stats: LayerStats) -> dict[tuple[str, int, str, str], float]:
 
 
 def near(expected: Mapping[tuple, float], roundings: float = 80, dtype: torch.dtype | None = None) -> dict[tuple, Any]:
-    """What equals these values, by (..., metric, mask), up to `roundings` roundings of `dtype` (default: float32).
+    """An object equal to these values, by (..., metric, mask), up to `roundings` roundings of `dtype` (float32).
 
     A size is held to roundings of itself. An amount (a cosine, an entropy, a share) may be near zero as a sum of terms
-    of size one, each of which was rounded, so it is held to roundings of one as well.
+    of size one, each of which was rounded. So it is also held to roundings of one.
     """
     tolerance = roundings * torch.finfo(dtype or torch.float32).eps
 

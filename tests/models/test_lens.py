@@ -51,7 +51,7 @@ def ids():
 
 @torch.no_grad()
 def kept(bridge, ids):
-    """What the hooks saw in a forward pass."""
+    """The values that the hooks saw in a forward pass."""
     return bridge.run_with_cache(ids)[1]
 
 

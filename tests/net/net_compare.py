@@ -2,7 +2,7 @@
 
 A snapshot is {"environment": ..., "content": ...}. What is recorded must stay; what is new is not held until it is
 recorded. In the environment that it was recorded in, a number must be equal bit for bit. In any other one it may differ
-by `tolerance` times the largest value of its list, and entries in EXACT are not compared: hashes of bits, help texts.
+by `tolerance` times the largest value of its list. There entries in EXACT are not compared: hashes of bits, help texts.
 """
 
 import json
@@ -20,7 +20,7 @@ EXACT = ("bits", "text")
 
 
 def machine() -> dict[str, str]:
-    """What the last bits of a float depend on: versions, and the processor that kernels are chosen for."""
+    """The causes of a float's last bits: versions, and the processor that kernels are chosen for."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -30,7 +30,7 @@ def machine() -> dict[str, str]:
 
 
 def interpreter() -> dict[str, str]:
-    """What the wording of help depends on."""
+    """The versions that the wording of help depends on."""
     return {"python": ".".join(platform.python_version_tuple()[:2]), "cyclopts": version("cyclopts")}
 
 

@@ -259,7 +259,7 @@ SHAPE = (1, 3, 4)
 
 
 def norm_values() -> Json:
-    """Of every norm in float64: parameters, output and gradients, before and after steps; with a given mean square."""
+    """Every norm in float64: parameters, output and gradients, before and after steps; with a given mean square."""
     return {name: _norm_values(make(SHAPE[-1]).double().train()) for name, make in NORMS.items()}
 
 
@@ -296,7 +296,7 @@ def fixed(shape: tuple[int, ...], start: int) -> Tensor:
 
 
 def schemes() -> Json:
-    """Of every scheme at a tiny size: the state dict, the trained and decayed tensors; loss and gradients."""
+    """Every scheme at a tiny size: the state dict, the trained and decayed tensors, loss and gradients."""
     return {name: _scheme(name) for name in normlab.SCHEMES}
 
 

@@ -1,4 +1,4 @@
-"""What users see stays as it was recorded. After a change that is meant: `python tests/net/record.py`, see there."""
+"""The parts that users see stay as recorded. After a change that is meant run `python tests/net/record.py`."""
 
 import warnings
 from typing import Any

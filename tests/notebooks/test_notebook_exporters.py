@@ -23,7 +23,7 @@ from normlab.widgets import NormExplorer, explorer_page
 
 
 def frames_in(page: str) -> list[str]:
-    """Where the page's frames lead."""
+    """The targets of the page's frames."""
     return [unescape(source) for source in re.findall(r'<iframe[^>]* src="([^"]*)"', page)]
 
 

@@ -1,4 +1,4 @@
-"""What a notebook does first: images, the folder it reads, a failed sweep that stops it; models it trains itself."""
+"""The start of a notebook: images, the folder it reads, a failed sweep that stops it, models it trains itself."""
 
 from pathlib import Path
 

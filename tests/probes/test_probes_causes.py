@@ -45,7 +45,7 @@ def stacked(how="plain", times=1):
 
 
 def updates(model, x, carry=1.0):
-    """What attention, the MLP and the first block add, and the stream that each is added to."""
+    """The updates of attention, the MLP and the first block, and the stream that each is added to."""
     block = model.layers[0]
     middle, out = block.middle(x), block(x)
     steps = {"attn": (x, middle, carry), "mlp": (middle, out, carry), "block": (x, out, carry**2)}
@@ -54,7 +54,7 @@ def updates(model, x, carry=1.0):
 
 @pytest.mark.parametrize("how", ["plain", "contained", "scaled", "by feature"])
 def test_what_a_branch_adds_is_told_by_the_blocks_sum(how):
-    """Bloom returns the residual too, Granite scales a branch afterwards, BEiT has a gain a feature."""
+    """Bloom returns the residual too, Granite scales a branch afterwards, BEiT has a gain per feature."""
     model = stacked(how)
     found, _ = measured(model, BRANCHES, X)
     assert_contributions(found, **updates(model, X))
@@ -218,7 +218,7 @@ class Masked(nn.Module):
 
 
 class Padding(nn.Module):
-    """Makes a mask of its own for its blocks, as Longformer does for its windows."""
+    """A model that makes another mask for its blocks, as Longformer does for its windows."""
 
     def __init__(self):
         super().__init__()

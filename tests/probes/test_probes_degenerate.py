@@ -77,7 +77,7 @@ def tokens(kind: str, width: int) -> Tensor:
 
 @torch.no_grad()
 def complaints(model: Stack, x: Tensor) -> list[str]:
-    """What is wrong in the first block, or missing without a word."""
+    """List what is wrong in the first block, or missing without a reason."""
     found, absent = measured(model, METRICS, x)
     wrong = []
     for kind, (stream, adds, read, _) in zip(("attn", "mlp"), model.layers[0].steps(x), strict=True):

@@ -122,7 +122,7 @@ def test_row_means_intervals_cover_about_95_percent():
 
 
 def inputs_and_outputs(model, batch, skip: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What every block reads and returns, with block `skip` made the identity."""
+    """The input and output of every block, with block `skip` made the identity."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     blocks = model.model.layers
     hooks = [block.register_forward_hook(lambda m, a, o: kept.append((a[0], o))) for block in blocks]

@@ -1,4 +1,4 @@
-"""Which tokens count where activations do not lie as (batch, length, width), against float64 hooks of its own."""
+"""Tokens that count where activations do not lie as (batch, length, width), against other hooks in float64."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2,
 
 
 def recorded(where, call, module, metrics=("rms",), reads=False):
-    """What is recorded at every place, and what `module` returned (or read) in each call."""
+    """The record at every place, and what `module` returned (or read) in each call."""
     kept = []
 
     def keep(_, args, output=None):

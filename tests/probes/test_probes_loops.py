@@ -41,7 +41,7 @@ def test_a_recipe_of_the_page_measures_what_the_plain_loop_does(name, one_proces
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> Path:
-    """What two forked ranks wrote."""
+    """The tables of two forked ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).parents[1] / "helpers" / "observe_ranks.py"
     code, errors = run_with_descendants([sys.executable, str(script), str(folder)], timeout=240)

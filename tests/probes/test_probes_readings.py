@@ -1,4 +1,4 @@
-"""How a block's stream is read where branches, norms and activations do not stand as in Llama: each cause on a toy."""
+"""Readings of a block's stream where branches, norms and activations do not lie as in Llama: each cause on a toy."""
 
 import pytest
 import torch

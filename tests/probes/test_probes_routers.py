@@ -47,7 +47,7 @@ def test_the_matrix_that_scores_is_found_beside_shared_experts_and_none_in_a_den
 
 
 def test_a_convolution_or_a_scale_a_channel_is_no_stack_of_experts():
-    """SwiftFormer scales channels by a (channels, 1, 1) parameter beside a (channels, 1) one."""
+    """SwiftFormer scales channels by a (channels, 1, 1) parameter and by a (channels, 1) one."""
     branch = nn.Sequential(nn.Linear(8, 6), nn.Conv1d(6, 6, 3), nn.Linear(6, 8))
     assert routing_of(branch) is None
     branch.scale, branch.weights = nn.Parameter(torch.ones(6, 1, 1)), nn.Parameter(torch.ones(6, 1))

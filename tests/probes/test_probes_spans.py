@@ -1,5 +1,7 @@
-"""What to cut: the cheapest span is the cheapest, measured apart from its choice, in indices that mergekit understands;
-and the heat map of everything that was recorded."""
+"""Spans to cut: the cheapest is the cheapest, measured apart from its choice, in indices that mergekit understands.
+
+Also the heat map of everything that was recorded.
+"""
 
 import numpy as np
 import pytest

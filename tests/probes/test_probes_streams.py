@@ -1,4 +1,4 @@
-"""How streams are mixed and how much alike they are, against the formulas on the model's own matrices."""
+"""Mixing and likeness of streams, against the formulas on the model's own matrices."""
 
 import itertools
 

@@ -46,7 +46,7 @@ def path(documents: list[str], tmp_path: Path) -> Path:
 
 
 def _load(path: Path, cache: str = "cache", **options: object) -> Corpus:
-    """The corpus of a text, with its cache beside it."""
+    """The corpus of a text, with its cache next to it."""
     return corpus_of(CorpusSpec(str(path), **{**SETTINGS, **options}), path.parent / cache)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from normlab.training.workers import LOCAL, Cluster, Ray, Slurm, cluster
 
 @pytest.fixture(scope="module", autouse=True)
 def helpers_for_workers() -> Iterator[None]:
-    """What stands in for training in some tests can be imported by workers too."""
+    """Workers can import what replaces training in some tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"), prepend=os.pathsep)
         patch.setenv("RAY_raylet_start_wait_time_s", "300")  # a busy machine starts a node slowly
@@ -42,7 +42,7 @@ def nodes(helpers_for_workers: None) -> Iterator[Ray]:
 
 
 def _ports() -> dict[str, int]:
-    """Of a node's agents: it waits for those that they choose themselves, and on a busy machine not long enough."""
+    """Ports of a node's agents. Ray waits for those that they choose themselves, too briefly on a busy machine."""
     agents = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
     with contextlib.ExitStack() as held:
         free = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in agents]

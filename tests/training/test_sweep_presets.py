@@ -1,4 +1,4 @@
-"""Which runs a preset stands for, in which order, at which learning rates, and how long they will take."""
+"""The runs of a preset, their order, their learning rates, and how long they will take."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a run needs, known before it starts: parameters, FLOPs and memory held against models that are built and run."""
+"""Needs of a run before it starts: parameters, FLOPs and memory, compared with models that are built and run."""
 
 import dataclasses
 import os
@@ -116,7 +116,7 @@ MEASURED = pytest.mark.skipif(
 
 
 def measured_peaks(config: TrainConfig, parts: int, ranks: int = 1) -> list[int]:
-    """Of every rank."""
+    """The peak of every rank."""
     code = MEASURE.replace("{config!r}", repr(config.to_dict())).replace("{parts}", str(parts))
     # Large pieces straight from the system, as a GPU's allocator has them: what is freed does not stay in the heap.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -1,4 +1,4 @@
-"""What is measured once after training: every quantity against the probe that defines it, and deletion by hand."""
+"""Measurements made once, after training: each against the probe that defines it, and deletion by hand."""
 
 import dataclasses
 from collections.abc import Callable

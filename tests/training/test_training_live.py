@@ -1,5 +1,7 @@
-"""A run in a process of its own: it obeys between two steps, ends as the same run trained here, and leaves no process
-behind, however this process ends."""
+"""A run in another process: it obeys between two steps, and ends as the same run trained here.
+
+However this process ends, it leaves no process behind.
+"""
 
 import io
 import json
@@ -121,7 +123,7 @@ def test_a_start_right_after_a_stop_is_not_lost(text, begin):
 
 
 class Process:
-    """One that ends when it is told to, or when nobody listens any more, with `exitcode`."""
+    """A process that ends with `exitcode` on a signal, or when nobody listens any more."""
 
     pid = 1
 
@@ -194,7 +196,7 @@ def test_an_end_without_a_message_is_told_by_its_last_line_or_its_exit_code(tmp_
 
 
 def test_only_the_listener_waits_for_the_process(tmp_path):
-    """Of two threads that wait for one process, one misses its exit code."""
+    """One of two threads that wait for a process misses its exit code."""
     process = Process(ended=False)
     run = listening(tmp_path, process)
     assert run.pid == process.pid

@@ -58,7 +58,7 @@ def followed(configs: Sequence[TrainConfig], root: Path, clock: Clock, show: boo
 
 
 def lines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What is written to stderr, which is no terminal."""
+    """The text on stderr, which is no terminal."""
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
     return lambda: log.getvalue().splitlines()
@@ -142,8 +142,8 @@ def test_a_growing_search_adds_work(configs, tmp_path):
 
 
 class Machine:
-    """Runs that take their time by a synthetic clock: `workers` at once, each step `seconds` times its share of work,
-    a start of `start` seconds in which nothing is reported but that the run began."""
+    """Runs by a synthetic clock, `workers` at once. Each step takes `seconds` times its share of work. In the first
+    `start` seconds a run reports only that it began."""
 
     def __init__(self, seconds: float, start: float, workers: int = 2) -> None:
         self.seconds, self.start, self.workers = seconds, start, workers

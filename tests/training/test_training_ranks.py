@@ -46,7 +46,7 @@ def _train_rank(environment: dict[str, str], config: TrainConfig, out: Path, cac
 
 
 def environments(ranks: int) -> list[dict[str, str]]:
-    """What a launcher tells each of them."""
+    """The environment that a launcher gives to each of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

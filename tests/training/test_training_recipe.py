@@ -1,4 +1,4 @@
-"""The recipe of one pass: a rate of its own for gains, a schedule stopped early, and what `store_all` stores."""
+"""The recipe of one pass: another rate for gains, a schedule stopped early, and what `store_all` stores."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from normlab.training.text.corpus import Corpus, corpus_of
 
 
 def _after_one_step(config: TrainConfig, corpus: Corpus) -> dict[str, torch.Tensor]:
-    """What one step adds to each parameter."""
+    """The change of each parameter in one step."""
     training = Training(config, corpus, accelerator_for(config))
     model = training.model
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

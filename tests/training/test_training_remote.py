@@ -1,4 +1,4 @@
-"""Runs at an address: published, gone on with and read by machines that share nothing else."""
+"""Runs at an address: published, resumed and read by machines that share nothing else."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from normlab.training.workers import Cluster, Outcome, Slurm
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes this process another machine: one with a cache of its own."""
+    """Makes this process another machine, with another cache."""
 
     def machine(number: int) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"machine-{number}"))

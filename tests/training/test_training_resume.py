@@ -97,7 +97,7 @@ def _finish(config: TrainConfig, out: Path, cache: Path) -> None:
 
 
 def _kill(process: Any) -> bool:
-    """Whether it was still running."""
+    """True if it was still running."""
     process.join(0)
     running = process.exitcode is None
     if running:
@@ -135,8 +135,11 @@ def _assert_equal(run: runs.Run, reference: runs.Run) -> None:
 def _kill_at_random(
     config: TrainConfig, out: Path, cache: Path, kills: int, seconds: float, seed: int
 ) -> tuple[int, float]:
-    """Start and kill until `kills` processes died or the run is finished; then finish it. How many died, and how long a
-    whole run takes: `seconds`, unless one ended sooner, because a machine may be busy while the first is timed."""
+    """Start and kill until `kills` processes died or the run is finished; then finish it.
+
+    Returns how many died, and how long a whole run takes. That is `seconds` unless one ended sooner: a machine may be
+    busy while the first is timed.
+    """
     choose = random.Random(seed)
     killed = 0
     while killed < kills and not (out / config.run_id).exists():

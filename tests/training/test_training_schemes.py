@@ -1,4 +1,4 @@
-"""What a scheme does in a training run: schedules, weights after a step, rates; and a resumed run goes on with them."""
+"""Schemes in a training run: schedules, weights after a step, and rates, in a resumed run too."""
 
 import pytest
 import torch

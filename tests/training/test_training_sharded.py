@@ -91,7 +91,7 @@ def _watch_rank(environment: dict[str, str], config: TrainConfig, out: Path, cac
 
 @pytest.fixture(scope="module")
 def watched(config: TrainConfig, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process and two ranks wrote."""
+    """The runs of one process and of two ranks."""
     config = dataclasses.replace(config, steps=4, probe_every=0, eval_every=0, checkpoint_every=0)
     out = tmp_path_factory.mktemp("watched")
     _watch_rank({}, config, out, cache, -1)

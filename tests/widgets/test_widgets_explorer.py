@@ -100,7 +100,7 @@ def predicted(scheme: str, depth: int, metric: str = "token_l2_mean", **changes:
 
 
 def remarks(runs: pd.DataFrame, configs: Any = None, view: str = "block_out|token_l2_mean") -> str:
-    """What the page says under a view after training: of the step, of theory and of a log axis."""
+    """Remarks under a view after training: on the step, on theory and on a log axis."""
     found = page_data(Profiles(runs, configs), None)["views"][f"{view}|all|4|{ABSOLUTE}"]
     return " · ".join([*found["frames"][-1]["remarks"], *found["remarks"].values()])
 

@@ -37,7 +37,7 @@ def _bridge() -> Any:
 
 
 def line_in_blue(theme: str) -> go.Figure:
-    """A reader's own figure, for a widget of their own."""
+    """A reader's own figure, for their own widget."""
     figure = go.Figure(go.Scatter(name="mine", y=[1.0, 2.0], line=dict(color=look.ink(BLUE, theme))))
     return figure.update_layout(template=look.template(theme), height=300)
 
