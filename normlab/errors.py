@@ -14,7 +14,7 @@ from typing import Any
 
 ANSWER_SECONDS = 20.0  # what a connection waits for an answer
 PATIENCE = 5.0  # seconds that other ranks leave to the first, to speak
-STOPPED = "stopped; the same command goes on from the last checkpoint"
+STOPPED = "stopped; the same command resumes from the last checkpoint"
 
 
 class NormlabError(ValueError):

@@ -81,7 +81,7 @@ class Evidence(NamedTuple):
 def causes_of(evidence: Evidence) -> list[str]:
     """Sentences that say what differs at `evidence.site`; empty where no rule holds."""
     if evidence.site.name.endswith("_grad"):
-        return ["every forward value agrees: a backward of its own, a detached tensor or a scaled gradient"]
+        return ["every forward value agrees: a custom backward, a detached tensor or a scaled gradient"]
     causes = [cause for rule in (_weights, _reads, _function, _trials) for cause in rule(evidence)]
     return list(dict.fromkeys(causes))[:5]
 

@@ -163,7 +163,7 @@ def published_remark(published: pd.DataFrame | None, view: View) -> str:
     """Explain the diamonds, or say that there are none."""
     if len(_published(published, view)):
         return "diamonds: published values, of larger models"
-    return f"no published value stands beside this view of the {metric_row(view.metric).label}"
+    return f"no paper's value is at hand for this view of the {metric_row(view.metric).label}"
 
 
 def _span(lines: Sequence[Profile], bands: Sequence[Profile]) -> list[float]:

@@ -154,7 +154,7 @@ def test_launchers_start_the_command(launcher, config, alone, cache, tmp_path):
 # What the second of two ranks does, and what becomes of them. The first would train on.
 ENDS: dict[str, tuple[str, int | tuple[type[BaseException], str]]] = {
     "a rank that fails ends the others": ("exit 3", 3),
-    "a killed rank is one line": ("kill -9 $$", (NormlabError, "^rank 1 was ended by SIGKILL; .* goes on")),
+    "a killed rank is one line": ("kill -9 $$", (NormlabError, "^rank 1 was ended by SIGKILL; .* resumes")),
     "Ctrl-C ends all, and is said by nobody else": ("kill -2 $PPID; exec sleep 60", (KeyboardInterrupt, "^$")),
     "a launcher that is ended ends all": ("kill -15 $PPID; exec sleep 60", (SystemExit, "^143$")),
 }

@@ -1,4 +1,4 @@
-/* The models as a page: weights lie beside it, its state in the address: #model=bhyt-d8&all=kappa:0.5&3=block:0,mlp:0.5 */
+/* The models as a page: weights lie in its folder, its state in the address: #model=bhyt-d8&all=kappa:0.5&3=block:0,mlp:0.5 */
 const fieldsOf = text => Object.fromEntries(text.split(",").map(part => part.split(":")).filter(([name]) => name in AS_IS)
   .map(([name, value]) => [name, name === "exact" ? value === "true" : +value]).filter(([, value]) => !Number.isNaN(value)));
 const textOf = fields => Object.entries(fields).map(([name, value]) => `${name}:${typeof value === "number" ? +value.toPrecision(6) : value}`).join(",");
@@ -32,7 +32,7 @@ async function interleaved(planes) {
 }
 const weights = name => new Promise((resolve, reject) => document.head.append(element("script", {
   src: `${encodeURIComponent(name)}.js`, onload: () => resolve(interleaved(unzip(WEIGHTS[name]).arrayBuffer())),
-  onerror: () => reject(new Error(`the weights are missing: ${name}.js has to lie beside this page`)),
+  onerror: () => reject(new Error(`the weights are missing: ${name}.js has to lie in this page's folder`)),
 })));
 
 followDark(() => {});
