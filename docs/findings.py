@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from safetensors import safe_open
 from scipy import stats
 from tables import table
 
@@ -287,7 +286,7 @@ def attention() -> dict[str, str]:
     small, other = (deep.loc[list(names), ["models", "seeds"]].sum() for names in (SMALL_GAIN, (PRE_LN, LNS)))
     share = stats.binomtest(int(small["models"]), int(small["seeds"])).proportion_ci()
     sides = [[side["models"], side["seeds"] - side["models"]] for side in (small, other)]
-    gains = _gains_of_shipped()
+    gains = _gains_of_eight()
     return {
         "dead_models": f"{small['models']} of {small['seeds']}",
         "dead_share": f"{small['models'] / small['seeds']:.0%} [{share.low:.0%}, {share.high:.0%}]",
@@ -323,17 +322,12 @@ def _uniform(table: pd.DataFrame, depth: int) -> pd.DataFrame:
     return counts.loc[in_order(counts.index)].reset_index()
 
 
-def _gains_of_shipped() -> pd.DataFrame:
-    """lambda before attention in blocks 2 to 8 of the shipped BHyT and BHyT*, and whether that attention is uniform."""
-    entropy, rows = _entropy(runs()), []
-    for scheme in ("bhyt", "bhyt_exact"):
-        folder = ROOT / "data" / "models" / f"{scheme}-d8"
-        run = normlab.runs.read_run(folder).manifest["run"]
-        with safe_open(folder / "model.safetensors", "pt") as weights:
-            for layer in range(2, 9):
-                gain = weights.get_tensor(f"model.layers.{layer - 1}.input_layernorm.lam")
-                rows.append((abs(float(gain)), bool(entropy.loc[run, layer] > UNIFORM)))
-    return pd.DataFrame(rows, columns=["lambda", "dead"]).sort_values("lambda")
+def _gains_of_eight() -> pd.DataFrame:
+    """lambda before attention in blocks 2 to 8 of the BHyT and BHyT* of 8 blocks, and whether it is uniform."""
+    gains = pd.read_csv(ROOT / "data" / "runs" / "lambda.csv").query("layer > 1")
+    entropy = _entropy(runs()).stack()
+    dead = entropy.loc[list(gains[["run", "layer"]].itertuples(index=False, name=None))].to_numpy() > UNIFORM
+    return gains.assign(**{"lambda": gains["lambda"].abs(), "dead": dead}).sort_values("lambda")
 
 
 def slower_gains() -> dict[str, str]:

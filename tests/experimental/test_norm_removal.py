@@ -177,7 +177,7 @@ def test_the_command_prints_the_table_and_refuses_what_it_cannot_do(text, corpus
 
 @pytest.mark.slow
 def test_the_shipped_model_learns_to_do_without_its_norms(tmp_path):
-    config = RemovalConfig(steps=20, eval_blocks=32)
+    config = RemovalConfig(steps=20, eval_blocks=32, corpus="packages")
     table = remove_norms("pre_rmsnorm-d8", tmp_path / "out", config, progress=False)
     assert len(table) == 17 and table["loss_tuned"].iloc[-1] < table["loss_before"].iloc[0] + 0.6
     left = normlab.load_model(tmp_path / "out" / "model")

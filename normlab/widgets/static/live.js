@@ -22,7 +22,7 @@ const TOUR = [
     say: "Every block adds to a running sum, the residual stream. The bars show how much the loss rises without each block. Skip block 1: most of these models then do hardly better than a guess. Skip another with its slider, or choose another model: which block matters depends on how it was trained.",
     act: "Skip block 1" },
   { title: "Half of every block is almost enough", change: { block: 0.5 },
-    say: "Let every block add half of what it learned to add. The stream shrinks to half, but the loss stays close: each block begins with a norm, which divides by the stream's size, so only proportions count.",
+    say: "Let every block add half of what it learned to add. The stream shrinks to half, but the loss of most models stays close: each block begins with a norm, which divides by the stream's size, so only proportions count.",
     act: "Halve every block" },
   { title: "A gain is not divided away", change: { gain: 0.5 },
     say: "After it has divided by the stream's size, a norm multiplies by its gain γ. Halve every γ: nothing makes up for it, and the loss rises several times as much as when every block was halved.",
