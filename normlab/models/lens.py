@@ -124,8 +124,8 @@ def to_bridge(model: Any, tokenizer: Any = None) -> Any:
     """A TransformerLens bridge around a NormlabForCausalLM, for any scheme.
 
     The model is wrapped in place and switched to `attn_implementation="eager"`. The bridge computes attention step by
-    step, with logits bit-identical to the model's under eager attention. Use the bridge from here on. Probes work on
-    it. Folding norms into weights is switched off.
+    step. Its logits are the model's under eager attention, in some models up to their last bit. Use the bridge from
+    here on. Probes work on it. Folding norms into weights is switched off.
 
     Args:
         model: NormlabForCausalLM; not another architecture.
