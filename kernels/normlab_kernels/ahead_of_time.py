@@ -5,8 +5,8 @@
 One row of the table is one kernel as it would be launched, or with the fields changed that `launch` names. It has
 registers per thread, bytes spilled to local memory, and shared memory. It counts machine instructions, special-function
 instructions, and loads that are 16 bytes wide. The last count is of groups of asynchronous copies that may be under way
-while a loop works (-1: no such loop). `code` identifies the sources; rows of other sources stay, for comparison. Triton
-keeps what it has compiled. Triton is needed, without its interpreter. A GPU and a driver are not.
+while a loop works (-1: there are none). `code` identifies the sources; rows of other sources stay, for comparison.
+Triton keeps what it has compiled. Triton is needed, without its interpreter. A GPU and a driver are not.
 """
 
 from __future__ import annotations

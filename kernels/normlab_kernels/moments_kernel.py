@@ -20,9 +20,9 @@ def _load(p_x, o_row, m_row, start, width, stride_x, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scale(largest):
-    """The power of two below a row's largest number, and its inverse.
+    """The power of two below a row's largest number, and its inverse, clamped so that both are normal numbers.
 
-    Both are normal numbers. Squares of what is divided by it neither overflow nor vanish.
+    Squares of what is divided by it neither overflow nor vanish.
     """
     bits = tl.cast(largest, tl.int32, bitcast=True) & 0x7F800000
     scale = tl.minimum(tl.maximum(tl.cast(bits, tl.float32, bitcast=True), 1.1754943508222875e-38), 8.5e37)

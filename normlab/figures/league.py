@@ -205,9 +205,10 @@ def league_costs(table: pd.DataFrame) -> go.Figure:
         figure.update_layout({f"{axis}axis": value_axis(bounds, axis == "x")})
     figure.update_xaxes(title_text="time of a training step, over Pre-LN's").update_yaxes(title_text="nats per token")
     figure.update_layout(showlegend=False, margin=dict(l=80, r=30, t=96, b=70))
-    better = rows.loc[rows["scheme"] != BASELINE, "equal_compute"].dropna()
+    compared = rows[rows["says"].isin(SETS[:2])]
+    better = compared.loc[compared["scheme"] != BASELINE, "equal_compute"].dropna()
     title = f"Loss against time: {(better > 0).sum()} of {len(better)} schemes end below Pre-LN at equal compute"
-    if not rows["says"].isin(SETS[:2]).any():
+    if compared.empty:
         title = f"Loss against time: {len(rows)} schemes with too few final runs to compare"
     about = "● not told from the best, ○ others · bars: 95% intervals over seeds · times were taken on a busy machine"
     return theme.titled(figure, title, about, 560)

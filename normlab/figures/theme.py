@@ -143,9 +143,10 @@ def titled(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figu
 
     A title that is too long for a line takes several of about one length, and the figure grows by them.
     """
-    each = len(title) / max(1, math.ceil(len(title) / LETTERS))
-    text = title if "<" in title or each == len(title) else "<br>".join(wrap(title, round(each) + _WORD))
-    more = TITLE_LINE * (text.count("<br>") - title.count("<br>"))
+    lines = math.ceil(len(title) / LETTERS)
+    is_long = lines > 1 and "<" not in title
+    text = "<br>".join(wrap(title, len(title) // lines + _WORD)) if is_long else title
+    more = TITLE_LINE * text.count("<br>") if is_long else 0
     heading = dict(text=text, subtitle=dict(text=subtitle, font=dict(size=13, color=NEUTRAL)))
     if "<br>" in text:
         heading["pad"] = dict(t=LINES_PAD)

@@ -123,9 +123,9 @@ class NormlabArchitectureAdapter(LlamaArchitectureAdapter):
 def to_bridge(model: Any, tokenizer: Any = None) -> Any:
     """A TransformerLens bridge around a NormlabForCausalLM, for any scheme.
 
-    The model is wrapped in place and switched to `attn_implementation="eager"`. The bridge computes attention step by
-    step. Its logits are the model's under eager attention, in some models up to their last bit. Use the bridge from
-    here on. Probes work on it. Folding norms into weights is switched off.
+    The model is wrapped in place and switched to `attn_implementation="eager"`. TransformerLens computes attention by
+    itself, step by step. It may round otherwise: some models' logits differ in the last bit. All else is the model's
+    own. Use the bridge from here on. Probes work on it. Folding norms into weights is switched off.
 
     Args:
         model: NormlabForCausalLM; not another architecture.

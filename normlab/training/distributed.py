@@ -108,7 +108,7 @@ def start_ranks(ranks: int, arguments: list[str]) -> int:
     code = min((code for code in codes if code), default=0)
     if code < 0:
         reason = signal.Signals(-code).name
-        raise NormlabError(f"rank {codes.index(code)} was ended by {reason}; the same command resumes from there")
+        raise NormlabError(f"rank {codes.index(code)} was ended by {reason}; the same command resumes the run")
     return code
 
 

@@ -32,7 +32,7 @@ def lab(color: str, seen: np.ndarray) -> np.ndarray:
 
 
 def distance(a: str, b: str) -> float:
-    """The kind of colour vision to which two colours are nearest."""
+    """The distance of two colours, to the kind of vision that tells them apart least."""
     return min(float(np.linalg.norm(lab(a, seen) - lab(b, seen))) for seen in VISION.values())
 
 

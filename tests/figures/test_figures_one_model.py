@@ -53,5 +53,5 @@ def test_a_long_title_takes_a_second_line_and_the_figure_grows_by_it():
     lines = [len(line) for line in long.title.text.split("<br>")]
     assert len(lines) == 2 and max(lines) <= LETTERS and max(lines) - min(lines) <= 24
     assert long.title.text.replace("<br>", " ") == "word " * 29 + "word"
-    assert long.title.pad.t == LINES_PAD and long.title.xref is None  # the template's: the page's edge
+    assert long.title.pad.t == LINES_PAD and long.title.xref is None and template().layout.title.xref == "container"
     assert long.height - short.height == long.margin.t - short.margin.t == TITLE_LINE and short.height == 300
