@@ -31,6 +31,7 @@ QUANTITIES = {
 _TRIGRAMS = {"loss": "trigram_loss", "search_loss": "search_trigram_loss"}
 _SYMBOLS = {True: "circle", False: "circle-open"}  # whether a scheme is not told from the best
 _ROW = 23  # pixels of a scheme
+_LETTERS = 95  # of a line below the axes: what a notebook shows there on a small screen
 _WORST = 0.5  # nats above a scheme's best loss from which colours no longer differ
 
 
@@ -70,11 +71,13 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
     names = [theme.name_of(scheme) for scheme in rows["scheme"]]
     bottom = int(rows["position"].max())
     figure.update_yaxes(tickvals=rows["position"].tolist(), ticktext=names, ticks="", range=[bottom + 0.6, -0.6])
-    figure.update_layout(showlegend=False, margin=dict(l=190, r=30, t=116, b=70 + _name_missing(figure, table)))
+    below = _name_missing(figure, table)
+    figure.update_layout(showlegend=False, margin=dict(l=190, r=30, t=116, b=below))
     about = "● not told from the best, ○ others · bars: 95% interval over seeds"
     about += " · dotted: a trigram model of the text" * (quantity == "loss")
     first = next(iter(columns))
-    return theme.titled(figure, title + _message(rows, first, columns[first]), about, 250 + _ROW * max(bottom, 3))
+    height = 116 + below + _ROW * max(bottom, 3)
+    return theme.titled(figure, title + _message(rows, first, columns[first]), about, height)
 
 
 def _columns(table: pd.DataFrame, quantity: str) -> dict[str, str]:
@@ -125,13 +128,13 @@ def _message(rows: pd.DataFrame, name: str, words: str) -> str:
 
 
 def _name_missing(figure: go.Figure, table: pd.DataFrame) -> int:
-    """Name the schemes without a run below the axes, and those that diverged. Returns its height in pixels."""
+    """Name the schemes without a run below the axes, and those that diverged. Returns the margin that this takes."""
     lines = []
     for says in ("diverged", NOT_RUN):
         names = "; ".join(table.loc[table["says"] == says, "title"])
-        lines += wrap(f"{says.capitalize()}: {names}", 150) if names else []
+        lines += wrap(f"{says.capitalize()}: {names}", _LETTERS) if names else []
     footnote(figure, "<br>".join(lines))
-    return (LINE + 1) * len(lines)
+    return 70 + (LINE + 1) * len(lines)
 
 
 @register("league_rates", "N4", "the league: loss at each learning rate", reads="league")
@@ -165,11 +168,12 @@ def league_rates(table: pd.DataFrame) -> go.Figure:
     )
     figure.update_xaxes(type="category", title_text="learning rate", showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, ticks="")
-    figure.update_layout(margin=dict(l=190, r=30, t=96, b=70 + _name_missing(figure, table)))
+    below = _name_missing(figure, table)
+    figure.update_layout(margin=dict(l=190, r=30, t=96, b=below))
     wide = int((rows["valley"] > 1).sum())
     title = f"Learning rates: {wide} of {len(rows)} schemes have a second one within 0.05 nats of their best"
     about = f"the search's losses, {table['search_tokens'].max() / 1e6:.2f}M tokens, one seed · empty: not tried"
-    return theme.titled(figure, title, about, 250 + _ROW * max(len(rows), 4))
+    return theme.titled(figure, title, about, 110 + below + _ROW * max(len(rows), 4))
 
 
 @register("league_costs", "N4", "the league: loss against the time of a training step", reads="league")

@@ -106,3 +106,13 @@ def test_pre_ln_stands_at_its_own_time(table):
     figure = FIGURES["league_costs"](table)
     assert {trace.name: trace.x[0] for trace in figure.data} == {"Pre-LN": 1.0, "Peri-LN": 1.1, "LNS": 1.1}
     assert figure.layout.title.text.endswith("1 of 2 schemes end below Pre-LN at equal compute")
+
+
+@pytest.mark.parametrize("name", ["league_losses", "league_rates"])
+def test_many_schemes_without_a_run_make_the_figure_higher_not_wider(table, name):
+    many = pd.concat([table, *[table.iloc[-1:].assign(title=f"Another scheme {n}") for n in range(30)]])
+    few, figure = FIGURES[name](table), FIGURES[name](many)
+    missing = next(note.text for note in figure.layout.annotations if "Not run" in note.text)
+    assert missing.count("<br>") >= 5 and max(map(len, missing.split("<br>"))) <= 95
+    higher = figure.layout.height - few.layout.height
+    assert higher == figure.layout.margin.b - few.layout.margin.b > 0
