@@ -9,6 +9,7 @@ import pandas as pd
 from findings import ROOT, manifests, outcome, plain
 from tables import table
 
+from normlab.analysis.selection import title_of
 from normlab.store import FINALS, SEARCH
 
 
@@ -38,6 +39,24 @@ def precision() -> dict[str, str]:
         "loss_bfloat16": plain(loss["bfloat16", 0], 3),
         "loss_float32": plain(loss["float32", 0], 3),
         "loss_other_seed": plain(loss["bfloat16", 1], 3),
+        **league_precision(),
+    }
+
+
+def league_precision() -> dict[str, str]:
+    """Runs of the league's search that were trained in both precisions, and how many runs have which."""
+    search = {(m["config"]["scheme"], m["config"]["lr"]): m["eval_loss"] for m in manifests(f"league/{SEARCH}")}
+    lines, gaps = [], []
+    for manifest in manifests("precision/league"):
+        scheme, rate = manifest["config"]["scheme"], manifest["config"]["lr"]
+        gaps.append(abs(manifest["eval_loss"] - search[scheme, rate]))
+        losses = (plain(loss, 3) for loss in (search[scheme, rate], manifest["eval_loss"]))
+        lines.append((title_of(scheme), f"{rate:g}", *losses))
+    every = (*manifests("league"), *manifests(f"league/{SEARCH}"))
+    return {
+        "table_of_league_precision": table(("scheme", "rate", "float32", "bfloat16"), lines),
+        "league_precision_gap": plain(max(gaps), 3),
+        "league_bfloat16": f"{sum(m['config']['dtype'] == 'bfloat16' for m in every)}",
     }
 
 

@@ -19,7 +19,8 @@ import normlab
 from normlab.analysis import claims, decisions
 from normlab.analysis.compare import compare, compare_variants, last_values
 from normlab.analysis.notebook_tables import curse_of_depth as rates
-from normlab.analysis.selection import choose, in_order, title_of
+from normlab.analysis.league import load
+from normlab.analysis.selection import Selection, choose, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
 from normlab.models import NormlabConfig
 
@@ -94,6 +95,21 @@ def against_pre_ln(metric: str, depth: int) -> pd.DataFrame:
     return judged(pd.concat(rows, ignore_index=True)).set_index("a")
 
 
+@cache
+def league_minus_pre_ln(column: str) -> pd.DataFrame:
+    """Each scheme minus Pre-LN in the league's final runs, judged as one family; indexed by scheme.
+
+    column: `loss` on held-out text, `seen_loss` on a sample of the training text, or `gap`, the first minus the second.
+    """
+    finals = load([ROOT / "data" / "league"]).finals
+    loss, seen = (last_values(Selection(finals, summarize(finals)), name) for name in ("loss", "seen_loss"))
+    values = loss.assign(loss=loss["value"]).merge(seen[["run", "value"]].rename(columns={"value": "seen_loss"}), "left")
+    values = values.assign(gap=values["loss"] - values["seen_loss"])
+    values["value"] = values[column]
+    rows = [differences(values, name, PRE_LN, "loss") for name in in_order(values["scheme"]) if name != PRE_LN]
+    return judged(pd.concat(rows, ignore_index=True)).set_index("a")
+
+
 def pairs(values: pd.DataFrame, a: str, b: str, column: str = "value") -> pd.DataFrame:
     """Scheme a minus scheme b at each depth; `values` has one row per run, of all schemes that give the floor."""
     return judged(differences(values.assign(value=values[column]), a, b, "loss"))
@@ -159,12 +175,21 @@ def fit() -> dict[str, str]:
     return {
         "lns_gap": interval(smaller, 3),
         "lns_equal_rate": interval(pair(rate_of_pre_ln("loss"), LNS, PRE_LN), sign=True),
+        "league_lns_lead": interval(_turned(league_minus_pre_ln("loss").loc[LNS])),
+        "league_lns_loss": interval(league_minus_pre_ln("loss").loc[LNS], sign=True),
+        "league_lns_seen": interval(league_minus_pre_ln("seen_loss").loc[LNS], sign=True),
+        "league_lns_gap": interval(league_minus_pre_ln("gap").loc[LNS], 3, sign=True),
         "epochs": plain(manifests("runs")[0]["epochs"], 1),
         "table_of_fit": table(("blocks", "held-out loss", "training loss", "held-out minus training"), rows),
         "table_of_lead": table(
             ("step", *(f"{step:,}" for step in lead.index)), [("LNS minus Pre-LN", *map(signed, lead))]
         ),
     }
+
+
+def _turned(row: pd.Series) -> pd.Series:
+    """The difference the other way round."""
+    return pd.Series({"estimate": -row["estimate"], "low": -row["high"], "high": -row["low"]})
 
 
 def fit_values(depth: int) -> pd.DataFrame:
@@ -261,6 +286,7 @@ def stream() -> dict[str, str]:
     return {
         "bhyt_stream": interval(sizes.loc[BHYT]),
         "bhyt_loss": interval(losses.loc[BHYT], sign=True),
+        "league_bhyt_loss": interval(league_minus_pre_ln("loss").loc[BHYT], sign=True),
         "bhyt_stream_low_rate": interval(low),
         "bhyt_loss_low_rate": interval(pair(rate_of_pre_ln("loss"), BHYT, PRE_LN), sign=True),
         "one_block_low": plain(growth["one_block"].min()),

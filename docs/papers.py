@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from findings import (
     chosen,
     experiments,
     interval,
+    league_minus_pre_ln,
     plain,
     runs,
     signed,
@@ -28,14 +28,11 @@ from findings import (
 from tables import table
 
 import normlab
-from normlab.analysis.compare import last_values
-from normlab.analysis.league import load
-from normlab.analysis.selection import Selection, in_order, summarize, title_of
+from normlab.analysis.selection import title_of
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING = "not comparable", "missing"
-LEAGUE_RUNS = ROOT / "data" / "league"
 LEAGUE = "`league`: every scheme at 8 blocks, 3 seeds"
 RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
 NOT_CHECKED = "**not checked against the paper**"
@@ -215,24 +212,18 @@ def bhyt() -> list[Row]:
 
 def _ours(scheme: str, losses: pd.DataFrame) -> tuple[pd.Series | str, str]:
     """Our loss minus Pre-LN's, and what it rests on: three seeds at 16 blocks, the league's at 8, or one at 4."""
+    league = league_minus_pre_ln("loss")
     if scheme in losses.index:
-        return losses.loc[scheme], "16 blocks, each at its own rate"
-    if scheme in league().index:
-        return league().loc[scheme], "the league: 8 blocks, each at its own rate"
+        why = "16 blocks, each at its own rate"
+        if scheme in league.index:
+            why += f"; the league's, 8 blocks and text read once: {interval(league.loc[scheme], sign=True)}"
+        return losses.loc[scheme], why
+    if scheme in league.index:
+        return league.loc[scheme], "the league: 8 blocks, each at its own rate"
     end = chosen().query("depth == 4").groupby("scheme")["eval_loss"].mean()
     if scheme not in end.index:
         return "none", LEAGUE
     return f"{signed(end[scheme] - end[PRE_LN])} (4 blocks, one seed)", LEAGUE
-
-
-@cache
-def league() -> pd.DataFrame:
-    """Each scheme's loss minus Pre-LN's in the final runs of data/league, by scheme; empty before there are any."""
-    table = load([LEAGUE_RUNS]).finals
-    values = last_values(Selection(table, summarize(table)), "loss")
-    names = {*values["scheme"]}
-    rows = [differences(values, a, PRE_LN, "loss") for a in in_order(names - {PRE_LN}) if PRE_LN in names]
-    return pd.concat(rows).set_index("a") if rows else pd.DataFrame()
 
 
 def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[tuple[str, float]]:

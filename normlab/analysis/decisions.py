@@ -356,9 +356,8 @@ def predictions(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
             best = about.groupby("scheme")["eval_loss"].min()
             gap = best.get(a, math.nan) - best.get(b, math.nan)
             nothing = dict.fromkeys(("low", "high", "p"), math.nan)
-            rows.append(
-                pd.DataFrame([{"metric": "loss", "kind": "difference", "seeds": 1, "estimate": gap, **nothing}])
-            )
+            own = {"metric": "loss", "kind": "difference", "seeds": int(np.isfinite(gap)), "estimate": gap}
+            rows.append(pd.DataFrame([own | nothing]))
         rows[-1] = rows[-1].assign(source=source, prediction=f"{title} {expected} than {other}", expected=expected)
     table = judged(pd.concat(rows, ignore_index=True))
     says = []

@@ -266,6 +266,7 @@ def test_d_predictions_of_others():
     assert table["says"].tolist() == ["holds", "undecided", "one seed each: as predicted"]
     nothing = decisions.predictions(finals.frame().iloc[:0], search.frame())
     assert nothing["says"].tolist() == ["not run", "not run", "one seed each: as predicted"]
+    assert nothing["seeds"].tolist() == [0, 0, 1]
 
 
 def test_a_question_asked_of_other_runs_is_one_line():
