@@ -18,8 +18,8 @@ from tables import table
 import normlab
 from normlab.analysis import claims, decisions
 from normlab.analysis.compare import compare, compare_variants, last_values
-from normlab.analysis.notebook_tables import curse_of_depth as rates
 from normlab.analysis.league import load
+from normlab.analysis.notebook_tables import curse_of_depth as rates
 from normlab.analysis.selection import Selection, choose, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
 from normlab.models import NormlabConfig
@@ -103,7 +103,7 @@ def league_minus_pre_ln(column: str) -> pd.DataFrame:
     """
     finals = load([ROOT / "data" / "league"]).finals
     loss, seen = (last_values(Selection(finals, summarize(finals)), name) for name in ("loss", "seen_loss"))
-    values = loss.assign(loss=loss["value"]).merge(seen[["run", "value"]].rename(columns={"value": "seen_loss"}), "left")
+    values = loss.assign(loss=loss["value"], seen_loss=loss["run"].map(seen.set_index("run")["value"]))
     values = values.assign(gap=values["loss"] - values["seen_loss"])
     values["value"] = values[column]
     rows = [differences(values, name, PRE_LN, "loss") for name in in_order(values["scheme"]) if name != PRE_LN]
