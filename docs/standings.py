@@ -37,12 +37,15 @@ def csv() -> str:
 def texts() -> dict[str, str]:
     run = rows()[rows()["says"] != NOT_RUN]
     missing = rows().loc[rows()["says"] == NOT_RUN, "title"]
+    compared = run[run["p"].notna()]
     spent = [m["measured"]["wall_s"] for folder in ("league", "league/search") for m in manifests(folder)]
     return {
         "league_learned": _learned(run),
         "league_schemes": f"{len(rows())}",
         "league_searched": f"{run['search_loss'].notna().sum()}",
         "league_finals": f"{run['loss'].notna().sum()}",
+        "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
+        "league_compared": f"{len(compared)}",
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
         "league_not_run": "; ".join(missing) or "none",

@@ -30,6 +30,7 @@ from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differen
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 from normlab.schemes import SCHEMES, tagged
+from normlab.training.presets import get_preset
 
 PRE_LN, LNS = tagged("rates")
 BOUNDED, UNBOUNDED = tagged("exact_bound")
@@ -272,8 +273,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     corrected over all others (Bonferroni). These are multiple comparisons with the best (Hsu 1984) with each pair's own
     variance. The set holds the best scheme with probability 0.95. It takes two schemes with two final runs each: others
     have too few to be in or out.
-    A scheme without final runs is below at 2M tokens if its best loss of the search is above those of all that have
-    them by their rank. Else it is only searched.
+    A scheme without final runs is below at 2M tokens if it can no longer get them: as many others as get them by their
+    rank have a lower loss in the search. Else it is only searched.
 
     Args:
         finals, search: of `normlab.load_runs`, at the sweep `league` and below its `search`.
@@ -287,8 +288,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     names = [name for name in in_order(values["scheme"]) if means.loc[name, "count"] > 1]
     p = {name: _worse_than_some(values, name, names) for name in names if len(names) > 1}
     about = summarize(search)
-    by_rank = about["scheme"].isin({*means.index} - {*tagged("always_final")})
-    passed = about[by_rank].groupby("scheme")["eval_loss"].min().max()  # the last whose rank gave it final runs
+    plan = get_preset("league").parts[0]
+    ranked = about[~about["scheme"].isin(plan.always)].groupby("scheme")["eval_loss"].min()
     rows = []
     for scheme in in_order({*means.index, *about["scheme"]}):
         tried = about[about["scheme"] == scheme].groupby("lr")["eval_loss"].min()
@@ -310,7 +311,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         elif not math.isfinite(row["search_loss"]):
             row["says"] = "diverged"
         else:
-            row["says"] = "below at 2M tokens" if row["search_loss"] > passed else "only searched"
+            passed = (ranked < row["search_loss"]).sum() >= (plan.best or math.inf)
+            row["says"] = "below at 2M tokens" if passed else "only searched"
         rows.append(row)
     columns = ["scheme", "loss", "seeds", "p", "in_set", "search_loss", "rate", "inside", "says"]
     return pd.DataFrame(rows, columns=columns).sort_values(["loss", "search_loss"], ignore_index=True)
