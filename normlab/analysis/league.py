@@ -95,7 +95,8 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
         uniform: the number of uniform attentions, of `attentions`. The first block's are left out.
         deep_cost: sum of the skip costs of the deeper half of the blocks, in nats, with `deep_cost_low deep_cost_high`.
         parameters, operations, bytes: of norms and residual rules, per token (`normlab.models.costs`).
-        step_cost: measured time of a training step over Pre-LN's, with `step_low step_high`.
+        step_cost: measured time of a training step over Pre-LN's, with `step_low step_high`. Of seeds for which both
+            trained in one precision.
         equal_compute: Pre-LN's loss at the same compute, minus this scheme's. Positive is better. Pre-LN's loss falls
             with the logarithm of compute, at the slope from its search to its final runs.
         claim, predicted: what papers say, with source, and what other leagues found.
@@ -143,7 +144,14 @@ def _losses(chosen: Selection) -> dict[str, pd.Series]:
     columns |= {"minus": gaps["estimate"], "minus_low": gaps["low"], "minus_high": gaps["high"]}
     columns["verdict"] = gaps.get("verdict", pd.Series(dtype=object))
     speeds = last_values(chosen, "tokens_per_s")
-    rows = [differences(speeds, BASELINE, name, "tokens_per_s") for name in others]
+    speeds = speeds.assign(dtype=speeds["run"].map(chosen.runs["dtype"]))
+    rows = []
+    for name in others:
+        own = speeds[speeds["scheme"].isin([name, BASELINE])]
+        # Pairs in one precision: a machine that computes bfloat16 is another machine.
+        paired = own[own.groupby(["seed", "dtype"])["scheme"].transform("nunique") == 2]
+        if len(paired):
+            rows.append(differences(paired, BASELINE, name, "tokens_per_s", pool=speeds))
     costs = pd.concat(rows).set_index("b") if rows else _NO_ROWS
     return columns | {"step_cost": costs["estimate"], "step_low": costs["low"], "step_high": costs["high"]}
 

@@ -115,6 +115,15 @@ def test_the_gain_at_equal_compute_takes_off_what_pre_ln_gains_in_that_time(tabl
     assert table.loc[MINE, "equal_compute"] == pytest.approx(-0.3)
 
 
+def test_times_of_two_precisions_are_not_compared():
+    finals = pd.concat(
+        [final(PRE, 0).assign(dtype="float32"), final(LNS, 0).assign(dtype="bfloat16")], ignore_index=True
+    )
+    search = pd.concat([searched(scheme, {0.002: 3.9}) for scheme in (PRE, LNS)], ignore_index=True)
+    row = league.standings(league.League(finals, search, None), load_published()).set_index("scheme").loc[LNS]
+    assert row["minus"] == pytest.approx(-0.1) and math.isnan(row["step_cost"]) and math.isnan(row["equal_compute"])
+
+
 def test_claims_have_their_source(table):
     claim = table.loc[LNS, "claim"]
     assert "−0.029 from RMSNorm (BHyT Table 1, Llama-1B)" in claim
