@@ -18,7 +18,7 @@ from tables import table
 import normlab
 from normlab.analysis import claims, decisions
 from normlab.analysis.compare import compare, compare_variants, last_values
-from normlab.analysis.league import load
+from normlab.analysis.league import League, load
 from normlab.analysis.notebook_tables import curse_of_depth as rates
 from normlab.analysis.selection import Selection, choose, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
@@ -96,12 +96,17 @@ def against_pre_ln(metric: str, depth: int) -> pd.DataFrame:
 
 
 @cache
+def league() -> League:
+    return load([ROOT / "data" / "league"])
+
+
+@cache
 def league_minus_pre_ln(column: str) -> pd.DataFrame:
     """Each scheme minus Pre-LN in the league's final runs, judged as one family; indexed by scheme.
 
     column: `loss` on held-out text, `seen_loss` on a sample of the training text, or `gap`, the first minus the second.
     """
-    finals = load([ROOT / "data" / "league"]).finals
+    finals = league().finals
     loss, seen = (last_values(Selection(finals, summarize(finals)), name) for name in ("loss", "seen_loss"))
     values = loss.assign(loss=loss["value"], seen_loss=loss["run"].map(seen.set_index("run")["value"]))
     values = values.assign(gap=values["loss"] - values["seen_loss"])

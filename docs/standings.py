@@ -10,19 +10,12 @@ from functools import cache
 
 import numpy as np
 import pandas as pd
-from findings import ROOT, manifests, plain, signed
+from findings import league, manifests, plain, signed
 from tables import table
 
 import normlab
 from normlab.analysis.decisions import predictions
-from normlab.analysis.league import NOT_RUN, League, load, shown, standings
-
-RUNS = ROOT / "data" / "league"
-
-
-@cache
-def league() -> League:
-    return load([RUNS])
+from normlab.analysis.league import NOT_RUN, shown, standings
 
 
 @cache

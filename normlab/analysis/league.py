@@ -144,12 +144,12 @@ def _losses(chosen: Selection) -> dict[str, pd.Series]:
     columns |= {"minus": gaps["estimate"], "minus_low": gaps["low"], "minus_high": gaps["high"]}
     columns["verdict"] = gaps.get("verdict", pd.Series(dtype=object))
     speeds = last_values(chosen, "tokens_per_s")
-    speeds = speeds.assign(dtype=speeds["run"].map(chosen.runs["dtype"]))
+    speeds = speeds.assign(group=speeds["run"].map(chosen.runs["dtype"]))
     rows = []
     for name in others:
         own = speeds[speeds["scheme"].isin([name, BASELINE])]
         # Pairs in one precision: a machine that computes bfloat16 is another machine.
-        paired = own[own.groupby(["seed", "dtype"])["scheme"].transform("nunique") == 2]
+        paired = own[own.groupby(["seed", "group"])["scheme"].transform("nunique") == 2]
         if len(paired):
             rows.append(differences(paired, BASELINE, name, "tokens_per_s", pool=speeds))
     costs = pd.concat(rows).set_index("b") if rows else _NO_ROWS
