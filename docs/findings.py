@@ -101,8 +101,8 @@ def league() -> League:
 
 
 @cache
-def league_minus_pre_ln(column: str) -> pd.DataFrame:
-    """Each scheme minus Pre-LN in the league's final runs, judged as one family; indexed by scheme.
+def league_minus(column: str, base: str = PRE_LN) -> pd.DataFrame:
+    """Each scheme minus `base` in the league's final runs, judged as one family; indexed by scheme.
 
     column: `loss` on held-out text, `seen_loss` on a sample of the training text, or `gap`, the first minus the second.
     """
@@ -111,7 +111,7 @@ def league_minus_pre_ln(column: str) -> pd.DataFrame:
     values = loss.assign(loss=loss["value"], seen_loss=loss["run"].map(seen.set_index("run")["value"]))
     values = values.assign(gap=values["loss"] - values["seen_loss"])
     values["value"] = values[column]
-    rows = [differences(values, name, PRE_LN, "loss") for name in in_order(values["scheme"]) if name != PRE_LN]
+    rows = [differences(values, name, base, "loss") for name in in_order(values["scheme"]) if name != base]
     return judged(pd.concat(rows, ignore_index=True)).set_index("a")
 
 
@@ -180,10 +180,10 @@ def fit() -> dict[str, str]:
     return {
         "lns_gap": interval(smaller, 3),
         "lns_equal_rate": interval(pair(rate_of_pre_ln("loss"), LNS, PRE_LN), sign=True),
-        "league_lns_lead": interval(_turned(league_minus_pre_ln("loss").loc[LNS])),
-        "league_lns_loss": interval(league_minus_pre_ln("loss").loc[LNS], sign=True),
-        "league_lns_seen": interval(league_minus_pre_ln("seen_loss").loc[LNS], sign=True),
-        "league_lns_gap": interval(league_minus_pre_ln("gap").loc[LNS], 3, sign=True),
+        "league_lns_lead": interval(_turned(league_minus("loss").loc[LNS])),
+        "league_lns_loss": interval(league_minus("loss").loc[LNS], sign=True),
+        "league_lns_seen": interval(league_minus("seen_loss").loc[LNS], sign=True),
+        "league_lns_gap": interval(league_minus("gap").loc[LNS], 3, sign=True),
         "epochs": plain(manifests("runs")[0]["epochs"], 1),
         "table_of_fit": table(("blocks", "held-out loss", "training loss", "held-out minus training"), rows),
         "table_of_lead": table(
@@ -291,7 +291,7 @@ def stream() -> dict[str, str]:
     return {
         "bhyt_stream": interval(sizes.loc[BHYT]),
         "bhyt_loss": interval(losses.loc[BHYT], sign=True),
-        "league_bhyt_loss": interval(league_minus_pre_ln("loss").loc[BHYT], sign=True),
+        "league_bhyt_loss": interval(league_minus("loss").loc[BHYT], sign=True),
         "bhyt_stream_low_rate": interval(low),
         "bhyt_loss_low_rate": interval(pair(rate_of_pre_ln("loss"), BHYT, PRE_LN), sign=True),
         "one_block_low": plain(growth["one_block"].min()),

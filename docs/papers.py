@@ -20,11 +20,12 @@ from findings import (
     chosen,
     experiments,
     interval,
-    league_minus_pre_ln,
+    league_minus,
     plain,
     runs,
     signed,
 )
+from standings import searched
 from tables import table
 
 import normlab
@@ -37,6 +38,7 @@ LEAGUE = "`league`: every scheme at 8 blocks, 3 seeds"
 RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
 NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
+SCALED_LNS = "lns_scaled_init"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def _verdict(row: Any, lower: bool | None) -> str:
 
 def curse_of_depth() -> list[Row]:
     costs = block_costs()
+    scaled = _of_table(CURSE, "Table 6", SCALED_LNS, LNS)[-1][1]
     unequal = f"LNS ran at rate 0.008, Pre-LN at 0.004. {RATES}"
     losses = against_pre_ln("loss", 16)
     return [
@@ -144,11 +147,10 @@ def curse_of_depth() -> list[Row]:
         ),
         Row(
             "Table 6",
-            "LNS with scaled init, minus LNS",
-            f"{signed(_scaled_lns(), 3)} (130M)",
-            "none",
-            "Planned with the league",
-            verdict=MISSING,
+            "loss of LNS with scaled init, minus LNS's",
+            f"{signed(scaled, 3)} (130M)",
+            *_ours(SCALED_LNS, base=LNS),
+            lower=scaled < 0,
         ),
         *(
             Row("Table 6", f"loss of {title_of(name)} minus Pre-LN's", "no value at hand", *_ours(name, losses))
@@ -203,27 +205,34 @@ def bhyt() -> list[Row]:
                 lower=gaps[-1][1] < 0,
             )
         )
-    end = chosen().query("depth == 4").groupby("scheme")["eval_loss"].mean()
     gap = _of_table(BHYT_PAPER, "Table 3", BHYT, PERI)[-1][1]
-    ours = f"{signed(end[BHYT] - end[PERI])} (4 blocks, one seed of Peri-LN)"
-    rows.append(Row("Table 3", "loss of BHyT minus Peri-LN's", f"{signed(gap, 3)} (3B)", ours, LEAGUE, verdict=MISSING))
+    theirs = f"{signed(gap, 3)} (3B)"
+    rows.append(Row("Table 3", "loss of BHyT minus Peri-LN's", theirs, *_ours(BHYT, base=PERI), lower=True))
     return rows
 
 
-def _ours(scheme: str, losses: pd.DataFrame) -> tuple[pd.Series | str, str]:
-    """Our loss minus Pre-LN's, and what it rests on: three seeds at 16 blocks, the league's at 8, or one at 4."""
-    league = league_minus_pre_ln("loss")
-    if scheme in losses.index:
+def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -> tuple[pd.Series | str, str]:
+    """Our loss minus the base's, and what it rests on: `losses` of three seeds at 16 blocks, the league's final runs,
+    or single seeds."""
+    league = league_minus("loss", base)
+    final = league.loc[scheme] if scheme in league.index and np.isfinite(league.loc[scheme, "low"]) else None
+    if losses is not None and scheme in losses.index:
         why = "16 blocks, each at its own rate"
-        if scheme in league.index:
-            why += f"; the league's, 8 blocks and text read once: {interval(league.loc[scheme], sign=True)}"
+        if final is not None:
+            why += f"; the league's, 8 blocks and text read once: {interval(final, sign=True)}"
         return losses.loc[scheme], why
-    if scheme in league.index:
-        return league.loc[scheme], "the league: 8 blocks, each at its own rate"
-    end = chosen().query("depth == 4").groupby("scheme")["eval_loss"].mean()
-    if scheme not in end.index:
-        return "none", LEAGUE
-    return f"{signed(end[scheme] - end[PRE_LN])} (4 blocks, one seed)", LEAGUE
+    if final is not None:
+        return final, "the league: 8 blocks, each at its own rate"
+    ends = (
+        ("4 blocks", chosen().query("depth == 4").groupby("scheme")["eval_loss"].mean()),
+        ("8 blocks, the league's search", searched()),
+    )
+    parts = [
+        f"{signed(end[scheme] - end[base])} ({which}, one seed)"
+        for which, end in ends
+        if {scheme, base} <= set(end.index)
+    ]
+    return "; ".join(parts) or "none", LEAGUE
 
 
 def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[tuple[str, float]]:
@@ -235,11 +244,6 @@ def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[t
     losses = rows.assign(loss=value).pivot_table(index="model", columns="scheme", values="loss", sort=False)
     gaps = (losses[scheme] - losses[base]).dropna()
     return [(gaps.index[place], float(gaps.iloc[place])) for place in dict.fromkeys((0, len(gaps) - 1))]
-
-
-def _scaled_lns() -> float:
-    rows = normlab.load_published().query("paper == @CURSE and `where` == 'Table 6'").set_index("method")["value"]
-    return float(np.log(rows["LNS + scaled init"] / rows["LNS"]))
 
 
 def _gain() -> pd.Series:

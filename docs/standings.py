@@ -23,6 +23,11 @@ def rows() -> pd.DataFrame:
     return standings(league(), normlab.load_published())
 
 
+def searched() -> pd.Series:
+    """The best loss of each scheme in the search, one seed; indexed by scheme."""
+    return rows().set_index("scheme")["search_loss"].dropna()
+
+
 def csv() -> str:
     return rows().to_csv(index=False, float_format="%.6g", lineterminator="\n")
 

@@ -74,7 +74,7 @@ def test_the_words_of_the_findings_hold(code):
         assert normlab.compare(runs, "bhyt", "bhyt_linear", metric, depth=4)["verdict"].item() == "undecided"
     equal = pair(findings.rate_of_pre_ln("loss"), "lns", "pre_rmsnorm")
     assert equal["low"] < 0 < equal["high"]
-    loss, gap = findings.league_minus_pre_ln("loss"), findings.league_minus_pre_ln("gap")
+    loss, gap = findings.league_minus("loss"), findings.league_minus("gap")
     assert loss.loc["lns", "high"] < 0 and loss.loc["lns", "verdict"] == "undecided"
     assert loss.loc["bhyt", "low"] < 0 < loss.loc["bhyt", "high"]
     assert gap.loc["lns", "low"] < 0 < gap.loc["lns", "high"]

@@ -349,6 +349,7 @@ def ngpt(m, x, f, name, part, layer):
 
 JOINS = {
     "lns": lns,
+    "lns_scaled_init": lns,
     "post_rmsnorm": post,
     "mix_ln": mix,
     "peri_ln": peri,

@@ -100,10 +100,13 @@ def test_the_random_state_after_building_is_the_same_for_every_scheme(scheme):
     assert_bits(torch.rand(4), expected)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "plain_scheme"), [("pre_rmsnorm_scaled_init", "pre_rmsnorm"), ("lns_scaled_init", "lns")]
+)
 @pytest.mark.parametrize("depth", [1, 3, 8])
-def test_scaled_init_is_the_same_draws_over_the_root_of_2L(depth):
-    scaled = fresh_model("pre_rmsnorm_scaled_init", num_hidden_layers=depth).state_dict()
-    for name, plain in fresh_model("pre_rmsnorm", num_hidden_layers=depth).state_dict().items():
+def test_scaled_init_is_the_same_draws_over_the_root_of_2L(depth, scheme, plain_scheme):
+    scaled = fresh_model(scheme, num_hidden_layers=depth).state_dict()
+    for name, plain in fresh_model(plain_scheme, num_hidden_layers=depth).state_dict().items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             assert_near(scaled[name], plain.double() / math.sqrt(2 * depth), 2e-7, name)
         else:
