@@ -25,7 +25,7 @@ from normlab.analysis.verdicts import DIFFERENT, differences, judged
 from normlab.models import NormlabConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-PRE_LN, LNS, BHYT = "pre_rmsnorm", "lns", "bhyt"
+PRE_LN, LNS, BHYT, GAIN_CONTROL = "pre_rmsnorm", "lns", "bhyt", "rmsnorm_gain"
 SMALL_GAIN = ("bhyt", "bhyt_exact", "rmsnorm_gain")
 PLAIN = ("pre_rmsnorm", "lns", "lns_gain")
 MANY_STEPS = 500  # training loss is a mean over the last of them
@@ -102,16 +102,18 @@ def league() -> League:
 
 @cache
 def league_minus(column: str, base: str = PRE_LN) -> pd.DataFrame:
-    """Each scheme minus `base` in the league's final runs, judged as one family; indexed by scheme.
+    """Each scheme against `base` in the league's final runs, judged as one family; indexed by scheme.
 
-    column: `loss` on held-out text, `seen_loss` on a sample of the training text, or `gap`, the first minus the second.
+    column: a metric, `loss` on held-out text and `seen_loss` on a sample of the training text among them; or `gap`, the
+    first of these two minus the second.
     """
-    finals = league().finals
-    loss, seen = (last_values(Selection(finals, summarize(finals)), name) for name in ("loss", "seen_loss"))
-    values = loss.assign(loss=loss["value"], seen_loss=loss["run"].map(seen.set_index("run")["value"]))
-    values = values.assign(gap=values["loss"] - values["seen_loss"])
-    values["value"] = values[column]
-    rows = [differences(values, name, base, "loss") for name in in_order(values["scheme"]) if name != base]
+    chosen = Selection(league().finals, summarize(league().finals))
+    values = last_values(chosen, "loss" if column == "gap" else column)
+    if column == "gap":
+        seen = last_values(chosen, "seen_loss").set_index("run")["value"]
+        values = values.assign(value=values["value"] - values["run"].map(seen))
+    metric = "loss" if column in ("gap", "seen_loss") else column
+    rows = [differences(values, name, base, metric) for name in in_order(values["scheme"]) if name != base]
     return judged(pd.concat(rows, ignore_index=True)).set_index("a")
 
 
@@ -225,7 +227,7 @@ def rate_of_pre_ln(metric: str) -> pd.DataFrame:
 
 OF_BLOCKS = {
     "costliest": "costliest block",
-    "early": "sum of 2 to 8",
+    "early": "others of 2 to 8",
     "late": "sum of 9 to 16",
     "deep": "mean of 9 to 15",
     "last": "block 16",
@@ -238,7 +240,7 @@ def blocks() -> dict[str, str]:
     mean = values.groupby("scheme")[list(OF_BLOCKS)].mean()
     rows = [(title_of(name), *map(plain, mean.loc[name])) for name in in_order(mean.index)]
     rows.append(("LNS minus Pre-LN", *lns_minus_pre_ln().apply(cell, axis=1)))
-    less = pair(values.assign(less=-values["late"]), LNS, PRE_LN, "less")
+    less = pair(values.assign(less=-values["deep"]), LNS, PRE_LN, "less")
     return {"deep_cost_less": interval(less), "table_of_blocks": table(("scheme", *OF_BLOCKS.values()), rows)}
 
 
@@ -249,11 +251,15 @@ def lns_minus_pre_ln() -> pd.DataFrame:
 
 
 def block_costs() -> pd.DataFrame:
-    """Costs of leaving out one of 16 blocks, and how far blocks 9 to 15 are from the identity: one row per run."""
+    """Costs of leaving out one of 16 blocks, and how far blocks 9 to 15 are from the identity: one row per run.
+
+    The costliest block is in no sum.
+    """
     cost, jacobian = by_layer("skip_delta_loss"), by_layer("jacobian_identity")
+    others = cost.where(cost.lt(cost.max(axis=1), axis=0))
     values = {
         "costliest": cost.max(axis=1),
-        "early": cost.loc[:, 2:8].sum(axis=1),
+        "early": others.loc[:, 2:8].sum(axis=1),
         "late": cost.loc[:, 9:16].sum(axis=1),
         "deep": cost.loc[:, 9:15].mean(axis=1),
         "last": cost[16],
@@ -288,9 +294,12 @@ def stream() -> dict[str, str]:
     )
     low = differences(rate_of_pre_ln("token_l2_mean"), BHYT, PRE_LN, "token_l2_mean").iloc[0]
     growth = claims.growth(runs()).query("depth == 16").set_index("a")
+    of_rate = by_rate.groupby("scheme")["token_l2"]
+    sizes_league = league_minus("token_l2_mean")
     return {
-        "bhyt_stream": interval(sizes.loc[BHYT]),
         "bhyt_loss": interval(losses.loc[BHYT], sign=True),
+        "league_bhyt_stream": interval(sizes_league.loc[BHYT]),
+        "league_lns_stream": interval(sizes_league.loc[LNS]),
         "league_bhyt_loss": interval(league_minus("loss").loc[BHYT], sign=True),
         "bhyt_stream_low_rate": interval(low),
         "bhyt_loss_low_rate": interval(pair(rate_of_pre_ln("loss"), BHYT, PRE_LN), sign=True),
@@ -298,9 +307,20 @@ def stream() -> dict[str, str]:
         "one_block_high": plain(growth["one_block"].max()),
         "growth_pre_ln": plain(growth.loc[PRE_LN, "estimate"], 1),
         "growth_lns": plain(growth.loc[LNS, "estimate"], 1),
+        "growth_bhyt_seeds": listed(sorted(grown_of(BHYT, 16)), 1),
+        "growth_control": f"{growth.loc[GAIN_CONTROL, 'estimate']:.0f}",
+        "rate_moves": f"{(of_rate.max() / of_rate.min()).max():.0f}",
         "table_of_streams": table(("scheme", "L2 norm after block 16, over Pre-LN's", "loss minus Pre-LN's"), rows),
         "table_of_rates": table(("scheme", "rate", "loss", "apart", "L2 norm", "over Pre-LN's"), columns),
     }
+
+
+def grown_of(scheme: str, depth: int) -> pd.Series:
+    """L2 norm of a token after the last block over that after the first, of each seed."""
+    last, first = (
+        last_values(choose(runs(), depth=depth, same_rate=True), "token_l2_mean", layer=at) for at in (depth, 1)
+    )
+    return (last["value"] / first["value"])[last["scheme"] == scheme]
 
 
 # Where does attention die?
@@ -318,11 +338,15 @@ def attention() -> dict[str, str]:
     share = stats.binomtest(int(small["models"]), int(small["seeds"])).proportion_ci()
     sides = [[side["models"], side["seeds"] - side["models"]] for side in (small, other)]
     gains = _gains_of_eight()
+    trained_gain = choose(runs(), depth=16).runs.query("scheme == 'lns_gain'").index
+    uniform = _entropy(runs()).loc[trained_gain].drop(columns=1).gt(UNIFORM).any()
     return {
         "dead_models": f"{small['models']} of {small['seeds']}",
-        "dead_share": f"{small['models'] / small['seeds']:.0%} [{share.low:.0%}, {share.high:.0%}]",
+        "dead_share": f"{small['models']} of {small['seeds']} [{share.low:.0%}, {share.high:.0%}]",
         "dead_models_other": f"{other['models']} of {other['seeds']}",
         "dead_p": f"{stats.fisher_exact(sides).pvalue:.4f}",
+        "dead_lns_gain_from": f"{uniform.idxmax()}",
+        "dead_lns_gain_start": plain(1 / math.sqrt(uniform.idxmax())),
         "dead_lambda": listed(gains[gains["dead"]]["lambda"]),
         "live_lambda": plain(gains[~gains["dead"]]["lambda"].min()),
         "start_lambda": f"{NormlabConfig(scheme=BHYT).lam_input:g}",

@@ -34,6 +34,7 @@ def csv() -> str:
 
 def texts() -> dict[str, str]:
     run = rows()[rows()["says"] != NOT_RUN]
+    half = (run["minus_high"] - run["minus_low"]).dropna() / 2
     missing = rows().loc[rows()["says"] == NOT_RUN, "title"]
     compared = run[run["p"].notna()]
     spent = [m["measured"]["wall_s"] for folder in ("league", "league/search") for m in manifests(folder)]
@@ -44,14 +45,30 @@ def texts() -> dict[str, str]:
         "league_finals": f"{run['loss'].notna().sum()}",
         "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
         "league_compared": f"{len(compared)}",
+        "league_half_width": plain(half.median()),
+        "league_edges": _edges(run),
+        "league_two_rates": _listed(run.loc[_rates_tried(run) < 3, "title"]),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
-        "league_not_run": "; ".join(missing) or "none",
+        "league_not_run": _listed(missing),
         "table_of_league": table(shown(rows()), shown(rows()).itertuples(index=False)),
         "table_of_league_rates": _rates(run),
         "table_of_league_claims": _claims(run),
         "table_of_predictions": _predictions(),
     }
+
+
+def _rates_tried(run: pd.DataFrame) -> pd.Series:
+    return run.filter(regex="^loss_at_").notna().sum(axis=1)
+
+
+def _edges(run: pd.DataFrame) -> str:
+    """The schemes whose best rate is at the edge of the three that were tried."""
+    return _listed(run.loc[(_rates_tried(run) > 2) & ~run["inside"].eq(True), "title"])
+
+
+def _listed(titles: pd.Series) -> str:
+    return "; ".join(titles) or "none"
 
 
 def _learned(run: pd.DataFrame) -> str:
@@ -96,4 +113,4 @@ def _predictions() -> str:
         (row.source, row.prediction, signed(row.estimate) if np.isfinite(row.estimate) else "", row.says)
         for row in found.itertuples()
     ]
-    return table(("source", "predicted", "ours", "so"), lines)
+    return table(("source", "predicted", "ours", "result"), lines)

@@ -49,7 +49,9 @@ def test_a_finding_is_one_short_sentence_with_one_number_and_its_interval():
     items = re.findall(r"^\d\. \*\*.*?\*\* (.*)$", page, flags=re.MULTILINE)
     assert 3 <= len(items) <= 7
     for item in items:
-        assert len(item.split()) <= 25 and len(re.findall(r"\d+% \[|\d\.\d+ \[", item)) == 1 and item.count("[") == 1
+        assert (
+            len(item.split()) <= 25 and len(re.findall(r"\d of \d+ \[|\d\.\d+ \[", item)) == 1 and item.count("[") == 1
+        )
     for item in items[:3]:
         assert item in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -62,7 +64,7 @@ def test_the_words_of_the_findings_hold(code):
     assert gains.loc["pre_rmsnorm", "low"] > 0
     blocks = findings.lns_minus_pre_ln()
     assert blocks.loc["early", "low"] > 0 and (blocks.loc[["late", "change"], "high"] < 0).all()
-    assert set(blocks["verdict"]) == {"undecided"}
+    assert blocks.loc["deep", "low"] < 0 < blocks.loc["deep", "high"] and set(blocks["verdict"]) == {"undecided"}
     sizes, losses = (findings.against_pre_ln(metric, 16) for metric in ("token_l2_mean", "loss"))
     assert sizes.loc["bhyt", "high"] < 1 and losses.loc["bhyt", "low"] > 0
     assert set(sizes["verdict"]) == {"undecided"} and set(losses.drop("lns")["verdict"]) == {"different"}
@@ -78,6 +80,13 @@ def test_the_words_of_the_findings_hold(code):
     assert loss.loc["lns", "high"] < 0 and loss.loc["lns", "verdict"] == "undecided"
     assert loss.loc["bhyt", "low"] < 0 < loss.loc["bhyt", "high"]
     assert gap.loc["lns", "low"] < 0 < gap.loc["lns", "high"]
+    sizes = findings.league_minus("token_l2_mean")
+    assert sizes.loc["bhyt", "estimate"] < 1 < sizes.loc["lns", "estimate"]
+    assert set(sizes.loc[["bhyt", "lns"], "verdict"]) == {"different"}
+    small = pair(findings.rate_of_pre_ln("token_l2_mean"), "bhyt", "pre_rmsnorm")
+    assert small["verdict"] == "different" and gains.loc["pre_rmsnorm", "verdict"] == "different"
+    assert pair(fit, "lns", "pre_rmsnorm", "gap")["verdict"] == "different"
+    assert losses.loc["lns_gain", "high"] < 0
 
 
 def test_what_the_sections_say_of_single_runs(code):

@@ -26,7 +26,7 @@ import pandas as pd
 
 from normlab.analysis.compare import last_values
 from normlab.analysis.selection import Selection, experiments_of, in_order, summarize, title_of
-from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differences, fisher, judged
+from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differences, fisher, judged, worse_than_some
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 from normlab.schemes import SCHEMES, tagged
@@ -269,10 +269,9 @@ def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.D
 def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     """D: which schemes are not told from the best, as a set and not as ranks.
 
-    A scheme is out of the set if some other scheme is better with p < 0.05. The test is one-sided, paired by seed, and
-    corrected over all others (Bonferroni). These are multiple comparisons with the best (Hsu 1984) with each pair's own
-    variance. The set holds the best scheme with probability 0.95. It takes two schemes with two final runs each: others
-    have too few to be in or out.
+    A scheme is out of the set if some other one is better with p < 0.05
+    (`normlab.analysis.verdicts.worse_than_some`). The set holds the best scheme with probability 0.95. It takes two
+    schemes with two final runs each: others have too few to be in or out.
     A scheme without final runs is below at 2M tokens if it can no longer get them: as many others as get them by their
     rank have a lower loss in the search. Else it is only searched.
 
@@ -286,7 +285,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     values = last_values(Selection(finals, summarize(finals)), "loss")
     means = values.groupby("scheme")["value"].agg(["mean", "count"])
     names = [name for name in in_order(values["scheme"]) if means.loc[name, "count"] > 1]
-    p = {name: _worse_than_some(values, name, names) for name in names if len(names) > 1}
+    by_seed = values.pivot_table(index="scheme", columns="seed", values="value").reindex(names)
+    p = dict(zip(names, worse_than_some(by_seed.to_numpy()), strict=True)) if len(names) > 1 else {}
     about = summarize(search)
     plan = get_preset("league").parts[0]
     ranked = about[~about["scheme"].isin(plan.always)].groupby("scheme")["eval_loss"].min()
@@ -305,7 +305,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
                 "p": p.get(scheme, math.nan),
             }
         if scheme in p:
-            row["says"] = "not told from the best" if row["in_set"] else "below the best"
+            row["says"] = "not told from the best" if row["in_set"] else "worse than the best"
         elif scheme in means.index:
             row["says"] = "too few final runs"
         elif not math.isfinite(row["search_loss"]):
@@ -316,18 +316,6 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         rows.append(row)
     columns = ["scheme", "loss", "seeds", "p", "in_set", "search_loss", "rate", "inside", "says"]
     return pd.DataFrame(rows, columns=columns).sort_values(["loss", "search_loss"], ignore_index=True)
-
-
-def _worse_than_some(values: pd.DataFrame, scheme: str, names: Sequence[str]) -> float:
-    """The p-value that some other scheme has a lower loss, one-sided, times the number of others (at most 1)."""
-    least = 1.0
-    for other in names:
-        if other == scheme:
-            continue
-        row = differences(values, scheme, other, "loss").iloc[0]
-        if np.isfinite(row["p"]) and row["estimate"] > 0:
-            least = min(least, row["p"] / 2)
-    return min(1.0, least * (len(names) - 1))
 
 
 # Source, a scheme's title, another's, and which of the two losses should be lower.
@@ -341,35 +329,44 @@ PREDICTIONS = (
 def predictions(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     """D: findings of others that were stated first, and what the league says of them.
 
+    The predictions are one family, and those without final runs count in it.
+
     Returns:
         One row per prediction: `source prediction seeds estimate low high verdict says`. Final runs decide where both
         schemes have them. Else the best losses of the search do, one seed each, without an interval. "not run": one of
-        the two is missing, or diverged.
+        the two is missing, or diverged. "ends above a bigram model": the search's loss says nothing of the scheme.
     """
     names = {scheme.title: name for name, scheme in SCHEMES.items()}
     values = last_values(Selection(finals, summarize(finals)), "loss")
     about = summarize(search)
+    best = about.groupby("scheme")["eval_loss"].min()
+    stalled = set(best.index[best > about["bigram_loss"].max()])
     rows = []
     for source, title, other, expected in PREDICTIONS:
         a, b = names[title], names[other]
+        stuck = [name for name in (title, other) if names[name] in stalled]
         if {a, b} <= set(values["scheme"]):
             rows.append(differences(values, a, b, "loss"))
         else:
-            best = about.groupby("scheme")["eval_loss"].min()
             gap = best.get(a, math.nan) - best.get(b, math.nan)
             nothing = dict.fromkeys(("low", "high", "p"), math.nan)
             own = {"metric": "loss", "kind": "difference", "seeds": int(np.isfinite(gap)), "estimate": gap}
             rows.append(pd.DataFrame([own | nothing]))
-        rows[-1] = rows[-1].assign(source=source, prediction=f"{title} {expected} than {other}", expected=expected)
-    table = judged(pd.concat(rows, ignore_index=True))
+        about_it = {"source": source, "prediction": f"{title} {expected} than {other}", "expected": expected}
+        rows[-1] = rows[-1].assign(**about_it, stuck=" and ".join(stuck))
+    table = pd.concat(rows, ignore_index=True)
+    table = judged(table.assign(p=table["p"].fillna(1.0)))
     says = []
     for row in table.itertuples():
         as_said = (row.estimate < 0) == (row.expected == "lower")
         words = ("holds" if as_said else "does not hold") if row.verdict == DIFFERENT else UNDECIDED
-        one_seed = (
-            f"one seed each: {'as' if as_said else 'not as'} predicted" if np.isfinite(row.estimate) else "not run"
-        )
-        says.append(words if np.isfinite(row.low) else one_seed)
+        if np.isnan(row.low):
+            words = f"one seed each: {'as' if as_said else 'not as'} predicted"
+            if row.stuck:
+                words = f"{row.stuck} ends above a bigram model"
+            elif np.isnan(row.estimate):
+                words = "not run"
+        says.append(words)
     columns = ["source", "prediction", "seeds", "estimate", "low", "high", "verdict"]
     return table[columns].assign(says=says)
 

@@ -76,8 +76,8 @@ def _runs_at(place: str | Path) -> pd.DataFrame:
 def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     """The league as a table, one row per scheme of the registry and of the runs, best first.
 
-    `says` is "not told from the best", "below the best", "too few final runs", "below at 2M tokens", "only searched",
-    "diverged" or "not run".
+    `says` is "not told from the best", "worse than the best", "too few final runs", "below at 2M tokens",
+    "only searched", "diverged" or "not run".
     Intervals are 95% intervals over seeds. Values are of the final runs, except those of the search.
 
     Returns:
@@ -93,7 +93,8 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
             search_trigram_loss`: of the search's.
         growth: L2 norm of a token after the last block, over that after the first, with `growth_low growth_high`.
         uniform: the number of uniform attentions, of `attentions`. The first block's are left out.
-        deep_cost: sum of the skip costs of the deeper half of the blocks, in nats, with `deep_cost_low deep_cost_high`.
+        deep_cost: sum of the skip costs of the deeper half of the blocks without the last, in nats, with `deep_cost_low
+            deep_cost_high`.
         parameters, operations, bytes: of norms and residual rules, per token (`normlab.models.costs`).
         step_cost: measured time of a training step over Pre-LN's, with `step_low step_high`. Of seeds for which both
             trained in one precision.
@@ -177,7 +178,8 @@ def _depth_use(chosen: Selection, experiments: pd.DataFrame | None, depth: int) 
     columns |= _with_interval("growth", _growth(chosen, depth), "token_l2_mean")
     if experiments is not None:
         skips = experiments_of(experiments, "skip_delta_loss", "block")
-        by_run = skips[skips["layer"] > depth // 2].groupby(["scheme", "depth", "seed", "run"], observed=True)
+        deep = skips[skips["layer"].between(depth // 2 + 1, depth - 1)]
+        by_run = deep.groupby(["scheme", "depth", "seed", "run"], observed=True)
         columns |= _with_interval("deep_cost", by_run["value"].sum().reset_index(), "skip_delta_loss")
     return columns
 
@@ -251,17 +253,26 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
         "minus Pre-LN": [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()],
         "seen": run["seen_loss"].map(_number),
         "at 2M tokens": run["search_loss"].map(_number),
-        "rate": run["rate"].map("{:g}".format),
+        "rate": [_rate(row, run) for _, row in run.iterrows()],
         "valley": valleys.where(run["valley"].notna(), ""),
         "growth": run["growth"].map(_number),
         "uniform": [
             "" if pd.isna(n) else f"{uniform:g} of {n:g}" for uniform, n in run[["uniform", "attentions"]].values
         ],
         "deep cost": run.get("deep_cost", pd.Series(math.nan, run.index)).map(_number),
-        "step": run["step_cost"].map(_number),
+        "step": [_interval(row.step_cost, row.step_low, row.step_high) for row in run.itertuples()],
         "equal compute": run["equal_compute"].map(lambda gain: _number(gain, "+")),
     }
     return pd.DataFrame(columns).loc[:, lambda text: (text != "").any()]
+
+
+def _rate(row: pd.Series, run: pd.DataFrame) -> str:
+    """The best rate, and whether it is the largest or the smallest that was tried."""
+    tried = [
+        float(name.removeprefix("loss_at_")) for name in run if name.startswith("loss_at_") and pd.notna(row[name])
+    ]
+    end = {max(tried, default=0): " (largest tried)", min(tried, default=0): " (smallest tried)"}.get(row["rate"], "")
+    return "" if pd.isna(row["rate"]) else f"{row['rate']:g}{end}"
 
 
 def _number(value: float, sign: str = "") -> str:

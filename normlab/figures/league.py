@@ -21,12 +21,12 @@ from normlab.figures.registry import register
 from normlab.schemes import BASELINE
 
 NO_FINALS = "No final run of the league in this table: these are made after the search."
-SETS = ("not told from the best", "below the best", "too few final runs", "below at 2M tokens", "only searched")
+SETS = ("not told from the best", "worse than the best", "too few final runs", "below at 2M tokens", "only searched")
 # quantity -> (title, axis, whether it is a ratio)
 QUANTITIES = {
     "loss": ("Held-out loss in the league", "nats per token", False),
     "growth": ("Growth of a token's L2 norm from the first block to the last", "last block / first", True),
-    "deep_cost": ("Loss added by leaving out each block of the deeper half", "sum of nats per token", False),
+    "deep_cost": ("Loss added by leaving out each deep block but the last", "sum of nats per token", False),
 }
 _TRIGRAMS = {"loss": "trigram_loss", "search_loss": "search_trigram_loss"}
 _SYMBOLS = {True: "circle", False: "circle-open"}  # whether a scheme is not told from the best

@@ -10,7 +10,7 @@ from normlab.figures import FIGURES
 
 SAYS = {
     "pre_rmsnorm": "not told from the best",
-    "peri_ln": "below the best",
+    "peri_ln": "worse than the best",
     "lns": "not told from the best",
     "dyt": "below at 2M tokens",
     "none": "diverged",
