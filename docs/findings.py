@@ -18,7 +18,7 @@ from tables import table
 import normlab
 from normlab.analysis import claims, decisions
 from normlab.analysis.compare import compare, compare_variants, last_values
-from normlab.analysis.league import League, load
+from normlab.analysis.league import League, load, standings
 from normlab.analysis.notebook_tables import curse_of_depth as rates
 from normlab.analysis.selection import Selection, choose, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
@@ -98,6 +98,11 @@ def against_pre_ln(metric: str, depth: int) -> pd.DataFrame:
 @cache
 def league() -> League:
     return load([ROOT / "data" / "league"])
+
+
+@cache
+def league_table() -> pd.DataFrame:
+    return standings(league(), normlab.load_published())
 
 
 @cache
@@ -296,9 +301,11 @@ def stream() -> dict[str, str]:
     growth = claims.growth(runs()).query("depth == 16").set_index("a")
     of_rate = by_rate.groupby("scheme")["token_l2"]
     sizes_league = league_minus("token_l2_mean")
+    ends = {"growth": "estimate", "growth_low": "low", "growth_high": "high"}
     return {
         "bhyt_loss": interval(losses.loc[BHYT], sign=True),
         "league_bhyt_stream": interval(sizes_league.loc[BHYT]),
+        "league_bhyt_growth": interval(league_table().set_index("scheme").loc[BHYT].rename(ends)),
         "league_lns_stream": interval(sizes_league.loc[LNS]),
         "league_bhyt_loss": interval(league_minus("loss").loc[BHYT], sign=True),
         "bhyt_stream_low_rate": interval(low),

@@ -6,52 +6,45 @@ texts   every text by the name that marks it in the page
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pandas as pd
-from findings import league, manifests, plain, signed
+from findings import league, league_table, manifests, plain, signed
 from tables import table
 
-import normlab
 from normlab.analysis.decisions import predictions
-from normlab.analysis.league import NOT_RUN, shown, standings
-
-
-@cache
-def rows() -> pd.DataFrame:
-    return standings(league(), normlab.load_published())
+from normlab.analysis.league import NOT_RUN, shown
 
 
 def searched() -> pd.Series:
     """The best loss of each scheme in the search, one seed; indexed by scheme."""
-    return rows().set_index("scheme")["search_loss"].dropna()
+    losses = league_table().set_index("scheme")["search_loss"]
+    return losses[np.isfinite(losses)]
 
 
 def csv() -> str:
-    return rows().to_csv(index=False, float_format="%.6g", lineterminator="\n")
+    return league_table().to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
 
 def texts() -> dict[str, str]:
-    run = rows()[rows()["says"] != NOT_RUN]
+    run = league_table()[league_table()["says"] != NOT_RUN]
     half = (run["minus_high"] - run["minus_low"]).dropna() / 2
-    missing = rows().loc[rows()["says"] == NOT_RUN, "title"]
+    missing = league_table().loc[league_table()["says"] == NOT_RUN, "title"]
     compared = run[run["p"].notna()]
     spent = [m["measured"]["wall_s"] for folder in ("league", "league/search") for m in manifests(folder)]
     return {
         "league_learned": _learned(run),
-        "league_schemes": f"{len(rows())}",
+        "league_schemes": f"{len(league_table())}",
         "league_searched": f"{run['search_loss'].notna().sum()}",
         "league_finals": f"{run['loss'].notna().sum()}",
         "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
         "league_edges": _edges(run),
-        "league_two_rates": _listed(run.loc[_rates_tried(run) < 3, "title"]),
+        "league_two_rates": _listed(run.loc[(_rates_tried(run) < 3) & np.isfinite(run["search_loss"]), "title"]),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
         "league_not_run": _listed(missing),
-        "table_of_league": table(shown(rows()), shown(rows()).itertuples(index=False)),
+        "table_of_league": table(shown(league_table()), shown(league_table()).itertuples(index=False)),
         "table_of_league_rates": _rates(run),
         "table_of_league_claims": _claims(run),
         "table_of_predictions": _predictions(),

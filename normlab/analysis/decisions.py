@@ -295,9 +295,10 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         tried = about[about["scheme"] == scheme].groupby("lr")["eval_loss"].min()
         row: dict[str, Any] = {"scheme": scheme, "in_set": p.get(scheme, 0.0) >= 0.05}
         if len(tried):
+            row["search_loss"] = tried.min()
+        if math.isfinite(tried.min()):  # some rate did not diverge
             rate = float(tried.idxmin())
-            inside = bool(tried.index.min() < rate < tried.index.max())
-            row |= {"search_loss": tried.min(), "rate": rate, "inside": inside}
+            row |= {"rate": rate, "inside": bool(tried.index.min() < rate < tried.index.max())}
         if scheme in means.index:
             row |= {
                 "loss": means.loc[scheme, "mean"],

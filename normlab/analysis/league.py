@@ -19,7 +19,7 @@ from normlab.analysis.decisions import league as sets
 from normlab.analysis.selection import Selection, experiments_of, in_order, summarize, title_of
 from normlab.analysis.verdicts import differences, judged, means
 from normlab.errors import NormlabError
-from normlab.runs import COLUMNS, find_runs, load_experiments, load_runs
+from normlab.runs import COLUMNS, DIVERGED, find_runs, load_experiments, load_runs
 from normlab.schemes import BASELINE, SCHEMES
 from normlab.store import SEARCH, child, is_address
 from normlab.training.grids import CLEARLY
@@ -53,7 +53,9 @@ def load(folders: Iterable[str | Path]) -> League:
         names = ", ".join(map(str, places))
         raise NormlabError(f"no run of the league in {names}: train them with normlab sweep --preset league --out DIR")
     for table in (finals, search):
-        unlike = [name for name, values in summarize(table)[ALIKE].round(6).items() if values.nunique() > 1]
+        about = summarize(table)
+        about["steps"] = about["steps"].mask(about["status"] == DIVERGED)  # a diverged run stopped early
+        unlike = [name for name, values in about[ALIKE].round(6).items() if values.nunique() > 1]
         if unlike:
             raise NormlabError(
                 f"runs of the league differ in {' and '.join(unlike)}, so their losses do not compare; "
@@ -276,7 +278,7 @@ def _rate(row: pd.Series, run: pd.DataFrame) -> str:
 
 
 def _number(value: float, sign: str = "") -> str:
-    return "" if pd.isna(value) else f"{value:{sign}.2f}"
+    return f"{value:{sign}.2f}" if math.isfinite(value) else ""
 
 
 def _interval(estimate: float, low: float, high: float, sign: str = "") -> str:

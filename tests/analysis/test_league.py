@@ -10,6 +10,7 @@ from training_helpers import write_run
 from normlab import SCHEMES, NormlabError, cli
 from normlab.analysis import league
 from normlab.analysis.published import load_published
+from normlab.store import STATS
 from normlab.training.config import TrainConfig
 
 PRE, LNS, MINE = "pre_rmsnorm", "lns", "my_norm_3e4269"
@@ -83,7 +84,9 @@ def test_a_search_without_final_runs_puts_nobody_below_anybody():
     expected = activation(LNS, 4, 10) / activation(LNS, 1, 10)
     assert found.loc[LNS, "growth_at_0.002"] == pytest.approx(expected)
     assert math.isnan(found.loc[LNS, "growth_at_0.008"])
-    assert "diverged" in league.printed(found.reset_index())
+    assert found.loc["dyt", "search_loss"] == math.inf and math.isnan(found.loc["dyt", "rate"])
+    text = league.printed(found.reset_index())
+    assert "diverged" in text and "inf" not in text
 
 
 def test_losses_and_their_intervals(table):
@@ -145,6 +148,16 @@ def test_runs_of_two_texts_make_no_league(tmp_path):
         write_run(TrainConfig(scheme=scheme, depth=2, dtype="float32"), tmp_path, corpus=text, trigram_loss=trigram)
     with pytest.raises(NormlabError, match="runs of the league differ in trigram_loss"):
         league.load([tmp_path])
+
+
+def test_a_run_that_diverged_and_so_ended_early_is_of_the_league(tmp_path):
+    text = {"unigram_entropy": 6.5}
+    for scheme, loss in ((PRE, 3.9), ("none", None)):
+        run = write_run(TrainConfig(scheme=scheme, depth=2, dtype="float32"), tmp_path, loss, corpus=text)
+    stats = pd.read_parquet(run / STATS)
+    stats[stats["step"] < stats["step"].max()].to_parquet(run / STATS, index=False)
+    found = league.load([tmp_path]).finals.groupby("scheme", observed=True)["step"].max()
+    assert found["none"] < found[PRE]
 
 
 def test_no_run_is_one_line(tmp_path, capsys):
