@@ -106,6 +106,19 @@ def league_table() -> pd.DataFrame:
 
 
 @cache
+def at_one_rate(metric: str) -> pd.DataFrame:
+    """A size after the last block over Pre-LN's at the same rate, in runs as long as the league's search; one seed.
+
+    A row per scheme, a column per rate. Models that end above a bigram model are left out.
+    """
+    table = pd.concat([league().search, runs("between")], ignore_index=True)
+    about = summarize(table)
+    values = last_values(Selection(table, about[about["eval_loss"] < about["bigram_loss"]]), metric)
+    sizes = values.pivot_table(index="scheme", columns="lr", values="value")
+    return (sizes / sizes.loc[PRE_LN]).dropna(axis="columns", how="all")
+
+
+@cache
 def league_minus(column: str, base: str = PRE_LN) -> pd.DataFrame:
     """Each scheme against `base` in the league's final runs, judged as one family; indexed by scheme.
 
@@ -302,12 +315,18 @@ def stream() -> dict[str, str]:
     of_rate = by_rate.groupby("scheme")["token_l2"]
     sizes_league = league_minus("token_l2_mean")
     ends = {"growth": "estimate", "growth_low": "low", "growth_high": "high"}
+    one_rate = at_one_rate("token_l2_mean")
+    one_rate_rows = [
+        (title_of(name), *("" if np.isnan(value) else plain(value) for value in one_rate.loc[name]))
+        for name in in_order([LNS, "peri_ln", *SMALL_GAIN])
+    ]
     return {
         "bhyt_loss": interval(losses.loc[BHYT], sign=True),
         "league_bhyt_stream": interval(sizes_league.loc[BHYT]),
         "league_bhyt_growth": interval(league_table().set_index("scheme").loc[BHYT].rename(ends)),
         "league_lns_stream": interval(sizes_league.loc[LNS]),
         "league_bhyt_loss": interval(league_minus("loss").loc[BHYT], sign=True),
+        "table_of_one_rate": table(("scheme", *(f"rate {rate:g}" for rate in one_rate)), one_rate_rows),
         "bhyt_stream_low_rate": interval(low),
         "bhyt_loss_low_rate": interval(pair(rate_of_pre_ln("loss"), BHYT, PRE_LN), sign=True),
         "one_block_low": plain(growth["one_block"].min()),

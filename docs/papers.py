@@ -5,7 +5,7 @@ texts   every text by the name that marks it in the page
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from findings import (
     PRE_LN,
     ROOT,
     against_pre_ln,
+    at_one_rate,
     block_costs,
     chosen,
     experiments,
@@ -176,7 +177,7 @@ def bhyt() -> list[Row]:
                     f"{what} after block 16, {title_of(scheme)} over Pre-LN",
                     f"x {plain(own[scheme] / own[PRE_LN])} ± 20%",
                     ours.loc[scheme] if found else "none at 16 blocks",
-                    ". ".join((f"Each at its own rate{_league_says(scheme, metric)}", *planned)),
+                    ". ".join((*_own_and_one_rate(scheme, metric), *planned)),
                     lower=True,
                     verdict="" if found else MISSING,
                 )
@@ -242,6 +243,15 @@ def _league(scheme: str, metric: str, base: str = PRE_LN) -> pd.Series | None:
 def _league_says(scheme: str, metric: str) -> str:
     row = _league(scheme, metric)
     return "" if row is None else f"; the league, 8 blocks and text read once: {_in_words(row)}, *{row['verdict']}*"
+
+
+def _own_and_one_rate(scheme: str, metric: str) -> Iterator[str]:
+    """Two sentences on a size: in final runs, and at equal rates in the search where a model has learned enough."""
+    yield f"Each at its own rate{_league_says(scheme, metric)}"
+    ratios = at_one_rate(metric).reindex([scheme]).iloc[0].dropna()
+    if len(ratios):
+        values = ", ".join(f"x {ratio:.2g} at {rate:g}" for rate, ratio in ratios.items())
+        yield f"At equal rates, in the league's search, 8 blocks, one seed: {values}"
 
 
 def _stalled(loss: float) -> str:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from findings import league, league_table, manifests, plain, signed
+from findings import league, league_table, manifests, plain, runs, signed
 from tables import table
 
 from normlab.analysis.decisions import predictions
 from normlab.analysis.league import NOT_RUN, shown
+from normlab.analysis.selection import in_order, summarize
+
+BETWEEN = 0.004  # half way from 0.002 to 0.008, the two rates that every scheme is tried at
 
 
 def searched() -> pd.Series:
@@ -30,7 +33,7 @@ def texts() -> dict[str, str]:
     half = (run["minus_high"] - run["minus_low"]).dropna() / 2
     missing = league_table().loc[league_table()["says"] == NOT_RUN, "title"]
     compared = run[run["p"].notna()]
-    spent = [m["measured"]["wall_s"] for folder in ("league", "league/search") for m in manifests(folder)]
+    spent = [m["measured"]["wall_s"] for folder in ("league", "league/search", "between") for m in manifests(folder)]
     return {
         "league_learned": _learned(run),
         "league_schemes": f"{len(league_table())}",
@@ -41,6 +44,8 @@ def texts() -> dict[str, str]:
         "league_half_width": plain(half.median()),
         "league_edges": _edges(run),
         "league_two_rates": _listed(run.loc[(_rates_tried(run) < 3) & np.isfinite(run["search_loss"]), "title"]),
+        "league_between": f"{(run['rate'] == BETWEEN).sum()} of {run[f'loss_at_{BETWEEN:g}'].notna().sum()}",
+        "table_of_between": _between(run.set_index("scheme")),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
         "league_not_run": _listed(missing),
@@ -49,6 +54,16 @@ def texts() -> dict[str, str]:
         "table_of_league_claims": _claims(run),
         "table_of_predictions": _predictions(),
     }
+
+
+def _between(run: pd.DataFrame) -> str:
+    """The schemes that were tried between two rates of their search afterwards, with what that gave."""
+    losses = summarize(runs("between")).set_index("scheme")["eval_loss"]
+    lines = [
+        (row["title"], f"{row['rate']:g}", plain(row["search_loss"]), plain(loss), signed(loss - row["search_loss"]))
+        for row, loss in ((run.loc[name], losses[name]) for name in in_order(losses.index))
+    ]
+    return table(("scheme", "best rate of three", "its loss", f"at {BETWEEN:g}", "difference"), lines)
 
 
 def _rates_tried(run: pd.DataFrame) -> pd.Series:
