@@ -43,7 +43,7 @@ def texts() -> dict[str, str]:
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
         "league_edges": _edges(run),
-        "league_two_rates": _listed(run.loc[(_rates_tried(run) < 3) & np.isfinite(run["search_loss"]), "title"]),
+        "league_fewer_rates": _listed(run.loc[(_rates_tried(run) < 3) & np.isfinite(run["search_loss"]), "title"]),
         "league_between": f"{(run['rate'] == BETWEEN).sum()} of {run[f'loss_at_{BETWEEN:g}'].notna().sum()}",
         "table_of_between": _between(run.set_index("scheme")),
         "league_runs": f"{len(spent)}",
