@@ -89,7 +89,7 @@ def _columns(table: pd.DataFrame, quantity: str) -> dict[str, str]:
         return {"loss": f"final runs: {final}, {seeds}", "search_loss": f"best of the search: {searched}, one seed"}
     if quantity == "growth":
         rates = table.filter(regex="^growth_at_").count()
-        most = rates[rates > rates.max() / 2].sort_values(ascending=False, kind="stable").index
+        most = rates[rates > 0.8 * rates.max()].sort_values(ascending=False, kind="stable").index
         shared = {name: f"search: {name.replace('growth_at_', 'rate ')}, one seed" for name in most}
         return shared | {"growth": f"final runs, own rates, {seeds}"}
     return {name: f"final runs, {final}, {seeds}" for name in (quantity,) if name in table}
