@@ -85,6 +85,11 @@ def test_the_words_of_the_findings_hold(code):
     assert sizes.loc["bhyt", "estimate"] < 1 < sizes.loc["lns", "estimate"]
     assert set(sizes.loc[["bhyt", "lns"], "verdict"]) == {"different"}
     assert findings.league_table().set_index("scheme").loc["bhyt", "growth_low"] > 1
+    at_one_rate = findings.at_one_rate("token_l2_mean")
+    assert (at_one_rate.loc["lns"].dropna() < 1).all() and at_one_rate.loc["peri_ln"].min() < 1
+    assert at_one_rate.loc["peri_ln"].max() > 1
+    both = at_one_rate.loc[["bhyt", "rmsnorm_gain"]].dropna(axis="columns").round(2)
+    assert len(both.columns) > 1 and (both.loc["bhyt"] <= both.loc["rmsnorm_gain"]).all()
     small = pair(findings.rate_of_pre_ln("token_l2_mean"), "bhyt", "pre_rmsnorm")
     assert small["verdict"] == "different" and gains.loc["pre_rmsnorm", "verdict"] == "different"
     assert pair(fit, "lns", "pre_rmsnorm", "gap")["verdict"] == "different"

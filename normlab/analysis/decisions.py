@@ -280,7 +280,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row per scheme: `scheme loss seeds p in_set search_loss rate inside says`. `rate` is the best one of the
-        search. `inside`: rates on both sides of it were tried.
+        search. `inside`: rates on both sides of it were tried. A scheme that diverged at every rate has neither, and an
+        infinite search_loss.
     """
     values = last_values(Selection(finals, summarize(finals)), "loss")
     means = values.groupby("scheme")["value"].agg(["mean", "count"])

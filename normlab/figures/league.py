@@ -42,7 +42,7 @@ _WORST = 0.5  # nats above a scheme's best loss from which colours no longer dif
 def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
     """A row per scheme, in the sets of the table's `says`. Final runs have intervals. The search has one seed.
 
-    Sizes compare at one rate only. So growth is shown at the rates that most schemes share, too.
+    Sizes compare at one rate only. So growth is shown at the rates that nearly all schemes share, too.
 
     Args:
         table: of `normlab.analysis.league.standings`.
@@ -89,6 +89,7 @@ def _columns(table: pd.DataFrame, quantity: str) -> dict[str, str]:
         return {"loss": f"final runs: {final}, {seeds}", "search_loss": f"best of the search: {searched}, one seed"}
     if quantity == "growth":
         rates = table.filter(regex="^growth_at_").count()
+        # Only some schemes have a third rate, and a diverged run has no growth.
         most = rates[rates > 0.8 * rates.max()].sort_values(ascending=False, kind="stable").index
         shared = {name: f"search: {name.replace('growth_at_', 'rate ')}, one seed" for name in most}
         return shared | {"growth": f"final runs, own rates, {seeds}"}
