@@ -21,7 +21,7 @@ from normlab.figures.registry import register
 from normlab.schemes import BASELINE
 
 NO_FINALS = "No final run of the league in this table: these are made after the search."
-SETS = ("not told from the best", "worse than the best", "too few final runs", "below at 2M tokens", "only searched")
+SETS = ("not told from the best", "worse than the best", "too few final runs", "only searched", "below at 2M tokens")
 # quantity -> (title, axis, whether it is a ratio)
 QUANTITIES = {
     "loss": ("Held-out loss in the league", "nats per token", False),
