@@ -11,7 +11,7 @@ import pandas as pd
 from findings import league, league_table, manifests, plain, runs, signed
 from tables import table
 
-from normlab.analysis.decisions import predictions
+from normlab.analysis.decisions import UNFINISHED, predictions
 from normlab.analysis.league import NOT_RUN, shown
 from normlab.analysis.selection import in_order, summarize
 
@@ -38,12 +38,13 @@ def texts() -> dict[str, str]:
         "league_learned": _learned(run),
         "league_schemes": f"{len(league_table())}",
         "league_searched": f"{run['search_loss'].notna().sum()}",
+        "league_whole": f"{(run['says'] != UNFINISHED).sum()}",
         "league_finals": f"{run['loss'].notna().sum()}",
         "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
         "league_edges": _edges(run),
-        "league_fewer_rates": _listed(run.loc[(_rates_tried(run) < 3) & np.isfinite(run["search_loss"]), "title"]),
+        "league_fewer_rates": _listed(run.loc[run["says"] == UNFINISHED, "title"]),
         "league_between": f"{(run['rate'] == BETWEEN).sum()} of {run[f'loss_at_{BETWEEN:g}'].notna().sum()}",
         "table_of_between": _between(run.set_index("scheme")),
         "league_runs": f"{len(spent)}",

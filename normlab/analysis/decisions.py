@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -30,6 +30,7 @@ from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differen
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 from normlab.schemes import SCHEMES, tagged
+from normlab.training.grids import Search
 from normlab.training.presets import get_preset
 
 PRE_LN, LNS = tagged("rates")
@@ -43,6 +44,7 @@ MODELS, CURED = 6, 1  # B: of 6 models at most 1 may have a uniform attention le
 ALIVE_STEP, ALIVE_BLOCKS = 3000, (2, 3, 4)  # B: when and where attention is looked at
 GAINS = (0.2, 1.0, 5.0)  # C: g = lambda / kappa
 RESAMPLES = 10_000
+UNFINISHED = "search unfinished"  # of a scheme in the league
 COLUMNS = ["quantity", "seeds", "estimate", "low", "high", "p_holm", "verdict", "says"]
 
 
@@ -273,7 +275,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     (`normlab.analysis.verdicts.worse_than_some`). The set holds the best scheme with probability 0.95. It takes two
     schemes with two final runs each: others have too few to be in or out.
     A scheme without final runs is below at 2M tokens if it can no longer get them: as many others as get them by their
-    rank have a lower loss in the search. Else it is only searched.
+    rank have a lower loss in the search. Else it is only searched. Neither is said before all its rates were tried.
 
     Args:
         finals, search: of `normlab.load_runs`, at the sweep `league` and below its `search`.
@@ -289,7 +291,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
     by_seed = values.pivot_table(index="scheme", columns="seed", values="value").reindex(names)
     p = dict(zip(names, worse_than_some(by_seed.to_numpy()), strict=True)) if len(names) > 1 else {}
     about = summarize(search)
-    plan = get_preset("league").parts[0]
+    preset = get_preset("league")
+    plan, rates = preset.parts[0], cast(Search, preset.rate)
     ranked = about[~about["scheme"].isin(plan.always)].groupby("scheme")["eval_loss"].min()
     rows = []
     for scheme in in_order({*means.index, *about["scheme"]}):
@@ -310,6 +313,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
             row["says"] = "not told from the best" if row["in_set"] else "worse than the best"
         elif scheme in means.index:
             row["says"] = "too few final runs"
+        elif not rates.is_whole(tried.to_dict()):
+            row["says"] = UNFINISHED
         elif not math.isfinite(row["search_loss"]):
             row["says"] = "diverged"
         else:

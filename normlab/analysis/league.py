@@ -79,7 +79,7 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     """The league as a table, one row per scheme of the registry and of the runs, best first.
 
     `says` is "not told from the best", "worse than the best", "too few final runs", "below at 2M tokens",
-    "only searched", "diverged" or "not run".
+    "only searched", "search unfinished", "diverged" or "not run".
     Intervals are 95% intervals over seeds. Values are of the final runs, except those of the search.
 
     Returns:
@@ -269,11 +269,12 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _rate(row: pd.Series, run: pd.DataFrame) -> str:
-    """The best rate, and whether it is the largest or the smallest that was tried."""
+    """The best rate, and whether it is the largest, the smallest or the only one that was tried."""
     tried = [
         float(name.removeprefix("loss_at_")) for name in run if name.startswith("loss_at_") and pd.notna(row[name])
     ]
     end = {max(tried, default=0): " (largest tried)", min(tried, default=0): " (smallest tried)"}.get(row["rate"], "")
+    end = " (only one tried)" if len(tried) == 1 else end
     return "" if pd.isna(row["rate"]) else f"{row['rate']:g}{end}"
 
 

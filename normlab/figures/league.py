@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from normlab.analysis.decisions import UNFINISHED
 from normlab.analysis.league import NOT_RUN
 from normlab.analysis.selection import NothingToShow
 from normlab.figures import theme
@@ -21,7 +22,8 @@ from normlab.figures.registry import register
 from normlab.schemes import BASELINE
 
 NO_FINALS = "No final run of the league in this table: these are made after the search."
-SETS = ("not told from the best", "worse than the best", "too few final runs", "only searched", "below at 2M tokens")
+SETS = ("not told from the best", "worse than the best", "too few final runs", "only searched", "below at 2M tokens",
+        UNFINISHED)  # fmt: skip
 # quantity -> (title, axis, whether it is a ratio)
 QUANTITIES = {
     "loss": ("Held-out loss in the league", "nats per token", False),
@@ -129,11 +131,15 @@ def _message(rows: pd.DataFrame, name: str, words: str) -> str:
 
 
 def _name_missing(figure: go.Figure, table: pd.DataFrame) -> int:
-    """Name the schemes without a run below the axes, and those that diverged. Returns the margin that this takes."""
+    """Name below the axes the schemes that diverged at every rate tried, and those without a run.
+
+    Returns:
+        The margin that this takes.
+    """
     lines = []
-    for says in ("diverged", NOT_RUN):
-        names = "; ".join(table.loc[table["says"] == says, "title"])
-        lines += wrap(f"{says.capitalize()}: {names}", _LETTERS) if names else []
+    for words, which in (("Diverged", table["search_loss"] == math.inf), ("Not run", table["says"] == NOT_RUN)):
+        names = "; ".join(table.loc[which, "title"])
+        lines += wrap(f"{words}: {names}", _LETTERS) if names else []
     footnote(figure, "<br>".join(lines))
     return 70 + (LINE + 1) * len(lines)
 
@@ -171,8 +177,11 @@ def league_rates(table: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     below = _name_missing(figure, table)
     figure.update_layout(margin=dict(l=190, r=30, t=96, b=below))
-    wide = int((rows["valley"] > 1).sum())
-    title = f"Learning rates: {wide} of {len(rows)} schemes have a second one within 0.05 nats of their best"
+    several = rows[losses.notna().sum(axis=1) > 1]
+    wide = int((several["valley"] > 1).sum())
+    title = f"Learning rates: {wide} of {len(several)} schemes have a second one within 0.05 nats of their best"
+    if several.empty:
+        title = f"Learning rates: {len(rows)} schemes, each tried at one"
     about = f"the search's losses, {table['search_tokens'].max() / 1e6:.2f}M tokens, one seed · empty: not tried"
     return theme.titled(figure, title, about, 110 + below + _ROW * max(len(rows), 4))
 

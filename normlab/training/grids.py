@@ -153,6 +153,10 @@ class Search:
                 return float(f"{edge**2 / neighbour:.3g}")
         return None
 
+    def is_whole(self, losses: Mapping[float, float]) -> bool:
+        """Return whether the rates of these losses are all that a scheme is tried at."""
+        return set(self.rates) <= set(losses) and self.next_rate(losses) is None
+
     def finalists(self, results: Sequence[Result]) -> list[Result]:
         """The best first, and those that are not clearly worse."""
         order = sorted(results)

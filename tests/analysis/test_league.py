@@ -69,13 +69,17 @@ def _blocks(finals: pd.DataFrame) -> list[tuple[str, str, int]]:
 def test_every_scheme_has_a_row_and_what_was_not_run_says_so(table):
     assert set(table.index) == {*SCHEMES, MINE} and list(table.index[:4]) == [LNS, PRE, MINE, "dyt"]
     says = dict(zip(table.index, table["says"], strict=True))
-    assert (says[LNS], says[PRE], says["dyt"]) == ("not told from the best", "worse than the best", "only searched")
+    assert (says[LNS], says[PRE], says["dyt"]) == ("not told from the best", "worse than the best", "search unfinished")
     assert says["mhc"] == "not run" and (table["says"] == "not run").sum() == len(SCHEMES) - 3
     assert table.loc[MINE, "title"] == MINE and math.isnan(table.loc[MINE, "parameters"])
 
 
 def test_a_search_without_final_runs_puts_nobody_below_anybody():
-    losses = {PRE: {0.002: 3.9, 0.008: 4.2}, LNS: {0.002: 3.8, 0.008: math.inf}, "dyt": {0.002: math.inf}}
+    losses = {
+        PRE: {0.001: 4.0, 0.002: 3.9, 0.008: 4.2},
+        LNS: {0.001: 3.9, 0.002: 3.8, 0.008: math.inf},
+        "dyt": {0.002: math.inf, 0.008: math.inf},
+    }
     runs = [searched(scheme, rates) for scheme, rates in losses.items()]
     search = pd.concat(runs, ignore_index=True)
     found = league.standings(league.League(search.iloc[:0], search, None), load_published()).set_index("scheme")

@@ -63,6 +63,13 @@ def test_losses_stand_in_sets_and_not_in_ranks(table):
     assert low == pytest.approx(0.1)
 
 
+def test_a_scheme_whose_search_is_unfinished_stands_last_or_is_named_as_diverged(table):
+    unfinished = table.assign(says=table["says"].mask(table["scheme"].isin(["dyt", "none"]), "search unfinished"))
+    figure = FIGURES["league_losses"](unfinished)
+    assert drawn(figure)[-1][0] == "dyt" and "<b>search unfinished</b>" in words(figure)
+    assert "Diverged: No norm<br>Not run: mHC" in words(figure)
+
+
 def final_meta(scheme: str) -> dict[str, str]:
     return {"scheme": scheme, "column": "loss"}
 
