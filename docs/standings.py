@@ -13,8 +13,11 @@ from tables import table
 
 from normlab.analysis.decisions import UNFINISHED, predictions
 from normlab.analysis.league import NOT_RUN, shown
-from normlab.analysis.selection import in_order, summarize
+from normlab.analysis.selection import in_order, summarize, title_of
+from normlab.schemes import BASELINE
+from normlab.training.grids import CLEARLY
 
+SHARED = 0.002  # the rate that is tried first
 BETWEEN = 0.004  # half way from 0.002 to 0.008, the two rates that every scheme is tried at
 
 
@@ -43,6 +46,7 @@ def texts() -> dict[str, str]:
         "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
+        "league_at_shared": _at_shared(run.set_index("title")[f"loss_at_{SHARED:g}"]),
         "league_edges": _edges(run),
         "league_fewer_rates": _listed(run.loc[run["says"] == UNFINISHED, "title"]),
         "league_between": f"{(run['rate'] == BETWEEN).sum()} of {run[f'loss_at_{BETWEEN:g}'].notna().sum()}",
@@ -65,6 +69,18 @@ def _between(run: pd.DataFrame) -> str:
         for row, loss in ((run.loc[name], losses[name]) for name in in_order(losses.index))
     ]
     return table(("scheme", "best rate of three", "its loss", f"at {BETWEEN:g}", "difference"), lines)
+
+
+def _at_shared(losses: pd.Series) -> str:
+    """Compare the search's losses at one rate with Pre-LN's, and name the lowest."""
+    losses = losses.dropna()
+    base = losses[title_of(BASELINE)]
+    first, second = losses.nsmallest(2).items()
+    below, above = (losses < base - CLEARLY).sum(), (losses > base + CLEARLY).sum()
+    return (
+        f"{below} of {len(losses) - 1} schemes end more than {CLEARLY:g} nats below Pre-LN; {above} end as far above "
+        f"it or diverge; {first[0]} is lowest at {plain(first[1])}, then {second[0]} at {plain(second[1])}"
+    )
 
 
 def _rates_tried(run: pd.DataFrame) -> pd.Series:
