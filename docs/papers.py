@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -256,7 +257,12 @@ def _own_and_one_rate(scheme: str, metric: str) -> Iterator[str]:
 
 def _stalled(loss: float) -> str:
     """Words for a model that ends above the bigram model of its text; those of 4 blocks all end below."""
-    return ", above a bigram model" if loss > summarize(league().search)["bigram_loss"].max() else ""
+    return ", above a bigram model" if loss > _bigram_loss() else ""
+
+
+@cache
+def _bigram_loss() -> float:
+    return float(summarize(league().search)["bigram_loss"].max())
 
 
 def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[tuple[str, float]]:

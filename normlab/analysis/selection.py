@@ -110,19 +110,21 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     diverged run has an infinite eval loss. Bigram and trigram losses are missing for runs that do not store them.
     """
     checked(runs)
-    about = runs.groupby("run", observed=True)[["scheme", "depth", "width", "seed", "lr", "status"]].first()
-    about["dtype"] = runs.groupby("run", observed=True)["dtype"].first() if "dtype" in runs.columns else ""
-    about["steps"] = runs.groupby("run", observed=True)["step"].max()
-    model = runs[runs["site"] == "model"]
+    by_run = runs.groupby("run", observed=True)
+    about = by_run[["scheme", "depth", "width", "seed", "lr", "status"]].first()
+    about["dtype"] = by_run["dtype"].first() if "dtype" in runs.columns else ""
+    about["steps"] = by_run["step"].max()
+    is_loss = runs["site"].eq("model") & runs["metric"].isin(["loss", *NGRAM_LOSSES])
+    losses = runs.loc[is_loss, ["run", "step", "split", "metric", "value"]].sort_values("step", kind="stable")
     for column, metric, split in (
         ("train_loss", "loss", "train"),
         ("eval_loss", "loss", "eval"),
         *((metric, metric, None) for metric in NGRAM_LOSSES),
     ):
-        rows = model[model["metric"] == metric]
+        rows = losses[losses["metric"] == metric]
         if split is not None:
             rows = rows[rows["split"] == split]
-        about[column] = rows.sort_values("step", kind="stable").groupby("run", observed=True)["value"].last()
+        about[column] = rows.groupby("run", observed=True)["value"].last()
     about["eval_loss"] = about["eval_loss"].astype(float).mask(about["status"] == DIVERGED, np.inf)
     return about.astype({"scheme": str, "status": str, "dtype": str})
 
