@@ -89,7 +89,8 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
         seen_loss: loss on blocks that the model was trained on.
         minus: held-out loss minus Pre-LN's, paired by seed, with `minus_low minus_high verdict`. One family.
         search_loss, rate: the best of the search. `inside`: rates on both sides of it were tried.
-        valley: largest over smallest rate within 0.05 nats of the best. `valley_open`: one of them is at an edge.
+        valley: largest over smallest rate within 0.05 nats of the best, where several were tried. `valley_open`: one of
+            them is at an edge.
         loss_at_R, growth_at_R: of the search's run at rate R, for each rate. One seed; an infinite loss diverged.
         tokens, trigram_loss: of the final runs, read in training and of the held-out blocks; `search_tokens
             search_trigram_loss`: of the search's.
@@ -165,7 +166,7 @@ def _valleys(search: pd.DataFrame) -> dict[str, pd.Series]:
     for scheme, own in search.groupby("scheme"):
         losses = own.groupby("lr")["eval_loss"].min()
         good = losses.index[losses < losses.min() + CLEARLY]
-        if len(good):
+        if len(good) and len(losses) > 1:
             width[scheme] = good.max() / good.min()
             is_open[scheme] = bool(good.max() == losses.index.max() or good.min() == losses.index.min())
     return {"valley": pd.Series(width, dtype=float), "valley_open": pd.Series(is_open, dtype=object)}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from model_helpers import assert_bits, assert_near, every_scheme, fresh_model, tiny_config, tiny_model, tokens
+from model_helpers import assert_bits, assert_near, every_scheme, fresh_model, lively, tiny_config, tiny_model, tokens
 
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
@@ -89,6 +89,18 @@ def test_dyts_alpha_starts_where_it_is_told_to_at_every_site():
     assert len(alphas) == 2 * model.config.num_hidden_layers + 1 and all(alpha.item() == 0.25 for alpha in alphas)
     with pytest.raises(NormlabError, match="alpha0 0 must be positive"):
         NormlabConfig(scheme="dyt", alpha0=0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_logit_depends_on_later_tokens(scheme):
+    """A scheme that leaks them would have a low loss in the league."""
+    model = lively(tiny_model(scheme)).double().eval()
+    ids, others = tokens(), tokens(seed=2)
+    others[:, :6] = ids[:, :6]
+    with torch.no_grad():
+        before, after = model(ids).logits, model(others).logits
+    assert_near(after[:, :6], before[:, :6], 1e-12)
+    assert not torch.allclose(after[:, 6:], before[:, 6:])
 
 
 @every_scheme
