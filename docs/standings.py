@@ -109,17 +109,21 @@ def _learned(run: pd.DataFrame) -> str:
 
 
 def _rates(run: pd.DataFrame) -> str:
-    """The search's loss, and the growth of the stream, at each rate that was tried."""
+    """The search's loss, and the growth of the stream, at each rate that was tried. The lowest loss first."""
+    run = run.sort_values("search_loss", kind="stable")
     rates = sorted(float(name.removeprefix("loss_at_")) for name in run if name.startswith("loss_at_"))
-    lines = [(row["title"], *(_tried(row, rate) for rate in rates)) for _, row in run.iterrows()]
-    return table(("scheme", *(f"rate {rate:g}" for rate in rates)), lines)
+    lines = [(row["title"], row["says"], *(_tried(row, rate) for rate in rates)) for _, row in run.iterrows()]
+    return table(("scheme", "set", *(f"rate {rate:g}" for rate in rates)), lines)
 
 
 def _tried(row: pd.Series, rate: float) -> str:
     loss, growth = (row.get(f"{name}_at_{rate:g}", np.nan) for name in ("loss", "growth"))
     if np.isnan(loss):
         return ""
-    return f"{plain(loss)} (x {plain(growth, 1)})" if np.isfinite(loss) else "diverged"
+    if not np.isfinite(loss):
+        return "diverged"
+    best = "**" if rate == row["rate"] else ""
+    return f"{best}{plain(loss)}{best} (x {plain(growth, 1)})"
 
 
 def _claims(run: pd.DataFrame) -> str:

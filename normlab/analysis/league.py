@@ -238,26 +238,28 @@ def claims(published: pd.DataFrame) -> dict[str, str]:
 
 
 def printed(table: pd.DataFrame) -> str:
-    """The table's main columns, and a line with the schemes that were not run."""
+    """The schemes with final runs, then those with a search alone, then a line with those that were not run."""
     missing = table.loc[table["says"] == NOT_RUN, "title"]
-    lines = [shown(table).to_string(index=False)]
-    return "\n".join([*lines, f"not run: {'; '.join(missing)}"] if len(missing) else lines)
+    parts = [part.to_string(index=False) for part in (shown(table), shown(table, final=False)) if len(part)]
+    return "\n\n".join([*parts, f"not run: {'; '.join(missing)}"] if len(missing) else parts)
 
 
-def shown(table: pd.DataFrame) -> pd.DataFrame:
-    """The table's main columns as text, one row per scheme that was run."""
-    run = table[table["says"] != NOT_RUN]
-    wider = run["valley_open"].eq(True).map({True: ">= ", False: ""})
-    valleys = wider + run["valley"].map("x {:g}".format)
+def shown(table: pd.DataFrame, final: bool = True) -> pd.DataFrame:
+    """The table's main columns as text, one row per scheme. Columns without a value are left out.
+
+    Args:
+        final: the schemes with final runs; otherwise those with a search alone.
+    """
+    run = table[(table["says"] != NOT_RUN) & table["loss"].notna().eq(final)]
     columns = {
         "scheme": run["title"],
         "set": run["says"],
         "loss": [_interval(row.loss, row.loss_low, row.loss_high) for row in run.itertuples()],
         "minus Pre-LN": [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()],
         "seen": run["seen_loss"].map(_number),
-        "at 2M tokens": run["search_loss"].map(_number),
+        "at 2M tokens": run["search_loss"].map(lambda loss: DIVERGED if loss == math.inf else _number(loss)),
         "rate": [_rate(row, run) for _, row in run.iterrows()],
-        "valley": valleys.where(run["valley"].notna(), ""),
+        "valley": [_valley(row.valley, row.valley_open) for row in run.itertuples()],
         "growth": run["growth"].map(_number),
         "uniform": [
             "" if pd.isna(n) else f"{uniform:g} of {n:g}" for uniform, n in run[["uniform", "attentions"]].values
@@ -277,6 +279,10 @@ def _rate(row: pd.Series, run: pd.DataFrame) -> str:
     end = {max(tried, default=0): " (largest tried)", min(tried, default=0): " (smallest tried)"}.get(row["rate"], "")
     end = " (only one tried)" if len(tried) == 1 else end
     return "" if pd.isna(row["rate"]) else f"{row['rate']:g}{end}"
+
+
+def _valley(width: float, is_open: bool) -> str:
+    return "" if pd.isna(width) else f"{'>= ' if is_open else ''}x {width:g}"
 
 
 def _number(value: float, sign: str = "") -> str:

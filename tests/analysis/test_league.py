@@ -140,10 +140,11 @@ def test_claims_have_their_source(table):
     assert table.loc["post_rmsnorm", "predicted"] == "MLS-Bench: higher than Pre-LN"
 
 
-def test_the_printed_table_names_what_was_not_run(table):
-    *rows, last = league.printed(table.reset_index()).splitlines()
-    assert len(rows) == 5 and last.startswith("not run: ") and "mHC" in last
-    assert "1 of 9" in rows[1] and "3.40 [3.40, 3.40]" in rows[1] and ">= x 1" in rows[1]
+def test_the_printed_tables_are_of_final_runs_then_of_searches_and_name_what_was_not_run(table):
+    finals, searches, last = (part.splitlines() for part in league.printed(table.reset_index()).split("\n\n"))
+    assert len(finals) == 4 and "1 of 9" in finals[1] and "3.40 [3.40, 3.40]" in finals[1] and ">= x 1" in finals[1]
+    assert len(searches) == 2 and "search unfinished" in searches[1]
+    assert len(last) == 1 and last[0].startswith("not run: ") and "mHC" in last[0]
 
 
 def test_runs_of_two_texts_make_no_league(tmp_path):
