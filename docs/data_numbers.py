@@ -5,11 +5,13 @@ texts   every text by the name that marks it in the page
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pandas as pd
-from findings import ROOT, manifests, outcome, plain
+from findings import ROOT, interval, manifests, outcome, plain
 from tables import table
 
-from normlab.analysis.selection import title_of
+from normlab.analysis.selection import in_order, title_of
 from normlab.store import FINALS, SEARCH
 
 
@@ -57,7 +59,16 @@ def league_precision() -> dict[str, str]:
         "table_of_league_precision": table(("scheme", "rate", "float32", "bfloat16"), lines),
         "league_precision_gap": plain(max(gaps), 3),
         "league_bfloat16": f"{sum(m['config']['dtype'] == 'bfloat16' for m in every)}",
+        "league_bfloat16_schemes": ", ".join(title_of(name) for name in in_order(_wholly(every, "bfloat16"))),
     }
+
+
+def _wholly(manifests: Iterable[dict], dtype: str) -> set[str]:
+    """The schemes all of whose runs were trained in one precision."""
+    used: dict[str, set[str]] = {}
+    for manifest in manifests:
+        used.setdefault(manifest["config"]["scheme"], set()).add(manifest["config"]["dtype"])
+    return {scheme for scheme, dtypes in used.items() if dtypes == {dtype}}
 
 
 def hours() -> dict[str, str]:
@@ -139,6 +150,7 @@ def bench() -> dict[str, str]:
     moves = pd.read_csv(ROOT / "data" / "bench" / "latency.csv").query("control == 'all'").set_index("surface")
     default, lens = "normlab, default metrics", "TransformerLens run_with_cache"
     return {
+        "bhyt_step": interval(steps.loc[("bhyt step", "pre_rmsnorm step")].rename({"ratio": "estimate"})),
         "bfloat16_step": plain(steps.loc[("bfloat16 compiled step", "float32 step"), "ratio"]),
         "two_ray_workers": plain(workers.loc[2, "ratio"]),
         "record_cpu": plain(probes.loc[("forward and backward", f"{default} and gradients"), "cpu_ratio"]),

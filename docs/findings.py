@@ -321,7 +321,7 @@ def stream() -> dict[str, str]:
         for name in in_order([LNS, "peri_ln", *SMALL_GAIN])
     ]
     return {
-        "bhyt_loss": interval(losses.loc[BHYT], sign=True),
+        "bhyt_loss": interval(losses.loc[BHYT]),
         "league_bhyt_stream": interval(sizes_league.loc[BHYT]),
         "league_bhyt_growth": interval(league_table().set_index("scheme").loc[BHYT].rename(ends)),
         "league_lns_stream": interval(sizes_league.loc[LNS]),

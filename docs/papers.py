@@ -24,6 +24,7 @@ from findings import (
     interval,
     league,
     league_minus,
+    league_table,
     plain,
     runs,
     signed,
@@ -32,12 +33,14 @@ from standings import searched
 from tables import table
 
 import normlab
+from normlab.analysis.decisions import BELOW
 from normlab.analysis.selection import summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING = "not comparable", "missing"
-LEAGUE = "`league`: every scheme at 8 blocks, 3 seeds"
+LEAGUE = "`league`: 8 blocks, 3 seeds, if the search puts it among the best twelve"
+NO_FINALS = "No longer runs are planned: twelve others did better in the league's search"
 RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
 NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
@@ -171,7 +174,7 @@ def bhyt() -> list[Row]:
         ours = against_pre_ln(metric, 16)
         for scheme in (LNS, PERI, "dyt", BHYT):
             found = scheme in ours.index
-            planned = (RATES,) if scheme == LNS else () if found else (LEAGUE,)
+            planned = (RATES,) if scheme == LNS else () if found else (_plan(scheme),)
             rows.append(
                 Row(
                     "Fig. 3",
@@ -232,7 +235,12 @@ def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -
         for which, end in ends
         if {scheme, base} <= set(end.index)
     ]
-    return "; ".join(parts) or "none", LEAGUE
+    return "; ".join(parts) or "none", _plan(scheme)
+
+
+def _plan(scheme: str) -> str:
+    """The runs that are planned of a scheme without several final ones."""
+    return NO_FINALS if league_table().set_index("scheme").loc[scheme, "says"] == BELOW else LEAGUE
 
 
 def _league(scheme: str, metric: str, base: str = PRE_LN) -> pd.Series | None:
@@ -252,7 +260,7 @@ def _own_and_one_rate(scheme: str, metric: str) -> Iterator[str]:
     ratios = at_one_rate(metric).reindex([scheme]).iloc[0].dropna()
     if len(ratios):
         values = ", ".join(f"x {ratio:.2g} at {rate:g}" for rate, ratio in ratios.items())
-        yield f"At equal rates, in the league's search, 8 blocks, one seed: {values}"
+        yield f"At equal rates, 8 blocks, 2M tokens, one seed, not learned: {values}"
 
 
 def _stalled(loss: float) -> str:

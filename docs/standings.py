@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from findings import league, league_table, manifests, plain, runs, signed
+from findings import interval, league, league_table, manifests, plain, runs, signed
 from tables import table
 
+import normlab
 from normlab.analysis.decisions import UNFINISHED, predictions
-from normlab.analysis.league import NOT_RUN, shown
+from normlab.analysis.league import NOT_RUN, WORDS, claims, shown
 from normlab.analysis.selection import in_order, summarize, title_of
 from normlab.schemes import BASELINE
 from normlab.training.grids import CLEARLY
@@ -46,10 +47,11 @@ def texts() -> dict[str, str]:
         "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
+        "league_seeds_apart": plain(summarize(league().finals).groupby("scheme")["eval_loss"].agg(np.ptp).max()),
         "league_at_shared": _at_shared(run.set_index("title")[f"loss_at_{SHARED:g}"]),
         "league_edges": _edges(run),
         "league_fewer_rates": _listed(run.loc[run["says"] == UNFINISHED, "title"]),
-        "league_between": f"{(run['rate'] == BETWEEN).sum()} of {run[f'loss_at_{BETWEEN:g}'].notna().sum()}",
+        "league_between": _between_won(run),
         "table_of_between": _between(run.set_index("scheme")),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
@@ -59,6 +61,13 @@ def texts() -> dict[str, str]:
         "table_of_league_claims": _claims(run),
         "table_of_predictions": _predictions(),
     }
+
+
+def _between_won(run: pd.DataFrame) -> str:
+    """Count the schemes that did best at the rate between, of those tried there that beat a bigram model."""
+    bigram = summarize(league().search)["bigram_loss"].max()
+    tried = run[run[f"loss_at_{BETWEEN:g}"].notna() & (run["search_loss"] < bigram)]
+    return f"{(tried['rate'] == BETWEEN).sum()} of {len(tried)}"
 
 
 def _between(run: pd.DataFrame) -> str:
@@ -127,12 +136,15 @@ def _tried(row: pd.Series, rate: float) -> str:
 
 
 def _claims(run: pd.DataFrame) -> str:
-    """Papers' claims on the schemes that were run, next to what was measured."""
+    """Losses that papers report of the schemes that were run, next to what was measured."""
+    published = normlab.load_published()
+    said = claims(published[published["metric"] != WORDS])
     lines = []
-    for row in run[run["claim"] != ""].itertuples():
-        bounds = f"[{plain(row.minus_low)}, {plain(row.minus_high)}]" if np.isfinite(row.minus_low) else "(one seed)"
-        ours = f"{signed(row.minus)} {bounds}"
-        lines.append((row.title, row.claim, ours if np.isfinite(row.minus) else ""))
+    for row in run[run["scheme"].isin(said)].itertuples():
+        final = pd.Series({"estimate": row.minus, "low": row.minus_low, "high": row.minus_high})
+        searched_minus = row.search_loss - searched()[BASELINE]
+        ours = interval(final, sign=True) if np.isfinite(row.minus) else f"{signed(searched_minus)} (search)"
+        lines.append((row.title, said[row.scheme], ours))
     return table(("scheme", "what papers say", "ours: loss minus Pre-LN's"), lines) if lines else "None of those yet."
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 import pytest
 
 import normlab
 from normlab.analysis import claims
+from normlab.analysis.selection import summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -88,6 +90,9 @@ def test_the_words_of_the_findings_hold(code):
     at_one_rate = findings.at_one_rate("token_l2_mean")
     assert (at_one_rate.loc["lns"].dropna() < 1).all() and at_one_rate.loc["peri_ln"].min() < 1
     assert at_one_rate.loc["peri_ln"].max() > 1
+    about = summarize(pd.concat([findings.league().search, findings.runs("between")], ignore_index=True))
+    shown = about["scheme"].isin(["pre_rmsnorm", "lns", "peri_ln", "bhyt", "bhyt_exact", "rmsnorm_gain"])
+    assert (about["eval_loss"] > about["trigram_loss"])[shown].all(), "none of these has learned"
     both = at_one_rate.loc[["bhyt", "rmsnorm_gain"]].dropna(axis="columns").round(2)
     assert len(both.columns) > 1 and (both.loc["bhyt"] <= both.loc["rmsnorm_gain"]).all()
     small = pair(findings.rate_of_pre_ln("token_l2_mean"), "bhyt", "pre_rmsnorm")

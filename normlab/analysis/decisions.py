@@ -44,7 +44,8 @@ MODELS, CURED = 6, 1  # B: of 6 models at most 1 may have a uniform attention le
 ALIVE_STEP, ALIVE_BLOCKS = 3000, (2, 3, 4)  # B: when and where attention is looked at
 GAINS = (0.2, 1.0, 5.0)  # C: g = lambda / kappa
 RESAMPLES = 10_000
-UNFINISHED = "search unfinished"  # of a scheme in the league
+# What is said of a scheme in the league.
+UNFINISHED, BELOW = "search unfinished", "below at 2M tokens"
 COLUMNS = ["quantity", "seeds", "estimate", "low", "high", "p_holm", "verdict", "says"]
 
 
@@ -319,7 +320,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
             row["says"] = "diverged"
         else:
             passed = (ranked < row["search_loss"]).sum() >= (plan.best or math.inf)
-            row["says"] = "below at 2M tokens" if passed else "only searched"
+            row["says"] = BELOW if passed else "only searched"
         rows.append(row)
     columns = ["scheme", "loss", "seeds", "p", "in_set", "search_loss", "rate", "inside", "says"]
     return pd.DataFrame(rows, columns=columns).sort_values(["loss", "search_loss"], ignore_index=True)
