@@ -393,7 +393,9 @@ def _compare(
 
     if all((Path(name) / MANIFEST).is_file() for name in (a, b)):
         runs = (a, b)
-        a, b = (read_run(name).name for name in (a, b))
+        a, b = (read_run(name).name for name in runs)
+        if a == b:
+            raise NormlabError(f"{runs[0]} and {runs[1]} are runs of one configuration: name two that differ")
     place: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
     table = compare(load_runs(runs), a, b, metric, depth=depth, width=width, level=level, **place)
     print(report(table, level))

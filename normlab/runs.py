@@ -319,7 +319,8 @@ def find_runs(root: str | Path) -> list[Path]:
 def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
     """`read` of each run at or below `path` (or several paths), by directory.
 
-    A run that cannot be read is named in a warning and left out. NormlabError: none is left.
+    A run that cannot be read, or is in a second directory too, is named in a warning and left out. NormlabError: none
+    is left.
     """
     roots = [path] if isinstance(path, str | Path) else list(path)
     directories = [run for root in roots for run in find_runs(root)]
@@ -327,9 +328,14 @@ def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
     if not directories:
         raise NormlabError(f"no runs in {places}; make some with `normlab sweep --preset tiny --out DIR`")
     whole, errors = {}, []
-    for directory in directories:
+    where: dict[str, Path] = {}
+    for directory in dict.fromkeys(directories):
         try:
-            whole[directory] = read(read_run(directory))
+            run = read_run(directory)
+            if run.name in where:
+                raise NormlabError(f"{directory}, as {where[run.name]} is the same run")
+            whole[directory] = read(run)
+            where[run.name] = directory
         except NormlabError as error:
             errors.append(str(error))
     if not whole and len(errors) == 1:

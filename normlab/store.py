@@ -111,9 +111,14 @@ class Remote:
         tables: dict[str, dict[str, int]] = {}
         for path, size in sorted(sizes.items()):
             folder, file = os.path.split(path)
-            if file in (MANIFEST, STATS, EXPERIMENTS) and not NOT_REPORTED & set(folder.split("/")):
+            if file in (MANIFEST, STATS, EXPERIMENTS, packed.FILE) and not NOT_REPORTED & set(folder.split("/")):
                 tables.setdefault(folder, {})[file] = size
-        return [self._get(run, self.copy / run, files) for run, files in tables.items() if MANIFEST in files]
+        found = []
+        for folder, files in tables.items():
+            if MANIFEST in files or packed.FILE in files:
+                copy = self._get(folder, self.copy / folder, files)
+                found += [copy] if MANIFEST in files else [copy / name for name in packed.names(copy)]
+        return found
 
     def fetch(self, run: str) -> None:
         """Fetch a finished run, or the last whole checkpoint of one in progress unless a later one is here."""
@@ -200,19 +205,26 @@ class Remote:
         return to
 
     def _put(self, folder: Path, name: str) -> None:
-        """Copy a folder, then read it back. NormlabError if it reads otherwise."""
-        paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        for file in sorted(paths, key=lambda file: (file in PUBLISHED_LAST, file)):
-            target, size = self.root / name / file, paths[file].stat().st_size
-            self._answer(f"writing {name}/{file}", self._put_file, paths[file], target, size=size)
-        for file, path in paths.items():
-            target = self.root / name / file
-            digest = self._answer(f"reading {name}/{file}", _digest_of, target, size=path.stat().st_size)
-            if digest != _digest_of(path):
-                raise NormlabError(
-                    f"{self.address}/{name}/{file} does not read back as it was written; nothing was deleted: "
-                    "start again"
-                )
+        """Copy a folder and read it back; what makes it whole is copied after the rest was read.
+
+        Raises:
+            NormlabError: a file reads otherwise. It is removed there.
+        """
+        paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        for is_last in (False, True):
+            files = [file for file in paths if (file in PUBLISHED_LAST) is is_last]
+            for file in files:
+                target, size = self.root / name / file, paths[file].stat().st_size
+                self._answer(f"writing {name}/{file}", self._put_file, paths[file], target, size=size)
+            for file in files:
+                target, size = self.root / name / file, paths[file].stat().st_size
+                digest = self._answer(f"reading {name}/{file}", _digest_of, target, size=size)
+                if digest != _digest_of(paths[file]):
+                    self._remove(f"{name}/{file}")
+                    raise NormlabError(
+                        f"{self.address}/{name}/{file} does not read back as it was written; nothing was deleted here: "
+                        "start again"
+                    )
 
     def _put_file(self, path: Path, target: Any) -> None:
         self.files.makedirs(target.parent.path, exist_ok=True)

@@ -1,5 +1,6 @@
 """`normlab compare A B`: the paired differences in words, and one line with exit code 2 for what cannot be compared."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def test_it_takes_every_choice_of_the_explorer(folder, capsys):
     choice = dict(site="block_in_grad", depth=4, layer=2, step=10, level=0.9)
     found = compare(normlab.load_runs(folder), "bhyt", "pre_rmsnorm", "grad_l2_mean", **choice).iloc[0]
     assert f"{found['estimate']:.4g}  [{found['low']:.4g}, {found['high']:.4g}]  different: bhyt is lower" in line
+
+
+def test_a_run_is_not_compared_with_another_of_its_name(folder, tmp_path, capsys):
+    run = sorted(folder.iterdir())[0]
+    copy = shutil.copytree(run, tmp_path / run.name)
+    assert main(["compare", str(run), str(copy)]) == 2
+    assert capsys.readouterr().err.count("are runs of one configuration") == 1
 
 
 def test_one_seed_and_two_runs_say_that_there_is_no_interval(tmp_path, folder, capsys):

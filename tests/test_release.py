@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import shutil
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -61,6 +62,14 @@ def test_a_run_of_another_text_is_not_kept(done, cache, tmp_path):
     store.write_json(copy / runs.MANIFEST, {**manifest, "corpus": {**manifest["corpus"], "content_hash": "another"}})
     with pytest.raises(NormlabError, match="trained on another text"):
         keep(copy, tmp_path / "models", cache)
+
+
+def test_runs_that_would_have_one_name_are_not_kept(done, tmp_path):
+    for seed in range(2):
+        copy = tmp_path / f"seed{seed}" / done.name
+        shutil.copytree(done.path, copy)
+    with pytest.raises(NormlabError, match="2 of these runs would be"):
+        keep(tmp_path, tmp_path / "models")
 
 
 def test_runs_without_weights_are_named(tmp_path, done):

@@ -309,6 +309,14 @@ def test_packed_runs_are_read_as_their_directories_were(tmp_path):
         load_runs(folder)
 
 
+def test_a_run_that_is_in_two_directories_counts_once(tmp_path):
+    make_run(tmp_path / "here")
+    make_run(tmp_path / "there")
+    with pytest.warns(UserWarning, match=r"left out: .*there/bhyt-a, as .*here/bhyt-a is the same run"):
+        both = load_runs([tmp_path / "here", tmp_path / "there"])
+    pd.testing.assert_frame_equal(both, load_runs(tmp_path / "here"))
+
+
 def test_a_sweep_under_way_adds_what_it_has_finished(tmp_path):
     sweep, folder = tmp_path / "sweep", tmp_path / "data"
     make_run(sweep / store.SEARCH, "first")

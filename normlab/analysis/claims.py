@@ -21,7 +21,15 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import compare, last_values
-from normlab.analysis.selection import choose, depths_of_most, experiments_of, in_order, summarize, title_of
+from normlab.analysis.selection import (
+    choose,
+    depths_of_most,
+    experiments_of,
+    in_order,
+    of_one_setting,
+    summarize,
+    title_of,
+)
 from normlab.analysis.verdicts import differences, in_words, judged, means
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
@@ -214,7 +222,7 @@ def depth_use(
     rows = experiments_of(experiments, "skip_delta_loss", part)
     if depth is None:
         depth = max(depths_of_most(rows), default=0)
-    rows = rows[rows["depth"] == depth]
+    rows = of_one_setting(rows[rows["depth"] == depth])
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")
     rows = rows.assign(deep=rows["layer"].astype(int) > (1 - DEEP) * depth)

@@ -169,6 +169,7 @@ def last_values(
         rows = chosen.rows("model", metric, split=split or ("eval" if metric == "loss" else None))
     else:
         rows = chosen.rows(site, metric, mask, split)
+    if site != "model" or layer is not None:
         number = rows["layer"].astype("Int64")
         rows = rows[number == (rows["depth"] if layer is None else layer)]
     if step is not None:

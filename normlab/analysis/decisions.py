@@ -45,7 +45,7 @@ ALIVE_STEP, ALIVE_BLOCKS = 3000, (2, 3, 4)  # B: when and where attention is loo
 GAINS = (0.2, 1.0, 5.0)  # C: g = lambda / kappa
 RESAMPLES = 10_000
 # What is said of a scheme in the league.
-UNFINISHED, BELOW = "search unfinished", "below at 2M tokens"
+UNFINISHED, BELOW, LOST = "search unfinished", "below at 2M tokens", "a final run diverged"
 COLUMNS = ["quantity", "seeds", "estimate", "low", "high", "p_holm", "verdict", "says"]
 
 
@@ -274,7 +274,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
     A scheme is out of the set if some other one is better with p < 0.05
     (`normlab.analysis.verdicts.worse_than_some`). The set holds the best scheme with probability 0.95. It takes two
-    schemes with two final runs each: others have too few to be in or out.
+    schemes with two final runs each: others have too few to be in or out. Nor is one of which a final run diverged.
     A scheme without final runs is below at 2M tokens if it can no longer get them: as many others as get them by their
     rank have a lower loss in the search. Else it is only searched. Neither is said before all its rates were tried.
 
@@ -287,8 +287,8 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         infinite search_loss.
     """
     values = last_values(Selection(finals, summarize(finals)), "loss")
-    means = values.groupby("scheme")["value"].agg(["mean", "count"])
-    names = [name for name in in_order(values["scheme"]) if means.loc[name, "count"] > 1]
+    means = values.groupby("scheme")["value"].agg(["mean", "count", "size"])
+    names = [name for name in in_order(values["scheme"]) if means.loc[name, "count"] == means.loc[name, "size"] > 1]
     by_seed = values.pivot_table(index="scheme", columns="seed", values="value").reindex(names)
     p = dict(zip(names, worse_than_some(by_seed.to_numpy()), strict=True)) if len(names) > 1 else {}
     about = summarize(search)
@@ -313,7 +313,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         if scheme in p:
             row["says"] = "not told from the best" if row["in_set"] else "worse than the best"
         elif scheme in means.index:
-            row["says"] = "too few final runs"
+            row["says"] = LOST if means.loc[scheme, "count"] < means.loc[scheme, "size"] else "too few final runs"
         elif not rates.is_whole(tried.to_dict()):
             row["says"] = UNFINISHED
         elif not math.isfinite(row["search_loss"]):
@@ -390,8 +390,9 @@ def _mean_over(values: pd.DataFrame, rates: Sequence[float]) -> pd.DataFrame:
     """Each scheme's and seed's mean over the rates, of seeds that have all of them."""
     rows = values[values["lr"].isin(rates)].dropna(subset="value")
     means = rows.groupby(["depth", "scheme", "seed"], observed=True)["value"].agg(["mean", "size"])
+    means = means[means["size"] == len(rates)].rename(columns={"mean": "value"})
     _require(means.index.get_level_values("scheme"), PRE_LN, LNS)
-    return means[means["size"] == len(rates)].rename(columns={"mean": "value"}).reset_index()
+    return means.reset_index()
 
 
 def _at_each(values: pd.DataFrame, by: str, a: str, b: str, metric: str) -> pd.DataFrame:
@@ -403,6 +404,8 @@ def _at_each(values: pd.DataFrame, by: str, a: str, b: str, metric: str) -> pd.D
         for place, own in pool.groupby("group")
         if {a, b} <= set(own["scheme"])
     ]
+    if not rows:
+        raise NormlabError(f"{title_of(a)} and {title_of(b)} share no {by}: pass the runs of the question's preset")
     return pd.concat(rows, ignore_index=True)
 
 

@@ -78,8 +78,8 @@ def _runs_at(place: str | Path) -> pd.DataFrame:
 def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     """The league as a table, one row per scheme of the registry and of the runs, best first.
 
-    `says` is "not told from the best", "worse than the best", "too few final runs", "below at 2M tokens",
-    "only searched", "search unfinished", "diverged" or "not run".
+    `says` is "not told from the best", "worse than the best", "too few final runs", "a final run diverged",
+    "below at 2M tokens", "only searched", "search unfinished", "diverged" or "not run".
     Intervals are 95% intervals over seeds. Values are of the final runs, except those of the search.
 
     Returns:

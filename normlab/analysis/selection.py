@@ -58,6 +58,22 @@ def experiments_of(experiments: pd.DataFrame, metric: str, part: str) -> pd.Data
     return table[(table["metric"] == metric) & (table["part"] == part)]
 
 
+def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of an experiment, if each scheme and seed has one value per layer, or per pair of layers.
+
+    Raises:
+        NothingToShow: runs differ in learning rate or something else, so that a mean over them is not one over seeds.
+    """
+    twice = rows[rows.duplicated(["scheme", "depth", "seed", *rows.columns.intersection(["layer", "other"])])]
+    if len(twice):
+        first = twice.iloc[0]
+        raise NothingToShow(
+            f"Several runs of {first['scheme']} at depth {first['depth']}, seed {first['seed']} were measured: "
+            "keep the rows of one learning rate and setting."
+        )
+    return rows
+
+
 def depths_of_most(table: pd.DataFrame) -> list[int]:
     """The depths at which most schemes of a table were run, shallow first."""
     counts = table.groupby("depth")["scheme"].nunique()

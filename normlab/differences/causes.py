@@ -80,6 +80,9 @@ class Evidence(NamedTuple):
 
 def causes_of(evidence: Evidence) -> list[str]:
     """Sentences that say what differs at `evidence.site`; empty where no rule holds."""
+    a, b = (tuple(side.tensors[evidence.site].shape) for side in (evidence.a, evidence.b))
+    if a != b:
+        return [f"its shape is {a} in A and {b} in B"]
     if evidence.site.name.endswith("_grad"):
         return ["every forward value agrees: a custom backward, a detached tensor or a scaled gradient"]
     causes = [cause for rule in (_weights, _reads, _function, _trials) for cause in rule(evidence)]
@@ -434,12 +437,13 @@ def _entered(e: Evidence, model: nn.Module) -> Iterator[None]:
 
 def _other_inputs(e: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
     rows, length = next(iter(e.a.tensors.values())).shape[:2]
-    order = torch.arange(length)
+    device = next(x.device for x in e.a.inputs.values() if isinstance(x, Tensor))
+    order = torch.arange(length, device=device)
     choices = {f" by {shift}": (order + shift).clamp_min(0).expand(rows, -1) for shift in (1, -1, 2)}
     if e.mask is not None:
         choices[": counted with the padding"] = order.expand(rows, -1)
-        choices[": counted without the padding"] = (e.mask.cumsum(1) - 1).clamp_min(0)
-    choices[": all are 0, as without a rotary embedding"] = torch.zeros(rows, length, dtype=torch.long)
+        choices[": counted without the padding"] = (e.mask.to(device).cumsum(1) - 1).clamp_min(0)
+    choices[": all are 0, as without a rotary embedding"] = torch.zeros(rows, length, dtype=torch.long, device=device)
     for words, positions in choices.items():
         yield f"positions are off{words}", e.a.inputs | {"position_ids": positions}
     if e.mask is not None:
@@ -531,7 +535,7 @@ def _set_rotary_base(model: nn.Module, base: float, count: int | None = None) ->
     for name, old in buffers.items():
         owner, _, leaf = name.rpartition(".")
         n = len(old) if count is None else count
-        setattr(model.get_submodule(owner), leaf, base ** (-torch.arange(n, dtype=old.dtype) / n))
+        setattr(model.get_submodule(owner), leaf, base ** (-torch.arange(n, dtype=old.dtype, device=old.device) / n))
     return bool(buffers)
 
 
@@ -619,12 +623,12 @@ def _sees_later(e: Evidence) -> list[str]:
     ids = e.a.inputs.get("input_ids")
     if not e.b.inputs or ids is None:
         return []
-    mask = torch.ones_like(ids) if e.mask is None else e.mask
+    mask = torch.ones_like(ids) if e.mask is None else e.mask.to(ids)
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-    rows = torch.arange(len(ids))
+    rows = torch.arange(len(ids), device=ids.device)
     changed = ids.clone()
     changed[rows, last] = torch.where(ids[rows, last] == ids.max(), ids.min(), ids.max())
-    earlier = (torch.arange(ids.shape[1])[None] < last[:, None]) & mask.bool()
+    earlier = (torch.arange(ids.shape[1], device=ids.device)[None] < last[:, None]) & mask.bool()
     moves = []
     for side in (e.a, e.b):
         inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in side.inputs.items()}

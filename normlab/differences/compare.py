@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,9 +175,14 @@ def _first(rows: list[Row]) -> Site | None:
 def _rows(
     a: dict[Site, Tensor], b: dict[Site, Tensor], rounded: dict[Site, Tensor], least: float, mask: Tensor | None
 ) -> list[Row]:
-    """Compare two captures; `rounded` is the first one in a coarser dtype."""
+    """Compare two captures; `rounded` is the first one in a coarser dtype.
+
+    As many numbers in another shape are another layout, and not compared.
+    """
     rows = []
-    for site in (site for site in a if site in b and a[site].shape == b[site].shape):
+    for site in (site for site in a if site in b):
+        if a[site].shape != b[site].shape and a[site].numel() == b[site].numel():
+            continue
         noise = relative_difference(a[site], rounded[site], mask)
         difference = relative_difference(a[site], b[site], mask)
         rows.append(Row(site, difference, noise, difference > max(least, ROUNDINGS * noise)))
@@ -198,7 +204,7 @@ def _diff_arrays(
     rounded = capture(_rounded(a, _dtype(a), computed), inputs, roles).tensors
     mask = batch.get("attention_mask")
     rows = _rows(in_a.tensors, arrays, rounded, _eps(computed), mask)
-    if not rows:
+    if all(math.isinf(row.difference) for row in rows):
         known = ", ".join(f"{site.name}.{site.layer}" for site in list(in_a.tensors)[:8])
         raise NormlabError(f"the file has no site of this model in its shape: name arrays as {known} ...")
     first = _first(rows)
@@ -251,7 +257,9 @@ def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, 
     row = table[(table.site == first.name) & (table.layer == first.layer)].iloc[0]
     where = f"block {first.layer}" if 1 <= first.layer <= depth else "the embeddings" if first.layer < 1 else "the end"
     because = f": {causes[0]}" if causes else ""
-    size = f"differs by {row.difference:.1e}" + (f", {row.ratio:.0f} times rounding" if row.noise else "")
+    size = "differs"
+    if math.isfinite(row.difference):
+        size += f" by {row.difference:.1e}" + (f", {row.ratio:.0f} times rounding" if row.noise else "")
     return Difference(f"parts at {where}, {first.words()} ({size}){because}", first, causes, table, notes)
 
 

@@ -8,7 +8,14 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.selection import NothingToShow, depths_of_most, experiments_of, in_order, seeds_in_words
+from normlab.analysis.selection import (
+    NothingToShow,
+    depths_of_most,
+    experiments_of,
+    in_order,
+    of_one_setting,
+    seeds_in_words,
+)
 from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
 from normlab.figures import theme
@@ -205,7 +212,7 @@ def _of_depth(experiments: pd.DataFrame, metric: str, part: str, depth: int | No
     """The rows of one depth, and a description of the runs they are from."""
     rows = experiments_of(experiments, metric, part if metric == "skip_delta_loss" else "block")
     depth = max(depths_of_most(rows), default=None) if depth is None else depth
-    rows = rows[rows["depth"] == depth]
+    rows = of_one_setting(rows[rows["depth"] == depth])
     if rows.empty:
         return rows, ""
     seeds = seeds_in_words(rows.groupby("scheme", observed=True)["seed"].nunique())

@@ -13,7 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.decisions import BELOW, UNFINISHED
+from normlab.analysis.decisions import BELOW, LOST, UNFINISHED
 from normlab.analysis.league import NOT_RUN
 from normlab.analysis.selection import NothingToShow
 from normlab.figures import theme
@@ -22,7 +22,7 @@ from normlab.figures.registry import register
 from normlab.schemes import BASELINE
 
 NO_FINALS = "No final run of the league in this table: these are made after the search."
-SETS = ("not told from the best", "worse than the best", "too few final runs", "only searched", BELOW,
+SETS = ("not told from the best", "worse than the best", "too few final runs", LOST, "only searched", BELOW,
         UNFINISHED)  # fmt: skip
 # quantity -> (title, axis, whether it is a ratio)
 QUANTITIES = {

@@ -120,7 +120,7 @@ class Readings:
         self._tables.append(table)
         self._last.append(table.loc[table["mask"] == "all", COLUMNS])
         if self._path is not None:
-            staged = self._path.with_name(f"{self._path.name}.partial")
+            staged = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")  # every rank writes it
             _joined(self._last).to_csv(staged, index=False)
             os.replace(staged, self._path)
 

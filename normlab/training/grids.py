@@ -183,9 +183,11 @@ class LeagueSearch(Search):
         return ({},)
 
     def next_rate(self, losses: Mapping[float, float]) -> float | None:
-        """The third rate, from the losses at two; None if it was tried, or nothing learned at the two."""
+        """The third rate, from the losses at two; None if it was tried, nothing learned at the two, or one failed."""
+        if len(losses) != 2:
+            return None
         best = min(losses, key=lambda rate: (losses[rate], rate))
-        if len(losses) != 2 or not math.isfinite(losses[best]):
+        if not math.isfinite(losses[best]):
             return None
         if max(losses.values()) - losses[best] < CLEARLY:
             return self._between

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -29,12 +30,17 @@ def keep(root: str | Path, out: str | Path, cache_dir: str | Path | None = None)
     """Write every run below `root` that kept its weights to `out`, and return their folders.
 
     Raises:
-        NormlabError: no run has weights, or this machine's corpus is not the one that a run was trained on.
+        NormlabError: no run has weights; two of them would have one name; or this machine's corpus is not the one that
+            a run was trained on.
     """
     found = [run for run in map(runs.read_run, runs.find_runs(root)) if (run.path / runs.WEIGHTS).is_file()]
     if not found:
         raise NormlabError(f"no run in {root} kept its weights; train with --keep-weights")
-    return [_keep(run, Path(out), cache_dir) for run in found]
+    configs = [TrainConfig.from_dict(run.manifest["config"]) for run in found]
+    name, count = Counter(map(name_of, configs)).most_common(1)[0]
+    if count > 1:
+        raise NormlabError(f"{count} of these runs would be {name}, which seed, rate and width do not tell apart")
+    return [_keep(run, config, Path(out), cache_dir) for run, config in zip(found, configs, strict=True)]
 
 
 def name_of(config: TrainConfig) -> str:
@@ -43,8 +49,7 @@ def name_of(config: TrainConfig) -> str:
     return "-".join([config.scheme, *own, f"d{config.depth}"])
 
 
-def _keep(run: runs.Run, out: Path, cache_dir: str | Path | None) -> Path:
-    config = TrainConfig.from_dict(run.manifest["config"])
+def _keep(run: runs.Run, config: TrainConfig, out: Path, cache_dir: str | Path | None) -> Path:
     folder = store.inside(out, name_of(config))
     corpus = corpus_of(config, cache_dir, progress=True)
     if corpus.content_hash != run.manifest["corpus"]["content_hash"]:

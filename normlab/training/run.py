@@ -96,14 +96,14 @@ def train(
     asked, config = config, _settled(config, root, place, text, accelerator)
     manifest = manifest_of(config, text)
     final, work = root / config.run_id, root / store.PARTIAL / config.run_id
-    if place is None and final.exists():  # without the lock: the directory may be read-only
+    if place is None and store.is_run(final):  # without the lock: the directory may be read-only
         return _finished(final, work, config, manifest)
     lock = store.exclusive(root / store.PARTIAL / f"{config.run_id}.lock")
     with store.full_disk_named(root), lock if is_first else contextlib.nullcontext():
         with accelerator.main_process_first():
             if place is not None and is_first:
                 place.fetch(config.run_id)
-            finished = final.exists()
+            finished = store.is_run(final)
         if finished:
             _finished(final, work, config, manifest)
         else:
@@ -264,7 +264,7 @@ def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, 
     """The finished run. NormlabError if it is damaged, or not the run that `config` asks for."""
     run = runs.read_run(final)
     require_same(run.manifest, config, manifest["corpus"])
-    if not (final / store.STATS).is_file():
+    if final.exists() and not (final / store.STATS).is_file():
         raise NormlabError(f"run {final}: {store.STATS} is missing; delete the run and train it again")
     shutil.rmtree(work, ignore_errors=True)
     return run

@@ -143,6 +143,9 @@ def test_depth_use_is_the_deeper_halfs_mean_cost_and_its_share():
     assert first_counts_most["share"] < 0.05 and first_counts_most["share_rest"] == pytest.approx(np.mean(rest))
     with pytest.raises(NormlabError, match="no run of depth 8"):
         claims.depth_use(skipping({"bhyt": [0.2, 0.3]}), 8)
+    two_rates = [skipping({"bhyt": [0.2, 0.3]}).assign(lr=lr, run=f"run-{lr}") for lr in (0.002, 0.004)]
+    with pytest.raises(NormlabError, match="keep the rows of one learning rate"):
+        claims.depth_use(pd.concat(two_rates), 2)
     deeper = skipping({"bhyt": [0.2] * 6})
     both = pd.concat([deeper, *(skipping({name: [0.2, 0.3]}) for name in ("bhyt", "lns"))])
     assert set(claims.depth_use(both)["depth"]) == {2} and set(claims.depth_use(deeper)["depth"]) == {6}

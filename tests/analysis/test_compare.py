@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from figures_helpers import empty, one_run, table
 
-from normlab.analysis.compare import compare, report
+from normlab.analysis.compare import compare, last_values, report
 from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.analysis.selection import NothingToShow, choose, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words
@@ -246,3 +246,16 @@ def test_a_comparison_says_where_its_sides_differ_in_precision():
     same = compare(runs.assign(dtype="float32"), "lns", "pre_rmsnorm")
     assert "precision" not in report(same)
     assert found[["estimate", "low", "high"]].equals(same[["estimate", "low", "high"]])
+
+
+def test_a_value_of_the_model_that_has_layers_is_taken_at_the_one_asked_for():
+    runs = table(("lns", "bhyt"), depths=(4,))
+    last = runs[(runs["metric"] == "loss") & (runs["split"] == "eval") & (runs["step"] == runs["step"].max())]
+    by_layer = [
+        last.assign(metric="uniform_attention", split="probe", layer=layer, value=float(layer == 2))
+        for layer in (1, 2, 3)
+    ]
+    runs = pd.concat([runs, *by_layer], ignore_index=True)
+    chosen = choose(runs, depth=4)
+    ones = [last_values(chosen, "uniform_attention", layer=layer)["value"].mean() for layer in (1, 2, 3, None)]
+    assert ones == [0.0, 1.0, 0.0, 0.0]

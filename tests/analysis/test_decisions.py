@@ -235,6 +235,34 @@ def test_d_a_set_of_the_best_and_what_is_below_it():
     assert list(table.index)[2:] == list(words)
 
 
+def test_d_a_scheme_that_lost_a_final_run_is_in_no_set():
+    finals = Table()
+    for scheme, losses in ((PRE, (3.4, 3.4, 3.4)), (LNS, (3.5, 3.5, 3.5)), ("bhyt", (3.2, 3.2, math.nan))):
+        for seed, loss in enumerate(losses):
+            finals.add(scheme, 8, seed, 0.004, loss)
+    runs = finals.frame()
+    runs["status"] = runs["status"].mask(runs["run"].eq("bhyt-d8-lr0.004-s2"), "diverged")
+    table = decisions.league(runs, runs.iloc[:0]).set_index("scheme")
+    assert table["says"].to_dict() == {
+        "bhyt": decisions.LOST,
+        PRE: "not told from the best",
+        LNS: "worse than the best",
+    }
+    assert math.isnan(table.loc["bhyt", "p"])
+
+
+def test_questions_of_unfinished_presets_say_what_is_missing():
+    table = Table()
+    for scheme, lr in ((PRE, 0.004), (LNS, 0.008)):
+        table.add(scheme, 16, 0, lr, 3.5, seen_loss=3.4)
+        for layer in (2, 16):
+            table.put("token_l2_mean", 30.0, "block_out", layer=layer)
+    with pytest.raises(NormlabError, match="no runs of Pre-LN, LNS"):
+        decisions.equal_rates(table.frame())
+    with pytest.raises(NormlabError, match="Pre-LN and LNS share no lr"):
+        decisions.growth_curve(table.frame())
+
+
 def test_d_below_is_a_scheme_that_as_many_others_beat_as_get_final_runs():
     finals, search = Table(), Table()
     always = {PRE: 3.0, LNS: 3.1, "bhyt": 3.2}  # they take nobody's place

@@ -236,6 +236,26 @@ def test_arrays_of_another_framework_are_compared(llama, batch, tmp_path):
     assert diff(llama, tmp_path / "few.npz", batch).first == ("block_out", 4)
 
 
+def test_another_shape_is_a_difference_and_named(llama, batch, tmp_path):
+    longer = copy.deepcopy(llama)
+    longer.resize_token_embeddings(80)
+    result = diff(llama, longer, batch)
+    assert result.first == ("logits", 5) and result.causes == ["its shape is (2, 12, 64) in A and (2, 12, 80) in B"]
+    assert result.verdict == f"parts at the end, logits (differs): {result.causes[0]}"
+    write_arrays(llama, batch, tmp_path / "all.safetensors")
+    arrays = {f"{site.name}.{site.layer}": x.numpy() for site, x in read_arrays(tmp_path / "all.safetensors").items()}
+    arrays["block_out.2"] = arrays["block_out.2"][:, :-1]
+    np.savez(tmp_path / "short.npz", **arrays)
+    assert diff(llama, tmp_path / "short.npz", batch).first == ("block_out", 2)
+
+
+def test_a_boolean_mask_is_as_good_as_one_of_numbers(llama, batch):
+    spoiled = copy.deepcopy(llama)
+    _gain(spoiled)
+    masked = batch | {"attention_mask": batch["attention_mask"].bool()}
+    assert str(diff(llama, spoiled, masked)) == str(diff(llama, spoiled, batch))
+
+
 def test_bad_input_is_one_line(llama, gpt2, batch, tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
     np.savez(tmp_path / "named.npz", layer_3=np.zeros(3))

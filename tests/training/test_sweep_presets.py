@@ -226,6 +226,7 @@ def test_the_league_tries_a_third_rate_between_two_alike_or_beyond_the_better():
         ({0.002: 3.1, 0.008: 3.0, 0.016: 2.9}, None),
     ):
         assert search.next_rate(losses) == third
+    assert search.next_rate({}) is None, "both runs failed"
 
 
 def test_the_best_of_a_search_and_those_always_run_come_into_its_finals(text, tmp_path, monkeypatch):

@@ -147,6 +147,25 @@ def test_a_published_checkpoint_stays_until_the_next_one_was_read_back(begun, tm
     store.check_files(there / "checkpoint-5")
 
 
+def test_a_run_is_not_published_before_its_files_were_read_back(done, tmp_path, monkeypatch):
+    place = store.Remote(f"file://{tmp_path}/bucket")
+    put = type(place.files).put_file
+
+    def cut(self: Any, here: str, name: str, **options: Any) -> None:
+        put(self, here, name, **options)
+        if name.endswith(store.STATS):
+            damage(Path(name), "truncated", tmp_path)
+
+    monkeypatch.setattr(place, "copy", done.path.parent)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(place.files), "put_file", cut)
+        with pytest.raises(NormlabError, match=f"{store.STATS} does not read back as it was written"):
+            place.publish(done.name)
+    assert not {path.name for path in (tmp_path / "bucket" / done.name).iterdir()} & {store.MANIFEST, store.STATS}
+    place.publish(done.name)
+    assert place.has(f"{done.name}/{store.MANIFEST}")
+
+
 def test_another_machine_takes_the_newest_whole_checkpoint_at_an_address(begun, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     there = tmp_path / "bucket" / store.PARTIAL / begun.name

@@ -1,5 +1,6 @@
 """Runs at an address: published, resumed and read by machines that share nothing else."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from training_helpers import tiny
 
 import normlab
-from normlab import NormlabError, runs, store
+from normlab import NormlabError, packed, runs, store
 from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
 from normlab.training.sweep import sweep
@@ -54,6 +55,15 @@ def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_t
     assert list(runs.read_configs(address)) == [config.run_id]
     monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
     assert go(config, address).load_model().config.scheme == config.scheme
+
+
+def test_a_packed_run_is_finished_and_is_read_from_an_address(text, done, go, tmp_path, monkeypatch):
+    copy = tmp_path / "runs" / done.name
+    shutil.copytree(done.path, copy, ignore=shutil.ignore_patterns(runs.WEIGHTS))
+    packed.pack(copy.parent)
+    monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
+    assert go(tiny(text), copy.parent).manifest == done.manifest
+    pd.testing.assert_frame_equal(normlab.load_runs(f"file://{copy.parent}"), done.table())
 
 
 def test_what_is_half_published_is_not_taken(machine, text, done, go, stop, tmp_path):
