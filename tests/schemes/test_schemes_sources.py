@@ -55,6 +55,16 @@ def test_b2ts_block_matrices_start_smaller_by_the_root_of_the_depth():
             assert torch.allclose(b2t[name], tensor / 2 if "layers" in name else tensor, rtol=1e-5), name
 
 
+def test_minimax_starts_as_deepnorm_does():
+    """The report, section 4.2: Xavier's rule for all matrices, times (8L)^(-1/4) in values, outputs and MLP."""
+    minimax, deepnorm = (fresh_model(name, **WIDE) for name in ("minimax", "deepnorm"))
+    v = minimax.model.layers[0].self_attn.v_proj.weight
+    assert v.std().item() == pytest.approx((8 * 3) ** -0.25 * math.sqrt(2 / sum(v.shape)), rel=0.1)
+    for layer, same in zip(minimax.model.layers, deepnorm.model.layers, strict=True):
+        for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+            assert_bits(layer.get_submodule(name).weight, same.get_submodule(name).weight)
+
+
 def test_completeps_scores_are_divided_by_the_heads_width():
     model = fresh_model("complete_p", num_hidden_layers=6)
     assert {layer.self_attn.scaling for layer in model.model.layers} == {1 / 8}
