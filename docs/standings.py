@@ -53,6 +53,8 @@ def texts() -> dict[str, str]:
         "league_fewer_rates": _listed(run.loc[run["says"] == UNFINISHED, "title"]),
         "league_between": _between_won(run),
         "table_of_between": _between(run.set_index("scheme")),
+        "table_of_checks": _checks(),
+        "checks_below": _below_large_logits(),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
         "league_not_run": _listed(missing),
@@ -78,6 +80,59 @@ def _between(run: pd.DataFrame) -> str:
         for row, loss in ((run.loc[name], losses[name]) for name in in_order(losses.index))
     ]
     return table(("scheme", "best rate of three", "its loss", f"at {BETWEEN:g}", "difference"), lines)
+
+
+# A scheme of data/checks/changed.py, without the file's hash -> the league's scheme, and what is changed.
+CHANGED = {
+    "pre_rmsnorm_large": ("pre_rmsnorm", "embeddings times √d"),
+    "pre_rmsnorm_logits": ("pre_rmsnorm", "logits times 2"),
+    "residual_dual_normalized": ("residual_dual", "a final norm"),
+    "post_rmsnorm_xavier": ("post_rmsnorm", "matrices drawn by Xavier's rule"),
+}
+
+
+def _checks() -> str:
+    """Runs that change one thing of a scheme of the league, next to the league's runs of the same rate and seeds."""
+    place = ("scheme", "lr", "steps", "seed")
+    there = {
+        tuple(manifest["config"][name] for name in place): manifest["eval_loss"]
+        for folder in ("league", "league/search")
+        for manifest in manifests(folder)
+    }
+    pairs: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for manifest in manifests("checks"):
+        config = manifest["config"]
+        scheme, what = CHANGED.get(config["scheme"].rpartition("_")[0], (config["scheme"], _setting(config)))
+        loss = there.get((scheme, *(config[name] for name in place[1:])))
+        losses = (np.nan if loss is None else loss, manifest["eval_loss"])
+        pairs.setdefault((scheme, what, manifest["tokens"]), []).append(losses)
+    lines = []
+    for (scheme, what, tokens), losses in pairs.items():
+        before, after = np.mean(losses, axis=0)
+        known = ("", plain(after), "") if np.isnan(before) else (plain(before), plain(after), signed(after - before))
+        lines.append((title_of(scheme), what, f"{tokens / 1e6:.1f}M", len(losses), *known))
+    head = ("scheme", "change", "tokens", "seeds", "in the league", "with the change", "difference")
+    return table(head, sorted(lines))
+
+
+def _below_large_logits() -> str:
+    """The schemes whose best loss in the search is below that of Pre-LN with larger logits."""
+    short = max(manifest["tokens"] for manifest in manifests("league/search"))
+    (loss,) = (
+        manifest["eval_loss"]
+        for manifest in manifests("checks")
+        if manifest["config"]["scheme"].startswith("pre_rmsnorm_logits") and manifest["tokens"] == short
+    )
+    return ", ".join(map(title_of, searched()[lambda losses: losses < loss].sort_values().index)) or "none"
+
+
+def _setting(config: dict) -> str:
+    """The setting of a run that is not the league's."""
+    if config["gain_lr_ratio"] == 1:
+        return "gains at the whole rate"
+    if "initializer_range" in config["model"]:
+        return f"matrices from {config['model']['initializer_range']:g}"
+    return f"rate {config['lr']:g}"
 
 
 def _at_shared(losses: pd.Series) -> str:

@@ -101,6 +101,19 @@ def test_the_words_of_the_findings_hold(code):
     assert losses.loc["lns_gain", "high"] < 0
 
 
+def test_what_the_league_says_of_single_changes(code):
+    """Of single seeds: differences above what a seed moves."""
+    short = [m for m in code["findings"].manifests("checks") if m["config"]["steps"] == 2000]
+    changed = {m["config"]["scheme"].rpartition("_")[0]: m["eval_loss"] for m in short}
+    searched = code["standings"].searched()
+    assert changed["pre_rmsnorm_logits"] < searched["pre_rmsnorm"] - 0.06
+    assert abs(changed["residual_dual_normalized"] - changed["pre_rmsnorm_large"]) < 0.06
+    assert searched["residual_dual"] < changed["residual_dual_normalized"] - 0.06
+    (ngpt,) = (m["eval_loss"] for m in short if m["config"]["scheme"] == "ngpt" and m["config"]["lr"] == 0.002)
+    at_rate = code["findings"].league_table().set_index("scheme").loc["ngpt", "loss_at_0.002"]
+    assert ngpt < at_rate - 1
+
+
 def test_what_the_sections_say_of_single_runs(code):
     findings = code["findings"]
     about = findings.chosen()
