@@ -391,7 +391,7 @@ def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str,
 
     A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """
-    return {directory.name: config for directory, config in _each(path, lambda run: run.manifest["config"]).items()}
+    return {run.name: run.manifest["config"] for run in _each(path, lambda run: run).values()}
 
 
 def load_configs(path: str | Path) -> pd.DataFrame:

@@ -229,7 +229,7 @@ class Profiles:
         found = []
         shown = {line.scheme for line in self.lines(view)}
         for scheme in view.schemes:
-            remark = self._remarks[scheme, view.depth]
+            remark = self._remarks.get((scheme, view.depth), f"{NOT_TRAINED} at depth {view.depth}")
             if scheme not in shown and not remark.startswith(NOT_TRAINED):
                 remark = (remark + ", " if remark else "") + f"nothing measured at step {view.step}"
             if remark:

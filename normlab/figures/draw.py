@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.selection import Selection, choose
+from normlab.analysis.selection import NothingToShow, Selection, choose
 from normlab.figures.theme import NEUTRAL, style_of
 
 LINE = 15  # pixels of a line of text
@@ -26,8 +26,14 @@ def selected(runs: pd.DataFrame | Selection, depth: str | None = "deepest", *, s
 
     Args:
         same_rate: all schemes of a depth at one learning rate, where they share one: for magnitudes.
+
+    Raises:
+        NothingToShow: a selection of several depths where one is shown.
     """
     if isinstance(runs, Selection):
+        if depth is not None and len(runs.depths) > 1:
+            depths = ", ".join(map(str, runs.depths))
+            raise NothingToShow(f"The selection has depths {depths}: keep one, as normlab.choose(runs, depth) does.")
         return runs.at_one_rate() if same_rate else runs
     return choose(runs, depth, same_rate=same_rate)
 

@@ -227,6 +227,8 @@ def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Me
     if not row.is_ratio or base not in known.index or len(known) < 2:
         return f": rises in training under {(known['end'] > known['start']).sum()} of {len(known)} schemes"
     ratios = pd.Series({name: pair["estimate"] for name, pair in pairs.items() if name in known.index})
+    if not np.isfinite(ratios).any():
+        return ""
     return f": {least_and_most(ratios)} of {theme.style_of(base).title}'s when trained"
 
 

@@ -96,6 +96,8 @@ def by_layer(
     bottom = 10 ** bounds[0] if log else -math.inf
     table["low"] = table["low"].clip(lower=bottom)
     names = in_order(table.dropna(subset="estimate")["scheme"])
+    if not names:
+        raise NothingToShow(f"No mean of {metric} is finite{' and positive' * log}.")
     remarks += [f"grey: {theme.style_of(names[0]).title}"] if len(names) > 1 else []
     start, end = int(table["depth"].min()), int(table["depth"].max())
     word = "block" if start else "layer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ def saturation(shares: pd.DataFrame, width: int) -> go.Figure:
     bound = [chebyshev_bound(kappa) for kappa in kappas]
     figure = go.Figure()
     figure.add_scatter(x=kappas, y=bound, name="Chebyshev bound 1/κ²", line=dict(color=theme.NEUTRAL, width=2))
-    for dash, (condition, rows) in zip(_DASHES, shares.groupby("condition", sort=False), strict=False):
+    for dash, (condition, rows) in zip(cycle(_DASHES), shares.groupby("condition", sort=False), strict=False):
         visible = rows["share"].where(rows["share"] > 0)
         add_line(figure, BOUNDED, rows["kappa"].tolist(), visible, f"<br>{condition}<br>κ %{{x:g}}: %{{y:.3~g}}",
                  name=str(condition), mode="markers+lines", line=dict(dash=dash))  # fmt: skip

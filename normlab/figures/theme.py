@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from textwrap import wrap
@@ -77,13 +78,14 @@ def name_of(scheme: str) -> str:
 
 @functools.cache
 def _free_looks(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
-    """Colour and dash of each scheme that chooses none, in the registry's order, from those that nobody has."""
+    """Colour and dash of each scheme that chooses none, in the registry's order, from those that nobody has.
+
+    A scheme added to the registry may find none left: then they begin again.
+    """
     taken = {(SCHEMES[name].color, SCHEMES[name].dash) for name in names}
     free = [(color, dash) for dash in DASHES for color in COLORS if (color, dash) not in taken]
     waiting = [name for name in names if not SCHEMES[name].color]
-    if len(waiting) > len(free):
-        raise NormlabError(f"there are {len(free)} free looks for {len(waiting)} schemes: add a dash to DASHES")
-    return dict(zip(waiting, free, strict=False))
+    return dict(zip(waiting, itertools.cycle(free), strict=False))
 
 
 def template(theme: str = "light") -> go.layout.Template:

@@ -183,7 +183,8 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         """
         norm = self.norm_at("attn_in")
         c, lam = self.c_attn, norm.lam
-        keeps = not (self.training or torch.compiler.is_compiling() or c.is_inference() or lam.is_inference())
+        keeps = not (self.training or torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
+        keeps = keeps and not (c.is_inference() or lam.is_inference())
         if keeps:
             versions = (c._version, lam._version, norm.kappa)
             kept = self.kept_growth

@@ -96,7 +96,7 @@ def _why_not(site: _Site, uses: Counter[Tensor]) -> str:
     if isinstance(site.norm, NoNorm):
         return "there is no norm"
     weight, bias = getattr(site.norm, _gain_name(site.norm), None), getattr(site.norm, "bias", None)
-    if not isinstance(weight, nn.Parameter) or not _is_plain_gain(site.norm):
+    if not isinstance(weight, nn.Parameter) or not is_plain_gain(site.norm):
         return f"the weight of {type(site.norm).__name__} is not a factor of its output"
     if uses[weight] > 1:
         return "its weight is used elsewhere too"
@@ -115,20 +115,20 @@ def _bias_stays(site: _Site) -> bool:
 
 
 @torch.no_grad()
-def _is_plain_gain(norm: nn.Module) -> bool:
+def is_plain_gain(norm: nn.Module) -> bool:
     """True if the norm's output without its bias is proportional to the gain.
 
-    A gain of 0 must give 0 (Gemma's gain is 1 + w). Twice the gain must give twice the output (GatedNorm's gate reads
-    the gain's product).
+    A gain of 0 must give 0 (Gemma's gain is 1 + w). 16 times the gain must give 16 times the output (GatedNorm's gate
+    reads the gain's product).
     """
-    gain_name = _gain_name(norm)
+    gain_name, norm = _gain_name(norm), copy.deepcopy(norm).float()
     zeros = {name: torch.zeros_like(p) for name, p in norm.named_parameters() if name in (gain_name, "bias")}
-    x = torch.linspace(-1.0, 1.5, zeros[gain_name].numel()).to(zeros[gain_name])[None, None]
+    x = torch.randn(1, 4, zeros[gain_name].numel(), generator=torch.Generator().manual_seed(0)).to(zeros[gain_name])
 
     def output(gain: float) -> Tensor:
         return torch.func.functional_call(norm, zeros | {gain_name: torch.full_like(zeros[gain_name], gain)}, (x,))
 
-    return not output(0.0).any() and torch.allclose(output(2.0), 2 * output(1.0), rtol=1e-2, atol=1e-6)
+    return not output(0.0).any() and torch.allclose(output(16.0), 16 * output(1.0), rtol=1e-5, atol=1e-6)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from normlab.errors import NormlabError
 from normlab.models.attention_mlp import changes_attention
 from normlab.models.block import NormlabDecoderLayer, decoder_layer
 from normlab.models.config import NormlabConfig
+from normlab.models.fold import is_plain_gain
 from normlab.residuals import Residual
 from normlab.schemes import NormSite, get_scheme
 
@@ -37,8 +38,8 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         ``swap_norms`` with the same arguments, then ``load_state_dict``.
 
     Raises:
-        NormlabError: a model or gain of another shape. A scheme that changes more than the blocks' norms and sums. A
-            field that would change the attention.
+        NormlabError: a model, norm or gain of another kind. A scheme that changes more than the blocks' norms and sums.
+            A field that would change the attention.
     """
     row = get_scheme(scheme)
     if row.ends.embedding_scale is not None:
@@ -61,6 +62,15 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
             f"{type(model).__name__} has no Llama-shaped blocks ({', '.join(sorted(needed))}, final norm): "
             "swap_norms supports Llama, Mistral, Qwen2, Qwen3 and relatives"
         )
+    for norm in (
+        base.norm,
+        *(block.get_submodule(name) for block in blocks for name in sorted(needed) if "norm" in name),
+    ):
+        bias = getattr(norm, "bias", None)
+        if not is_plain_gain(norm) or (bias is not None and bool(bias.any())):
+            raise NormlabError(f"{type(norm).__name__} has a bias, or more than a gain: swap_norms would lose that")
+    if getattr(model.config, "residual_multiplier", 1.0) != 1.0:
+        raise NormlabError(f"{type(model).__name__} multiplies its branches, which swap_norms would leave out")
     config = _llama_fields(model.config, scheme, fields)
     if changes_attention(config):
         raise NormlabError(
@@ -69,7 +79,18 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
     for index, block in enumerate(blocks):
         blocks[index] = _rebuild(block, config, index)
     base.norm = _take_gain(base.norm, row.norm_at(NormSite("final", len(blocks) + 1, config)))
+    if config.carried == "causal" and row.carries_statistic:
+        base.register_forward_pre_hook(_count_positions, with_kwargs=True)
     return model
+
+
+def _count_positions(base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Put a padded row's first token at position 0, as NormlabModel does: the statistic depends on it."""
+    mask, tokens = kwargs.get("attention_mask"), kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+    if kwargs.get("position_ids") is None and mask is not None and mask.dim() == 2 and tokens is not None:
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        kwargs = kwargs | {"position_ids": positions}
+    return args, kwargs
 
 
 def _llama_fields(source: Any, scheme: str, fields: dict[str, Any]) -> NormlabConfig:

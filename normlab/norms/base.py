@@ -146,7 +146,8 @@ class Norm(ConstantStart):
         """
         tiny = 1e-6 * x.square().mean(-1, keepdim=True).sqrt()
         nonzero = torch.where(x.abs() < tiny, tiny, x)  # y/x has a limit at x = 0, and this is close to it
-        share: Tensor = self(nonzero) / nonzero * parts
+        bias = getattr(self, "bias", None)
+        share: Tensor = (self(nonzero) - (0.0 if bias is None else bias)) / nonzero * parts
         return share
 
     def extra_repr(self) -> str:

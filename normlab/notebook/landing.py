@@ -61,7 +61,7 @@ def findings(path: str | Path) -> dict[str, str]:
 def _where(path: str | Path, runs: pd.DataFrame) -> str:
     """The runs' precision and device, from their manifests."""
     names = set(runs["run"])
-    manifests = [read_run(folder).manifest for folder in find_runs(path) if folder.name in names]
+    manifests = [run.manifest for run in map(read_run, find_runs(path)) if run.name in names]
     precisions = sorted({manifest["config"].get("dtype", "an unknown precision") for manifest in manifests})
     devices = sorted({_device(manifest.get("environment", {})) for manifest in manifests})
     return f"in {' and '.join(precisions)} on {' and '.join(devices)}"

@@ -10,6 +10,7 @@ For another loop see `normlab.probes.observe`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,7 @@ class LayerStatsCallback(TrainerCallback):
         self._every, self._blocks, self._loss_tokens = every, blocks, loss_tokens
         self._wants_ratio, self._path = update_ratio, path
         self._observer: Observer | None = None
+        self._parts = 1  # micro-batches of the present step
         self._readings = Readings(path=None if last is None else Path(last))
         self._ratio: UpdateRatio | None = None
         self._trackers = Trackers()
@@ -129,6 +131,9 @@ class LayerStatsCallback(TrainerCallback):
             tokens = partial(self._summed_loss_factor, args, kwargs.get("optimizer"))
             where = sites(model, self._blocks)
             self._observer = Observer(where, self._every, self._metrics, self._loss_tokens or tokens, self._readings)
+        self._parts = _micro_batches(
+            args.gradient_accumulation_steps, state.global_step, kwargs.get("train_dataloader")
+        )
         self._observer.begin(state.global_step)
 
     def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
@@ -143,7 +148,7 @@ class LayerStatsCallback(TrainerCallback):
         unscaled = 1.0 if scaler is None else 1.0 / scaler.get_scale()
         ranks = max(1, args.world_size) if args.average_tokens_across_devices else 1
         has_items = "num_items_in_batch" in inputs.arguments
-        return inputs.labels_averaged * (unscaled / ranks if has_items else unscaled * args.gradient_accumulation_steps)
+        return inputs.labels_averaged * (unscaled / ranks if has_items else unscaled * self._parts)
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Stop recording once all micro-batches are in, and remember the weights."""
@@ -179,6 +184,16 @@ class LayerStatsCallback(TrainerCallback):
         self._trackers.close()
         if self._path is not None and state.is_world_process_zero:
             self.to_pandas().to_parquet(self._path, index=False)
+
+
+def _micro_batches(whole: int, step: int, loader: Any) -> int:
+    """The micro-batches of an optimizer step: an epoch's last has fewer where `whole` does not divide them."""
+    try:
+        rest = len(loader) % whole
+    except TypeError:  # a stream
+        return whole
+    is_last = step % math.ceil(len(loader) / whole) == len(loader) // whole
+    return rest if rest and is_last else whole
 
 
 # -- trackers --------------------------------------------------------------------------------------------------------

@@ -329,6 +329,7 @@ class Observer:
         self._metrics = [metric.name for metric in resolve_metrics(metrics)]
         self._every, self._loss_tokens, self._group = every, loss_tokens, group
         self._recorder: Recorder | None = None
+        self._trains = any(metric.kind == "gradient" for metric in resolve_metrics(metrics))
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -336,6 +337,7 @@ class Observer:
         self.close()
         if step % self._every == 0:
             self._recorder = record(self.sites, self._metrics, loss_tokens=self._loss_tokens)
+            self._recorder.training_only = self._trains
             self._recorder.__enter__()
 
     def pause(self) -> bool:
@@ -349,6 +351,7 @@ class Observer:
         is_measured = self.pause()
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
+            self._trains |= recorder.trains
             layers = recorder.stats(step=step).across_ranks(self._group).to_pandas()
             self.readings.add(_joined([layers, _weights(self.sites, step)]))
         return is_measured

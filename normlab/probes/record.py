@@ -105,7 +105,11 @@ class Recorder:
         norm_sites: norm -> (site, layer), once the model has run.
         branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
         absent: what could not be measured, and why.
+        training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
+        trains: whether a call with gradients was measured.
     """
+
+    training_only = trains = False
 
     def __init__(self, where: Sites, metrics: Sequence[Metric], loss_tokens: LossTokens, masks: Sequence[str]):
         self.sites = where
@@ -207,7 +211,16 @@ class Recorder:
 
     @property
     def _call(self) -> Call | None:
-        return getattr(self._local, "call", None)
+        return None if self._left_out else getattr(self._local, "call", None)
+
+    @property
+    def _left_out(self) -> int:
+        """How deep the caller is in a call that is not measured."""
+        return getattr(self._local, "left_out", 0)
+
+    def _leaves_out(self) -> bool:
+        """True in such a call, and where one begins."""
+        return self._left_out > 0 or (self.training_only and self._call is None and not torch.is_grad_enabled())
 
     @property
     def _trace(self) -> BlockTrace | None:
@@ -217,6 +230,9 @@ class Recorder:
 
     def _enter_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if in_backward():
+            return
+        if self._leaves_out():
+            self._local.left_out = self._left_out + 1
             return
         call = self._call
         if call is None or call.implicit:
@@ -230,13 +246,18 @@ class Recorder:
                 "gradient metrics need a forward pass with gradients: "
                 "leave no_grad/inference_mode, or drop the grad_* metrics"
             )
+        self.trains |= torch.is_grad_enabled()
         self._flush()
         self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
         return call
 
     def _leave_call(self, output: Any) -> None:
+        if in_backward():
+            return
+        if self._left_out:
+            self._local.left_out -= 1
         call = self._call
-        if call is None or in_backward():
+        if call is None:
             return
         call.depth -= 1
         if self._has_gradients and output is not None:
@@ -276,6 +297,8 @@ class Recorder:
             layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
             if layer is not None:
                 self._measurer.gradient(latest, ("block_in", layer), x, known.channels_first, is_recomputed=True)
+            return None
+        if self._leaves_out():
             return None
         call = self._call
         if call is None or (call.implicit and block.index == 1):  # blocks run one by one: no padding is known

@@ -51,6 +51,9 @@ def test_equal_bytes_in_unequal_times_are_found():
     assert not judged.sets_time and judged.factor == 3.0 and judged.below_floor == 0
     quick = times(microseconds=[1.4, 1.4, 8.0, 2.2], share_of_copy=[0.9, 0.9, 0.1, 0.9])
     assert kernels.traffic(quick)["sets_time"].tolist() == [True]
+    alone = quick[quick["function"] == quick["function"].iloc[0]]
+    tested = kernels.findings(alone, pd.DataFrame({"spilled_bytes": [0], "target": ["sm_90"]}), ())
+    assert tested["verdict"].iloc[0] == "not tested" and "nan" not in tested["found"].iloc[0]
     assert kernels.traffic(times(share_of_copy=1.1))["below_floor"].tolist() == [4]
 
 

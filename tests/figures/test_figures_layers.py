@@ -139,3 +139,9 @@ def test_a_table_of_runs_is_refused_with_what_to_pass():
     for function in (by_layer, by_pair, depth_use):
         with pytest.raises(NormlabError, match=r"lacks the columns part: pass what normlab\.load_experiments"):
             function(table())
+
+
+def test_values_of_which_none_is_finite_or_positive_are_no_figure(measured):
+    rows = measured[measured["metric"].eq("skip_delta_loss") & measured["depth"].eq(4)]
+    for values, log in ((np.nan, False), (-1.0, True)):
+        assert "is finite" in by_layer(rows.assign(value=values), log=log).layout.annotations[0].text

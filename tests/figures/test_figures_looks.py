@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from normlab import SCHEMES
-from normlab.errors import NormlabError
 from normlab.figures import theme
 from normlab.figures.draw import axis_bounds, value_axis
 
@@ -69,12 +68,13 @@ def test_dashes_differ_in_ink_or_period():
         assert abs(ink - other_ink) > 0.15 or not 0.5 < period / other_period < 2, (a, b)
 
 
-def test_more_schemes_than_looks_are_refused_in_one_line(monkeypatch):
+def test_schemes_beyond_the_looks_begin_again_and_the_others_keep_theirs(monkeypatch):
+    before = {name: theme.style_of(name) for name in SCHEMES}
     row = dataclasses.replace(SCHEMES["pre_rmsnorm"], color="")
     for number in range(60):
         monkeypatch.setitem(SCHEMES, f"new{number}", row)
-    with pytest.raises(NormlabError, match="add a dash"):
-        theme.style_of("new1")
+    assert theme.style_of("new59").color in theme.COLORS
+    assert {name: theme.style_of(name) for name in before} == before
 
 
 @pytest.mark.parametrize(

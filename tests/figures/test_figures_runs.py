@@ -202,3 +202,15 @@ def test_labels_keep_their_distance_and_stay_inside():
     assert min(b - a for a, b in zip(ordered, ordered[1:], strict=False)) >= 0.5 - 1e-9
     assert places == ordered and places[3] == 5.0 and ordered[0] >= 0.0 and ordered[-1] <= 10.0
     assert spread([0.0, 0.1], gap=1.0, low=0.0) == [0.0, 1.0]
+
+
+def test_a_selection_of_several_depths_is_not_averaged_over_them():
+    both = choose(table(), depth=None)
+    assert len(both.depths) > 1
+    for draw in (layer_growth, growth_before_after, loss_curves):
+        assert "keep one" in draw(both).layout.annotations[0].text
+
+
+def test_schemes_without_a_common_seed_are_drawn_without_a_ratio():
+    apart = pd.concat([one_run("pre_rmsnorm", seed=0), one_run("lns", seed=1)], ignore_index=True)
+    assert len(growth_before_after(apart).data) >= 2

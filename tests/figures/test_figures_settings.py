@@ -75,3 +75,9 @@ def test_along_the_gain_are_the_runs_that_start_alike(sweep):
 def test_a_run_that_sets_kappa_keeps_its_own():
     configs = pd.DataFrame({"lam_input": [2.0, 2.0], "kappa": [None, 4.0]})
     assert gain.with_gain(configs, kappa=10.0)["g"].tolist() == [0.2, 0.5]
+
+
+def test_every_condition_has_a_line_however_many_there_are():
+    rows = [(f"condition {n}", kappa, 0.1 / kappa) for n in range(6) for kappa in (1.0, 2.0)]
+    figure = saturation(pd.DataFrame(rows, columns=["condition", "kappa", "share"]), 64)
+    assert sum(str(trace.name).startswith("condition") for trace in figure.data) == 6

@@ -166,3 +166,11 @@ def test_an_existing_model_is_given_a_learned_correction_in_its_own_precision():
         assert layer.var_beta.dtype == torch.bfloat16 and layer.c_attn.dtype == torch.float32
     model(tokens(), labels=tokens()).loss.backward()
     assert all(layer.var_beta.grad is not None for layer in model.model.layers)
+
+
+def test_a_pass_in_inference_mode_leaves_nothing_that_a_backward_pass_cannot_use():
+    model, ids = tiny_model("bhyt", correction="beta"), tokens()
+    with torch.inference_mode():
+        expected = model(ids).logits.clone()
+    model(ids, labels=ids).loss.backward()
+    assert_bits(model(ids).logits, expected)

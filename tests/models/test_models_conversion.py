@@ -10,8 +10,12 @@ from reference_schemes import reference
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,6 +26,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from normlab.errors import NormlabError
@@ -82,6 +88,32 @@ def test_a_model_of_another_shape_is_refused_in_one_line_and_left_as_it_was():
         swap_norms(model, "bhyt")
     assert "\n" not in str(error.value)
     assert torch.equal(model(IDS % 32).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: GemmaForCausalLM(GemmaConfig(**LLAMA)), "GemmaRMSNorm has a bias, or more than a gain"),
+        (lambda: GraniteForCausalLM(GraniteConfig(**LLAMA, residual_multiplier=0.5)), "multiplies its branches"),
+        (lambda: Starcoder2ForCausalLM(Starcoder2Config(**LLAMA)), "LayerNorm has a bias"),
+    ],
+    ids=["1 + w", "a multiplier", "a bias"],
+)
+def test_what_swapping_would_lose_is_refused_and_the_model_left_as_it_was(build, match):
+    torch.manual_seed(0)
+    model = lively(build()).eval()
+    before = model(IDS).logits
+    with pytest.raises(NormlabError, match=match):
+        swap_norms(model, "pre_rmsnorm")
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_padding_on_the_left_changes_no_logit_of_a_swapped_model_that_counts_positions():
+    model = swap_norms(foreign(LlamaConfig, LlamaForCausalLM), "bhyt", carried="causal")
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], dim=1)
+    mask = torch.cat([torch.zeros(2, 3, dtype=torch.long), torch.ones_like(IDS)], dim=1)
+    found = model(padded, attention_mask=mask).logits[:, 3:]
+    assert_near(found, model(IDS).logits.double(), 1e-5, "padded")
 
 
 JOINING = [name for name, row in SCHEMES.items() if row.changes_blocks_only and row.residual is not None]

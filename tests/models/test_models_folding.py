@@ -122,10 +122,20 @@ def refused(model: nn.Module, match: str) -> None:
     assert not hasattr(model.config, "norms_folded")
 
 
+def slightly_gated() -> nn.Module:
+    """Nearly a plain gain: the gate hardly depends on it."""
+    model = tiny_model("gatednorm")
+    for name, parameter in model.named_parameters():
+        if name.endswith(".up"):
+            parameter.data.mul_(1e-3)
+    return model
+
+
 REFUSED = {
     **{scheme: (lambda scheme=scheme: tiny_model(scheme), "residual stream.*partial=True") for scheme in UNFOLDABLE},
     "a tied head": (lambda: tiny_model("bhyt", tie_word_embeddings=True), "cannot fold model.norm: .*tied embeddings"),
     "a gain that is no factor": (lambda: GemmaForCausalLM(GemmaConfig(**STOCK)), "GemmaRMSNorm is not a factor"),
+    "a gate of small weights": (lambda: slightly_gated(), "GatedNorm is not a factor"),
     "another architecture": (
         lambda: AutoModelForCausalLM.from_config(Gemma2Config(**STOCK)),
         "Gemma2DecoderLayer, not a block of",

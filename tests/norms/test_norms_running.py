@@ -144,3 +144,23 @@ def test_ranks_share_the_statistics_of_a_step(kind, tmp_path):
     assert results[0] == results[1]
     own = (batches()[3][0].float() ** 2).mean((0, 1))
     assert_near(torch.tensor(results[0]["mean_square"]), own, 1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["unified_norm", "derf"])
+def test_shares_of_an_output_are_those_without_its_bias(scheme):
+    norm = copy.deepcopy(fresh_model(scheme).model.norm).double().eval()
+    with torch.no_grad():
+        norm.bias.normal_()
+        x = torch.randn(4, norm.hidden_size, dtype=torch.float64)
+        parts = torch.stack([0.25 * x, 0.75 * x])
+        assert_near(norm.shares(x, parts).sum(0), norm(x) - norm.bias, 1e-9, scheme)
+
+
+def test_a_taper_in_half_precision_keeps_its_running_means_in_float32():
+    norm = fresh_model("tapernorm").to(torch.bfloat16).model.layers[0].input_layernorm
+    assert norm.weight.dtype == torch.bfloat16 and norm.seen.dtype == norm.inverse_rms.dtype == torch.float32
+    norm.train()
+    for step in range(1, 4):
+        norm(torch.randn(2, 3, norm.hidden_size, dtype=torch.bfloat16) * step)
+        norm.at_step(step, 1000)
+    assert norm.seen.dtype == torch.float32 and norm.seen[2] == 3

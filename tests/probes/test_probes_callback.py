@@ -12,7 +12,7 @@ from probe_zoo import build, near, tiny_llama, values
 
 from normlab.errors import NormlabError
 from normlab.probes import CallInputs, record
-from normlab.probes.callback import LayerStatsCallback, UpdateRatio
+from normlab.probes.callback import LayerStatsCallback, UpdateRatio, _micro_batches
 from normlab.probes.observe import LossSpikes
 
 METRICS = ["token_l2_mean", "grad_l2_mean", "grad_l2_total"]
@@ -112,7 +112,8 @@ def test_bad_arguments_are_refused():
 
 def test_the_trainers_divisions_and_scalings_of_the_loss_are_undone():
     callback = LayerStatsCallback()
-    arguments = SimpleNamespace(gradient_accumulation_steps=4, average_tokens_across_devices=True, world_size=2)
+    callback._parts = 4
+    arguments = SimpleNamespace(average_tokens_across_devices=True, world_size=2)
     scaled = SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda: 1024.0))
     inputs = CallInputs()
     inputs.labels_averaged = 2  # labels
@@ -122,3 +123,10 @@ def test_the_trainers_divisions_and_scalings_of_the_loss_are_undone():
     inputs.arguments["num_items_in_batch"] = inputs.labels_averaged = items
     assert float(callback._summed_loss_factor(arguments, None, inputs)) == 50
     assert callback._summed_loss_factor(arguments, None, CallInputs()) is None
+
+
+def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches():
+    """As the Trainer counts them: it divides by those that there are."""
+    assert [_micro_batches(4, step, range(5)) for step in range(4)] == [4, 1, 4, 1]
+    assert [_micro_batches(4, step, range(8)) for step in range(3)] == [4, 4, 4]
+    assert _micro_batches(4, 1, iter(())) == 4

@@ -28,6 +28,24 @@ def test_only_every_so_many_steps_are_measured_and_hooks_are_removed():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("metrics", [["rms"], ["rms", "grad_l2_mean"]])
+def test_an_evaluation_between_two_steps_is_not_measured(metrics):
+    tables = []
+    for evaluates in (False, True):
+        model, other = tiny_llama(), {"input_ids": token_batch()["input_ids"].flip(1)}
+        with normlab.observe(model, every=1, metrics=metrics) as observer:
+            for step in range(3):
+                loss = model(**token_batch()).loss
+                loss.backward()
+                observer.step(loss, step)
+                if evaluates:
+                    with torch.no_grad():
+                        model.eval()(**other)
+                    model.train()
+        tables.append(observer.to_pandas())
+    pandas.testing.assert_frame_equal(*tables)
+
+
 def reading(step: int, sizes: dict[int, float], metric: str = "rms", site: str = "block_out") -> pandas.DataFrame:
     rows = [(step, site, layer, metric, "all", value) for layer, value in sizes.items()]
     return pandas.DataFrame(rows, columns=[*KEYS, "value"])

@@ -6,6 +6,7 @@ tokens against a baseline in step_*.csv and generate_*.csv. Builds are those of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -160,8 +161,13 @@ def findings(times: pd.DataFrame, builds: pd.DataFrame, fusion_wins: Sequence[Fu
     rows = []
     judged = traffic(times)
     for row in judged.itertuples():
-        spread = f"up to {row.factor:.1f} times the time for the same bytes"
         share = f"{row.share_low:.0%} to {row.share_high:.0%} of the copy rate"
+        if math.isnan(row.factor):
+            rows.append(
+                ("the bytes set the time", row.device, f"no two calls move the same bytes; {share}", "not tested")
+            )
+            continue
+        spread = f"up to {row.factor:.1f} times the time for the same bytes"
         expected = "" if row.sets_time or not row.device.startswith("cpu") else ", nor is it claimed of a CPU"
         rows.append(("the bytes set the time", row.device, f"{spread}; {share}", _holds(row.sets_time) + expected))
         under = f"{row.below_floor} of {row.times} times"

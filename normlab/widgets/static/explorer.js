@@ -70,7 +70,7 @@ function explorerPane(data, host, state, told) {
     if (asked !== wanted || closed) return; // another was asked for meanwhile
     now = found;
     const steps = now?.steps ?? [];
-    if (!steps.includes(state.step)) state.step = steps.at(-1) ?? null;
+    if (steps.length && !steps.includes(state.step)) state.step = steps.at(-1);
     at("step").max = Math.max(0, steps.length - 1);
     at("step").value = steps.indexOf(state.step);
     draw();

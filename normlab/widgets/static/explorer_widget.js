@@ -10,6 +10,9 @@ export default widgetOf(Object.fromEntries(TRAITS.map(name => [name, name])), (r
     if (!views.has(name)) views.set(name, host.ask({ view: key, theory }).then(drawings => {
       views.set(name, drawings);
       return drawings;
+    }, error => {
+      views.delete(name); // to be asked for again
+      throw error;
     }));
     return views.get(name);
   };

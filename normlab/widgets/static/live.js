@@ -59,8 +59,8 @@ function engineOf(spec, weights, kernel) {
     waiting.set(++count, { resolve, reject });
     worker.postMessage({ id: count, method, values });
   });
-  call("load")(spec, weights, new Uint8Array(kernel));
-  return { ask: call("ask"), without: call("without"), close: () => worker.terminate?.() };
+  const loaded = call("load")(spec, weights, new Uint8Array(kernel));
+  return { loaded, ask: call("ask"), without: call("without"), close: () => worker.terminate?.() };
 }
 
 const element = (tag, options = {}, ...children) => {
@@ -100,6 +100,7 @@ class Panel {
   async begin(host) {
     this.head.innerHTML = `<h2>${escapeText(this.model.title)}</h2><p class="loss">loading…</p>`;
     this.engine = host.engine?.(this.model) ?? engineOf(this.model.spec, await host.weights(this.model.name), this.data.kernel);
+    await this.engine.loaded;
   }
 
   async read(tokens, at) {
@@ -363,7 +364,12 @@ function live(root, data, host) {
         panels.set(model.name, panel);
         panel.root.style.setProperty("--light", model.colors.light);
         panel.root.style.setProperty("--dark", model.colors.dark);
-        await panel.begin(host);
+        try {
+          await panel.begin(host);
+        } catch (error) { // the next move tries again
+          panels.delete(model.name);
+          throw error;
+        }
       }
       if (String(panel.tokens) !== String(tokens)) await panel.read(tokens, at);
       else panel.mark(at);
