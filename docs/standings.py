@@ -54,7 +54,7 @@ def texts() -> dict[str, str]:
         "league_between": _between_won(run),
         "table_of_between": _between(run.set_index("scheme")),
         "table_of_checks": _checks(),
-        "checks_below": _below_large_logits(),
+        **_large_logits(),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
         "league_not_run": _listed(missing),
@@ -82,17 +82,28 @@ def _between(run: pd.DataFrame) -> str:
     return table(("scheme", "best rate of three", "its loss", f"at {BETWEEN:g}", "difference"), lines)
 
 
+LARGE_LOGITS = ("pre_rmsnorm", "logits times 2")
 # A scheme of data/checks/changed.py, without the file's hash -> the league's scheme, and what is changed.
 CHANGED = {
     "pre_rmsnorm_large": ("pre_rmsnorm", "embeddings times √d"),
-    "pre_rmsnorm_logits": ("pre_rmsnorm", "logits times 2"),
+    "pre_rmsnorm_logits": LARGE_LOGITS,
     "residual_dual_normalized": ("residual_dual", "a final norm"),
-    "post_rmsnorm_xavier": ("post_rmsnorm", "matrices drawn by Xavier's rule"),
 }
 
 
 def _checks() -> str:
     """Runs that change one thing of a scheme of the league, next to the league's runs of the same rate and seeds."""
+    lines = []
+    for (scheme, what, tokens), losses in _pairs().items():
+        before, after = np.mean(losses, axis=0)
+        known = ("", plain(after), "") if np.isnan(before) else (plain(before), plain(after), signed(after - before))
+        lines.append((title_of(scheme), what, f"{tokens / 1e6:.1f}M", len(losses), *known))
+    head = ("scheme", "change", "tokens", "seeds", "in the league", "with the change", "difference")
+    return table(head, sorted(lines))
+
+
+def _pairs() -> dict[tuple[str, str, int], list[tuple[float, float]]]:
+    """(scheme, change, tokens) -> each seed's loss in the league, NaN without such a run, and with the change."""
     place = ("scheme", "lr", "steps", "seed")
     there = {
         tuple(manifest["config"][name] for name in place): manifest["eval_loss"]
@@ -106,24 +117,20 @@ def _checks() -> str:
         loss = there.get((scheme, *(config[name] for name in place[1:])))
         losses = (np.nan if loss is None else loss, manifest["eval_loss"])
         pairs.setdefault((scheme, what, manifest["tokens"]), []).append(losses)
-    lines = []
-    for (scheme, what, tokens), losses in pairs.items():
-        before, after = np.mean(losses, axis=0)
-        known = ("", plain(after), "") if np.isnan(before) else (plain(before), plain(after), signed(after - before))
-        lines.append((title_of(scheme), what, f"{tokens / 1e6:.1f}M", len(losses), *known))
-    head = ("scheme", "change", "tokens", "seeds", "in the league", "with the change", "difference")
-    return table(head, sorted(lines))
+    return pairs
 
 
-def _below_large_logits() -> str:
-    """The schemes whose best loss in the search is below that of Pre-LN with larger logits."""
-    short = max(manifest["tokens"] for manifest in manifests("league/search"))
-    (loss,) = (
-        manifest["eval_loss"]
-        for manifest in manifests("checks")
-        if manifest["config"]["scheme"].startswith("pre_rmsnorm_logits") and manifest["tokens"] == short
-    )
-    return ", ".join(map(title_of, searched()[lambda losses: losses < loss].sort_values().index)) or "none"
+def _large_logits() -> dict[str, str]:
+    """What larger logits are worth to Pre-LN: schemes of the search that still end lower, and nats in final runs."""
+    pairs = {tokens: losses for (scheme, what, tokens), losses in _pairs().items() if (scheme, what) == LARGE_LOGITS}
+    short, long = min(pairs), max(pairs)
+    lower = searched()[lambda losses: losses < np.mean(pairs[short], axis=0)[1]].sort_values()
+    before, after = np.mean(pairs[long], axis=0)
+    return {
+        "checks_below": ", ".join(map(title_of, lower.index)) or "none",
+        "checks_final": plain(before - after),
+        "checks_final_seeds": f"{len(pairs[long])}",
+    }
 
 
 def _setting(config: dict) -> str:

@@ -110,6 +110,12 @@ def test_what_the_league_says_of_single_changes(code):
     assert abs(changed["residual_dual_normalized"] - changed["pre_rmsnorm_large"]) < 0.06
     assert searched["residual_dual"] < changed["residual_dual_normalized"] - 0.06
     (ngpt,) = (m["eval_loss"] for m in short if m["config"]["scheme"] == "ngpt" and m["config"]["lr"] == 0.002)
+    finals = [m for m in code["findings"].manifests("checks") if m["config"]["steps"] == 6000]
+    assert {m["config"]["scheme"].rpartition("_")[0] for m in finals} == {"pre_rmsnorm_logits"}
+    seeds = {m["config"]["seed"] for m in finals}
+    others = summarize(code["findings"].league().finals)
+    others = others[others["seed"].isin(seeds)].groupby("scheme")["eval_loss"].mean()
+    assert sum(m["eval_loss"] for m in finals) / len(finals) < others.min()
     at_rate = code["findings"].league_table().set_index("scheme").loc["ngpt", "loss_at_0.002"]
     assert ngpt < at_rate - 1
 
