@@ -121,7 +121,7 @@ def _pairs() -> dict[tuple[str, str, int], list[tuple[float, float]]]:
 
 
 def _large_logits() -> dict[str, str]:
-    """What larger logits are worth to Pre-LN: schemes of the search that still end lower, and nats in final runs."""
+    """The gain of Pre-LN from larger logits: schemes of the search that still end lower, and nats in final runs."""
     pairs = {tokens: losses for (scheme, what, tokens), losses in _pairs().items() if (scheme, what) == LARGE_LOGITS}
     short, long = min(pairs), max(pairs)
     lower = searched()[lambda losses: losses < np.mean(pairs[short], axis=0)[1]].sort_values()

@@ -102,7 +102,7 @@ def test_the_words_of_the_findings_hold(code):
 
 
 def test_what_the_league_says_of_single_changes(code):
-    """Of single seeds: differences above what a seed moves."""
+    """Single seeds: differences above what a seed moves."""
     short = [m for m in code["findings"].manifests("checks") if m["config"]["steps"] == 2000]
     changed = {m["config"]["scheme"].rpartition("_")[0]: m["eval_loss"] for m in short}
     searched = code["standings"].searched()

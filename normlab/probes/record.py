@@ -215,7 +215,7 @@ class Recorder:
 
     @property
     def _left_out(self) -> int:
-        """How deep the caller is in a call that is not measured."""
+        """Depth of the caller in a call that is not measured; 0 outside of one."""
         return getattr(self._local, "left_out", 0)
 
     def _leaves_out(self) -> bool:
