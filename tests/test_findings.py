@@ -103,21 +103,19 @@ def test_the_words_of_the_findings_hold(code):
 
 def test_what_the_league_says_of_single_changes(code):
     """Single seeds: differences above what a seed moves."""
-    short = [m for m in code["findings"].manifests("checks") if m["config"]["steps"] == 2000]
+    manifests = code["findings"].manifests
+    there = {(m["config"]["scheme"], m["config"]["lr"]): m["eval_loss"] for m in manifests("league/search")}
+    short, long = ([m for m in manifests("checks") if m["config"]["steps"] == steps] for steps in (2000, 6000))
     changed = {m["config"]["scheme"].rpartition("_")[0]: m["eval_loss"] for m in short}
-    searched = code["standings"].searched()
-    assert changed["pre_rmsnorm_logits"] < searched["pre_rmsnorm"] - 0.06
+    assert changed["pre_rmsnorm_logits"] < there["pre_rmsnorm", 0.002] - 0.06
     assert abs(changed["residual_dual_normalized"] - changed["pre_rmsnorm_large"]) < 0.06
-    assert searched["residual_dual"] < changed["residual_dual_normalized"] - 0.06
-    (ngpt,) = (m["eval_loss"] for m in short if m["config"]["scheme"] == "ngpt" and m["config"]["lr"] == 0.002)
-    finals = [m for m in code["findings"].manifests("checks") if m["config"]["steps"] == 6000]
-    assert {m["config"]["scheme"].rpartition("_")[0] for m in finals} == {"pre_rmsnorm_logits"}
-    seeds = {m["config"]["seed"] for m in finals}
-    others = summarize(code["findings"].league().finals)
-    others = others[others["seed"].isin(seeds)].groupby("scheme")["eval_loss"].mean()
-    assert sum(m["eval_loss"] for m in finals) / len(finals) < others.min()
-    at_rate = code["findings"].league_table().set_index("scheme").loc["ngpt", "loss_at_0.002"]
-    assert ngpt < at_rate - 1
+    assert there["residual_dual", 0.002] < changed["residual_dual_normalized"] - 0.06
+    (ngpt,) = (m["eval_loss"] for m in short if m["config"]["scheme"] == "ngpt")
+    assert ngpt < there["ngpt", 0.002] - 1
+    assert {m["config"]["scheme"].rpartition("_")[0] for m in long} == {"pre_rmsnorm_logits"}
+    losses = pd.DataFrame([(m["config"]["scheme"], m["config"]["seed"], m["eval_loss"]) for m in manifests("league")])
+    same_seeds = losses[losses[1].isin({m["config"]["seed"] for m in long})].groupby(0)[2].mean()
+    assert sum(m["eval_loss"] for m in long) / len(long) < same_seeds.min()
 
 
 def test_what_the_sections_say_of_single_runs(code):

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from training_helpers import tiny
 
 from normlab import cli, runs
 from normlab.errors import NormlabError
+from normlab.schemes import SCHEMES
 from normlab.training.config import SET_BY, CorpusSpec, TrainConfig
+from normlab.training.league import scheme_of
 from normlab.training.presets import Part, Preset, Variant
 
 DATA = Path(__file__).parents[2] / "data"
@@ -127,7 +131,18 @@ def test_what_trains_and_measures_the_same_is_one_run(one, same):
     assert first.run_id != tiny(TEXT, outlier_channels=1, outlier_size=7.0).run_id
 
 
-def test_shipped_runs_keep_their_ids_and_the_order_of_their_fields():
+@pytest.fixture
+def changed_schemes() -> Iterator[None]:
+    """The schemes of data/checks/changed.py, in the registry as `normlab league --add` puts them there."""
+    before, file = set(SCHEMES), DATA / "checks" / "changed.py"
+    for name in re.findall(r"^([A-Z_]+) = ", file.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        scheme_of(f"{file}:{name}")
+    yield
+    for name in SCHEMES.keys() - before:
+        del SCHEMES[name]
+
+
+def test_shipped_runs_keep_their_ids_and_the_order_of_their_fields(changed_schemes):
     folders = runs.find_runs(DATA)
     assert len(folders) > 70
     for folder in folders:
