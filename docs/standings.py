@@ -96,14 +96,14 @@ def _checks() -> str:
     lines = []
     for (scheme, what, tokens), losses in _pairs().items():
         before, after = np.mean(losses, axis=0)
-        known = ("", plain(after), "") if np.isnan(before) else (plain(before), plain(after), signed(after - before))
-        lines.append((title_of(scheme), what, f"{tokens / 1e6:.1f}M", len(losses), *known))
+        numbers = (plain(before), plain(after), signed(after - before))
+        lines.append((title_of(scheme), what, f"{tokens / 1e6:.1f}M", len(losses), *numbers))
     head = ("scheme", "change", "tokens", "seeds", "in the league", "with the change", "difference")
     return table(head, sorted(lines))
 
 
 def _pairs() -> dict[tuple[str, str, int], list[tuple[float, float]]]:
-    """(scheme, change, tokens) -> each seed's loss in the league, NaN without such a run, and with the change."""
+    """(scheme, change, tokens) -> each seed's loss in the league and with the change."""
     place = ("scheme", "lr", "steps", "seed")
     there = {
         tuple(manifest["config"][name] for name in place): manifest["eval_loss"]
@@ -113,10 +113,9 @@ def _pairs() -> dict[tuple[str, str, int], list[tuple[float, float]]]:
     pairs: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for manifest in manifests("checks"):
         config = manifest["config"]
-        scheme, what = CHANGED.get(config["scheme"].rpartition("_")[0], (config["scheme"], _setting(config)))
-        loss = there.get((scheme, *(config[name] for name in place[1:])))
-        losses = (np.nan if loss is None else loss, manifest["eval_loss"])
-        pairs.setdefault((scheme, what, manifest["tokens"]), []).append(losses)
+        scheme, what = CHANGED.get(config["scheme"].rpartition("_")[0], (config["scheme"], "gains at the whole rate"))
+        before = there[scheme, *(config[name] for name in place[1:])]
+        pairs.setdefault((scheme, what, manifest["tokens"]), []).append((before, manifest["eval_loss"]))
     return pairs
 
 
@@ -131,15 +130,6 @@ def _large_logits() -> dict[str, str]:
         "checks_final": plain(before - after),
         "checks_final_seeds": f"{len(pairs[long])}",
     }
-
-
-def _setting(config: dict) -> str:
-    """The setting of a run that is not the league's."""
-    if config["gain_lr_ratio"] == 1:
-        return "gains at the whole rate"
-    if "initializer_range" in config["model"]:
-        return f"matrices from {config['model']['initializer_range']:g}"
-    return f"rate {config['lr']:g}"
 
 
 def _at_shared(losses: pd.Series) -> str:
