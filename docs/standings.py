@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from findings import interval, league, league_table, manifests, plain, runs, signed
+from findings import league, league_table, manifests, plain, runs, signed
 from tables import table
 
 import normlab
 from normlab.analysis.decisions import UNFINISHED, predictions
-from normlab.analysis.league import NOT_RUN, WORDS, claims, shown
+from normlab.analysis.league import NOT_RUN, against_papers, shown
 from normlab.analysis.selection import in_order, summarize, title_of
 from normlab.schemes import BASELINE
 from normlab.training.grids import CLEARLY
@@ -60,7 +60,7 @@ def texts() -> dict[str, str]:
         "league_not_run": _listed(missing),
         "table_of_league": table(shown(league_table()), shown(league_table()).itertuples(index=False)),
         "table_of_league_rates": _rates(run),
-        "table_of_league_claims": _claims(run),
+        "table_of_league_claims": _claims(),
         "table_of_predictions": _predictions(),
     }
 
@@ -187,17 +187,9 @@ def _tried(row: pd.Series, rate: float) -> str:
     return f"{best}{plain(loss)}{best} (x {plain(growth, 1)})"
 
 
-def _claims(run: pd.DataFrame) -> str:
-    """Losses that papers report of the schemes that were run, next to what was measured."""
-    published = normlab.load_published()
-    said = claims(published[published["metric"] != WORDS])
-    lines = []
-    for row in run[run["scheme"].isin(said)].itertuples():
-        final = pd.Series({"estimate": row.minus, "low": row.minus_low, "high": row.minus_high})
-        searched_minus = row.search_loss - searched()[BASELINE]
-        ours = interval(final, sign=True) if np.isfinite(row.minus) else f"{signed(searched_minus)} (search)"
-        lines.append((row.title, said[row.scheme], ours))
-    return table(("scheme", "what papers say", "ours: loss minus Pre-LN's"), lines) if lines else "None of those yet."
+def _claims() -> str:
+    found = against_papers(league_table(), normlab.load_published())
+    return table(found, found.itertuples(index=False))
 
 
 def _predictions() -> str:

@@ -314,12 +314,13 @@ def _league(
     quiet: Quiet = False,
 ) -> int:
     """Rank schemes that were trained under one budget into sets; --add puts one more into the table."""
-    from normlab.analysis.league import load, printed, standings
+    from normlab.analysis.league import load, printed, require_folders, standings
     from normlab.analysis.published import load_published
 
     if tiny and not add:
         raise NormlabError("--tiny would change nothing without --add")
     failures: dict[str, str] = {}
+    require_folders(runs)  # before hours of training
     if add:
         from normlab.training import league
         from normlab.training.presets import get_preset

@@ -6,6 +6,7 @@ A scheme has final runs, or a search only, or no run. `says` tells which. `norml
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -42,9 +43,10 @@ def load(folders: Iterable[str | Path]) -> League:
     """The tables of all runs of the league at or below the folders.
 
     Raises:
-        NormlabError: no folder has one; or runs differ in depth, width, length or text, and cannot be compared.
+        NormlabError: a folder is missing, or none has a run; or runs differ in depth, width, length or text, and cannot
+            be compared.
     """
-    places = [folder if is_address(folder) else Path(folder) for folder in folders]
+    places = require_folders(folders)
     finals, search = (
         pd.concat([_runs_at(place) for place in those], ignore_index=True)
         for those in (places, [child(place, SEARCH) for place in places])
@@ -52,6 +54,7 @@ def load(folders: Iterable[str | Path]) -> League:
     if finals.empty and search.empty:
         names = ", ".join(map(str, places))
         raise NormlabError(f"no run of the league in {names}: train them with normlab sweep --preset league --out DIR")
+    finals = _at_one_rate(finals, search)
     for table in (finals, search):
         about = summarize(table)
         about["steps"] = about["steps"].mask(about["status"] == DIVERGED)  # a diverged run stopped early
@@ -65,6 +68,28 @@ def load(folders: Iterable[str | Path]) -> League:
         return League(finals, search, load_experiments([place for place in places if _is_there(place)]))
     except NormlabError:  # none was measured so
         return League(finals, search, None)
+
+
+def require_folders(folders: Iterable[str | Path]) -> list[str | Path]:
+    """The folders as paths, and the addresses among them. NormlabError: one of the folders is missing."""
+    places = [folder if is_address(folder) else Path(folder) for folder in folders]
+    if missing := [place for place in places if isinstance(place, Path) and not place.is_dir()]:
+        raise NormlabError(f"{missing[0]} is no folder of runs")
+    return places
+
+
+def _at_one_rate(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
+    """Final runs at each scheme's best rate of the search; if there is none, at the rate of most of its final runs."""
+    about, tried = summarize(finals), summarize(search)
+    for scheme, own in about.groupby("scheme"):
+        losses = tried[tried["scheme"] == scheme].groupby("lr")["eval_loss"].min().dropna()
+        best = losses.idxmin() if len(losses) else None
+        rate = best if best in set(own["lr"]) else own["lr"].mode().iloc[0]
+        others = own.index[own["lr"] != rate]
+        if len(others):
+            warnings.warn(f"left out: {len(others)} final runs of {scheme} at another rate than {rate:g}", stacklevel=3)
+            finals = finals[~finals["run"].isin(others)]
+    return finals
 
 
 def _is_there(place: str | Path) -> bool:
@@ -237,6 +262,25 @@ def claims(published: pd.DataFrame) -> dict[str, str]:
     return {scheme: "; ".join(words) for scheme, words in found.items()}
 
 
+def against_papers(table: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+    """Losses that papers report of the schemes that were run, next to those measured, minus Pre-LN's, as text.
+
+    Of a scheme without final runs it is the difference of the best losses of the search, one seed each.
+    """
+    said = claims(published[published["metric"] != WORDS])
+    base = table.loc[table["scheme"] == BASELINE, "search_loss"].item()
+    run = table[table["says"].ne(NOT_RUN) & table["scheme"].isin(said)]
+    final = [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()]
+    searched = [f"{gap} (search)" if gap else "" for gap in (_number(loss - base, "+") for loss in run["search_loss"])]
+    return pd.DataFrame(
+        {
+            "scheme": run["title"],
+            "what papers say": run["scheme"].map(said),
+            "ours: loss minus Pre-LN's": [ours or other for ours, other in zip(final, searched, strict=True)],
+        }
+    )
+
+
 def printed(table: pd.DataFrame) -> str:
     """The schemes with final runs, then those with a search alone, then a line with those that were not run."""
     missing = table.loc[table["says"] == NOT_RUN, "title"]
@@ -286,9 +330,9 @@ def _valley(width: float, is_open: bool) -> str:
 
 
 def _number(value: float, sign: str = "") -> str:
-    return f"{value:{sign}.2f}" if math.isfinite(value) else ""
+    return f"{value:{sign}.2f}".replace("-", "−") if math.isfinite(value) else ""
 
 
 def _interval(estimate: float, low: float, high: float, sign: str = "") -> str:
-    ends = "" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]"
+    ends = "" if pd.isna(low) else f" [{_number(low)}, {_number(high)}]"
     return _number(estimate, sign) + ends

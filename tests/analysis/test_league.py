@@ -7,7 +7,7 @@ import pytest
 from figures_helpers import activation, one_run
 from training_helpers import write_run
 
-from normlab import SCHEMES, NormlabError, cli
+from normlab import SCHEMES, NormlabError
 from normlab.analysis import league
 from normlab.analysis.published import load_published
 from normlab.store import STATS
@@ -165,9 +165,21 @@ def test_a_run_that_diverged_and_so_ended_early_is_of_the_league(tmp_path):
     assert found["none"] < found[PRE]
 
 
-def test_no_run_is_one_line(tmp_path, capsys):
-    assert cli.main(["league", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_final_runs_at_a_second_rate_are_no_further_seeds(tmp_path):
+    text = {"corpus": {"unigram_entropy": 6.5}}
+    for rate, loss in ((0.002, 3.9), (0.008, 4.4)):
+        for folder, loss_of in ((tmp_path, loss), (tmp_path / "search", loss + 0.5)):
+            config = TrainConfig(scheme=PRE, depth=2, dtype="float32", lr=rate)
+            write_run(config, folder, loss_of, **text)
+    with pytest.warns(UserWarning, match="left out: 1 final runs of pre_rmsnorm at another rate than 0.002"):
+        found = league.load([tmp_path])
+    assert found.finals["lr"].unique().tolist() == [0.002] and found.search["lr"].nunique() == 2
+
+
+@pytest.mark.parametrize("options", [[], ["--add", "lns", "--tiny"]])
+def test_a_missing_folder_is_one_line_before_anything_is_trained(options, refused, tmp_path):
+    assert "none is no folder of runs" in refused("league", tmp_path / "none", "--out", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_runs_without_experiments_have_no_skip_costs(tmp_path):
