@@ -25,17 +25,29 @@ from normlab.norms import Norm
 from normlab.residuals import Residual
 from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, centred, correction_factors, get_scheme
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def _fuses_add(norm: Any, x: Tensor) -> bool:
     """True if the addition can be fused into the norm: kernels are active, and no hooks are attached."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     active = isinstance(norm, Norm) and nk.chooses_kernels(x, norm.kernels)
-    return active and not any(getattr(norm, kind) for kind in hooks)
+    return active and not any(getattr(norm, kind) for kind in HOOKS)
 
 
 def whole(weight: Tensor) -> Tensor:
     """The weight, gathered from all ranks if it is sharded."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _matrix(linear: Any) -> Tensor:
+    """The whole matrix of a linear layer in float32, with PEFT's active adapters added."""
+    matrix = whole(linear.weight).float()
+    if hasattr(linear, "get_delta_weight") and not (linear.merged or linear.disable_adapters):
+        adapters = getattr(linear, linear.adapter_layer_names[0])
+        for name in linear.active_adapters:
+            if name in adapters:
+                matrix = matrix + linear.get_delta_weight(name).float()
+    return matrix
 
 
 def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
@@ -105,6 +117,10 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             self._buffers["c_attn"] = before.to(after.device)
         return self
 
+    def train(self, mode: bool = True) -> NormlabDecoderLayer:
+        self.kept_growth = None
+        return super().train(mode)
+
     @torch.no_grad()
     def attention_variance_constant(self) -> Tensor:
         """``c = ||W_V W_O||_F^2 / (T d)``, a float32 scalar, with W_V's heads repeated to match the query heads.
@@ -113,11 +129,11 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         the weights are sharded, every rank has to call this.
         """
         attention = self.self_attn
-        value = whole(attention.v_proj.weight).float()
+        value = _matrix(attention.v_proj)
         per_head = value.view(-1, attention.head_dim, value.shape[-1])
         value = per_head.repeat_interleave(attention.num_key_value_groups, dim=0).flatten(0, 1)
         with torch.autocast(value.device.type, enabled=False):  # float32 inside a mixed-precision step, too
-            product = whole(attention.o_proj.weight).float() @ value
+            product = _matrix(attention.o_proj) @ value
         return product.square().sum() / (self.train_seq_len * value.shape[-1])
 
     def norm_at(self, place: str) -> Any:
@@ -178,8 +194,8 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
     def _growth(self) -> Tensor:
         """``c (lambda_in/kappa)^2``, for "causal" times T.
 
-        In evaluation it is cached until c or lambda is replaced or written to, so that a decoded token runs no kernel
-        for it. A captured CUDA graph keeps it.
+        In evaluation it is cached until c or lambda is replaced or written to, or the mode is set, so that a decoded
+        token runs no kernel for it. A write through ``.data`` is not seen before that. A captured CUDA graph keeps it.
         """
         norm = self.norm_at("attn_in")
         c, lam = self.c_attn, norm.lam

@@ -77,6 +77,18 @@ class Head(nn.Linear):
         if self.scale is not None:
             nn.init.constant_(self.scale, self.in_features**-0.5)
 
+    def with_rows_of(self, resized: nn.Linear) -> Head:
+        """Take another matrix, of more rows or fewer. ``scale`` of a new row has its start."""
+        if resized is self:
+            return self
+        old, new = self.out_features, resized.out_features
+        if self.scale is not None:
+            scale = self.scale.data.new_full((new,), self.in_features**-0.5)
+            scale[:old] = self.scale.data[:new]
+            self.scale = nn.Parameter(scale)
+        self.weight, self.out_features = resized.weight, new
+        return self
+
     def forward(self, input: Tensor) -> Tensor:
         x = input if self.projection is None else self.projection(input)
         if self.shift is not None:

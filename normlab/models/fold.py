@@ -9,7 +9,7 @@ gain, with its tanh. `fold_norms` multiplies, sets the gains to one and returns 
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.models.block import JoiningDecoderLayer, NormlabDecoderLayer
+from normlab.models.block import HOOKS, JoiningDecoderLayer, NormlabDecoderLayer
 from normlab.models.model import is_folded, refuse_folded_training
 from normlab.norms import NoNorm
 from normlab.schemes.scheme import part_of
@@ -121,7 +121,10 @@ def is_plain_gain(norm: nn.Module) -> bool:
     A gain of 0 must give 0 (Gemma's gain is 1 + w). 16 times the gain must give 16 times the output (GatedNorm's gate
     reads the gain's product).
     """
-    gain_name, norm = _gain_name(norm), copy.deepcopy(norm).float()
+    hooks: dict[int, Any] = {id(getattr(module, kind)): OrderedDict() for module in norm.modules() for kind in HOOKS}
+    gain_name, norm = _gain_name(norm), copy.deepcopy(norm, hooks).float()  # nobody's hooks see this copy
+    if getattr(norm, gain_name, None) is None:
+        return False
     zeros = {name: torch.zeros_like(p) for name, p in norm.named_parameters() if name in (gain_name, "bias")}
     x = torch.randn(1, 4, zeros[gain_name].numel(), generator=torch.Generator().manual_seed(0)).to(zeros[gain_name])
 

@@ -176,8 +176,8 @@ def direct_logit_attribution(
 
     Returns:
         One row per component: `component layer contribution`, the mean over the batch. The components are `embed`,
-        `attn` and `mlp` by layer, `bias` (a LayerNorm's) and `remainder`. `.attrs["logit"]` is the mean logit or
-        difference, and `.attrs["name"]` says which.
+        `attn` and `mlp` by layer, `bias` (the norm's output at x = 0) and `remainder`. `.attrs["logit"]` is the mean
+        logit or difference, and `.attrs["name"]` says which.
 
     Raises:
         NormlabError: unknown method, "linear" for a norm without tanh, shapes that do not fit, or a Post-LN scheme,
@@ -202,8 +202,8 @@ def direct_logit_attribution(
             (slope,) = torch.autograd.grad((norm(leaf) * end.direction).sum(), leaf)
         shares = (end.parts * slope).sum(-1)
     rows = [(*place, float(share.mean())) for place, share in zip(end.places, shares, strict=True)]
-    beta = getattr(norm, "bias", None) if method == "frozen" else None
-    bias = 0.0 if beta is None else float((beta * end.direction).sum(-1).mean())
+    constant = norm.constant() if method == "frozen" else None
+    bias = 0.0 if constant is None else float((constant * end.direction).sum(-1).mean())
     rows += [
         ("bias", len(bridge.blocks), bias),
         ("remainder", len(bridge.blocks), float((end.logit - shares.sum(0)).mean()) - bias),

@@ -62,10 +62,13 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
             nn.init.normal_(module.weight, std=std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            # Llama starts the padding token at 0, where norms without a large eps have gradients that overflow.
+            init.normal_(module.weight, std=self.config.initializer_range)
         else:
             super()._init_weights(module)
-            if isinstance(module, Head):
-                module.reset_scale()
+        if isinstance(module, Head):
+            module.reset_scale()
 
 
 class NormlabModel(NormlabPreTrainedModel, LlamaModel):
@@ -96,9 +99,12 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         **kwargs,
     ):
+        older = kwargs.pop("past_key_values", None)  # the name before transformers 5.24
+        cache = older if cache is None else cache
         if (self.shared_scale is not None or self.embedding_end is not None) and (input_ids is None) != (
             inputs_embeds is None
         ):
@@ -109,14 +115,7 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
             tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
             if attention_mask.dim() == 2:  # a padded row's first token is at position 0, wherever it is
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        return LlamaModel.forward(
-            self,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        return LlamaModel.forward(self, input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
 
 
 class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
@@ -175,6 +174,10 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         except OSError as error:
             raise NormlabError(f"no model could be loaded from {path}: {first_line(error)}") from error
 
+    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        resized = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+        return old_lm_head.with_rows_of(resized) if isinstance(old_lm_head, Head) else resized
+
     def refresh_carried(self) -> None:
         """Recompute BHyT's c from the present weights in every block that carries a statistic."""
         refresh_carried(self)
@@ -217,6 +220,9 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
             optimizer: its groups are replaced. Without any factor they stay.
             gain_lr_ratio: factor on the learning rate of every parameter with fewer than two dimensions: gains, lambda,
                 alpha, residual scales and biases.
+
+        Raises:
+            NormlabError: the scheme has a factor on something that the optimizer does not have, such as SGD an eps.
         """
         scheme_rates = get_scheme(self.config.scheme).rates
         if scheme_rates is None and gain_lr_ratio == 1:
@@ -234,7 +240,13 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
             for parameter in group["params"]:
                 by_rate.setdefault(rate_of(parameter), []).append(parameter)
             for rate, parameters in by_rate.items():
-                changed = {field: group[field] * factor for field, factor in vars(rate).items()}
+                factors = {field: factor for field, factor in vars(rate).items() if factor != 1}
+                if missing := factors.keys() - group.keys():
+                    raise NormlabError(
+                        f"scheme {self.config.scheme} has a factor on {missing.pop()}, which "
+                        f"{type(optimizer).__name__} has not: use AdamW"
+                    )
+                changed = {field: group[field] * factor for field, factor in factors.items()}
                 groups.append({**group, **changed, "params": parameters})
         optimizer.param_groups = groups
 

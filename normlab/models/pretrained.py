@@ -81,10 +81,15 @@ def load_whole(folder: Path, **kwargs: Any) -> NormlabForCausalLM:
 
 
 def load_held_out(name: str | Path) -> Tensor:
-    """Held-out blocks of the corpus that model `name` was trained on: ids ``(blocks, tokens)``, int64."""
+    """Held-out blocks of the corpus that model `name` was trained on: ids ``(blocks, tokens)``, int64.
+
+    NormlabError: it is a folder without such blocks.
+    """
     from safetensors.torch import load_file
 
-    return load_file(model_folder(name) / BLOCKS)["blocks"].long()
+    if not (file := model_folder(name) / BLOCKS).is_file():
+        raise NormlabError(f"{file.parent} has no held-out blocks: name a model that comes with normlab")
+    return load_file(file)["blocks"].long()
 
 
 def find_model(scheme: str, **options: Any) -> Path | None:
@@ -96,8 +101,13 @@ def find_model(scheme: str, **options: Any) -> Path | None:
 
     Returns:
         Its folder, for `load_model` and `load_held_out`, or None.
+
+    Raises:
+        NormlabError: an option that is no field.
     """
     matches = []
+    if unknown := sorted(name for name in options if not hasattr(NormlabConfig(), name)):
+        raise NormlabError(f"{unknown[0]} is no field of a NormlabConfig")
     for name in shipped_models():
         config = NormlabConfig.from_pretrained(model_folder(name))
         if config.scheme == scheme and all(getattr(config, field) == value for field, value in options.items()):

@@ -68,9 +68,13 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
     ):
         bias = getattr(norm, "bias", None)
         if not is_plain_gain(norm) or (bias is not None and bool(bias.any())):
-            raise NormlabError(f"{type(norm).__name__} has a bias, or more than a gain: swap_norms would lose that")
+            raise NormlabError(f"{type(norm).__name__} is not a norm and a gain: swap_norms would lose what it is")
     if getattr(model.config, "residual_multiplier", 1.0) != 1.0:
         raise NormlabError(f"{type(model).__name__} multiplies its branches, which swap_norms would leave out")
+    if row.carries_statistic and not all(hasattr(block.self_attn, "v_proj") for block in blocks):
+        raise NormlabError(
+            f"scheme {scheme} needs v_proj and o_proj of the attention: {type(model).__name__} has others"
+        )
     config = _llama_fields(model.config, scheme, fields)
     if changes_attention(config):
         raise NormlabError(
@@ -125,6 +129,9 @@ def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLay
             child.to(template.device, template.dtype)
     for parameter in rebuilt.parameters(recurse=False):
         parameter.data = parameter.data.to(template.device, template.dtype)
+    rebuilt.gradient_checkpointing = block.gradient_checkpointing
+    if hasattr(block, "_gradient_checkpointing_func"):
+        rebuilt._gradient_checkpointing_func = block._gradient_checkpointing_func
     if rebuilt.carried:
         rebuilt.c_attn = rebuilt.attention_variance_constant()
     return rebuilt.train(block.training)

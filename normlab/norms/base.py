@@ -57,12 +57,24 @@ class ConstantStart(nn.Module):
         self.register_parameter(name, nn.Parameter(self._filled(name, shape, start)))
 
     def add_buffer(self, name: str, shape: int | tuple[int, ...], start: float, persistent: bool = True) -> None:
-        """Register a buffer with every number at `start`."""
-        self.register_buffer(name, self._filled(name, shape, start), persistent)
+        """Register a buffer, in float32, with every number at `start`."""
+        self.register_buffer(name, self._filled(name, shape, start, torch.float32), persistent)
 
-    def _filled(self, name: str, shape: int | tuple[int, ...], start: float) -> Tensor:
+    def _filled(
+        self, name: str, shape: int | tuple[int, ...], start: float, dtype: torch.dtype | None = None
+    ) -> Tensor:
         self.starts = {**self.starts, name: start}
-        return torch.full((shape,) if isinstance(shape, int) else shape, float(start))
+        return torch.full((shape,) if isinstance(shape, int) else shape, float(start), dtype=dtype)
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ConstantStart:
+        """Move as any module does, but keep buffers in float32: half precision rounds a statistic's steps away."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, was in before.items():
+            now = self._buffers[name]
+            if was is not None and now is not None and now.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = was.to(now.device)
+        return self
 
     def reset_parameters(self) -> None:
         """Set every parameter and buffer to its start, a gain to its start minus the centre."""
@@ -134,8 +146,12 @@ class Norm(ConstantStart):
             return s, self(s)
         return self.add_kernel(x, residual, *self.operands(), kernels=self.kernels)
 
+    def constant(self) -> Tensor | None:
+        """The output's part that no part of x makes: the bias, or None."""
+        return getattr(self, "bias", None)
+
     def shares(self, x: Tensor, parts: Tensor) -> Tensor:
-        """Split the output at x, without its bias, over the parts of x.
+        """Split the output at x, without `constant`, over the parts of x.
 
         Each feature's secant ``y_j/x_j`` multiplies the part's feature. What depends on all of x is held fixed. This is
         exact for every norm that acts per feature but for its divisor.
@@ -146,8 +162,8 @@ class Norm(ConstantStart):
         """
         tiny = 1e-6 * x.square().mean(-1, keepdim=True).sqrt()
         nonzero = torch.where(x.abs() < tiny, tiny, x)  # y/x has a limit at x = 0, and this is close to it
-        bias = getattr(self, "bias", None)
-        share: Tensor = (self(nonzero) - (0.0 if bias is None else bias)) / nonzero * parts
+        constant = self.constant()
+        share: Tensor = (self(nonzero) - (0.0 if constant is None else constant)) / nonzero * parts
         return share
 
     def extra_repr(self) -> str:

@@ -62,17 +62,6 @@ class TaperNorm(Norm):
         self.add_buffer("seen", 3, 0.0)
         self.add_buffer("noted", 3, 0.0, persistent=False)  # the two sums over tokens, and the number of tokens
 
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> TaperNorm:
-        """Move as any module does, but keep the running means in float32: half precision rounds their steps away."""
-        names = ("inverse_rms", "seen", "noted")
-        before = {name: self._buffers[name] for name in names}
-        super()._apply(fn, recurse)
-        for name, was in before.items():
-            now = self._buffers[name]
-            if was is not None and now is not None and now.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = was.to(now.device)
-        return self
-
     @property
     def gain_name(self) -> str:  # type: ignore[override]
         return "fixed_weight" if self.gate == 0 else "weight"
@@ -201,7 +190,7 @@ class RunningNorm(Norm):
         return StartingMap(slope=(1 + self.eps) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+        if self.training and x.numel():
             z = self._divided(x.float())
         else:
             z = x.float() * torch.rsqrt(self.mean_square.float() + self.eps)

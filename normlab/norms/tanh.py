@@ -167,6 +167,10 @@ class Derf(Norm):
     def operands(self) -> tuple[Tensor, ...]:
         return self.gamma(), self.bias, self.alpha, self.shift
 
+    def constant(self) -> Tensor:
+        """``gamma * erf(s) + beta``: the output at x = 0."""
+        return self.gamma() * torch.erf(self.shift) + self.bias
+
 
 class DyISRU(Norm):
     """``y = gamma * sqrt(d) * x / sqrt(|b| + x^2)`` elementwise.

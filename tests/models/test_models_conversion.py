@@ -8,6 +8,8 @@ from model_helpers import LLAMA, assert_near, lively, tiny_model, tokens
 from reference_model import as_float64
 from reference_schemes import reference
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
@@ -22,6 +24,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -93,11 +97,12 @@ def test_a_model_of_another_shape_is_refused_in_one_line_and_left_as_it_was():
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (lambda: GemmaForCausalLM(GemmaConfig(**LLAMA)), "GemmaRMSNorm has a bias, or more than a gain"),
+        (lambda: GemmaForCausalLM(GemmaConfig(**LLAMA)), "GemmaRMSNorm is not a norm and a gain"),
         (lambda: GraniteForCausalLM(GraniteConfig(**LLAMA, residual_multiplier=0.5)), "multiplies its branches"),
-        (lambda: Starcoder2ForCausalLM(Starcoder2Config(**LLAMA)), "LayerNorm has a bias"),
+        (lambda: Starcoder2ForCausalLM(Starcoder2Config(**LLAMA)), "LayerNorm is not a norm and a gain"),
+        (lambda: OlmoForCausalLM(OlmoConfig(**LLAMA)), "OlmoLayerNorm is not a norm and a gain"),
     ],
-    ids=["1 + w", "a multiplier", "a bias"],
+    ids=["1 + w", "a multiplier", "a bias", "no gain"],
 )
 def test_what_swapping_would_lose_is_refused_and_the_model_left_as_it_was(build, match):
     torch.manual_seed(0)
@@ -218,3 +223,30 @@ def test_a_checkpoint_that_differs_in_another_part_is_refused_by_that_part(tmp_p
     windows = Qwen3Config(**FIELDS, use_sliding_window=True, sliding_window=4, max_window_layers=0)
     with pytest.raises(NormlabError, match="qwen3 cannot be loaded: its attention is within a window"):
         NormlabConfig.from_released(windows.to_dict())
+
+
+def test_gradient_checkpointing_stays_on():
+    model = foreign(LlamaConfig, LlamaForCausalLM)
+    model.gradient_checkpointing_enable()
+    blocks = swap_norms(model, "bhyt").model.layers
+    assert all(block.gradient_checkpointing for block in blocks)
+    model.train()(IDS, labels=IDS).loss.backward()
+    assert all(block.mlp.gate_proj.weight.grad.any() for block in blocks)
+
+
+def test_bhyt_is_refused_where_attention_has_no_values_matrix():
+    config = DeepseekV3Config(
+        **LLAMA,
+        n_routed_experts=2,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+    )
+    with pytest.raises(NormlabError, match="scheme bhyt needs v_proj and o_proj of the attention: DeepseekV3"):
+        swap_norms(DeepseekV3ForCausalLM(config), "bhyt")

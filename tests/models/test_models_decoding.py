@@ -171,3 +171,11 @@ def test_given_embeddings_stand_for_the_tokens_they_come_from(scheme):
     mask = torch.ones_like(ids)
     written = model.generate(inputs_embeds=embeddings, attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert_bits(written, model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)[:, ids.shape[1] :])
+
+
+def test_the_backbone_takes_a_cache_where_llama_takes_it():
+    model, ids = tiny_model("bhyt").model, tokens()
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    found = model(ids, None, None, caches[0]).last_hidden_state
+    assert_bits(found, model(ids, past_key_values=caches[1]).last_hidden_state)
+    assert [cache.get_seq_length() for cache in caches] == [ids.shape[1]] * 2

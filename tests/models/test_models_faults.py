@@ -327,3 +327,33 @@ def test_a_forward_pass_leaves_no_trace_on_the_model(scheme):
     model(tokens(1, 3), use_cache=True)
     assert attributes() == before
     assert_state(model, state)
+
+
+def test_fault_6_a_constant_remembered_from_before_a_copy_through_data():
+    """As an exponential moving average of the weights writes them, between training and evaluation."""
+    model, ids = tiny_model("bhyt"), tokens(1, 8)
+    model(ids)
+    for parameter in model.train().parameters():
+        parameter.data.mul_(1.5)
+    new = tiny_model("bhyt")
+    new.load_state_dict(model.state_dict())
+    assert_bits(model.eval()(ids).logits, new(ids).logits)
+
+
+def test_c_counts_the_adapters_of_lora():
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("bhyt")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj", "o_proj"], r=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.refresh_carried()
+    with_adapters = constants(model)
+    with adapted.disable_adapter():
+        model.refresh_carried()
+        without = constants(model)
+    merged = adapted.merge_and_unload()
+    merged.refresh_carried()
+    assert_near(with_adapters, constants(merged), 1e-5)
+    assert (with_adapters > 1.05 * without).all()

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from normlab import NormlabError, NormlabForCausalLM, swap_norms
+from normlab import NormlabError, NormlabForCausalLM, record, swap_norms
 from normlab.models import fold_norms
 from normlab.models.model import is_folded
 
@@ -261,3 +261,11 @@ def test_saved_while_folded_it_loads_as_it_computes_and_says_so(scheme, tmp_path
 def test_nothing_but_a_causal_language_model_is_taken():
     with pytest.raises(NormlabError, match="no Llama-shaped blocks"):
         fold_norms(nn.Linear(2, 2))
+
+
+def test_nobodys_hooks_see_the_check_of_a_gain():
+    model, seen = tiny_model("bhyt"), []
+    model.model.norm.register_forward_hook(lambda *call: seen.append(call))
+    with record(model, metrics=["token_l2_mean"]), fold_norms(model):
+        pass
+    assert not seen

@@ -22,7 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from normlab import NormlabConfig, NormlabError, NormlabForCausalLM
+from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
+from normlab.models.embeddings_head import changes_head
+from normlab.models.pretrained import find_model, load_held_out
 from normlab.norms import Norm
 
 
@@ -154,3 +156,43 @@ def test_triton_kernels_that_cannot_run_are_refused_in_one_line():
     with pytest.raises(ValueError, match="the kernels cannot run") as caught:
         model(tokens())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", [name for name, row in SCHEMES.items() if changes_head(tiny_config(name))])
+@pytest.mark.parametrize("rows", [50, 70])
+def test_a_resized_head_keeps_what_it_does_besides_its_matrix(scheme, rows, tmp_path):
+    model, ids = tiny_model(scheme), tokens(vocab=50)
+    before = model(ids).logits[..., :50]
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    after = model(ids).logits
+    assert after.shape[-1] == rows == model.lm_head.out_features
+    assert_bits(after[..., :50], before)
+    model.save_pretrained(tmp_path)
+    assert_bits(NormlabForCausalLM.from_pretrained(tmp_path)(ids).logits, after)
+
+
+def test_statistics_are_loaded_in_float32_whatever_the_weights_are_loaded_as(tmp_path):
+    for scheme in ("tapernorm", "powernorm", "unified_norm"):
+        saved = tiny_model(scheme)
+        saved.save_pretrained(tmp_path / scheme)
+        loaded = NormlabForCausalLM.from_pretrained(tmp_path / scheme, dtype=torch.bfloat16)
+        assert loaded.lm_head.weight.dtype == torch.bfloat16
+        norms = [model.model.layers[0].input_layernorm for model in (saved, loaded)]
+        kept, read = (dict(norm.named_buffers()) for norm in norms)
+        assert len(kept) > 1
+        for name, statistic in kept.items():
+            assert_bits(read[name], statistic, f"{scheme} {name}")
+
+
+def test_a_weight_that_a_checkpoint_lacks_has_its_start():
+    head = tiny_model("fixup").lm_head
+    head.shift.data.fill_(float("nan"))
+    fresh_model("fixup")._init_weights(head)
+    assert head.shift == 0
+
+
+def test_blocks_and_fields_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(NormlabError, match="lam_lastt is no field of a NormlabConfig"):
+        find_model("bhyt", lam_lastt=1)
+    with pytest.raises(NormlabError, match="has no held-out blocks"):
+        load_held_out(tmp_path)

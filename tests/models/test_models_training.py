@@ -158,3 +158,12 @@ def test_an_untied_and_a_tied_head_differ_in_one_matrix():
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     untied = fresh_model("bhyt", tie_word_embeddings=False)
     assert set(dict(untied.named_parameters())) - set(dict(tied.named_parameters())) == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("scheme", ["ngpt", "keel", "residual_dual"])
+def test_padding_on_the_left_gives_finite_gradients(scheme):
+    model, ids = fresh_model(scheme, num_hidden_layers=8).train(), tokens()
+    ids[0, :3] = 0
+    model(ids, attention_mask=(ids != 0).long(), labels=ids.masked_fill(ids == 0, -100)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or bool(parameter.grad.abs().lt(1e3).all()), name

@@ -147,16 +147,18 @@ def test_ranks_share_the_statistics_of_a_step(kind, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["unified_norm", "derf"])
-def test_shares_of_an_output_are_those_without_its_bias(scheme):
+def test_shares_of_an_output_are_those_without_its_constant_part(scheme):
     norm = copy.deepcopy(fresh_model(scheme).model.norm).double().eval()
     with torch.no_grad():
         norm.bias.normal_()
+        if scheme == "derf":
+            norm.shift.fill_(0.5)
         x = torch.randn(4, norm.hidden_size, dtype=torch.float64)
         parts = torch.stack([0.25 * x, 0.75 * x])
-        assert_near(norm.shares(x, parts).sum(0), norm(x) - norm.bias, 1e-9, scheme)
+        assert_near(norm.shares(x, parts).sum(0), norm(x) - norm.constant(), 1e-9, scheme)
 
 
-def test_a_taper_in_half_precision_keeps_its_running_means_in_float32():
+def test_in_half_precision_running_statistics_stay_in_float32():
     norm = fresh_model("tapernorm").to(torch.bfloat16).model.layers[0].input_layernorm
     assert norm.weight.dtype == torch.bfloat16 and norm.seen.dtype == norm.inverse_rms.dtype == torch.float32
     norm.train()
@@ -164,3 +166,15 @@ def test_a_taper_in_half_precision_keeps_its_running_means_in_float32():
         norm(torch.randn(2, 3, norm.hidden_size, dtype=torch.bfloat16) * step)
         norm.at_step(step, 1000)
     assert norm.seen.dtype == torch.float32 and norm.seen[2] == 3
+    for kind in (PowerNorm, UnifiedNorm):
+        norm = kind(WIDTH)
+        norm.mean_square.fill_(1e5)  # more than float16 holds
+        y = norm.eval().half()(torch.full((2, WIDTH), 300.0, dtype=torch.float16))
+        assert y.dtype == torch.float16 and y[0, 0].item() == pytest.approx(300 / 1e5**0.5, rel=1e-3)
+
+
+def test_an_empty_batch_leaves_the_statistics():
+    norm = PowerNorm(WIDTH)
+    assert norm(torch.zeros(0, 3, WIDTH)).shape == (0, 3, WIDTH)
+    norm.at_step(1, 10)
+    assert norm.mean_square.eq(1).all()

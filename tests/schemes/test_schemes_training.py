@@ -4,6 +4,8 @@ import pytest
 import torch
 from model_helpers import assert_bits, assert_near, fresh_model, optimizer_of, tokens
 
+from normlab import NormlabError
+
 
 def test_a_taper_calibrates_while_its_gate_is_open_and_ends_as_a_fixed_gain():
     """c = E[|gamma x|^2 / rms] / E[|gamma x|^2], running means whose first value is taken as it is, once per step."""
@@ -103,3 +105,13 @@ def test_schemes_without_rates_leave_the_optimizer_alone():
     model = fresh_model("pre_rmsnorm")
     optimizer = optimizer_of(model, 1e-2)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
+
+
+def test_a_factor_on_what_an_optimizer_lacks_is_refused():
+    model = fresh_model("pre_rmsnorm")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.apply_rates(optimizer, gain_lr_ratio=0.1)
+    assert sorted(group["lr"] for group in optimizer.param_groups) == pytest.approx([0.01, 0.1])
+    model = fresh_model("complete_p", hidden_size=64)
+    with pytest.raises(NormlabError, match="scheme complete_p has a factor on eps, which SGD has not: use AdamW"):
+        model.apply_rates(torch.optim.SGD(model.parameters(), lr=0.1))
