@@ -64,13 +64,18 @@ class Site(NamedTuple):
 @dataclass(frozen=True)
 class Roles:
     """Names of modules by role. `norms` and `branches` map a module's name to its kind, `wholes` that of a branch's
-    output to that of the whole branch."""
+    output to that of the whole branch. `mask_name` is the argument that masks the blocks' tokens."""
 
     blocks: tuple[str, ...] = ()
     norms: dict[str, str] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     final_norms: tuple[str, ...] = ()
     wholes: dict[str, str] = field(default_factory=dict)
+    mask_name: str | None = "attention_mask"
+
+    def mask_of(self, batch: dict[str, Any]) -> Any:
+        """The batch's mask over the tokens that the blocks see, or None."""
+        return None if self.mask_name is None else batch.get(self.mask_name)
 
 
 @dataclass
@@ -114,7 +119,8 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
     branches = {name: kind for name, kind in branches.items() if name not in norms}
     final = tuple(names[norm] for norm in where.outer_norms)
     wholes = {names[branch.module]: names[branch.whole] for block in where.blocks for branch in block.branches}
-    return Roles(tuple(block.name for block in where.blocks), norms, branches, final, wholes)
+    names_of_blocks = tuple(block.name for block in where.blocks)
+    return Roles(names_of_blocks, norms, branches, final, wholes, recorder.mask_name)
 
 
 def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
@@ -139,12 +145,14 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
     """
     result = Capture()
     arrived = Capture()
-    mask = batch.get("attention_mask")
+    mask = roles.mask_of(batch)
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
         output = model(**batch)
         logits = output.logits if hasattr(output, "logits") else find_output(output)
         result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, head_name(model))
         if gradients and logits is not None:
+            if not logits.requires_grad or "input_ids" not in batch:
+                raise NormlabError("gradients=True needs input_ids, and parameters that are not frozen")
             labels = batch["input_ids"][:, 1:]
             if mask is not None:  # what padding predicts depends on the attention's implementation
                 labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
@@ -176,13 +184,13 @@ def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
 def relative_difference(x: Tensor, y: Tensor, mask: Tensor | None) -> float:
     """Root mean square over tokens of |x - y| / |x|.
 
-    Infinite where shapes differ, or only one is finite. Zero where the shape does not tell padding from tokens.
+    Infinite where shapes differ, or only one is finite. NaN where the shape does not tell padding from tokens.
     """
     if x.shape != y.shape:
         return float("inf")
     a, b = counted(x.double(), mask), counted(y.double().to(x.device), mask)
     if a is None or b is None:
-        return 0.0
+        return float("nan")
     finite = a.isfinite()
     if not torch.equal(finite, b.isfinite()):
         return float("inf")

@@ -109,9 +109,10 @@ def diff(
 
 
 def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: bool) -> Difference:
-    models, mask = (a, b), batch.get("attention_mask")
+    models = (a, b)
     inputs = [_accepted(model, batch) for model in models]
     roles = [roles_of(a, inputs[0])] * 2
+    mask = roles[0].mask_of(batch)
     if [name for name, _ in a.named_modules()] != [name for name, _ in b.named_modules()]:
         roles[1] = roles_of(b, inputs[1])
     depth = len(roles[0].blocks)
@@ -202,7 +203,7 @@ def _diff_arrays(
     exact = _rounded(a, _dtype(a), torch.float64)
     in_a = capture(exact, inputs, roles)
     rounded = capture(_rounded(a, _dtype(a), computed), inputs, roles).tensors
-    mask = batch.get("attention_mask")
+    mask = roles.mask_of(batch)
     rows = _rows(in_a.tensors, arrays, rounded, _eps(computed), mask)
     if all(math.isinf(row.difference) for row in rows):
         known = ", ".join(f"{site.name}.{site.layer}" for site in list(in_a.tensors)[:8])
@@ -251,8 +252,11 @@ def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, 
         columns=["site", "layer", "difference", "noise", "ratio", "parts"],
     )
     if first is None:
-        worst = table.loc[table["difference"].idxmax()]
-        verdict = f"equal: {len(table)} sites agree within rounding; the largest difference is {worst.difference:.1e}"
+        known = table.dropna(subset="difference")
+        if known.empty:
+            raise NormlabError("no site's shape tells padding from tokens: compare on a batch without padding")
+        worst = known.loc[known["difference"].idxmax()]
+        verdict = f"equal: {len(known)} sites agree within rounding; the largest difference is {worst.difference:.1e}"
         return Difference(verdict, None, [], table, notes)
     row = table[(table.site == first.name) & (table.layer == first.layer)].iloc[0]
     where = f"block {first.layer}" if 1 <= first.layer <= depth else "the embeddings" if first.layer < 1 else "the end"

@@ -218,11 +218,11 @@ class Measurer:
             if place is None or (is_recomputed and place in {_place(other, True) for other in call.watched}):
                 return  # a checkpoint hands the recomputation a tensor that has its hook already
         call.watched.add(where)
-        if call.hooked is not None and call.hooked[0] is x:
-            call.hooked[1].append(where)
+        if call.hooked is not None and call.hooked[0] is x and call.hooked[1] == x._version:
+            call.hooked[2].append(where)
             return
         places: list[Place | NormRead] = [where]
-        call.hooked = (x, places)
+        call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
 
         def reduce(gradient: Tensor) -> None:
             if call.loss_tokens is None:  # of a forward pass that was not whole

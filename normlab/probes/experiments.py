@@ -39,6 +39,7 @@ Z95 = NormalDist().inv_cdf(0.975)
 LOGIT_CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
 PARTS = ("block", "attention", "mlp")
 PART_OF = {"attn": "attention", "mlp": "mlp"}
+_OF_TEXT = {"input_ids", "input", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids"}
 CANDIDATES = 6  # spans of each length whose cost is measured: those that turn the stream least
 Batch = dict[str, Any]
 Hook = Callable[..., Any]
@@ -95,6 +96,7 @@ class Runner:
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
+        self._mask_name: str | None = "attention_mask"
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches on the model's device. Raises `NormlabError` without one."""
@@ -102,15 +104,35 @@ class Runner:
         for batch in tqdm(self._batches, self._title, unit="batch", delay=1, disable=not self._progress):
             if not hasattr(batch, "items"):
                 raise NormlabError("a batch must be a dict of the model's arguments, such as {'input_ids': ...}")
+            moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            if seen == 0 and (moved.keys() - _OF_TEXT or self._has_encoder):
+                with torch.no_grad(), record(self.sites, ["rms"], masks=["all"]) as recorder:
+                    self.run(moved)
+                self._mask_name = recorder.mask_name
             seen += 1
-            yield {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            yield moved
         if seen == 0:
             raise NormlabError("there is no batch to run: give at least one dict of the model's arguments")
 
-    def logits(self, batch: Batch) -> Tensor:
-        """The model's logits. Labels are withheld: the loss is computed here, per token, alike for every model."""
+    @property
+    def _has_encoder(self) -> bool:
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
+    def run(self, batch: Batch) -> Any:
+        """The model's output. Labels are withheld: the loss is computed here, per token, alike for every model."""
         inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in ("labels", "shift_labels")}
-        out = self.model(**inputs, **self._options)
+        if "labels" in batch and self._has_encoder and "decoder_input_ids" not in batch:
+            model: Any = self.model  # which would make them of the labels
+            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        return self.model(**inputs, **self._options)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """The model's logits.
+
+        Raises:
+            NormlabError: it returned none.
+        """
+        out = self.run(batch)
         logits = getattr(out, "logits", out)
         if not isinstance(logits, Tensor):
             raise NormlabError(
@@ -119,19 +141,21 @@ class Runner:
         return logits
 
     def labels(self, batch: Batch) -> Tensor:
-        """The label of each position's prediction, -100 = none. Without `labels`, each token's successor."""
-        labels, shifted = batch.get("labels"), True
+        """The label of each position's prediction, -100 = none. Without `labels`, each token's successor.
+
+        Neither padding nor what it predicts counts then.
+        """
+        labels = batch.get("labels")
         if labels is not None:
-            shifted = self._labels_are_shifted(batch)
-        else:
-            labels = batch.get("input_ids", batch.get("input"))
-            if labels is None:
-                raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
-            if batch.get("attention_mask") is not None:
-                labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
-        if shifted and labels.ndim == 2:
-            labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-        return labels
+            return _successors(labels) if self._labels_are_shifted(batch) and labels.ndim == 2 else labels
+        prefix = "decoder_" if "decoder_input_ids" in batch else ""
+        labels, mask = batch.get(f"{prefix}input_ids", batch.get("input")), batch.get(f"{prefix}attention_mask")
+        if labels is None:
+            raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
+        if mask is not None:
+            labels = labels.masked_fill(mask == 0, IGNORED_LABEL)
+        labels = _successors(labels)
+        return labels if mask is None else labels.masked_fill(mask == 0, IGNORED_LABEL)
 
     def _labels_are_shifted(self, batch: Batch) -> bool:
         """True if the model's loss on these labels is of the next token, or it returns none.
@@ -157,8 +181,14 @@ class Runner:
         return self._shifted
 
     def counted(self, batch: Batch, tokens: tuple[int, ...], mask: str = "all") -> Tensor:
-        """(batch, length) bool: the tokens that count."""
-        return token_masks(batch.get("attention_mask"), tokens, self.device, [mask], cached=False)[0].reshape(tokens)
+        """(batch, length) bool: the tokens that count, by the mask of this stack."""
+        given = None if self._mask_name is None else batch.get(self._mask_name)
+        return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
+
+
+def _successors(tokens: Tensor) -> Tensor:
+    """The token after each, -100 after the last."""
+    return functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 @contextmanager
@@ -200,8 +230,32 @@ def hooked(*hooks: tuple[nn.Module, Hook]) -> Iterator[None]:
 
 
 def on_blocks(where: Sites, hook: Hook) -> AbstractContextManager[None]:
-    """`hooked` with one hook (layer, module, args, kwargs, output) on every block."""
-    return hooked(*((block.module, partial(hook, block.index)) for block in where.blocks))
+    """`hooked` with one hook (layer, module, args, kwargs, output) on every block, for one pass.
+
+    The hook may run its block again, which it does not see.
+
+    Raises:
+        NormlabError: in the pass, where a block runs twice.
+    """
+    ran: set[int] = set()
+    inside: list[int] = []
+
+    def once(layer: int, *call: Any) -> Any:
+        if inside:
+            return None
+        if layer in ran:
+            raise NormlabError(
+                f"block {layer} runs more than once in a pass, as in ALBERT: experiments need blocks that run once "
+                "(`record` takes each run for a layer)"
+            )
+        ran.add(layer)
+        inside.append(layer)
+        try:
+            return hook(layer, *call)
+        finally:
+            inside.clear()
+
+    return hooked(*((block.module, partial(once, block.index)) for block in where.blocks))
 
 
 def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]) -> None:
@@ -219,11 +273,20 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
         look(layer, after)
 
     with on_blocks(runner.sites, hook):
-        runner.logits(batch)
+        runner.run(batch)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """(batch, length) cross-entropy of each position in float32, 0 where there is no label."""
+    """(batch, length) cross-entropy of each position in float32, 0 where there is no label.
+
+    Raises:
+        NormlabError: the logits are not one row per label.
+    """
+    if labels.ndim != 2 or logits.shape[:-1] != labels.shape:
+        raise NormlabError(
+            f"the model returned logits {tuple(logits.shape)} for labels {tuple(labels.shape)}: this needs one "
+            "prediction per token, as of a language model"
+        )
     flat = functional.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
     )
@@ -265,6 +328,9 @@ def _skips(
 
     A branch is not skipped if its block does not add up, or if it returns the stream with itself added.
     """
+    starts = range(1, runner.sites.depth - span + 2)
+    if wrong := sorted(set(layers or ()) - set(starts)):
+        raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are 1 to {runner.sites.depth}")
     skips: dict[tuple[str, int], list] = {}
     outputs: dict[tuple[str | None, int], nn.Module] = {}  # what a branch adds is the output of its norm, or its own
     if set(parts) - {"block"}:
@@ -274,7 +340,7 @@ def _skips(
         outputs = {(PART_OF.get(kind), n): module for (kind, n), (module, form) in found if form != "contained"}
     blocks = runner.sites.blocks
     for part in parts:
-        for first in range(1, runner.sites.depth - span + 2):
+        for first in starts:
             if layers is not None and first not in layers:
                 continue
             skipped = range(first, first + span)

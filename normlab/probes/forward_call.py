@@ -244,7 +244,8 @@ class Call:
         self.last_out: Tensor | None = None  # output of the last block, until the final norm has read it
         self.final: list[NormRead] = []  # norms that read a block's output after it; the last block's counts
         self.measured: tuple[Tensor, int, Tensor] | None = None  # the latest activation, its version, its statistics
-        self.hooked: tuple[Tensor, list[Place | NormRead]] | None = None  # the latest tensor with a gradient hook
+        # The latest tensor with a gradient hook, its version, and where it is read.
+        self.hooked: tuple[Tensor, int, list[Place | NormRead]] | None = None
         self.watched: set[Any] = set()  # where gradient hooks were set
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
@@ -279,11 +280,16 @@ class Call:
         return self.inputs.has_decoder and self.crosses
 
     @property
-    def attention_mask(self) -> Any:
-        """The caller's mask over the tokens of this stack: a decoder has its own; what is no text has none."""
+    def mask_name(self) -> str | None:
+        """The argument that masks the tokens of this stack: a decoder has its own; what is no text has none."""
         if not self.inputs.is_text:
             return None
-        return self.inputs.arguments.get("decoder_attention_mask" if self._is_decoder else "attention_mask")
+        return "decoder_attention_mask" if self._is_decoder else "attention_mask"
+
+    @property
+    def attention_mask(self) -> Any:
+        """The caller's mask over the tokens of this stack."""
+        return None if self.mask_name is None else self.inputs.arguments.get(self.mask_name)
 
     @property
     def past(self) -> int:

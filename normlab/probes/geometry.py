@@ -115,12 +115,8 @@ def jacobian_identity(
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         gaps: dict[int, list[float]] = {}
         sizes: dict[int, int] = {}
-        inside: list[int] = []
 
         def probe(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            if inside:  # the block's second run, started below
-                return
-            inside.append(layer)
             x, name = hidden_state(args, kwargs)
             counted = runner.counted(batch, tuple(x.shape[:-1]))
             sizes[layer] = int(counted.sum()) * x.shape[-1]
@@ -134,10 +130,9 @@ def jacobian_identity(
                     v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
                     (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
                     gaps[layer].append(float((pulled.float() - v.float()).square().sum()))
-            inside.clear()
 
         with on_blocks(runner.sites, probe):
-            runner.logits(batch)
+            runner.run(batch)
         return torch.tensor([gaps[layer] for layer in layers]), torch.tensor([sizes[layers[0]]] * probes)
 
     with torch.no_grad():
@@ -172,6 +167,11 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
         with on_blocks(runner.sites, keep):
             final = runner.logits(batch)
         counted = runner.counted(batch, tuple(states[0].shape[:-1]))
+        if final.shape[:-1] != counted.shape:
+            raise NormlabError(
+                f"the model returned logits {tuple(final.shape)} for {tuple(counted.shape)} tokens: this needs one "
+                "prediction per token, as of a language model"
+            )
         values = []
         for h in states:
             with _blocks_pass_on(extras, h):

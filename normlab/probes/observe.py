@@ -12,6 +12,7 @@ import importlib
 import math
 import os
 import re
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class Explanation:
 
     def plot(self, metric: str | None = None) -> plotly.graph_objects.Figure:
         """Draw layers x steps of the readings kept, of `metric` or of the one that left first."""
+        if not len(self.history):
+            raise NormlabError("nothing was read yet: there is nothing to draw")
         if metric is None:
             metric = self.table["metric"].iloc[0] if len(self.table) else self.history["metric"].iloc[0]
         rows = self.history[(self.history["metric"] == metric) & self.history["layer"].notna()]
@@ -273,9 +276,11 @@ def observe(
             observer.step(loss, step)
         observer.to_pandas()        # step, site, layer, metric, mask, value
         print(observer.explain())   # layer 3, block output left its past first, at step 150 (...)
+        observer.close()            # removes the hooks; `with normlab.observe(model) as observer:` does it too
 
     All micro-batches of a measured step are merged, over ranks too. Gradients are of the summed token loss. A measured
-    step runs uncompiled.
+    step runs uncompiled. Once a step was measured, a later one that cannot be is left out with a warning, such as one
+    without a backward pass.
 
     Args:
         model: any model that `record` measures; wrappers are looked through.
@@ -292,7 +297,7 @@ def observe(
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
 
     Raises:
-        NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric.
+        NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric; no folder for `path`.
     """
     given: Any = loss_tokens
 
@@ -304,6 +309,8 @@ def observe(
 
     if not isinstance(accumulate, int) or accumulate < 1:
         raise NormlabError(f"accumulate is {accumulate!r}: give a whole number from 1")
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise NormlabError(f"path is {path}: make the folder {Path(path).parent} first")
     readings = Readings(path=None if path is None else Path(path))
     observer = Observer(sites(model, blocks), every, metrics, summed, readings, group)
     observer.begin(start)
@@ -330,6 +337,7 @@ class Observer:
         self._every, self._loss_tokens, self._group = every, loss_tokens, group
         self._recorder: Recorder | None = None
         self._trains = any(metric.kind == "gradient" for metric in resolve_metrics(metrics))
+        self._forgives = False
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -337,7 +345,8 @@ class Observer:
         self.close()
         if step % self._every == 0:
             self._recorder = record(self.sites, self._metrics, loss_tokens=self._loss_tokens)
-            self._recorder.training_only = self._trains
+            self._recorder.training_only, self._recorder.training_first = self._trains, True
+            self._recorder.forgives = self._forgives
             self._recorder.__enter__()
 
     def pause(self) -> bool:
@@ -352,8 +361,17 @@ class Observer:
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             self._trains |= recorder.trains
-            layers = recorder.stats(step=step).across_ranks(self._group).to_pandas()
+            try:
+                stats = recorder.stats(step=step)
+            except NormlabError as error:
+                if not self._forgives:
+                    raise
+                warnings.warn(f"step {step} was not measured: {error}", stacklevel=3)
+                return False
+            layers = stats.across_ranks(self._group).to_pandas()
             self.readings.add(_joined([layers, _weights(self.sites, step)]))
+            # Of several ranks none may leave out a step alone: the others would wait for it.
+            self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return is_measured
 
     def step(self, loss: float | Tensor, step: int) -> None:

@@ -93,7 +93,53 @@ def in_backward() -> bool:
 
 def _is_compiled(model: nn.Module) -> bool:
     """True if the model or a part of it was compiled: PyTorch ignores hooks added after a compiled call."""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+    return any(
+        hasattr(m, "_orig_mod")
+        or getattr(m, "_compiled_call_impl", None) is not None
+        or hasattr(vars(m).get("forward"), "_torchdynamo_orig_callable")
+        for m in model.modules()
+    )
+
+
+class _Hook:
+    """A hook of the model that does nothing in its copies and pickles."""
+
+    def __init__(self, act: Callable | None = None):
+        self._act = act
+
+    def __call__(self, *call: Any) -> Any:
+        return None if self._act is None else self._act(*call)
+
+    def __deepcopy__(self, memo: dict) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple:
+        return _Hook, ()
+
+
+class _Uncompiled:
+    """Has compiled code run uncompiled, in this process, while any recording of a compiled model is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._stance: AbstractContextManager = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._open += 1
+
+    def __exit__(self, *exception: Any) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._stance.__exit__(None, None, None)
+
+
+_UNCOMPILED = _Uncompiled()
 
 
 class Recorder:
@@ -106,10 +152,12 @@ class Recorder:
         branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
         absent: what could not be measured, and why.
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
+        training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
+        forgives: leave out calls whose loss does not say how many labels it averages over, instead of an error.
     """
 
-    training_only = trains = False
+    training_only = training_first = trains = forgives = False
 
     def __init__(self, where: Sites, metrics: Sequence[Metric], loss_tokens: LossTokens, masks: Sequence[str]):
         self.sites = where
@@ -140,7 +188,7 @@ class Recorder:
         if self._handles:
             raise NormlabError("this recording is already running: make another one with record(model)")
         if _is_compiled(self.sites.model):
-            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager = _UNCOMPILED
             self._eager.__enter__()
         try:
             self._attach()
@@ -189,10 +237,11 @@ class Recorder:
             self._before(norm, self._outer_norm_in)
 
     def _before(self, module: nn.Module, act: Callable) -> None:
-        self._handles.append(module.register_forward_pre_hook(act, with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(_Hook(act), with_kwargs=True))
 
     def _after(self, module: nn.Module, act: Callable, always: bool = False) -> None:
-        self._handles.append(module.register_forward_hook(lambda m, args, output: act(output), always_call=always))
+        hook = _Hook(lambda m, args, output: act(output))
+        self._handles.append(module.register_forward_hook(hook, always_call=always))
 
     def _read(self, module: nn.Module, act: Callable, *what: Any, find: Callable = find_input) -> None:
         """Call `act(trace, x, *what)` with what a module of the running block reads."""
@@ -208,6 +257,11 @@ class Recorder:
             act(trace, x, *what)
 
     # -- the model's call ----------------------------------------------------------------------------------------
+
+    @property
+    def mask_name(self) -> str | None:
+        """The argument that masks padding among the tokens of the latest call; None for what is no text."""
+        return None if self._latest is None else self._latest.mask_name
 
     @property
     def _call(self) -> Call | None:
@@ -246,6 +300,9 @@ class Recorder:
                 "gradient metrics need a forward pass with gradients: "
                 "leave no_grad/inference_mode, or drop the grad_* metrics"
             )
+        if self.training_first and not self.trains and torch.is_grad_enabled():
+            self._forget()
+            self.training_only = True
         self.trains |= torch.is_grad_enabled()
         self._flush()
         self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
@@ -274,7 +331,12 @@ class Recorder:
                 else:
                     read.site = None  # it read an earlier block's output: no final norm
             if self._has_gradients:
-                call.resolve_loss(self._loss_tokens)
+                try:
+                    call.resolve_loss(self._loss_tokens)
+                except NormlabError:
+                    complete = False
+                    if not self.forgives:
+                        raise
         call.close()
         if complete:
             with self._lock:
@@ -411,7 +473,10 @@ class Recorder:
             why = "call the model (and backward, for grad_* metrics) inside record()"
             if self._idle_calls:
                 first = self.sites.blocks[0].name
-                why = f"the model ran, but no block like {first!r} did: take another stack from stacks(model)"
+                why = (
+                    f"the model ran, but no block like {first!r} did: take another stack from stacks(model), "
+                    "and run the model outside of compiled functions"
+                )
             raise NormlabError(f"nothing was recorded: {why}")
         if not kinds and self.absent:
             raise NormlabError(f"nothing could be measured: {next(iter(self.absent.values()))}")
@@ -427,6 +492,12 @@ class Recorder:
         if self._has_gradients:
             details["loss_tokens"] = float(self._loss_labels)
         return LayerStats(moments, names, details, step, arrays)
+
+    def _forget(self) -> None:
+        """Drop what was recorded so far."""
+        with self._lock:
+            self._finished, self._calls, self._idle_calls, self.absent = [], 0, 0, {}
+            self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
 
     def _flush(self) -> None:
         """Merge what finished calls measured, and the gradients that have arrived, into the running statistics."""

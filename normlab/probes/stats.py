@@ -192,6 +192,11 @@ class LayerStats:
         """Both recordings as one: the result of a single recording over all their tokens."""
         if self.metrics != other.metrics:
             raise NormlabError("cannot merge recordings of different metrics: record both with the same list")
+        for what in ("masks", "depth"):
+            if self.manifest.get(what) != other.manifest.get(what):
+                raise NormlabError(
+                    f"cannot merge recordings of different {what}: they are not of one kind of recording"
+                )
         arrays = dict(self.arrays)
         for key, array in other.arrays.items():
             if key[3] in FIXED_SHAPE and key in arrays and arrays[key].shape != array.shape:
@@ -260,6 +265,7 @@ class LayerStats:
         types |= dict.fromkeys(("layer", "width"), pyarrow.int64()) | {"array": pyarrow.list_(pyarrow.float64())}
         table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(types))
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(table.replace_schema_metadata({"normlab.stats": json.dumps(head)}), path)
         return path
 

@@ -24,7 +24,7 @@ from normlab.probes.statistics import AttentionWatch, at_least_float32
 if TYPE_CHECKING:
     import pandas
 
-HIDDEN = torch.finfo(torch.float32).min / 2  # a score below it is masked
+HIDDEN = torch.finfo(torch.float16).min / 2  # a score below it is masked, in any dtype
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def attention_sinks(
         watch.scores = None  # last, as the softmax above is seen too
 
     with watch, on_blocks(runner.sites, hook):
-        runner.logits(batch)
+        runner.run(batch)
     if not layers:
         raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")
     return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, torch.zeros_like(kept[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
+from normlab.probes.experiments import evaluating
 from normlab.report.inputs import Batches, Loaded, batches, check_input, load
 from normlab.report.measure import Measured, experiment, measure
 
@@ -20,7 +22,7 @@ Paths = str | Path | Sequence[str | Path]
 
 
 def probe_report(
-    model: str | nn.Module | Sequence[str | nn.Module],
+    model: str | Path | nn.Module | Sequence[str | Path | nn.Module],
     text: Paths,
     *,
     revisions: Sequence[str] = (),
@@ -74,7 +76,8 @@ def probe_report(
         raise NormlabError(f"length is {length}, rows {rows}: give at least 2 tokens a row, and at least 1 row")
     if not all(revision.strip() for revision in revisions):
         raise NormlabError(f"revisions are {', '.join(map(repr, revisions))}: give each a name")
-    models = [model] if isinstance(model, str | nn.Module) else list(model)
+    given = [model] if isinstance(model, str | Path | nn.Module) else list(model)
+    models = [str(one) if isinstance(one, Path) else one for one in given]
     paths = [Path(text)] if isinstance(text, str | Path) else [Path(path) for path in text]
     if not paths:
         raise NormlabError("there is nothing to measure on: give a text file")
@@ -89,6 +92,8 @@ def probe_report(
     named: list[str | None] = [*revisions] or [None]
     name = _name(models[0])
     folder = Path(out) if out is not None else Path(f"probe-{Path(name).name}")
+    if folder.exists() and not folder.is_dir():
+        raise NormlabError(f"{folder} is a file: name a folder for the tables and the page")
 
     def cases() -> Iterator[tuple[dict[str, Any], Loaded, Path]]:
         """Each loaded model with each text, one model in memory at a time."""
@@ -98,13 +103,17 @@ def probe_report(
                 for path in paths:
                     yield {"model": _name(one), "revision": revision, "text": path.name}, loaded, path
 
-    if not compared:
-        ((_, loaded, path),) = cases()
-        return _single(loaded, path, folder, length, rows, progress)
-    (by,) = compared
-    labelled = ((label[by], loaded, path) for label, loaded, path in cases())
-    bar = tqdm(labelled, f"{by}s", max(len(models), len(revisions), len(paths)), disable=not progress, delay=1)
-    return _series(by, bar, folder, name, length, rows)
+    with ExitStack() as modes:
+        for one in models:
+            if isinstance(one, nn.Module):
+                modes.enter_context(evaluating(one))
+        if not compared:
+            ((_, loaded, path),) = cases()
+            return _single(loaded, path, folder, length, rows, progress)
+        (by,) = compared
+        labelled = ((label[by], loaded, path) for label, loaded, path in cases())
+        bar = tqdm(labelled, f"{by}s", max(len(models), len(revisions), len(paths)), disable=not progress, delay=1)
+        return _series(by, bar, folder, name, length, rows)
 
 
 def _name(model: str | nn.Module) -> str:

@@ -74,7 +74,7 @@ def measure(loaded: Loaded, batches: Batches) -> list[Measured]:
 
 
 def _recorded(where: Sites, loaded: Loaded, batches: Batches, metrics: list[str]) -> tuple[LayerStats, float | None]:
-    dtype, losses = next(loaded.model.parameters()).dtype, []
+    dtype, total, count = next(loaded.model.parameters()).dtype, 0.0, 0.0
     # A loss in 8 or 11 bits is too coarse to be compared with its logits, so the count of its labels is given.
     coarse = partial(_labels_averaged, loaded.task) if torch.finfo(dtype).bits < 32 else None
     with record(where, metrics, loss_tokens=coarse) as recorder, torch.set_grad_enabled("labels" in batches[0]):
@@ -82,8 +82,9 @@ def _recorded(where: Sites, loaded: Loaded, batches: Batches, metrics: list[str]
             output = _called(loaded, batch, dtype)
             if "labels" in batch:
                 recorder.backward(output.loss)
-                losses.append(float(output.loss.detach()))
-    return recorder.stats(), sum(losses) / len(losses) if losses else None
+                labels = _label_count(batch["labels"], loaded.task)
+                total, count = total + float(output.loss.detach()) * labels, count + labels
+    return recorder.stats(), total / count if count else None
 
 
 def _called(loaded: Loaded, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
@@ -99,8 +100,11 @@ def _called(loaded: Loaded, batch: dict[str, torch.Tensor], dtype: torch.dtype) 
 
 def _labels_averaged(task: str, inputs: CallInputs) -> float | None:
     labels = inputs.arguments.get("labels")
-    if labels is None:
-        return None
+    return None if labels is None else _label_count(labels, task)
+
+
+def _label_count(labels: torch.Tensor, task: str) -> float:
+    """The number of labels that a batch's loss averages over."""
     return float(((labels[:, 1:] if task == "causal" else labels) != IGNORED_LABEL).sum())
 
 

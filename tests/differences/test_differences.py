@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import normlab
 from benchmarks import ports
@@ -280,3 +287,21 @@ def test_models_keep_their_mode_hooks_and_gradients(llama, batch):
     assert other.training and not llama.training
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in other.named_parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())
+
+
+def test_an_encoders_padding_is_not_the_decoders(batch):
+    torch.manual_seed(0)
+    a = T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_decoder_layers=3, num_heads=4, d_kv=8)
+    ).eval()
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.decoder.block[1].layer[2].DenseReluDense.wo.weight.mul_(1.3)
+    found = diff(a, b, batch | {"decoder_input_ids": batch["input_ids"][:, :7]})
+    assert found.first.layer == 2 and found.table["difference"].notna().all()
+
+
+def test_gradients_of_what_has_none_are_one_line(llama, batch):
+    frozen = copy.deepcopy(llama).requires_grad_(False)
+    with pytest.raises(NormlabError, match="gradients=True needs input_ids, and parameters that are not frozen"):
+        diff(frozen, frozen, batch, gradients=True)

@@ -5,12 +5,15 @@ import math
 
 import pytest
 import torch
+import transformers as hf
 from probe_zoo import DEPTH, MODELS, WIDTH, batch_for, build, tiny_llama, token_batch
 from torch import nn
+from torch.nn import functional
 
 from normlab.errors import NormlabError
 from normlab.probes import angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect, skip_sensitivity
 from normlab.probes.experiments import hooked, mean_and_error
+from normlab.probes.sites import stacks
 
 QUIET = {"progress": False}
 
@@ -254,3 +257,80 @@ def test_angular_distance_of_many_layers_holds_one_copy_of_the_kept_tokens(monke
     table = angular_distance(model, [batch], tokens="last", **QUIET)
     assert table.shape == (25, 25) and len(passes) == 1 and len(held) == 24 * 25 // 2
     assert max(held) == 3 * WIDTH  # one pair of layers at a time, the kept tokens only
+
+
+def test_a_block_that_runs_again_is_refused():
+    albert = hf.AlbertForMaskedLM(
+        hf.AlbertConfig(
+            vocab_size=64,
+            embedding_size=16,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+        )
+    )
+    batch = {"input_ids": token_batch()["input_ids"]}
+    for experiment in (angular_distance, jacobian_identity, logit_lens_kl):
+        with pytest.raises(NormlabError, match="block 1 runs more than once in a pass, as in ALBERT"):
+            experiment(albert.eval(), [batch], **QUIET)
+
+
+@pytest.fixture(scope="module")
+def t5():
+    torch.manual_seed(0)
+    config = hf.T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_ff=48,
+        num_layers=2,
+        num_decoder_layers=3,
+        num_heads=4,
+        d_kv=8,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    return hf.T5ForConditionalGeneration(config).eval()
+
+
+def test_an_encoders_mask_is_not_its_decoders(t5):
+    batch = token_batch()
+    batch = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"decoder_input_ids": batch["input_ids"]}
+    decoder = stacks(t5)["decoder.block"]
+    found = angular_distance(decoder, [batch], **QUIET)
+    everything = angular_distance(
+        decoder, [batch | {"decoder_attention_mask": torch.ones_like(batch["input_ids"])}], **QUIET
+    )
+    assert found.to_numpy() == pytest.approx(everything.to_numpy(), abs=1e-6)
+    encoder = angular_distance(stacks(t5)["encoder.block"], [batch], **QUIET)
+    hidden = [
+        h.double()
+        for h in t5.encoder(batch["input_ids"], batch["attention_mask"], output_hidden_states=True).hidden_states
+    ]
+    cosine = functional.cosine_similarity(hidden[0], hidden[1], dim=-1)[batch["attention_mask"].bool()]
+    assert encoder.loc[0, 1] == pytest.approx(float((cosine.arccos() / math.pi).mean()), abs=1e-6)
+
+
+def test_the_usual_batch_of_an_encoder_and_decoder_is_measured(t5):
+    batch = token_batch()
+    table = skip_sensitivity(stacks(t5)["decoder.block"], [batch], **QUIET)
+    assert table["loss"][0] == pytest.approx(float(t5(**batch).loss), abs=1e-5)
+
+
+def test_what_padding_predicts_does_not_count(model):
+    batch = {name: tensor for name, tensor in token_batch().items() if name != "labels"}
+    other = batch | {"input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7)}
+    first, second = (skip_sensitivity(model, [one], **QUIET) for one in (batch, other))
+    assert first["tokens"][0] == int(batch["attention_mask"].sum()) - 3  # the first token of each row
+    assert second["loss"][0] == pytest.approx(first["loss"][0], abs=1e-6)
+
+
+def test_models_without_logits_have_angles_and_classifiers_no_losses_by_token(model):
+    batch = batch_for("llama")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    assert angular_distance(model.model, [inputs], **QUIET).equals(angular_distance(model, [inputs], **QUIET))
+    for experiment in (skip_sensitivity, logit_lens_kl):
+        with pytest.raises(NormlabError, match="one prediction per token"):
+            experiment(build("vit"), [batch_for("vit")], **QUIET)
+    with pytest.raises(NormlabError, match="no span of 1 from layer 0: layers are 1 to 3"):
+        skip_sensitivity(model, [batch], layers=[0, 1], **QUIET)

@@ -167,3 +167,39 @@ def test_the_result_of_two_forwards_before_one_backward_holds_both(batch):
     with record(model, GRADIENTS) as rec:
         sum(model(**half).loss for half in halves).backward()
     assert values(rec.stats()) == near(one_by_one)
+
+
+class Upcasting(nn.RMSNorm):
+    """Keeps a copy in float32, so its input may be written over."""
+
+    def forward(self, x):
+        return super().forward(x.to(torch.float64)).to(x.dtype)
+
+
+class Accumulating(nn.Module):
+    """A block of Llama's shape that adds in place, or not."""
+
+    def __init__(self, in_place: bool):
+        super().__init__()
+        self.in_place = in_place
+        self.norm1, self.attn = Upcasting(8, dtype=torch.float64), nn.Linear(8, 8)
+        self.norm2, self.mlp = Upcasting(8, dtype=torch.float64), nn.Linear(8, 8)
+
+    def forward(self, x):
+        for norm, part in ((self.norm1, self.attn), (self.norm2, self.mlp)):
+            update = part(norm(x))
+            x = x.add_(update) if self.in_place else x + update
+        return x
+
+
+def test_a_stream_that_is_written_in_place_has_its_own_gradient_at_every_layer():
+    tables = []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(16, 8), nn.Sequential(*(Accumulating(in_place) for _ in range(3))))
+        with record(model, GRADIENTS, loss_tokens=1) as recorder:
+            model(torch.arange(10).view(2, 5)).square().sum().backward()
+        tables.append(values(recorder.stats()))
+    sizes = [tables[0]["block_in_grad", layer, "grad_l2_total", "all"] for layer in (1, 2, 3)]
+    assert len(set(sizes)) == 3
+    assert tables[1] == near(tables[0])

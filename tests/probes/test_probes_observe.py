@@ -1,5 +1,6 @@
 """`observe` in other people's loops, and `explain`: which layer left its past first."""
 
+import copy
 import signal
 import subprocess
 import sys
@@ -185,3 +186,60 @@ def test_a_spike_of_the_loss_is_explained_at_once():
 def test_bad_options_are_one_line(options, words):
     with pytest.raises(NormlabError, match=words):
         normlab.observe(tiny_llama(), **options)
+
+
+def step_of(observer, model, step, **batch):
+    loss = model(**(batch or token_batch())).loss
+    loss.backward()
+    observer.step(loss, step)
+
+
+def test_a_model_is_copied_and_saved_while_it_is_observed(tmp_path):
+    model = tiny_llama()
+    with normlab.observe(model, every=1) as observer:
+        step_of(observer, model, 0)
+        other = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        other(**token_batch()).loss.backward()
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert torch.equal(loaded(**token_batch()).logits, other(**token_batch()).logits)
+        step_of(observer, model, 1)
+    reference = tiny_llama()
+    with normlab.observe(reference, every=1) as alone:
+        for step in range(2):
+            step_of(alone, reference, step)
+    pandas.testing.assert_frame_equal(observer.to_pandas(), alone.to_pandas())
+
+
+def test_a_step_without_a_backward_is_left_out_with_a_warning_once_one_was_measured():
+    model = tiny_llama()
+    observer = normlab.observe(model, every=1)
+    with pytest.raises(NormlabError, match="no backward pass ran"):
+        observer.step(model(**token_batch()).loss, 0)
+    with normlab.observe(model, every=1) as observer:
+        step_of(observer, model, 0)
+        with pytest.warns(UserWarning, match="step 1 was not measured: grad"):
+            observer.step(model(**token_batch()).loss, 1)
+        model(input_ids=token_batch()["input_ids"]).logits.sum().backward()  # a loss of the loop's own: left out
+        step_of(observer, model, 2)
+    assert observer.to_pandas()["step"].unique().tolist() == [0, 2]
+
+
+def test_an_evaluation_before_the_first_step_is_not_measured():
+    tables = []
+    for evaluates in (False, True):
+        model = tiny_llama()
+        with normlab.observe(model, every=1, metrics=["rms"]) as observer:
+            if evaluates:
+                with torch.no_grad():
+                    model(input_ids=token_batch()["input_ids"].flip(1))
+            step_of(observer, model, 0)
+        tables.append(observer.to_pandas())
+    pandas.testing.assert_frame_equal(*tables)
+
+
+def test_nothing_read_cannot_be_drawn_and_a_file_needs_its_folder(tmp_path):
+    with normlab.observe(tiny_llama()) as observer, pytest.raises(NormlabError, match="nothing was read yet"):
+        observer.explain().plot()
+    with pytest.raises(NormlabError, match="make the folder .*none first"):
+        normlab.observe(tiny_llama(), path=tmp_path / "none" / "last.csv")

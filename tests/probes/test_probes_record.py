@@ -101,3 +101,40 @@ def test_unknown_metric_and_unknown_mask_name_the_known_ones(model):
         record(model, ["l2"])
     with pytest.raises(NormlabError, match="choose from all, no_first"):
         record(model, masks=["first"])
+
+
+def test_recordings_of_other_masks_or_depths_do_not_merge(model, batch):
+    def stats(of, masks):
+        with record(of, ["rms"], masks=masks) as recorder:
+            of(**batch)
+        return recorder.stats()
+
+    whole = stats(model, ["all", "no_first"])
+    for other, what in (
+        (stats(model, ["all"]), "masks"),
+        (stats(tiny_llama(num_hidden_layers=2), ["all", "no_first"]), "depth"),
+    ):
+        with pytest.raises(NormlabError, match=f"cannot merge recordings of different {what}"):
+            whole.merge(other)
+
+
+def test_two_recordings_of_compiled_models_may_end_in_any_order(model, batch):
+    stance = torch._dynamo.eval_frame._stance.stance
+    first, second = (record(torch.compile(tiny_llama(), backend="eager"), ["rms"]) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    second.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == stance
+
+
+def test_a_model_whose_forward_was_compiled_is_recorded(batch):
+    model, plain = tiny_llama(), tiny_llama()
+    model.forward = torch.compile(model.forward, backend="eager")
+    tables = []
+    for one in (plain, model):
+        with record(one, ["rms"]) as recorder:
+            one(input_ids=batch["input_ids"])
+        tables.append(values(recorder.stats()))
+    assert tables[1] == near(tables[0])

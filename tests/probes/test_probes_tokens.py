@@ -111,3 +111,11 @@ def test_attention_that_cannot_be_seen_is_one_line(batch):
         layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with pytest.raises(NormlabError, match="no attention was seen"):
         normlab.attention_sinks(model, batch)
+
+
+def test_half_precision_hides_the_same_keys(batch):
+    model = planted()
+    model.set_attn_implementation("eager")
+    full = normlab.attention_sinks(model, batch, queries=4).table
+    half = normlab.attention_sinks(model.half(), batch, queries=4).table
+    assert half[["layer", "row", "position"]].equals(full[["layer", "row", "position"]])

@@ -265,3 +265,19 @@ def test_weights_of_a_head_that_the_task_does_not_have_are_left_out(tmp_path):
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "architectures": ["BertForMaskedLM"]}))
     assert load(str(folder)).task == "masked"
+
+
+def test_the_loss_is_per_label_and_the_models_mode_stays(saved, tmp_path):
+    model, tokenizer = tiny_llama().train(), hf.AutoTokenizer.from_pretrained(saved)
+    loaded = load(saved)
+    data = batches(loaded, saved / "text.txt", 16, 5)
+    assert [len(batch["input_ids"]) for batch in data] == [4, 1]
+    with torch.no_grad():
+        losses = [float(loaded.model(**batch).loss) for batch in data]
+    assert measure(loaded, data)[0].loss == pytest.approx((4 * losses[0] + losses[1]) / 5, rel=1e-5)
+    probe_report(
+        model, saved / "text.txt", tokenizer=tokenizer, out=tmp_path / "out", length=16, rows=2, progress=False
+    )
+    assert model.training
+    with pytest.raises(NormlabError, match="is a file: name a folder"):
+        probe_report(saved, saved / "text.txt", out=saved / "text.txt", progress=False)
