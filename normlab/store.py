@@ -141,7 +141,7 @@ class Remote:
                 shutil.rmtree(fetched)
                 continue
             if (here / name).exists():
-                set_aside(here / name)
+                set_aside(here / name, "damaged")
             os.rename(fetched, here / name)
             return
 
@@ -279,9 +279,9 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not tried again, and return its new path."""
-    free = checkpoint.with_name(f"damaged-{checkpoint.name}")
+def set_aside(checkpoint: Path, why: str) -> Path:
+    """Rename a checkpoint to `why-...`, so that it is not tried again, and return its new path."""
+    free = checkpoint.with_name(f"{why}-{checkpoint.name}")
     while free.exists():
         free = free.with_name(f"{free.name}+")
     os.rename(checkpoint, free)

@@ -57,7 +57,8 @@ def compare(
 
     Raises:
         NormlabError: a scheme, run, metric, site, layer, mask, split or step that is not in the table; a level outside
-            (0, 1); two runs of another depth, width or seed; another number of steps where `step` is not given.
+            (0, 1); two runs of another depth, width or seed; another text or tokenizer. Another number of steps where
+            `step` is not given.
     """
     if not 0.0 < level < 1.0:
         raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
@@ -132,9 +133,12 @@ def _look(
         at = f"width {int(everyone.runs['width'].iloc[0])}" + (f" and depth {depth}" if depth is not None else "")
         raise NormlabError(f"no run of {a!r} or {b!r} at {at}")
     wanted = {name: where[name] for name in ("mask", "split", "layer", "step")}
+    if metric == "loss" and site == "model" and wanted["split"] is None:
+        wanted["split"] = "eval"
     _require_measured(runs, {"metric": metric, "site": site} | wanted)
     if where["step"] is None:
         _require_same_length(own.runs, a, b)
+    _require_same_text(own.runs, a, b)
     return own, everyone
 
 
@@ -228,6 +232,17 @@ def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
             raise NormlabError(
                 f"at depth {depth}, seed {seed}, {a} was trained for {steps[a]} steps and {b} for {steps[b]}: "
                 "give the step to compare at"
+            )
+
+
+def _require_same_text(about: pd.DataFrame, a: str, b: str) -> None:
+    """Refuse to compare runs whose losses are of another text, or in other tokens."""
+    for (depth, seed), group in about.groupby(["depth", "seed"], observed=True):
+        entropies = group.groupby("scheme")["unigram_entropy"].first().dropna().round(6)
+        if entropies.nunique() > 1:
+            raise NormlabError(
+                f"at depth {depth}, seed {seed}, {a} and {b} read another text or have another tokenizer (entropies of "
+                f"token frequencies {entropies[a]:.3f} and {entropies[b]:.3f}): their losses do not compare"
             )
 
 

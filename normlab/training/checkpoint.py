@@ -2,7 +2,7 @@
 
 `write_checkpoint(...)`     write aside, sync, rename and read back; then delete older ones
 `resumable(work, ...)`      the newest whole checkpoint that continues to the same numbers
-`begun_alike(folder, ...)`  True if a checkpoint comes from the same text, versions and threads
+`unlike(folder, ...)`       what a checkpoint's run differs in: text, versions, threads
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states
                  stats.parquet    the log up to step N
@@ -114,30 +114,41 @@ def _load(training: Training, folder: Path) -> None:
     training.resume_at(store.checkpoint_step(folder.name))
 
 
-def begun_alike(checkpoint: Path, manifest: dict[str, Any]) -> bool:
-    """True if a checkpoint comes from the same text, versions and threads, so that it continues to the same numbers."""
+HARMLESS = ("keep_weights", "checkpoint_every")  # settings that change no number
+
+
+def unlike(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
+    """Names of the settings, versions and properties of the text with which a checkpoint was begun otherwise.
+
+    Without any it continues to the same numbers.
+    """
     try:
         begun = json.loads((checkpoint / BEGUN).read_text())
         begun["config"] = TrainConfig.from_dict(begun["config"]).to_dict()  # with fields that were added since
-        return all(begun[part] == manifest[part] for part in ("schema", "config", "corpus", "environment"))
+        if begun["schema"] != manifest["schema"]:
+            return ["schema"]
+        parts = [(begun[part], manifest[part]) for part in ("config", "corpus", "environment")]
+        return [name for old, new in parts for name in new if old[name] != new[name] and name not in HARMLESS]
     except (OSError, ValueError, LookupError, TypeError):  # of another version, or damaged: `check_files` says so
-        return False
+        return ["version"]
 
 
 def resumable(work: Path, manifest: dict[str, Any]) -> Path | None:
-    """The newest whole checkpoint that was begun alike. Damaged ones before it are set aside, and those of earlier
-    versions passed over, each with a warning."""
+    """The newest whole checkpoint that was begun alike. Others before it are set aside, each with a warning."""
     unusable, newest = [], None
     for checkpoint in reversed(store.checkpoints(work)):
         try:
             store.check_files(checkpoint)
         except NormlabError as error:
-            unusable.append(f"{store.set_aside(checkpoint)} is a damaged checkpoint ({error}), set aside")
+            unusable.append(f"{store.set_aside(checkpoint, 'damaged')} is a damaged checkpoint ({error}), set aside")
             continue
-        if begun_alike(checkpoint, manifest):
-            if (checkpoint / STATE).is_file():
-                newest = checkpoint
-                break
+        if differs := unlike(checkpoint, manifest):
+            names = ", ".join(differs)
+            unusable.append(f"{store.set_aside(checkpoint, 'other')} was begun with another {names}, set aside")
+        elif (checkpoint / STATE).is_file():
+            newest = checkpoint
+            break
+        else:
             unusable.append(f"{checkpoint} was written by an earlier version of normlab and cannot be read")
     then = f"resumes from {newest.name}" if newest else "starts again from step 0, as no other can be used"
     for reason in unusable:

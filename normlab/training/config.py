@@ -263,6 +263,10 @@ class TrainConfig:
         require(
             self.last_step <= self.steps, f"stop_at is {self.stop_at}; the schedule has {self.steps} steps, no more"
         )
+        require(
+            self.log_every <= self.last_step or self.eval_every > 0 or self.probe_every > 0,
+            f"log_every is {self.log_every}: in {self.last_step} steps nothing would be measured",
+        )
         require(not (self.store_all and self.stream), "store_all needs blocks that can be read again: leave stream off")
         require(self.probe_every > 0 or not self.store_all, "store_all comes with layer statistics: give probe_every")
         if self.model:

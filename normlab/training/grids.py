@@ -211,6 +211,7 @@ class Preset:
         """The same for some schemes and depths. New ones join the first part, with one seed."""
         parts = self.parts
         if schemes is not None:
+            schemes = list(dict.fromkeys(schemes))
             new = set(schemes).difference(*(part.schemes for part in parts))
             chosen = []
             for part in parts:

@@ -42,7 +42,7 @@ _MEASURED: dict[str, Any] = dict(
 _CURSE: dict[str, Any] = dict(
     scheme=_CURSES, batch_size=512, block_length=256, weight_decay=0.0, beta2=0.999, tokenizer="t5-base",
     clip=1e9,  # none
-    model={"vocab_size": 32000, "tie_word_embeddings": False},
+    model={"vocab_size": 32100, "tie_word_embeddings": False},  # theirs leaves out the tokenizer's 100 sentinels
 )  # fmt: skip
 # Llama 3.2's configuration, besides its shape.
 _LLAMA: dict[str, Any] = {

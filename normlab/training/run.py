@@ -33,7 +33,7 @@ from tqdm import tqdm
 from normlab import __version__, runs, store
 from normlab.errors import NormlabError
 from normlab.models.block import whole
-from normlab.training.checkpoint import begun_alike, restore, resumable, write_checkpoint
+from normlab.training.checkpoint import restore, resumable, unlike, write_checkpoint
 from normlab.training.config import AUTO, TrainConfig, require_same
 from normlab.training.distributed import (
     accelerator_for,
@@ -252,7 +252,7 @@ def _settled(
             return True
         begun = manifest_of(candidate, text)
         checkpoints = store.checkpoints(root / store.PARTIAL / name)
-        return store.is_run(root / name) or any(begun_alike(path, begun) for path in checkpoints)
+        return store.is_run(root / name) or any(not unlike(path, begun) for path in checkpoints)
 
     if config.dtype != AUTO:
         return config

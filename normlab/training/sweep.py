@@ -117,7 +117,8 @@ class _Job:
         return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
 
     def _train(self, configs: Sequence[TrainConfig], root: str | Path) -> None:
-        todo = [config for config in configs if config.run_id not in self.done and config.run_id not in self.failures]
+        settled = {*self.done, *self.failures}
+        todo = [c for name, c in {c.run_id: c for c in configs}.items() if name not in settled]
         # Built once, here: workers find the corpora in the cache instead of all building them.
         specs = {CorpusSpec.of(config) for config in todo}
         identities = {spec: corpus_of(spec, self.cache_dir, self.bar.show).identity() for spec in specs}

@@ -89,8 +89,10 @@ def with_noise() -> pd.DataFrame:
     random = np.random.default_rng(0)
     runs = table(schemes=("pre_rmsnorm", "lns", "bhyt"))
     better = pd.concat([one_run("bhyt", depth, seed, lr=3e-3) for depth in (2, 4) for seed in range(3)])
-    runs = pd.concat([runs, better.assign(value=better["value"] * 0.9)], ignore_index=True)
-    runs["value"] *= 1 + 0.2 * random.random(len(runs))
+    is_measured = better["metric"] != "unigram_entropy"
+    runs = pd.concat([runs, better.assign(value=better["value"].mask(is_measured, 0.9 * better["value"]))])
+    runs["value"] *= 1 + 0.2 * random.random(len(runs)) * (runs["metric"] != "unigram_entropy")
+    runs = runs.reset_index(drop=True)
     return runs
 
 
@@ -140,6 +142,20 @@ def test_runs_of_another_length_are_not_compared_at_their_ends():
     with pytest.raises(NormlabError, match="at depth 4, seed 0, bhyt was trained for 20 steps and lns for 40"):
         compare(runs, "bhyt", "lns")
     assert compare(runs, "bhyt", "lns", step=20).iloc[0]["seeds"] == 1
+
+
+def test_runs_of_another_text_are_not_compared():
+    other = one_run("lns")
+    other["value"] = other["value"].mask(other["metric"] == "unigram_entropy", 4.95)
+    with pytest.raises(NormlabError, match="bhyt and lns read another text or have another tokenizer .* and 4.950"):
+        compare(pd.concat([one_run("bhyt"), other], ignore_index=True), "bhyt", "lns")
+
+
+def test_a_step_without_a_held_out_loss_names_those_that_have_one():
+    runs = pd.concat([one_run(scheme) for scheme in ("bhyt", "lns")], ignore_index=True)
+    logged = runs[runs["metric"].eq("loss") & runs["step"].eq(20)].assign(split="train", step=15)
+    with pytest.raises(NormlabError, match="no step 15 of loss in the table, which has: 0, 10, 20"):
+        compare(pd.concat([runs, logged], ignore_index=True), "bhyt", "lns", step=15)
 
 
 def test_runs_that_differ_in_something_else_are_neither_averaged_nor_paired():

@@ -199,6 +199,14 @@ def test_a_saved_tokenizer_is_used_as_it_is(path, tmp_path):
         _load(path, "other", tokenizer=str(tmp_path))
 
 
+def test_another_tokenizer_in_the_same_folder_is_another_corpus(path, tmp_path):
+    folder, sizes = tmp_path / "tokenizer", {}
+    for size in (300, 320):
+        _load(path, "trained", vocab_size=size).tokenizer().save_pretrained(folder)
+        sizes[size] = _load(path, "other", tokenizer=str(folder)).vocab_size
+    assert sizes == {300: 300, 320: 320}
+
+
 def test_no_more_than_the_asked_characters_are_read(path, documents):
     half = _load(path, characters=sum(map(len, documents)) // 2)
     assert len(half.train) < 0.7 * len(_load(path).train)

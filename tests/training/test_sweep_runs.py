@@ -42,6 +42,14 @@ def test_a_sweep_started_again_trains_only_what_is_missing(configs, tmp_path, mo
     assert [run.name for run in second.runs] == [config.run_id for config in configs] and not second.failures
 
 
+def test_a_run_that_is_asked_for_twice_is_trained_once(text, configs, tmp_path, monkeypatch):
+    fake = InProcess(failing=lambda config: False)
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    result = quiet_sweep([configs[0], configs[0]], tmp_path)
+    assert len(fake.started) == 1 and len(result.runs) == 1 and not result.failures
+    assert small_preset(text).only(["lns", "lns"], None).parts[0].schemes == ("lns",)
+
+
 def test_a_failing_run_is_reported_and_stops_no_other(configs, tmp_path, monkeypatch):
     fake = InProcess(failing=lambda config: config.seed == 0)
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)

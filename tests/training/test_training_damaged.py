@@ -123,6 +123,28 @@ def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(begun, te
     assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
 
 
+def test_a_checkpoint_that_was_begun_otherwise_is_set_aside_with_its_reason(begun, text, go, done, tmp_path):
+    work = tmp_path / store.PARTIAL / begun.name
+    shutil.copytree(begun, work)
+    config = tiny(text, gradient_checkpointing=True, keep_weights=True)
+    assert config.run_id == begun.name
+    kept: list[str] = []
+
+    def watch(step: int, rows: list) -> bool:
+        kept[:] = sorted(path.name for path in work.glob("other-*"))
+        return True
+
+    with pytest.warns(UserWarning, match="begun with another gradient_checkpointing, set aside: .* from step 0"):
+        run = go(config, tmp_path, watch=watch)
+    assert kept == ["other-checkpoint-2", "other-checkpoint-5"] and run.manifest["measured"]["resumed_from_step"] == 0
+
+
+def test_settings_that_change_no_number_do_not_keep_a_run_from_its_checkpoint(begun, text, go, tmp_path):
+    shutil.copytree(begun, tmp_path / store.PARTIAL / begun.name)
+    run = go(tiny(text, keep_weights=not tiny(text).keep_weights, checkpoint_every=5), tmp_path)
+    assert run.manifest["measured"]["resumed_from_step"] == 5
+
+
 # --- at an address ---
 
 

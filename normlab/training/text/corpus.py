@@ -44,6 +44,7 @@ from normlab.training.text.source import (
     part_of,
     source_key,
     texts,
+    tokenizer_key,
 )
 from normlab.training.text.tokens import ngram_losses, saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
 
@@ -174,8 +175,12 @@ def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool =
     require_training()
     spec = CorpusSpec.of(config)
     root = Path(cache_dir or platformdirs.user_cache_dir("normlab"))
-    tokenizer = spec.tokenizer or f"bpe-{spec.vocab_size}"
-    cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
+    cut = (
+        tokenizer_key(spec.tokenizer) or f"bpe-{spec.vocab_size}",
+        str(spec.block_length),
+        spec.text_column,
+        str(spec.characters),
+    )
     key = digest(str(CACHE_VERSION), source_key(spec.corpus), *cut)
     final = root / "corpus" / key[:20]
     if not (final / "corpus.json").is_file():

@@ -254,5 +254,13 @@ def source_key(source: str) -> str:
     return content.hexdigest()
 
 
+def tokenizer_key(name: str | None) -> str:
+    """A key that changes with the tokenizer: the hash of a folder's files besides weights, or the name of another."""
+    if not name or not Path(name).is_dir():
+        return name or ""
+    files = sorted(path for path in Path(name).iterdir() if path.suffix in (".json", ".txt", ".model"))
+    return digest(*(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files))
+
+
 def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
