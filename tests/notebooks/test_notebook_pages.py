@@ -5,6 +5,7 @@ from pathlib import Path
 import nbformat
 from notebook_helpers import write_runs
 
+from normlab.notebook import pages
 from normlab.notebook.pages import main
 
 
@@ -19,6 +20,7 @@ def notebook(path: Path, source: str) -> None:
 
 
 def test_a_folder_of_notebooks_becomes_pages(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pages, "shipped_models", lambda: ())  # their page has its own tests
     monkeypatch.setenv("COLAB_NOTEBOOK_ID", "1")  # there plotly would choose what no page can draw
     notebooks, out, runs = tmp_path / "notebooks", tmp_path / "pages", write_runs(tmp_path / "runs", depths=(2,))
     notebooks.mkdir()

@@ -73,6 +73,7 @@ def trace(name: str, what: str) -> str:
     return f"Array.from({PLOT}.data.find(trace => trace.name === '{name}').{what} ?? [])"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_click_on_a_block_shows_its_column(address, chromium):
     with page_of(chromium, width=1400) as (page, errors):

@@ -131,14 +131,14 @@ def test_closing_it_ends_its_processes(theatre):
 
 
 def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(theatre):
-    widget = theatre(steps=150)
+    widget = theatre(steps=60)
     metrics = [value for _, value in widget.metric.options]
     failed: list[BaseException] = []
     widget.start()
 
     def shake(place: int) -> None:
         try:
-            for turn in range(40):
+            for turn in range(20):
                 widget.metric.value = metrics[(turn * 3 + place) % len(metrics)]
                 (widget.pause, widget.start, widget.start)[(turn + place) % 3]()
                 time.sleep(0.005)
@@ -155,7 +155,7 @@ def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(thea
     metric = widget.metric.value
     site = "block_in_grad" if metric.startswith("grad") else "block_out"
     for name, run in widget.runs.items():
-        last = [(layer, value) for step, layer, value in run.points("probe", site, metric) if step == 150]
+        last = [(layer, value) for step, layer, value in run.points("probe", site, metric) if step == 60]
         shown = trace(widget, f"{name} last")
         assert list(zip(shown.x, shown.y, strict=True)) == last
 
