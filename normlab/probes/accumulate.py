@@ -284,9 +284,11 @@ class Measurer:
         """Measure what the branches added to the stream, and how the block changed it."""
         if not {"branch", "change", "spectrum"} & self.kinds:
             return
-        trace.check_entered()
         call, place = trace.call, ("block", trace.layer)
         h, out = trace.entered.detach(), out.detach()
+        if trace.wrote_into_input:
+            call.absent[f"block {trace.layer}"] = "the block writes into its own input in place"
+            return
         if h.shape != out.shape:
             reason = f"the block changes the stream from {tuple(h.shape)} to {tuple(out.shape)}"
             call.absent[f"block {trace.layer}"] = reason

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from normlab.errors import NormlabError
 from normlab.probes.decomposition import BranchRun, NormRead, Reading, Segment, find_reading
 from normlab.probes.layout import features_last, same_tensor
 from normlab.probes.sites import Block, Branch
@@ -240,13 +239,10 @@ class BlockTrace:
             x = event.x
         return False
 
-    def check_entered(self) -> None:
-        """Raise `NormlabError` if the block has written into its input: then no update of it can be measured."""
-        if self.entered_version is not None and self.entered._version != self.entered_version:
-            raise NormlabError(
-                f"block {self.block.name} writes into its own input in place: relative_contribution, update_cosine, "
-                "block_influence and update_effective_rank cannot be taken there; leave them out of `metrics`"
-            )
+    @property
+    def wrote_into_input(self) -> bool:
+        """True if the block has written into its input: then no update of it can be measured."""
+        return self.entered_version is not None and self.entered._version != self.entered_version
 
     def release(self) -> None:
         """Let go of every activation: what was measured keeps the norms' reads, for their sites."""

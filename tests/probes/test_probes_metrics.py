@@ -9,7 +9,6 @@ from probe_toys import Stack, assert_contributions, measured
 from probe_zoo import DEPTH, WIDTH, batch_for, build, ours, run, tiny_llama, token_batch, values
 from torch import nn
 
-from normlab.errors import NormlabError
 from normlab.probes import record
 
 
@@ -97,8 +96,9 @@ def test_branches_are_measured_before_a_residual_is_added_to_them_in_place():
     block = model.layers[0]
     assert_contributions(found, attn=(block.attn(x), x))
     block.spoil = True
-    with pytest.raises(NormlabError, match="writes into its own input in place"):
-        measured(model, ["block_influence"], x)
+    found, absent = measured(model, ["block_influence", "rms"], x)
+    assert {metric for _, _, metric, _ in found} == {"rms"}
+    assert absent["block 1"] == "the block writes into its own input in place"
 
 
 def explicit_scores(model, kept, batch):
