@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from findings import league, league_table, manifests, plain, runs, signed
+from findings import interval, league, league_table, manifests, plain, runs, signed
 from tables import table
 
 import normlab
+from normlab.analysis.compare import last_values
 from normlab.analysis.decisions import UNFINISHED, predictions
 from normlab.analysis.league import NOT_RUN, against_papers, shown
-from normlab.analysis.selection import in_order, summarize, title_of
+from normlab.analysis.selection import Selection, in_order, summarize, title_of
+from normlab.analysis.verdicts import differences
 from normlab.schemes import BASELINE
 from normlab.training.grids import CLEARLY
 
@@ -82,12 +84,12 @@ def _between(run: pd.DataFrame) -> str:
     return table(("scheme", "best rate of three", "its loss", f"at {BETWEEN:g}", "difference"), lines)
 
 
-LARGE_LOGITS = ("pre_rmsnorm", "logits times 2")
-# A scheme of data/checks/changed.py, without the file's hash -> the league's scheme, and what is changed.
+TWICE = "logits times 2"
+# A scheme of data/checks/*.py, without the file's hash -> the league's scheme, and what is changed.
 CHANGED = {
-    "pre_rmsnorm_large": ("pre_rmsnorm", "embeddings times √d"),
-    "pre_rmsnorm_logits": LARGE_LOGITS,
+    "pre_rmsnorm_large": (BASELINE, "embeddings times √d"),
     "residual_dual_normalized": ("residual_dual", "a final norm"),
+    **{f"{scheme}_logits": (scheme, TWICE) for scheme in (BASELINE, "lns", "gatednorm", "bhyt")},
 }
 
 
@@ -95,40 +97,55 @@ def _checks() -> str:
     """Runs that change one thing of a scheme of the league, next to the league's runs of the same rate and seeds."""
     lines = []
     for (scheme, what, tokens), losses in _pairs().items():
-        before, after = np.mean(losses, axis=0)
-        numbers = (plain(before), plain(after), signed(after - before))
-        lines.append((title_of(scheme), what, f"{tokens / 1e6:.1f}M", len(losses), *numbers))
+        before, after = losses.mean()
+        cells = (plain(before), plain(after), _gain(scheme, losses, sign=-1))
+        lines.append((title_of(scheme), what, f"{tokens / 1e6:.1f}M", len(losses), *cells))
     head = ("scheme", "change", "tokens", "seeds", "in the league", "with the change", "difference")
     return table(head, sorted(lines))
 
 
-def _pairs() -> dict[tuple[str, str, int], list[tuple[float, float]]]:
-    """(scheme, change, tokens) -> each seed's loss in the league and with the change."""
+def _pairs() -> dict[tuple[str, str, int], pd.DataFrame]:
+    """(scheme, change, tokens) -> losses in the league and with the change, `before after`, indexed by seed."""
     place = ("scheme", "lr", "steps", "seed")
     there = {
         tuple(manifest["config"][name] for name in place): manifest["eval_loss"]
         for folder in ("league", "league/search")
         for manifest in manifests(folder)
     }
-    pairs: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    rows = []
     for manifest in manifests("checks"):
         config = manifest["config"]
         scheme, what = CHANGED.get(config["scheme"].rpartition("_")[0], (config["scheme"], "gains at the whole rate"))
         before = there[scheme, *(config[name] for name in place[1:])]
-        pairs.setdefault((scheme, what, manifest["tokens"]), []).append((before, manifest["eval_loss"]))
-    return pairs
+        rows.append((scheme, what, manifest["tokens"], config["seed"], before, manifest["eval_loss"]))
+    by = ["scheme", "what", "tokens"]
+    runs = pd.DataFrame(rows, columns=[*by, "seed", "before", "after"])
+    return {key: own.set_index("seed")[["before", "after"]] for key, own in runs.groupby(by)}
+
+
+def _gain(scheme: str, losses: pd.DataFrame, sign: int = 1) -> str:
+    """The loss before minus that after, or the other way round for `sign` -1; with its interval if of several seeds."""
+    if len(losses) == 1:
+        return signed(sign * float((losses["before"] - losses["after"]).iloc[0]))
+    finals = last_values(Selection(league().finals, summarize(league().finals)), "loss")
+    after = losses["after"].rename("value").reset_index().assign(depth=finals["depth"].iloc[0], scheme="changed")
+    sides = (scheme, "changed") if sign == 1 else ("changed", scheme)
+    row = differences(pd.concat([finals, after]), *sides, "loss", pool=finals).iloc[0]
+    return interval(row, sign=sign == -1)
 
 
 def _large_logits() -> dict[str, str]:
-    """The gain of Pre-LN from larger logits: schemes of the search that still end lower, and nats in final runs."""
-    pairs = {tokens: losses for (scheme, what, tokens), losses in _pairs().items() if (scheme, what) == LARGE_LOGITS}
-    short, long = min(pairs), max(pairs)
-    lower = searched()[lambda losses: losses < np.mean(pairs[short], axis=0)[1]].sort_values()
-    before, after = np.mean(pairs[long], axis=0)
+    """Pre-LN with larger logits: the schemes of the search that end lower, and its gain in final runs. And others."""
+    large = {(scheme, tokens): losses for (scheme, what, tokens), losses in _pairs().items() if what == TWICE}
+    short, long = (pick(tokens for _, tokens in large) for pick in (min, max))
+    ends = {scheme: losses["after"].iloc[0] for (scheme, tokens), losses in large.items() if tokens == short}
+    lower = searched()[lambda losses: losses < ends[BASELINE]].sort_values()
+    final = large[BASELINE, long]
     return {
         "checks_below": ", ".join(map(title_of, lower.index)) or "none",
-        "checks_final": plain(before - after),
-        "checks_final_seeds": f"{len(pairs[long])}",
+        "checks_final": _gain(BASELINE, final),
+        "checks_final_loss": plain(final["after"].mean()),
+        "checks_logits": ", ".join(f"{title_of(name)} {plain(ends[name])}" for name in sorted(ends, key=ends.get)),
     }
 
 

@@ -214,7 +214,7 @@ class TrainConfig:
         "store more than losses and layers: loss by held-out file, on blocks trained on and on copied tokens, "
         "uniform attentions, sizes of gains and matrices",
     )
-    log_every: int = setting(1, "steps that one logged training loss averages over", at_least(1))
+    log_every: int = setting(1, "steps that one logged training loss averages over; the last may be of fewer", at_least(1))
     dtype: str = setting(
         AUTO,
         "of a training step's matrix products (autocast); auto: bfloat16 where the device computes it in hardware, "
@@ -262,10 +262,6 @@ class TrainConfig:
         )
         require(
             self.last_step <= self.steps, f"stop_at is {self.stop_at}; the schedule has {self.steps} steps, no more"
-        )
-        require(
-            self.log_every <= self.last_step or self.eval_every > 0 or self.probe_every > 0,
-            f"log_every is {self.log_every}: in {self.last_step} steps nothing would be measured",
         )
         require(not (self.store_all and self.stream), "store_all needs blocks that can be read again: leave stream off")
         require(self.probe_every > 0 or not self.store_all, "store_all comes with layer statistics: give probe_every")

@@ -221,7 +221,7 @@ def _train_steps(
             log.add(number, "train", "loss_scale", training.scaler.get_scale())
             log.add(number, "train", "skipped_step", overflowed)
         stops = False
-        if number % config.log_every == 0:
+        if config.is_due(number, config.log_every):
             loss = training.mean_loss()
             log.add(number, "train", "loss", loss)
             log.add(number, "train", "grad_norm", whole(grad_norm).item())

@@ -175,6 +175,16 @@ def test_a_run_whose_loss_is_not_finite_stops_and_is_kept(text, go, tmp_path):
     assert go(tiny(text, scheme="pre_rmsnorm", lr=1e30, steps=50, eval_every=10), tmp_path).path == run.path
 
 
+def test_the_last_steps_are_logged_whatever_the_interval(text, go, tmp_path):
+    never = dict(eval_every=0, probe_every=0, checkpoint_every=0, experiment_blocks=0, log_every=5)
+    run = go(tiny(text, steps=8, **never), tmp_path)
+    each = go(tiny(text, steps=8, **never | {"log_every": 1}), tmp_path / "each").table()
+    shown, all_steps = (t[(t["metric"] == "loss") & (t["split"] == "train")] for t in (run.table(), each))
+    assert shown["step"].tolist() == [5, 8]
+    assert shown["value"].tolist() == pytest.approx([all_steps["value"][:5].mean(), all_steps["value"][5:].mean()])
+    assert go(tiny(text, steps=3, lr=1e6, **never), tmp_path / "diverges").status == "diverged"
+
+
 def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text, go, tmp_path):
     run = go(tiny(text, lr=1e-9, steps=2), tmp_path)
     assert run.status == "not_learned"
