@@ -79,14 +79,12 @@ class Head(nn.Linear):
 
     def with_rows_of(self, resized: nn.Linear) -> Head:
         """Take another matrix, of more rows or fewer. ``scale`` of a new row has its start."""
-        if resized is self:
-            return self
-        old, new = self.out_features, resized.out_features
-        if self.scale is not None:
-            scale = self.scale.data.new_full((new,), self.in_features**-0.5)
-            scale[:old] = self.scale.data[:new]
+        self.weight, rows = resized.weight, len(resized.weight)
+        self.out_features = rows
+        if self.scale is not None and len(self.scale) != rows:
+            scale, kept = self.scale.data.new_full((rows,), self.in_features**-0.5), self.scale.data[:rows]
+            scale[: len(kept)] = kept
             self.scale = nn.Parameter(scale)
-        self.weight, self.out_features = resized.weight, new
         return self
 
     def forward(self, input: Tensor) -> Tensor:

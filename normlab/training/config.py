@@ -214,7 +214,7 @@ class TrainConfig:
         "store more than losses and layers: loss by held-out file, on blocks trained on and on copied tokens, "
         "uniform attentions, sizes of gains and matrices",
     )
-    log_every: int = setting(1, "steps that one logged training loss averages over; the last may be of fewer", at_least(1))
+    log_every: int = setting(1, "steps that a logged training loss averages over, the last of fewer", at_least(1))
     dtype: str = setting(
         AUTO,
         "of a training step's matrix products (autocast); auto: bfloat16 where the device computes it in hardware, "
