@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import traitlets
@@ -86,6 +87,7 @@ class NormExplorer(PageWidget):
         start["schemes"] = list(view.schemes)
         choices = _choices(self.profiles, None, self.profiles.schemes)
         choices |= {"source": source, "published": self._published is not None}
+        start["log"] = _opens_on_log(self.profiles, view)
         super().__init__(**start, choices=choices)
         self.observe(self._settle, names=["metric", "site", "depth"])
 
@@ -214,6 +216,7 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
         "families": by_family([name for name in profiles.schemes if name not in shown]),
         "depths": profiles.depths,
         "start": first.depth if first else None,
+        "log": first is not None and _opens_on_log(profiles, first),
         "metrics": [[f"{label[0].upper()}{label[1:]} ({name})", name] for name, label in labels.items()],
         "sites": by_metric,
         "masks": masks,
@@ -221,6 +224,15 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
         "templates": {theme: template(theme).to_plotly_json() for theme in ("light", "dark")},
         "on_dark": on_dark(),
     }
+
+
+def _opens_on_log(profiles: Profiles, view: View) -> bool:
+    """True if a linear axis, which fits all steps, would leave more than two thirds of it empty at the view's step."""
+    span = profiles.span(view)
+    if not span or span[0] <= 0:
+        return False
+    shown = [line.values for line in profiles.lines(view) if line.scheme in view.schemes]
+    return bool(span[-1] > 3 * np.nanmax(np.concatenate(shown)))
 
 
 def _drawings(

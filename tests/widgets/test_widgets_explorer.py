@@ -239,3 +239,10 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
             values = numbers[numbers["scheme"] == scheme]["value"].tolist()
             assert values == pytest.approx(profile(scheme, 2, 10), rel=1e-3)
         assert not errors
+
+
+def test_it_opens_on_a_log_axis_where_an_earlier_step_would_flatten_the_lines():
+    runs = table(depths=(2,))
+    earlier = runs["step"].eq(10) & runs["metric"].eq("token_l2_mean")
+    assert not NormExplorer(runs).log
+    assert NormExplorer(runs.assign(value=runs["value"].mask(earlier, 10 * runs["value"]))).log

@@ -214,7 +214,7 @@ function explorer(root, data, host) {
     root.textContent = data.missing;
     return { set() {}, state: () => ({}), paint() {}, close() {} };
   }
-  const start = { metric: null, site: null, mask: "all", way: "absolute", depth: data.start, step: null, schemes: data.shown, band: true, log: false, theory: false, published: false };
+  const start = { metric: null, site: null, mask: "all", way: "absolute", depth: data.start, step: null, schemes: data.shown, band: true, log: data.log, theory: false, published: false };
   const panes = [], place = Object.assign(document.createElement("div"), { className: "panes" });
   const compare = Object.assign(document.createElement("button"), { type: "button", textContent: "compare two views" });
   const add = state => {
