@@ -51,7 +51,7 @@ def loss_curves(runs: pd.DataFrame | Selection) -> go.Figure:
     train, held_out = (_by_step(shown, split) for split in ("train", "eval"))
     if train.empty and held_out.empty:
         raise NothingToShow("No loss was logged in these runs.")
-    window = max(1, int(train["step"].max()) // 30) if len(train) else 1
+    window = max(1, int(train["step"].max()) // 30) if len(train) else 1  # steps
     average = f", mean of the last {window} steps" if window > 1 else ""
     names = [f"training loss{average}", "held-out loss, enlarged"]
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.07, subplot_titles=names)
@@ -99,7 +99,9 @@ def _add_curves(figure: go.Figure, rows: pd.DataFrame, name: str, split: str, wi
     """A scheme's mean over seeds; of held-out losses each seed too."""
     if rows.empty:
         return
-    wide = rows.pivot_table(index="step", columns="seed", values="value").rolling(window, min_periods=1).mean()
+    wide = rows.pivot_table(index="step", columns="seed", values="value")
+    apart = np.diff(wide.index).min() if len(wide) > 1 else 1  # steps from one logged loss to the next
+    wide = wide.rolling(max(1, int(window // apart)), min_periods=1).mean().where(wide.notna())
     thin = dict(color=theme.faded(theme.style_of(name).color, 0.3), width=1)
     for seed in wide.columns if wide.shape[1] > 1 and split == "eval" else ():
         values, meta = wide[seed].dropna(), dict(scheme=name, split=split, seed=str(seed))

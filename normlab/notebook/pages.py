@@ -54,7 +54,8 @@ def write_pages(
         raise NormlabError(f"no notebook in {notebooks}")
     for folder in (out, executed):
         folder.mkdir(parents=True, exist_ok=True)
-    share_plotly(explorer_page(normlab.load_runs(runs), out / EXPLORER_FILE, configs=normlab.read_configs(runs)))
+    table, configs = normlab.load_runs(runs), normlab.read_configs(runs)
+    share_plotly(explorer_page(table, out / EXPLORER_FILE, configs=configs, source=str(runs)))
     if models := shipped_models():
         live_page(models, (out / MODEL_FILE).parent)
     # Pages draw figures from their JSON, wherever the pages are made.

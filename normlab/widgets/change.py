@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -116,10 +117,11 @@ def change_norm(norm: Any, own: Mapping[str, Any], undo: ExitStack) -> None:
     """Put other values in the place of a norm's gain, slope and kappa until `undo` closes."""
     zero = getattr(norm, "centre", 0.0)  # a zero-centred gain is 1 + weight
     for name, factor, centre in (("weight", own["gain"], zero), (slope_of(norm), own["lam"], 0.0)):
-        value = norm._parameters.get(name)
+        held = norm._buffers if norm._buffers.get(name) is not None else norm._parameters  # fixed ones are buffers
+        value = held.get(name)
         if value is not None and _alters(factor, 1.0):
-            undo.callback(norm._parameters.__setitem__, name, value)
-            norm._parameters[name] = (value.detach() + centre) * factor - centre
+            undo.callback(held.__setitem__, name, value)
+            held[name] = (value.detach() + centre) * factor - centre
     if isinstance(getattr(norm, "kappa", None), float) and _alters(own["kappa"], 1.0):
         undo.callback(setattr, norm, "kappa", norm.kappa)
         norm.kappa = norm.kappa * own["kappa"]
@@ -171,26 +173,31 @@ def ask(model: nn.Module, tokens: Tensor, change: Change) -> Answer:
 
 def ask_row(model: nn.Module, tokens: list[int], change: Change, position: int) -> dict[str, Any]:
     """The answer of `static/model.js` to the same question, from a model in the kernel."""
-    row = torch.tensor([tokens])
+    row = torch.tensor([tokens], device=next(model.parameters()).device)
     output, table = _run(model, row, change)
     logits = output.logits[0].float().cpu()
-    losses = nn.functional.cross_entropy(logits[:-1], row[0, 1:], reduction="none")
+    losses = nn.functional.cross_entropy(logits[:-1], row[0, 1:].cpu(), reduction="none")
     rows = table[table["mask"] == "all"].set_index(["metric", "site", "layer"])["value"].to_dict()
     depth = len(sites(model).blocks)
 
     def by_layer(metrics: Sequence[str], site: str, first: int = 1) -> list[float | None]:
         metric = next((name for name in metrics if (name, site, depth) in rows), metrics[0])
-        return [rows.get((metric, site, layer)) for layer in range(first, depth + 1)]
+        return _finite(rows.get((metric, site, layer), math.nan) for layer in range(first, depth + 1))
 
     parts = {"attn": "attn_norm_in", "mlp": "mlp_norm_in"}
     return {
-        "loss": float(losses.mean()),
-        "losses": losses.tolist(),
+        "loss": _finite([float(losses.mean())])[0],
+        "losses": _finite(losses.tolist()),
         "sizes": by_layer(["token_l2_mean"], "block_out", 0),
         "shares": {part: by_layer(["saturation", "saturation_95"], site) for part, site in parts.items()},
         "bounds": {part: by_layer(["saturation_bound"], site) for part, site in parts.items()},
-        "logits": logits[position].tolist(),
+        "logits": _finite(logits[position].tolist()),
     }
+
+
+def _finite(values: Iterable[float]) -> list[float | None]:
+    """JSON has no other numbers: None for those."""
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def _run(model: nn.Module, tokens: Tensor, change: Change) -> tuple[Any, Any]:

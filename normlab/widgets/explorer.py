@@ -142,7 +142,11 @@ def _shipped_values() -> pd.DataFrame | None:
 
 
 def explorer_page(
-    runs: pd.DataFrame | Profiles, path: str | Path, *, configs: Mapping[str, Mapping[str, Any]] | None = None
+    runs: pd.DataFrame | Profiles,
+    path: str | Path,
+    *,
+    configs: Mapping[str, Mapping[str, Any]] | None = None,
+    source: str = "data/runs",
 ) -> Path:
     """Write the explorer as one page; returns its path. It has the sites of DEFAULT_SITES.
 
@@ -150,6 +154,7 @@ def explorer_page(
         runs: the table of `normlab.load_runs`, or an index made from it.
         path: the HTML file to write; its folder is made.
         configs: what the runs were configured with (`normlab.read_configs`): without it theory says nothing of them.
+        source: the path the table was loaded from, for the code that the page gives.
 
     Raises:
         NormlabError: nothing to show in the table.
@@ -157,7 +162,7 @@ def explorer_page(
     profiles = runs if isinstance(runs, Profiles) else Profiles(runs, configs)
     if profiles.missing:
         raise NormlabError(f"no page to write: {profiles.missing}")
-    found = page_data(profiles)
+    found = page_data(profiles) | {"source": source}
     if not found["views"]:
         raise NormlabError(f"no page to write: nothing was measured at {', '.join(DEFAULT_SITES)}")
     return write_page(
@@ -187,7 +192,7 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
                     for _, way in choices["ways"]:
                         key = f"{site}|{metric}|{mask}|{depth}|{way}"
                         views[key] = _drawings(profiles, _shown_as(view, way), published=published)
-    return {**choices, "views": views, "source": "data/runs", "published": published is not None}
+    return {**choices, "views": views, "published": published is not None}
 
 
 def _shown_as(view: View, way: str) -> View:
@@ -297,7 +302,9 @@ def _printed(profiles: Profiles, view: View, published: pd.DataFrame | None) -> 
 
 
 def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: part for key, part in now.items() if key not in before or before[key] != part}
+    """What is other than before; None for what is gone."""
+    gone = dict.fromkeys(before.keys() - now.keys())
+    return gone | {key: part for key, part in now.items() if key not in before or before[key] != part}
 
 
 def _scheme(name: str) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def model_spec(model: Any) -> dict[str, Any]:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if type(model.lm_head) is not nn.Linear or any(layer.bias is not None for layer in linears):
         _refuse(model, "biases, or a head that is no matrix")
+    if config.hidden_act != "silu":
+        _refuse(model, f"the activation {config.hidden_act}")
     if getattr(config, "norms_folded", False) or config.rope_parameters["rope_type"] != "default":
         _refuse(model, "folded norms or scaled rotary positions")
     attention = blocks[0].self_attn
@@ -153,6 +155,8 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     if len(tokenizers) > 1:
         raise NormlabError("the models have different tokenizers: write a page for each")
     loaded = {source.name: load_model(source) for source in sources}
+    if len(loaded) < len(sources):
+        raise NormlabError("two of the folders have one name, which the page needs for each model: rename one")
     (tokenizer,) = tokenizers
     page = {
         "models": [describe(model, name) | {"spec": model_spec(model)} for name, model in loaded.items()],
@@ -175,7 +179,8 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
 def _passages(source: Path, tokenizer: str) -> list[list[int]]:
     """Held-out text of the model's corpus; for a run, which keeps none, a line of code."""
     if (source / BLOCKS).is_file():
-        return load_held_out(source)[_PASSAGES, :_LENGTH].tolist()
+        blocks = load_held_out(source)
+        return blocks[[place for place in _PASSAGES if place < len(blocks)] or [0], :_LENGTH].tolist()
     from tokenizers import Tokenizer
 
     return [Tokenizer.from_str(tokenizer).encode(_SAMPLE).ids]

@@ -22,7 +22,7 @@ import traitlets
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
-from normlab.errors import NormlabError
+from normlab.errors import in_one_line
 
 
 def static_text(*names: str) -> str:
@@ -76,9 +76,10 @@ class PageWidget(anywidget.AnyWidget):
 
     def _reply(self, _: object, asked: dict[str, Any], __: object) -> None:
         try:
-            self.send({"id": asked["id"], "answer": self.answer(asked)})
-        except NormlabError as error:
-            self.send({"id": asked["id"], "error": str(error)})
+            answer = {"answer": self.answer(asked)}
+        except Exception as error:  # of anyone's model; without an answer the page would wait for ever
+            answer = {"error": in_one_line(error)}
+        self.send({"id": asked["id"], **answer})
 
 
 class Plot(anywidget.AnyWidget):

@@ -214,3 +214,17 @@ def test_a_selection_of_several_depths_is_not_averaged_over_them():
 def test_schemes_without_a_common_seed_are_drawn_without_a_ratio():
     apart = pd.concat([one_run("pre_rmsnorm", seed=0), one_run("lns", seed=1)], ignore_index=True)
     assert len(growth_before_after(apart).data) >= 2
+
+
+def test_the_window_of_a_curve_is_in_steps_whatever_was_logged():
+    def training(every: int) -> tuple[go.Figure, int]:
+        steps = range(0, 601, every)
+        runs = one_run("lns", steps=steps)
+        is_loss = runs["metric"].eq("loss") & runs["split"].eq("train")
+        return loss_curves(runs.assign(value=runs["value"].mask(is_loss, runs["step"] / 100))), len(steps)
+
+    for every in (1, 10):
+        figure, count = training(every)
+        (line,) = lines(figure, scheme="lns", split="train")
+        assert len(line.y) == count and "mean of the last 20 steps" in text_of(figure)
+        assert line.y[-1] == pytest.approx(np.arange(600, 580, -every).mean() / 100)

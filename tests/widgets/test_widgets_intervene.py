@@ -1,5 +1,6 @@
 """Intervening: the answer is the changed model's, and the model is bit for bit as before once it was asked."""
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from widget_helpers import TOKENS, Mounted, model_of
 from normlab.errors import NormlabError
 from normlab.probes import skip_sensitivity
 from normlab.widgets import Intervene
-from normlab.widgets.change import Change, ask, changed
+from normlab.widgets.change import Change, ask, ask_row, changed
+from normlab.widgets.live import model_spec
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -230,3 +232,29 @@ def test_what_cannot_be_asked_is_one_sentence():
             Change(**fields)
     with pytest.raises(NormlabError, match="no block 4 to change: the model has blocks 1 to 3"):
         ask(model_of("lns"), TOKENS, Change(layers={4: {}}))
+
+
+def test_a_lambda_that_does_not_learn_is_multiplied_too():
+    models = [model_of("bhyt", learnable_lam=learns) for learns in (True, False)]
+    learned, fixed = (ask(model, TOKENS, Change(lam=2.0)).loss for model in models)
+    assert fixed == learned != ask(models[0], TOKENS, Change()).loss
+
+
+def test_a_broken_model_in_the_kernel_has_gaps_and_any_error_is_answered(monkeypatch):
+    model = model_of("bhyt")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    answer = ask_row(model, TOKENS[0].tolist(), Change(), 3)
+    assert answer["loss"] is None and set(answer["losses"]) == {None} and None not in answer["sizes"]
+    json.dumps(answer, allow_nan=False)
+    widget, sent = Intervene(model_of("bhyt"), TOKENS), []
+    monkeypatch.setattr(Intervene, "send", lambda self, message: sent.append(message))
+    monkeypatch.setattr(Intervene, "answer", lambda self, asked: [][0])
+    widget._reply(None, {"id": 7}, [])
+    assert sent == [{"id": 7, "error": "IndexError: list index out of range"}]
+
+
+def test_the_page_refuses_an_activation_that_it_does_not_compute():
+    model_spec(model_of("bhyt"))
+    with pytest.raises(NormlabError, match="does not compute bhyt: it has the activation gelu"):
+        model_spec(model_of("bhyt", hidden_act="gelu"))

@@ -11,7 +11,7 @@ const PLAY_MS = 350;
 
 /* A template with a layout over it: plotly would put the two together at every move. */
 function merged(below, above) {
-  const part = key => typeof below[key] === "object" && typeof above[key] === "object" ? merged(below[key], above[key]) : above[key] ?? below[key];
+  const part = key => below[key] && above[key] && typeof below[key] === "object" && typeof above[key] === "object" ? merged(below[key], above[key]) : above[key] ?? below[key];
   return Object.fromEntries(Object.keys({ ...below, ...above }).map(key => [key, Array.isArray(above[key]) ? above[key] : part(key)]));
 }
 /* What a trace shows: "<scheme>", "<scheme> band" or "<scheme> theory". */
@@ -64,9 +64,15 @@ function explorerPane(data, host, state, told) {
     at("depth").max = data.depths.length - 1;
     at("depth").value = data.depths.indexOf(state.depth);
     for (const box of root.querySelectorAll(".scheme input")) box.checked = state.schemes.includes(box.value);
-    const wanted = key();
+    const wanted = `${key()} ${state.theory}`;
     asked = wanted;
-    const view = host.view(wanted, state.theory), found = view instanceof Promise ? await view : view; // what is here is drawn at once
+    let found = host.view(key(), state.theory); // what is here is drawn at once
+    try {
+      if (found instanceof Promise) found = await found;
+    } catch (error) {
+      find(".remarks").textContent = error.message;
+      return;
+    }
     if (asked !== wanted || closed) return; // another was asked for meanwhile
     now = found;
     const steps = now?.steps ?? [];
@@ -101,7 +107,7 @@ function explorerPane(data, host, state, told) {
     if (!fits) traces.push(...(frame?.labels[kind] ?? []).map(labels => inked(someLabels(labels, new Set(Object.values(titles))))));
     const layout = merged(data.templates[host.dark() ? "dark" : "light"].layout, { ...now?.layout, ...frame?.layout, yaxis: axis });
     if (fits) Object.assign(layout, { showlegend: true, legend: { x: 1.02, y: 1, yanchor: "top" } });
-    if (printed) layout.xaxis = { ...layout.xaxis, range: [layout.xaxis.range[0], Math.max(layout.xaxis.range[1], printed.deepest)] };
+    if (printed && layout.xaxis?.range) layout.xaxis = { ...layout.xaxis, range: [layout.xaxis.range[0], Math.max(layout.xaxis.range[1], printed.deepest)] };
     if (!traces.length && !now?.layout?.annotations)
       layout.annotations = [{ text: shown().length ? "Nothing was measured here at this depth." : "No scheme is selected.", showarrow: false,
                               xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 14, color: "#8a8f98" } }];
@@ -173,7 +179,7 @@ function explorerPane(data, host, state, told) {
   for (const format of ["png", "svg"])
     at(format.toUpperCase()).addEventListener("click", async () => (await host.Plotly).downloadImage(find(".plot"), { format, filename: name(), width: 1280, height: 520 }));
   at("CSV").addEventListener("click", () => {
-    const lines = drawn.flatMap(({ name: scheme, x, y, customdata = [] }) => x.map((layer, place) => [scheme, layer, y[place] ?? "", ...(customdata[place] ?? ["", ""])].join(",")));
+    const lines = drawn.flatMap(({ name: scheme, x, y, customdata }) => x.map((layer, place) => [scheme, layer, y[place] ?? "", ...(customdata?.[place] ?? ["", ""])].join(",")));
     const link = Object.assign(document.createElement("a"), { download: `${name()}.csv` });
     link.href = URL.createObjectURL(new Blob([["scheme,layer,value,low,high", ...lines, ""].join("\n")], { type: "text/csv" }));
     link.click();

@@ -103,16 +103,21 @@ class Panel {
     await this.engine.loaded;
   }
 
+  async ask(tokens, change, at) {
+    const answer = await this.engine.ask(tokens, change, at), number = value => value ?? NaN; // JSON has no NaN
+    return Array.isArray(answer.losses) ? { ...answer, loss: number(answer.loss), losses: answer.losses.map(number), logits: answer.logits.map(number) } : answer;
+  }
+
   async read(tokens, at) {
+    this.before = { ...(await this.ask(tokens, {}, at)), at };
     this.tokens = tokens;
-    this.before = { ...(await this.engine.ask(tokens, {}, at)), at };
     this.writeText(at);
   }
 
   async answer(change, at) {
-    if (this.before.at !== at) this.before = { ...this.before, logits: (await this.engine.ask(this.tokens, {}, at)).logits, at };
+    if (this.before.at !== at) this.before = { ...this.before, logits: (await this.ask(this.tokens, {}, at)).logits, at };
     const start = performance.now();
-    this.now = await this.engine.ask(this.tokens, change, at);
+    this.now = await this.ask(this.tokens, change, at);
     this.took = performance.now() - start;
     this.stale = true; // until they are measured again
     this.draw(change);
@@ -211,6 +216,7 @@ function live(root, data, host) {
   state.change = tidy(state.change);
   if (!host.read().field) state.field = Object.keys(FIELDS).find(touched) ?? state.field;
   const panels = new Map(), ui = {};
+  let typing = null;
   const labelled = (text, control) => element("label", {}, element("span", { textContent: text }), control);
   const chosen = (name, options) => {
     ui[name] = element("select", { name }, ...options.map(([value, text]) => new Option(text, value)));
@@ -259,7 +265,7 @@ function live(root, data, host) {
     const possible = Object.entries(FIELDS).filter(([, { needs }]) => current().some(model => has(model, needs))).map(([name]) => name);
     if (!possible.includes(state.field)) state.field = possible[0];
     replaceButtons(ui.fields, ...possible.map(name => element("button", {
-      type: "button", ariaPressed: name === state.field, title: FIELDS[name].about, textContent: name === "lam" ? byName[state.model].slope ?? "λ" : FIELDS[name].label,
+      type: "button", ariaPressed: name === state.field, title: FIELDS[name].about, textContent: name === "lam" ? byName[state.model].slope || "λ" : FIELDS[name].label,
       onclick: () => set({ field: name }), className: touched(name) ? "touched" : "",
     })));
     ui.about.textContent = FIELDS[state.field].about;
@@ -338,6 +344,13 @@ function live(root, data, host) {
     }
   }
   async function measureCosts() {
+    try {
+      await measureEach();
+    } catch (error) {
+      ui.status.textContent = error.message;
+    }
+  }
+  async function measureEach() {
     const shown = [...panels.values()], deepest = Math.max(...shown.map(({ model }) => model.depth));
     for (let layer = 1; layer <= deepest; layer++) {
       await Promise.all(shown.filter(({ model }) => layer <= model.depth).map(panel => panel.removal(layer)));
@@ -386,8 +399,10 @@ function live(root, data, host) {
   }
   ui.model.addEventListener("change", () => set({ model: ui.model.value }));
   ui.against?.addEventListener("change", () => set({ against: ui.against.value }));
-  ui.text.addEventListener("change", () => set({ text: ui.text.value === "own" ? "def add(first, second):\n    \"\"\"Return the sum of" : +ui.text.value, at: null }));
-  let typing = null;
+  ui.text.addEventListener("change", () => {
+    clearTimeout(typing);
+    set({ text: ui.text.value === "own" ? "def add(first, second):\n    \"\"\"Return the sum of" : +ui.text.value, at: null });
+  });
   ui.own.addEventListener("input", () => {
     clearTimeout(typing);
     typing = setTimeout(() => set({ text: ui.own.value, at: null }), 250);
@@ -398,10 +413,11 @@ function live(root, data, host) {
   showTour();
   work();
   return {
-    set: changes => set(changes, { quiet: true }), state: () => state,
+    set: changes => set(changes, { quiet: true }), state: () => state, start: START,
     close() {
       closed = true;
       clearTimeout(rest);
+      clearTimeout(typing);
       sized.disconnect();
       for (const panel of panels.values()) panel.engine?.close();
     },

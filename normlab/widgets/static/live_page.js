@@ -1,5 +1,5 @@
 /* The models as a page: weights lie in its folder, its state in the address: #model=bhyt-d8&all=kappa:0.5&3=block:0,mlp:0.5 */
-const fieldsOf = text => Object.fromEntries(text.split(",").map(part => part.split(":")).filter(([name]) => name in AS_IS)
+const fieldsOf = text => Object.fromEntries(text.split(",").map(part => part.split(":")).filter(([name]) => Object.hasOwn(AS_IS, name))
   .map(([name, value]) => [name, name === "exact" ? value === "true" : +value]).filter(([, value]) => !Number.isNaN(value)));
 const textOf = fields => Object.entries(fields).map(([name, value]) => `${name}:${typeof value === "number" ? +value.toPrecision(6) : value}`).join(",");
 
@@ -10,8 +10,9 @@ function readState() {
   Object.assign(state, Object.fromEntries(parts.filter(part => !isLayer(part))));
   if (text) state.text = +text;
   if (own !== undefined) state.text = own;
-  if (at) state.at = +at;
-  if (step) state.step = step === "none" ? null : +step;
+  const isCount = text => /^\d+$/.test(text);
+  if (isCount(at)) state.at = +at;
+  if (step === "none" || isCount(step)) state.step = step === "none" ? null : +step;
   return state;
 }
 function writeState({ change: { layers = {}, ...all } = {}, text, step, ...values }) {
@@ -40,6 +41,6 @@ read.then(data => {
   const page = live(root, data, { read: readState, write: writeState, weights });
   addEventListener("hashchange", () => {
     written = readAddress();
-    page.set({ change: {}, ...readState() });
+    page.set({ ...page.start, ...readState() });
   });
 });

@@ -27,7 +27,7 @@ function followDark(act) {
     paint(box.checked);
     writeAddress();
   });
-  system.addEventListener("change", () => paint(system.matches));
+  system.addEventListener("change", () => chosen === undefined && paint(system.matches));
   paint(chosen ? chosen === "1" : system.matches);
 }
 const isDark = () => document.body.classList.contains("dark");

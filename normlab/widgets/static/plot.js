@@ -54,7 +54,7 @@ function plotter(Plotly, element, clicked = () => {}) {
     },
     /* The element may have another width: drawn anew, and for the first time once it has any. */
     resize() {
-      if (!element.clientWidth || element.clientWidth === width || !last) return;
+      if (!element.clientWidth || !last || (element.clientWidth === width && !wanted)) return; // wanted: set while hidden
       frame = null;
       this.show(last);
     },
