@@ -110,6 +110,9 @@ def test_what_the_league_says_of_single_changes(code):
     assert changed["pre_rmsnorm_logits"] < there["pre_rmsnorm", 0.002] - 0.06
     assert abs(changed["residual_dual_normalized"] - changed["pre_rmsnorm_large"]) < 0.06
     assert there["residual_dual", 0.002] < changed["residual_dual_normalized"] - 0.06
+    assert changed["lns_logits"] > changed["pre_rmsnorm_logits"] + 0.06
+    assert abs(changed["gatednorm_logits"] - changed["pre_rmsnorm_logits"]) < 0.06
+    assert there["gatednorm", 0.008] == pytest.approx(there["pre_rmsnorm", 0.002] - 0.2, abs=0.02)
     (ngpt,) = (m["eval_loss"] for m in short if m["config"]["scheme"] == "ngpt")
     assert ngpt < there["ngpt", 0.002] - 1
     assert {m["config"]["scheme"].rpartition("_")[0] for m in long} == {"pre_rmsnorm_logits"}
