@@ -302,7 +302,7 @@ def _printed(profiles: Profiles, view: View, published: pd.DataFrame | None) -> 
 
 
 def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What is other than before; None for what is gone."""
+    """Keys whose part is other than before; None for those that are gone."""
     gone = dict.fromkeys(before.keys() - now.keys())
     return gone | {key: part for key, part in now.items() if key not in before or before[key] != part}
 
