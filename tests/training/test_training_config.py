@@ -133,10 +133,11 @@ def test_what_trains_and_measures_the_same_is_one_run(one, same):
 
 @pytest.fixture
 def changed_schemes() -> Iterator[None]:
-    """The schemes of data/checks/changed.py, in the registry as `normlab league --add` puts them there."""
-    before, file = set(SCHEMES), DATA / "checks" / "changed.py"
-    for name in re.findall(r"^([A-Z_]+) = ", file.read_text(encoding="utf-8"), flags=re.MULTILINE):
-        scheme_of(f"{file}:{name}")
+    """The schemes of data/checks/, in the registry as `normlab league --add` puts them there."""
+    before = set(SCHEMES)
+    for file in (DATA / "checks").glob("*.py"):
+        for name in re.findall(r"^([A-Z_]+) = ", file.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            scheme_of(f"{file}:{name}")
     yield
     for name in SCHEMES.keys() - before:
         del SCHEMES[name]
