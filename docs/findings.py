@@ -200,7 +200,7 @@ def fit() -> dict[str, str]:
     return {
         "lns_gap": interval(smaller, 3),
         "lns_equal_rate": interval(pair(rate_of_pre_ln("loss"), LNS, PRE_LN), sign=True),
-        "league_lns_lead": interval(_turned(league_minus("loss").loc[LNS])),
+        "league_lns_lead": interval(turned(league_minus("loss").loc[LNS])),
         "league_lns_loss": interval(league_minus("loss").loc[LNS], sign=True),
         "league_lns_seen": interval(league_minus("seen_loss").loc[LNS], sign=True),
         "league_lns_gap": interval(league_minus("gap").loc[LNS], 3, sign=True),
@@ -212,7 +212,7 @@ def fit() -> dict[str, str]:
     }
 
 
-def _turned(row: pd.Series) -> pd.Series:
+def turned(row: pd.Series) -> pd.Series:
     """The difference the other way round."""
     return pd.Series({"estimate": -row["estimate"], "low": -row["high"], "high": -row["low"]})
 

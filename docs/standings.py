@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from findings import interval, league, league_table, manifests, plain, runs, signed
+from findings import interval, league, league_table, manifests, plain, runs, signed, turned
 from tables import table
 
 import normlab
@@ -98,7 +98,7 @@ def _checks() -> str:
     lines = []
     for (scheme, what, tokens), losses in _pairs().items():
         before, after = losses.mean()
-        cells = (plain(before), plain(after), _gain(scheme, losses, sign=-1))
+        cells = (plain(before), plain(after), interval(_difference(scheme, losses), sign=True))
         lines.append((title_of(scheme), what, f"{tokens / 1e6:.1f}M", len(losses), *cells))
     head = ("scheme", "change", "tokens", "seeds", "in the league", "with the change", "difference")
     return table(head, sorted(lines))
@@ -123,15 +123,13 @@ def _pairs() -> dict[tuple[str, str, int], pd.DataFrame]:
     return {key: own.set_index("seed")[["before", "after"]] for key, own in runs.groupby(by)}
 
 
-def _gain(scheme: str, losses: pd.DataFrame, sign: int = 1) -> str:
-    """The loss before minus that after, or the other way round for `sign` -1; with its interval if of several seeds."""
+def _difference(scheme: str, losses: pd.DataFrame) -> pd.Series:
+    """The loss with the change minus the league's; of several seeds with its interval."""
     if len(losses) == 1:
-        return signed(sign * float((losses["before"] - losses["after"]).iloc[0]))
+        return pd.Series({"estimate": (losses["after"] - losses["before"]).iloc[0], "low": np.nan})
     finals = last_values(Selection(league().finals, summarize(league().finals)), "loss")
     after = losses["after"].rename("value").reset_index().assign(depth=finals["depth"].iloc[0], scheme="changed")
-    sides = (scheme, "changed") if sign == 1 else ("changed", scheme)
-    row = differences(pd.concat([finals, after]), *sides, "loss", pool=finals).iloc[0]
-    return interval(row, sign=sign == -1)
+    return differences(pd.concat([finals, after]), "changed", scheme, "loss", pool=finals).iloc[0]
 
 
 def _large_logits() -> dict[str, str]:
@@ -143,7 +141,7 @@ def _large_logits() -> dict[str, str]:
     final = large[BASELINE, long]
     return {
         "checks_below": ", ".join(map(title_of, lower.index)) or "none",
-        "checks_final": _gain(BASELINE, final),
+        "checks_final": interval(turned(_difference(BASELINE, final))),
         "checks_final_loss": plain(final["after"].mean()),
         "checks_logits": ", ".join(f"{title_of(name)} {plain(ends[name])}" for name in sorted(ends, key=ends.get)),
     }

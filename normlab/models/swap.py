@@ -129,7 +129,7 @@ def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLay
             child.to(template.device, template.dtype)
     for parameter in rebuilt.parameters(recurse=False):
         parameter.data = parameter.data.to(template.device, template.dtype)
-    rebuilt.gradient_checkpointing = block.gradient_checkpointing
+    rebuilt.gradient_checkpointing = getattr(block, "gradient_checkpointing", False)
     if hasattr(block, "_gradient_checkpointing_func"):
         rebuilt._gradient_checkpointing_func = block._gradient_checkpointing_func
     if rebuilt.carried:
