@@ -41,7 +41,6 @@ def test_preset_tiny_has_the_schemes_that_the_report_compares():
     assert shallow == set(tagged("learns_soon")) and len(plan) == 6
     assert all(c.experiment_blocks for _, c in plan), "notebooks 01 and 04 show what is measured after training"
     assert {c.width for _, c in plan} == {128}
-    assert {round(c.steps * c.tokens_per_step / 1e6, 1) for _, c in plan} == {0.5}, "as the README says"
 
 
 @pytest.mark.slow
