@@ -16,7 +16,7 @@ from normlab.store import FINALS, SEARCH
 
 
 def texts() -> dict[str, str]:
-    parts = (pilot, precision, hours, removal, deepest, packages, bench, differences, instabilities, observer)
+    parts = (pilot, precision, hours, removal, deepest, packages, bench, differences, ports, instabilities, observer)
     return {name: text for part in parts for name, text in part().items()}
 
 
@@ -173,11 +173,30 @@ def differences() -> dict[str, str]:
     return {
         "faults": f"{len(faults)}",
         "faults_classes": f"{faults['class'].nunique()}",
+        "faults_kinds": f"{faults['fault'].nunique()}",
         "faults_placed": f"{(faults['block_right'] & faults['site_right']).sum()}",
         "faults_caused": f"{faults['cause_right'].sum()}",
         "equal_pairs": f"{len(ran)}",
         "equal_parted": f"{(ran != 'True').sum()}",
+        "equal_not_run": f"{len(pairs) - len(ran)}",
     }
+
+
+def ports() -> dict[str, str]:
+    """Counts of ports that `diff` is right about: without a fault, and with faults chosen before and after the search
+    for causes was widened."""
+    rows = pd.read_csv(ROOT / "data" / "bench" / "ports.csv")
+    equal = rows[rows["fault"].isna()]
+    found = {"ports_equal": f"{equal['right'].sum()} of {len(equal)}"}
+    for name, held_out in (("early", False), ("late", True)):
+        own = rows[rows["held_out"].eq(held_out)].astype({"site_right": bool, "cause_right": bool, "named": bool})
+        found |= {
+            f"ports_{name}": f"{len(own)}",
+            f"ports_{name}_placed": f"{(own['right'] & own['site_right']).sum()}",
+            f"ports_{name}_caused": f"{own['cause_right'].sum()}",
+            f"ports_{name}_wrong": f"{(own['named'] & ~own['cause_right']).sum() or 'none'}",
+        }
+    return found
 
 
 def instabilities() -> dict[str, str]:

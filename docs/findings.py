@@ -193,12 +193,10 @@ def fit() -> dict[str, str]:
     values = pd.concat([fit_values(depth) for depth in (4, 16)])
     columns = [pairs(values, LNS, PRE_LN, name).apply(cell, axis=1) for name in ("held_out", "training", "gap")]
     rows = zip((4, 16), *columns, strict=True)
-    smaller = pair(fit_values(16).assign(less=lambda values: -values["gap"]), LNS, PRE_LN, "less")
     evals = runs().query("site == 'model' and metric == 'loss' and split == 'eval' and depth == 16 and step > 0")
     mean = evals.pivot_table(index="step", columns="scheme", values="value", observed=True)
     lead = mean[LNS] - mean[PRE_LN]
     return {
-        "lns_gap": interval(smaller, 3),
         "lns_equal_rate": interval(pair(rate_of_pre_ln("loss"), LNS, PRE_LN), sign=True),
         "league_lns_lead": interval(turned(league_minus("loss").loc[LNS])),
         "league_lns_loss": interval(league_minus("loss").loc[LNS], sign=True),

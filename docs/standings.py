@@ -52,6 +52,7 @@ def texts() -> dict[str, str]:
         "league_seeds_apart": plain(summarize(league().finals).groupby("scheme")["eval_loss"].agg(np.ptp).max()),
         "league_at_shared": _at_shared(run.set_index("title")[f"loss_at_{SHARED:g}"]),
         "league_edges": _edges(run),
+        "league_lead": _lead(run.set_index("scheme")),
         "league_fewer_rates": _listed(run.loc[run["says"] == UNFINISHED, "title"]),
         "league_between": _between_won(run),
         "table_of_between": _between(run.set_index("scheme")),
@@ -139,10 +140,12 @@ def _large_logits() -> dict[str, str]:
     ends = {scheme: losses["after"].iloc[0] for (scheme, tokens), losses in large.items() if tokens == short}
     lower = searched()[lambda losses: losses < ends[BASELINE]].sort_values()
     final = large[BASELINE, long]
+    end, finals = final["after"].mean(), league_table().set_index("scheme")["loss"].sort_values()
     return {
+        "checks_final_below": ", ".join(map(title_of, finals.index[finals < end])) or "none",
         "checks_below": ", ".join(map(title_of, lower.index)) or "none",
         "checks_final": interval(turned(_difference(BASELINE, final))),
-        "checks_final_loss": plain(final["after"].mean()),
+        "checks_final_loss": plain(end),
         "checks_logits": ", ".join(f"{title_of(name)} {plain(ends[name])}" for name in sorted(ends, key=ends.get)),
     }
 
@@ -157,6 +160,14 @@ def _at_shared(losses: pd.Series) -> str:
         f"{below} of {len(losses) - 1} schemes end more than {CLEARLY:g} nats below Pre-LN; {above} end as far above "
         f"it or diverge; {first[0]} is lowest at {plain(first[1])}, then {second[0]} at {plain(second[1])}"
     )
+
+
+def _lead(run: pd.DataFrame) -> str:
+    """The lead over Pre-LN of the schemes that lead in the search and have final runs: in the search, and in these."""
+    search = run["search_loss"] - run.loc[BASELINE, "search_loss"]
+    ahead = run["minus"].notna() & (search < -CLEARLY)
+    early, late = (-losses[ahead].median() for losses in (search, run["minus"]))
+    return f"{ahead.sum()} schemes lead by a median of {plain(early)} nats at 2M tokens, and by {plain(late)} at 6.1M"
 
 
 def _rates_tried(run: pd.DataFrame) -> pd.Series:
