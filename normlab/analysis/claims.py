@@ -173,7 +173,7 @@ def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None 
         The columns of `growth` up to `verdict`, and `shallow`; one row per scheme that was run at both depths.
 
     Raises:
-        NormlabError: no scheme was run at both of the given depths.
+        NormlabError: no scheme was run at both of the given depths, or one for another number of steps at each.
     """
     chosen = choose(runs, depth=None)
     values = last_values(chosen, "loss")
@@ -186,14 +186,21 @@ def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None 
     ordered = deeper.assign(several=deeper["seeds"] > 1).sort_values(["several", "depth"])
     own = ordered.drop_duplicates("scheme", keep="last").set_index("scheme")["depth"]
     place = ["scheme", "seed"]
-    last = values[values["depth"] == values["scheme"].map(own)].set_index(place)[["depth", "value"]]
-    first = values[values["depth"] == shallow].set_index(place)["value"]
-    gain = last.join(first.rename("before"), how="inner").reset_index()
+    values = values.assign(steps=values["run"].map(chosen.runs["steps"]))
+    last = values[values["depth"] == values["scheme"].map(own)].set_index(place)[["depth", "value", "steps"]]
+    first = values[values["depth"] == shallow].set_index(place)[["value", "steps"]]
+    gain = last.join(first.add_suffix("_before"), how="inner").reset_index()
     if gain.empty or shallow == deep:
         if deep is None:
             return pd.DataFrame()
         raise NormlabError(f"no scheme was run at depths {shallow} and {deep}; there is {chosen.depths}")
-    gain["value"] = gain["before"] - gain["value"]
+    whole = gain.dropna(subset=["value", "value_before"])  # a diverged run stopped early
+    for row in whole[whole["steps"] != whole["steps_before"]].itertuples():
+        raise NormlabError(
+            f"{row.scheme} was trained for {row.steps_before:,} steps at depth {shallow} and for {row.steps:,} steps "
+            f"at depth {row.depth}: keep the runs of one length"
+        )
+    gain["value"] = gain["value_before"] - gain["value"]
     return judged(means(gain, "loss")).assign(shallow=shallow)
 
 

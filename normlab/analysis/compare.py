@@ -90,7 +90,8 @@ def compare_variants(
         metric, where: as for `compare`.
 
     Returns:
-        One row per group in which both schemes were run: the columns `by`, then those of `compare`.
+        One row per group in which both schemes were run: the columns `by`, then those of `compare`. A column of both
+        is not repeated.
 
     Raises:
         NormlabError: a field that no run has, or no group with both schemes.
@@ -111,7 +112,8 @@ def compare_variants(
     pooled, found = pd.concat(pool), []
     for fields, values in groups:
         rows = _rows(values, a, b, metric, LEVEL, pooled[pooled["width"] == values["width"].iloc[0]])
-        found.append(pd.concat([pd.DataFrame([fields] * len(rows), columns=list(by)), rows], axis=1))
+        place = pd.DataFrame([fields] * len(rows), columns=list(by)).drop(columns=rows.columns, errors="ignore")
+        found.append(pd.concat([place, rows], axis=1))
     return judged(pd.concat(found, ignore_index=True))
 
 

@@ -25,7 +25,15 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import last_values
-from normlab.analysis.selection import Selection, experiments_of, in_order, summarize, title_of
+from normlab.analysis.selection import (
+    Selection,
+    experiments_of,
+    in_order,
+    of_one_setting,
+    one_precision,
+    summarize,
+    title_of,
+)
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differences, fisher, judged, worse_than_some
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
@@ -87,6 +95,8 @@ def over_files(runs: pd.DataFrame, a: str, b: str, depth: int) -> tuple[float, f
     if not {a, b} <= set(losses.index.get_level_values("scheme")):
         return math.nan, math.nan
     gaps = (losses[a] - losses[b]).dropna().groupby("site").mean()
+    if gaps.empty:  # no seed that both have
+        return math.nan, math.nan
     tokens = rows[rows["metric"] == "file_tokens"].groupby("site")["value"].first().reindex(gaps.index)
     drawn = np.random.default_rng(0).integers(0, len(gaps), (RESAMPLES, len(gaps)))
     weight, gap = tokens.to_numpy(float)[drawn], gaps.to_numpy(float)[drawn]
@@ -101,7 +111,7 @@ def deep_blocks(runs: pd.DataFrame, experiments: pd.DataFrame) -> pd.DataFrame:
     the mean distance of the Jacobians of blocks 9-15 from the identity. The first and the last block are left out.
     LNS wakes deep layers only if the first quantity is above 0.
     """
-    about = summarize(runs)[["lr"]]
+    about = one_precision(summarize(runs))[["lr"]]
     deep, early = range(DEPTH // 2 + 1, DEPTH), range(2, DEPTH // 2 + 1)
     rows = []
     for name, metric, layers, over in (
@@ -112,7 +122,7 @@ def deep_blocks(runs: pd.DataFrame, experiments: pd.DataFrame) -> pd.DataFrame:
         own = experiments_of(experiments, metric, "block")
         own = own[own["depth"].eq(DEPTH) & own["layer"].isin(layers)]
         values = own.groupby(["run", "scheme", "depth", "seed"], observed=True)["value"].agg(over).reset_index()
-        values = values.join(about, on="run")
+        values = values.join(about, on="run", how="inner")
         rows.append(_at_each(values, "lr", LNS, PRE_LN, metric).assign(quantity=name))
     table = judged(pd.concat(rows, ignore_index=True))
     unlearned = _unlearned(runs, DEPTH)
@@ -246,6 +256,8 @@ def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.D
         configs: of `normlab.load_configs`, for the same runs.
         kappa: of runs that do not set it.
     """
+    if "lam_input" not in configs:
+        raise NormlabError("no run sets lam_input that this question asks of: pass the runs of its preset")
     own = configs["kappa"].fillna(kappa) if "kappa" in configs else kappa
     gains = (configs["lam_input"] / own).round(6)
     rows = []
@@ -286,10 +298,11 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         search. `inside`: rates on both sides of it were tried. A scheme that diverged at every rate has neither, and an
         infinite search_loss.
     """
-    values = last_values(Selection(finals, summarize(finals)), "loss")
+    values = of_one_setting(last_values(Selection(finals, one_precision(summarize(finals))), "loss"))
     means = values.groupby("scheme")["value"].agg(["mean", "count", "size"])
     names = [name for name in in_order(values["scheme"]) if means.loc[name, "count"] == means.loc[name, "size"] > 1]
     by_seed = values.pivot_table(index="scheme", columns="seed", values="value").reindex(names)
+    by_seed = by_seed.dropna(axis="columns", how="all")  # seeds of other schemes alone
     p = dict(zip(names, worse_than_some(by_seed.to_numpy()), strict=True)) if len(names) > 1 else {}
     about = summarize(search)
     preset = get_preset("league")
@@ -345,9 +358,9 @@ def predictions(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         the two is missing, or diverged. "ends above a bigram model": the search's loss says nothing of the scheme.
     """
     names = {scheme.title: name for name, scheme in SCHEMES.items()}
-    values = last_values(Selection(finals, summarize(finals)), "loss")
+    values = last_values(Selection(finals, one_precision(summarize(finals))), "loss")
     about = summarize(search)
-    best = about.groupby("scheme")["eval_loss"].min()
+    best = about[np.isfinite(about["eval_loss"])].groupby("scheme")["eval_loss"].min()
     stalled = set(best.index[best > about["bigram_loss"].max()])
     rows = []
     for source, title, other, expected in PREDICTIONS:
@@ -381,7 +394,7 @@ def predictions(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
 def _values(runs: pd.DataFrame, metric: str, depth: int, **where: Any) -> pd.DataFrame:
     """`last_values` of all runs of a depth, whatever their rates."""
-    about = summarize(runs)
+    about = one_precision(summarize(runs))
     about = about[about["depth"] == depth]
     return last_values(Selection(runs[runs["run"].isin(about.index)], about), metric, **where)
 
@@ -389,6 +402,8 @@ def _values(runs: pd.DataFrame, metric: str, depth: int, **where: Any) -> pd.Dat
 def _mean_over(values: pd.DataFrame, rates: Sequence[float]) -> pd.DataFrame:
     """Each scheme's and seed's mean over the rates, of seeds that have all of them."""
     rows = values[values["lr"].isin(rates)].dropna(subset="value")
+    for rate in rates:  # a second run at one rate does not stand for a run at the other
+        of_one_setting(rows[rows["lr"] == rate])
     means = rows.groupby(["depth", "scheme", "seed"], observed=True)["value"].agg(["mean", "size"])
     means = means[means["size"] == len(rates)].rename(columns={"mean": "value"})
     _require(means.index.get_level_values("scheme"), PRE_LN, LNS)

@@ -17,7 +17,7 @@ import pandas as pd
 from normlab.analysis.compare import last_values
 from normlab.analysis.decisions import PREDICTIONS
 from normlab.analysis.decisions import league as sets
-from normlab.analysis.selection import Selection, experiments_of, in_order, summarize, title_of
+from normlab.analysis.selection import Selection, experiments_of, in_order, one_precision, summarize, title_of
 from normlab.analysis.verdicts import differences, judged, means
 from normlab.errors import NormlabError
 from normlab.runs import COLUMNS, DIVERGED, find_runs, load_experiments, load_runs
@@ -54,7 +54,7 @@ def load(folders: Iterable[str | Path]) -> League:
     if finals.empty and search.empty:
         names = ", ".join(map(str, places))
         raise NormlabError(f"no run of the league in {names}: train them with normlab sweep --preset league --out DIR")
-    finals = _at_one_rate(finals, search)
+    finals = _without_twins(_at_one_rate(finals, search))
     for table in (finals, search):
         about = summarize(table)
         about["steps"] = about["steps"].mask(about["status"] == DIVERGED)  # a diverged run stopped early
@@ -65,9 +65,10 @@ def load(folders: Iterable[str | Path]) -> League:
                 "the text is the same where normlab[packages] is installed"
             )
     try:
-        return League(finals, search, load_experiments([place for place in places if _is_there(place)]))
+        experiments = load_experiments([place for place in places if _is_there(place)])
     except NormlabError:  # none was measured so
         return League(finals, search, None)
+    return League(finals, search, experiments[experiments["run"].isin(finals["run"])])
 
 
 def require_folders(folders: Iterable[str | Path]) -> list[str | Path]:
@@ -90,6 +91,16 @@ def _at_one_rate(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
             warnings.warn(f"left out: {len(others)} final runs of {scheme} at another rate than {rate:g}", stacklevel=3)
             finals = finals[~finals["run"].isin(others)]
     return finals
+
+
+def _without_twins(finals: pd.DataFrame) -> pd.DataFrame:
+    """One final run of each scheme and seed, where another one differs from it in precision alone."""
+    about = summarize(finals)
+    kept = one_precision(about).index
+    if len(kept) < len(about):
+        words = f"left out: {len(about) - len(kept)} final runs that others repeat in another precision"
+        warnings.warn(words, stacklevel=3)
+    return finals[finals["run"].isin(kept)]
 
 
 def _is_there(place: str | Path) -> bool:

@@ -187,10 +187,12 @@ class Profiles:
             if scheme not in predictions or (view.reference is not None and base is None):
                 continue
             layers, values = predictions[scheme]
+            below = None if base is None else base[1]
             if view.relative:
                 values = _relative_to_layer_one(layers, values)
-            if base is not None:
-                values = values / base[1] if metric_row(view.metric).is_ratio else values - base[1]
+                below = None if base is None else _relative_to_layer_one(*base)
+            if below is not None:
+                values = values / below if metric_row(view.metric).is_ratio else values - below
             nothing = np.full_like(values, np.nan)
             found.append(Profile(scheme, layers, values, nothing, nothing, 0))
         return found

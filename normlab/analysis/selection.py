@@ -267,6 +267,8 @@ def choose(
     about = about[about["width"] == width]
     if about.empty:
         raise NothingToShow(f"No run of width {width} in the table.")
+    if isinstance(depth, str) and depth != "deepest":
+        raise NormlabError(f"depth is {depth!r}: give a number of blocks, 'deepest', or None for all")
     if depth == "deepest":
         full = depths_of_most(about)
         shared = [d for d in full if same_rate and len(_common_rates(about[about["depth"] == d]))]
@@ -274,14 +276,14 @@ def choose(
     about = of_depth(about, None if depth is None else int(depth))
     own = about[_chosen_rate(about)]
     about = pd.concat([_at_one_rate(about, own, depth) for depth in own["depth"].unique()]) if same_rate else own
-    everyone, about = about, _one_precision(about)
+    everyone, about = about, one_precision(about)
     if several := _variants(about):
         raise NothingToShow(several)
     return Selection(runs[runs["run"].isin(about.index)], about, len(everyone) > len(about), runs)
 
 
-def _one_precision(about: pd.DataFrame) -> pd.DataFrame:
-    """Drop a run's twins in other precisions.
+def one_precision(about: pd.DataFrame) -> pd.DataFrame:
+    """Drop a run's twins in other precisions from the rows of `summarize`.
 
     Twins have the same scheme, depth, seed, rate and steps. If one precision has several of them, they differ in
     something else, and all stay.
@@ -296,10 +298,17 @@ def _one_precision(about: pd.DataFrame) -> pd.DataFrame:
 
 
 def _variants(about: pd.DataFrame) -> str:
-    """A sentence if a scheme, depth and seed were run more than once at one rate; such runs are not averaged."""
+    """A sentence on runs that are not averaged: several of a scheme, depth, seed and rate, or seeds of two lengths."""
     place = ["scheme", "depth", "seed", "lr"]
     counts = about.groupby(place, dropna=False).size()
     if counts.max() == 1:
+        whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
+        steps = whole.groupby(["scheme", "depth", "lr"])["steps"].agg(["min", "max"]).query("min < max")
+        for (scheme, depth, rate), ends in steps.iterrows():
+            return (
+                f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for {ends['min']:,} to "
+                f"{ends['max']:,} steps: keep the runs of one length."
+            )
         return ""
     scheme, depth, seed, rate = counts.idxmax()
     return (

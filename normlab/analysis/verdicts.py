@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.selection import in_order
+from normlab.analysis.selection import in_order, of_one_setting
 from normlab.probes.metrics import Metric, metric_row
 
 DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
@@ -40,16 +40,20 @@ def differences(
 
     Returns:
         Columns `depth a b metric kind seeds mean_a mean_b estimate low high sd df p unpaired`. Means are geometric for
-        ratios, and sd is of logarithms. Interval and p are missing for a single seed. `unpaired` counts seeds that
-        only one side has a value for.
+        ratios, and sd is of logarithms. Interval and p are missing for a single seed. `unpaired` counts seeds for
+        which a side has no value.
+
+    Raises:
+        NormlabError: a scheme has two runs of one seed, which are no two seeds.
     """
     ratio = metric_row(metric).is_ratio
+    of_one_setting(values[values["scheme"].isin([a, b])])
     values, pool = (_on_scale(rows, ratio) for rows in (values, values if pool is None else pool))
     undo = np.exp if ratio else float
     rows = []
     for depth in sorted(int(d) for d in values["depth"].unique()):
         here = values[values["depth"] == depth]
-        by_seed = here.drop_duplicates(["scheme", "seed"]).set_index("seed")
+        by_seed = here.set_index("seed")
         pairs = pd.DataFrame({side: by_seed.loc[by_seed["scheme"] == name, "y"] for side, name in (("a", a), ("b", b))})
         both = pairs.dropna()
         floor = _floor(pool[pool["depth"] == depth])
@@ -73,8 +77,12 @@ def means(values: pd.DataFrame, metric: str) -> pd.DataFrame:
 
     Returns:
         Columns `depth a metric kind seeds estimate low high sd df p`, for `judged`.
+
+    Raises:
+        NormlabError: a scheme has two runs of one seed, which are no two seeds.
     """
     ratio = metric_row(metric).is_ratio
+    of_one_setting(values)
     undo = np.exp if ratio else float
     rows = []
     for depth, layout in _on_scale(values, ratio).groupby("depth"):

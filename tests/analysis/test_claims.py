@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from figures_helpers import MEAN_OF_SEEDS, activation, table
+from figures_helpers import MEAN_OF_SEEDS, activation, one_run, table
 from scipy import stats
 
 from normlab.analysis import claims
@@ -54,6 +54,12 @@ def test_what_depth_buys_is_each_schemes_own_mean_with_its_own_interval(losses):
     assert list(found.loc[list(SCHEMES), "verdict"]) == ["equivalent", "different", "different"]
     words = claims.shown(found.reset_index()).set_index("scheme")["verdict"]
     assert words["LNS"] == "above 0" and words["BHyT"] == "below 0"
+
+
+def test_what_depth_buys_is_not_asked_of_runs_of_two_lengths():
+    runs = pd.concat([one_run("lns", 4, seed) for seed in range(3)] + [one_run("lns", 8, 0, steps=(0, 20, 60))])
+    with pytest.raises(NormlabError, match="lns was trained for 20 steps at depth 4 and for 60 steps at depth 8"):
+        claims.depth_gain(runs)
 
 
 def test_what_depth_buys_stands_by_tokens_for_the_schemes_and_depths_that_all_tables_have(losses):

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 from figures_helpers import empty, one_run, table
 
-from normlab.analysis.compare import compare, last_values, report
+from normlab.analysis.claims import shown
+from normlab.analysis.compare import compare, compare_variants, last_values, report
 from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.analysis.selection import NothingToShow, choose, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words
@@ -275,3 +276,25 @@ def test_a_value_of_the_model_that_has_layers_is_taken_at_the_one_asked_for():
     chosen = choose(runs, depth=4)
     ones = [last_values(chosen, "uniform_attention", layer=layer)["value"].mean() for layer in (1, 2, 3, None)]
     assert ones == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_groups_of_one_depth_have_one_column_of_depths():
+    runs = table()
+    configs = runs.drop_duplicates("run").set_index("run")[["scheme", "depth", "lr"]]
+    found = compare_variants(runs, configs, "lns", "pre_rmsnorm", ["lr", "depth"])
+    assert list(found.columns[:3]) == ["lr", "depth", "a"] and found["depth"].tolist() == [2, 4]
+    assert shown(found)["depth"].tolist() == [2, 4]
+
+
+def test_a_depth_that_is_no_number_is_one_line():
+    with pytest.raises(NormlabError, match="depth is 'all': give a number of blocks"):
+        choose(table(), "all")
+
+
+def test_seeds_of_two_lengths_are_not_averaged():
+    runs = [one_run(scheme, seed=seed, steps=(0, 10)) for scheme in ("bhyt", "lns") for seed in (8, 9)]
+    both = pd.concat([table(("bhyt", "lns"), depths=(4,)), *runs])
+    with pytest.raises(NothingToShow, match="Seeds of bhyt at depth 4 .* were trained for 10 to 20 steps"):
+        compare(both, "bhyt", "lns")
+    early = one_run("bhyt", seed=8, steps=(0, 10), status="diverged")  # it stopped by itself
+    assert len(choose(pd.concat([table(("bhyt",), depths=(4,)), early])).runs) == 4

@@ -1,6 +1,7 @@
 """Decisions stated beforehand, on tables made so that each answer is known."""
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,34 @@ def test_the_interval_over_files_weighs_them_by_their_tokens():
     assert (low, high) == pytest.approx((-0.1, 0.3))  # two files: a quarter of the samples has one of them twice
     same = table.frame().query("site != 'b.py'")
     assert decisions.over_files(same, LNS, PRE, 16) == pytest.approx((-0.1, -0.1))
+
+
+def test_files_of_runs_without_a_common_seed_have_no_interval():
+    table = Table()
+    for seed, scheme in enumerate((PRE, LNS)):
+        table.add(scheme, 16, seed, 0.004, 3.5)
+        table.put("file_loss", 3.5, "a.py", split="eval")
+        table.put("file_tokens", 1000, "a.py", split="eval")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(decisions.over_files(table.frame(), LNS, PRE, 16)).all()
+
+
+def test_a1_a_run_in_a_second_precision_does_not_stand_for_one_at_the_other_rate():
+    runs = depth_and_rate(-0.05).frame()
+    own = runs[runs["scheme"].eq(LNS) & runs["depth"].eq(16) & runs["lr"].eq(0.004)]
+    twins = own.assign(run=own["run"] + "-twin", dtype="bfloat16")
+    both = decisions.equal_rates(pd.concat([runs, twins]))
+    pd.testing.assert_frame_equal(both, decisions.equal_rates(runs))
+    at_one = runs[~(runs["scheme"].eq(LNS) & runs["depth"].eq(16) & runs["lr"].eq(0.008))]
+    with pytest.raises(NormlabError, match="no runs of LNS"):
+        decisions.equal_rates(pd.concat([at_one, twins]))
+    with pytest.raises(NormlabError, match="Several runs of lns at depth 16, seed 0"):
+        decisions.equal_rates(pd.concat([runs, twins.assign(dtype="float32")]))
+    costs, more = skip_costs(runs, 0.05), skip_costs(twins, 9.0)
+    pd.testing.assert_frame_equal(
+        decisions.deep_blocks(pd.concat([runs, twins]), pd.concat([costs, more])), decisions.deep_blocks(runs, costs)
+    )
 
 
 def skip_costs(runs: pd.DataFrame, deep: float) -> pd.DataFrame:
@@ -305,3 +334,38 @@ def test_d_predictions_of_others():
 def test_a_question_asked_of_other_runs_is_one_line():
     with pytest.raises(NormlabError, match="no runs of LNS that this question asks of"):
         decisions.equal_rates(depth_and_rate().frame().query("scheme != 'lns'"))
+
+
+def test_c_asked_of_runs_that_set_no_gain_is_one_line():
+    with pytest.raises(NormlabError, match="no run sets lam_input"):
+        decisions.tanh(depth_and_rate().frame(), pd.DataFrame({"lr": [0.004]}, index=["a"]))
+
+
+def test_d_two_final_runs_of_one_seed_are_one_seed_and_a_seed_of_one_scheme_alone_is_no_obstacle():
+    finals = Table()
+    for scheme, loss in ((PRE, 3.4), (LNS, 3.2)):
+        for seed in range(3):
+            finals.add(scheme, 8, seed, 0.004, loss)
+    finals.add("bhyt", 8, 7, 0.004, 3.1)
+    finals.add("bhyt", 8, 7, 0.004, 3.1, name="twin")
+    runs = finals.frame()
+    runs["dtype"] = runs["dtype"].mask(runs["run"].eq("twin"), "bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = decisions.league(runs, runs.iloc[:0]).set_index("scheme")
+    assert table.loc["bhyt", "says"] == "too few final runs" and table.loc["bhyt", "seeds"] == 1
+    assert table.loc[LNS, "says"] == "not told from the best"
+    with pytest.raises(NormlabError, match="Several runs of bhyt at depth 8, seed 7"):
+        decisions.league(finals.frame(), runs.iloc[:0])
+
+
+def test_d_a_scheme_that_diverged_at_every_rate_decides_no_prediction():
+    search = Table()
+    for scheme, loss in ((PRE, 3.6), ("gatednorm", 3.4), ("peri_ln", 3.9)):
+        search.add(scheme, 8, 1000, 0.004, loss)
+    runs = search.frame()
+    runs["status"] = runs["status"].mask(runs["scheme"].eq("peri_ln"), "diverged")
+    for known in (runs, runs[runs["metric"] != "bigram_loss"]):
+        table = decisions.predictions(runs.iloc[:0], known)
+        assert table["says"].tolist() == ["one seed each: as predicted", "not run", "not run"]
+        assert math.isnan(table.loc[1, "estimate"])

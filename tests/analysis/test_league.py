@@ -10,7 +10,8 @@ from training_helpers import write_run
 from normlab import SCHEMES, NormlabError
 from normlab.analysis import league
 from normlab.analysis.published import load_published
-from normlab.store import STATS
+from normlab.runs import EXPERIMENT_COLUMNS
+from normlab.store import EXPERIMENTS, STATS
 from normlab.training.config import TrainConfig
 
 PRE, LNS, MINE = "pre_rmsnorm", "lns", "my_norm_3e4269"
@@ -57,7 +58,8 @@ def table() -> pd.DataFrame:
     search = pd.concat([searched(scheme, losses) for scheme, losses in tried.items()], ignore_index=True)
     costs = [(run, scheme, 4, layer, 0.1 * layer) for run, scheme, layer in _blocks(finals)]
     experiments = pd.DataFrame(costs, columns=["run", "scheme", "depth", "layer", "value"])
-    experiments = experiments.assign(seed=0, metric="skip_delta_loss", part="block")
+    seeds = experiments["run"].map(finals.drop_duplicates("run").set_index("run")["seed"])
+    experiments = experiments.assign(seed=seeds, metric="skip_delta_loss", part="block")
     return league.standings(league.League(finals, search, experiments), load_published()).set_index("scheme")
 
 
@@ -170,10 +172,13 @@ def test_final_runs_at_a_second_rate_are_no_further_seeds(tmp_path):
     for rate, loss in ((0.002, 3.9), (0.008, 4.4)):
         for folder, loss_of in ((tmp_path, loss), (tmp_path / "search", loss + 0.5)):
             config = TrainConfig(scheme=PRE, depth=2, dtype="float32", lr=rate)
-            write_run(config, folder, loss_of, **text)
+            run = write_run(config, folder, loss_of, **text)
+            costs = pd.DataFrame([("skip_delta_loss", "block", 1, None, rate, 0.0)], columns=EXPERIMENT_COLUMNS)
+            costs.to_parquet(run / EXPERIMENTS, index=False)
     with pytest.warns(UserWarning, match="left out: 1 final runs of pre_rmsnorm at another rate than 0.002"):
         found = league.load([tmp_path])
     assert found.finals["lr"].unique().tolist() == [0.002] and found.search["lr"].nunique() == 2
+    assert found.experiments["value"].tolist() == [0.002]
 
 
 @pytest.mark.parametrize("options", [[], ["--add", "lns", "--tiny"]])
@@ -187,3 +192,12 @@ def test_runs_without_experiments_have_no_skip_costs(tmp_path):
     found = league.standings(league.load([tmp_path]), load_published())
     assert "deep_cost" not in found and found.loc[0, "scheme"] == PRE
     assert "not run: " in league.printed(found)
+
+
+def test_a_final_run_in_a_second_precision_is_no_further_seed(tmp_path):
+    for seed, dtype in ((0, "float32"), (0, "bfloat16"), (1, "float32")):
+        config = TrainConfig(scheme=PRE, depth=2, dtype=dtype, seed=seed)
+        write_run(config, tmp_path, corpus={"unigram_entropy": 6.5})
+    with pytest.warns(UserWarning, match="left out: 1 final runs that others repeat in another precision"):
+        finals = league.load([tmp_path]).finals
+    assert finals.groupby("seed")["run"].nunique().tolist() == [1, 1] and set(finals["dtype"]) == {"float32"}

@@ -7,9 +7,11 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from figures_helpers import configs_of, table
 
 import normlab
 from normlab.analysis import theory
+from normlab.analysis.profiles import Profiles, View
 from normlab.errors import NormlabError
 from normlab.norms import BHyT, DyT, LayerNorm, Norm, RMSNorm, StartingMap
 from normlab.probes import record
@@ -241,3 +243,12 @@ def test_what_cannot_be_predicted_is_refused():
         theory.predict(config("dyt"), collision=2)
     with pytest.raises(NormlabError, match="kappa is 0"):
         theory.chebyshev_bound(0)
+
+
+def test_a_profile_against_a_reference_relative_to_layer_one_is_a_ratio_of_such_profiles():
+    runs = table(schemes=("lns", "pre_rmsnorm"), depths=(4,))
+    profiles = Profiles(runs, configs_of(runs))
+    view = View("token_l2_mean", "block_out", "all", 4, 0, ("lns", "pre_rmsnorm"), relative=True)
+    lns, base = (line.values for line in profiles.predicted(view))
+    paired = profiles.predicted(dataclasses.replace(view, reference="pre_rmsnorm"))
+    assert paired[0].values == pytest.approx(lns / base) and paired[1].values == pytest.approx(np.ones(5))

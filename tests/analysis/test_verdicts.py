@@ -25,6 +25,7 @@ from normlab.analysis.verdicts import (
     variance_over_seeds,
     worse_than_some,
 )
+from normlab.errors import NormlabError
 
 
 def layout(values: np.ndarray, depth: int = 4) -> pd.DataFrame:
@@ -88,6 +89,13 @@ def test_a_schemes_own_mean_has_the_same_rule():
         assert rows.loc[f"s{scheme}", "high"] == pytest.approx(values[scheme].mean() + half)
     sizes = means(layout(np.exp(values)), "rms").set_index("a")
     assert sizes["estimate"].to_numpy() == pytest.approx(np.exp(rows["estimate"])) and (sizes["kind"] == "ratio").all()
+
+
+def test_two_runs_of_one_seed_are_no_two_seeds():
+    twice = pd.concat([layout(np.array([[1.0, 1.2], [2.0, 2.1]]))] * 2)
+    for compared in (lambda: means(twice, "loss"), lambda: differences(twice, "s0", "s1", "loss")):
+        with pytest.raises(NormlabError, match="Several runs of s0 at depth 4, seed 0"):
+            compared()
 
 
 def families_of(spreads: list[float], seeds: int = 3, families: int = 4000) -> tuple[np.ndarray, ...]:
