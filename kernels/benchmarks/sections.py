@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -224,20 +225,24 @@ def training_step(model: Any, device: Device) -> Call:
 
 
 def token_step(model: Any, batch: int, device: Device) -> Call:
-    """One more token for each of some sequences, through the cache, always from the same prompt."""
+    """One more token for each of some sequences, through the cache, always from the same prompt.
+
+    A step extends a copy of the cache, which shares the prompt's tensors. They live as long as the step. A graph of it
+    reads them at each replay.
+    """
     from transformers import DynamicCache
 
     model.eval()
     tokens = torch.randint(VOCABULARY, (batch, device.model["prompt"]), device=device.torch)
     with torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        model(tokens, None, None, cache)  # by position: its name depends on transformers
+        prompt = DynamicCache(config=model.config)
+        model(tokens, None, None, prompt)  # by position: its name depends on transformers
 
     def step() -> Tensor:
+        cache = copy(prompt)
+        cache.layers = [copy(layer) for layer in prompt.layers]
         with torch.no_grad():
-            logits = model(tokens[:, :1], None, None, cache).logits
-        cache.crop(-1)
-        return logits
+            return model(tokens[:, :1], None, None, cache).logits
 
     return step
 

@@ -13,6 +13,8 @@ Under `torch.compile` the caller gives the compiler the plain formula (`referenc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from normlab_kernels.spec import Act, RowSpec, Stat
@@ -35,6 +37,22 @@ def mean_square_gradient(x: torch.Tensor, grad_ms: torch.Tensor, grad_x: torch.T
     """dx = (2/d) x grad_ms + grad_x: all that reaches x when only its mean square (and x itself) is used."""
     dx = x.float() * (grad_ms * (2.0 / x.shape[-1]))
     return (dx if grad_x is None else dx.add_(grad_x)).to(x.dtype)
+
+
+class FirstDerivative(torch.autograd.Function):
+    """Gradients whose derivative is an error: `apply(count, *gradients, *sources)` returns the `count` gradients.
+
+    PyTorch's `once_differentiable` ties its error to no source. So `torch.autograd.grad` passes it by, and a second
+    derivative lacks this norm's part without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise RuntimeError('the norms have no second derivative: use kernels="torch" in fp64')
 
 
 def tanh_(z: torch.Tensor) -> torch.Tensor:

@@ -52,16 +52,23 @@ def check(
         raise ValueError(f"mean_square must have shape {(*shape[:-1], 1)}, got {tuple(given.shape)}")
 
 
-def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """ValueError for a tensor with a tangent: the kernels have no forward-mode derivative, and would drop it."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+def refuse_transforms(*tensors: Tensor | None) -> None:
+    """ValueError for a tensor with a tangent, and under torch.func.
+
+    The kernels have no forward-mode derivative, and would drop it. PyTorch's own error names its autograd functions.
+    """
+    if torch.compiler.is_compiling():
         return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise ValueError('the norms have no forward-mode derivative: use torch.func.vjp, or kernels="torch" in fp64')
+    if forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
+        raise ValueError('the norms have no forward-mode derivative: use torch.autograd, or kernels="torch" in fp64')
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError('the norms refuse transforms of torch.func: use torch.autograd, or kernels="torch" in fp64')
 
 
 class _CpuRowNorm(torch.autograd.Function):
-    """cpu.forward and cpu.backward on 2-D rows; torch.func transforms refuse it with a sentence.
+    """cpu.forward and cpu.backward on 2-D rows.
 
     The context is filled in `forward`. A separate `setup_context` costs 15 us per call, a third of the norm at width
     128, because PyTorch binds the arguments anew each time.
@@ -79,14 +86,18 @@ class _CpuRowNorm(torch.autograd.Function):
         return y, ms
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_ms: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, scale, shift, ms = ctx.saved_tensors
-        if grad is None:
-            dx = None if grad_ms is None else cpu.mean_square_gradient(x, grad_ms, None)
-            return dx, *(None,) * 6
-        grad, needs = cpu.unit_stride(grad), ctx.needs_input_grad
-        return *cpu.backward(grad, grad_ms, x, weight, scale, shift, ms, ctx.spec, needs), None
+        gradients: tuple[Tensor | None, ...]
+        with torch.no_grad():
+            if grad is None:
+                gradients = None if grad_ms is None else cpu.mean_square_gradient(x, grad_ms, None), *(None,) * 5
+            else:
+                rows, needs = cpu.unit_stride(grad), ctx.needs_input_grad
+                gradients = cpu.backward(rows, grad_ms, x, weight, scale, shift, ms, ctx.spec, needs)
+        if torch.is_grad_enabled():
+            gradients = cpu.FirstDerivative.apply(6, *gradients, grad, grad_ms, x, weight, scale, shift, ms)
+        return *gradients, None
 
 
 def row_norm(
@@ -140,14 +151,17 @@ def _triton_path(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, direction: Tensor | None, given: Tensor | None, correction: Tensor | None, spec: RowSpec,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """Run the custom op under a compiler or functorch, and the same launches without it otherwise."""
-    refuse_forward_mode(x, residual, weight, bias, scale, shift, direction, given)
-    shape = x.shape
+    """Run the custom op under a compiler, and the same launches without it otherwise."""
+    refuse_transforms(x, residual, weight, bias, scale, shift, direction, given)
+    shape, device = x.shape, x.device
+    for tensor in (residual, weight, bias, scale, shift, direction, given, correction):
+        if tensor is not None and tensor.device != device:  # a kernel might read it before it is written
+            raise ValueError(f"all tensors of a norm must be on one device, got {device} and {tensor.device}")
     if len(shape) != 2:
         x = x.reshape(-1, shape[-1])
         residual = None if residual is None else residual.reshape(-1, shape[-1])
     tensors = (x, residual, weight, bias, scale, shift, direction, given)
-    watched = torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active()
+    watched = torch.compiler.is_compiling() or type(x) not in _PLAIN
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if given is not None:
         if correction is not None and (watched or graph):
@@ -189,7 +203,7 @@ def _torch_path(
         y, ms = row_norm_reference(cpu.unit_stride(x), weight, bias, scale, shift, given, spec, direction)
         return y, (ms if spec.stat == Stat.RMS else None)
     rows = None if given is None else given.reshape(-1, 1).float()
-    refuse_forward_mode(x, weight, bias, scale, shift, rows)
+    refuse_transforms(x, weight, bias, scale, shift, rows)
     run = _CpuRowNorm.apply if torch.is_grad_enabled() else cpu.forward  # no gradients, no autograd
     out, ms = run(cpu.unit_stride(x.reshape(-1, width)), weight, bias, scale, shift, rows, spec)
     return out.view(x.shape), (None if ms is None else ms.view(*x.shape[:-1], 1))

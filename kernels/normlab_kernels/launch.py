@@ -21,7 +21,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments:
     """
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         with torch.cuda.device(device):
-            return launch(kernel, grid, torch.device("cuda"), *arguments, **constants)
+            return launch(kernel, grid, device, *arguments, **constants)
     key = kernel.fn, device, *map(kind, arguments), *constants.values()
     if (found := COMPILED.get(key)) is not None:
         return found[0][*grid, 1, 1](*arguments, *found[1])

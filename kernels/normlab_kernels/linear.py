@@ -8,6 +8,8 @@ serves both: the norm's, then two matrix products.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from normlab_kernels import choices, dispatch
@@ -56,12 +58,19 @@ def _linear_add_norm(
             f"{tuple(a.shape)}, {tuple(proj.shape)}, {tuple(residual.shape)}"
         )
     dispatch.check(residual, weight, bias, scale, None, None, given)
-    dispatch.refuse_forward_mode(a, proj, residual, weight, bias, scale, given)
     if fused and (reason := cannot_fuse(a, proj, residual, weight)):
         raise ValueError(f"linear_add: the fused kernel cannot run here, {reason}; use fused=None")
     if not (prefers_fused(a, proj, residual, weight) if fused is None else fused):
+        norm: Any = {"bias": bias, "scale": scale, "given": given, "spec": spec}
+        kind, dtype = a.device.type, a.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        if residual.dtype != dtype:  # addmm would round a stream in fp32 to the product's 16 bits
+            y, _, h = dispatch.row_norm(torch.nn.functional.linear(a, proj), weight, residual=residual, **norm)
+            return h, y
         h = torch.addmm(residual.reshape(-1, proj.shape[0]), a.reshape(-1, a.shape[-1]), proj.t()).view(residual.shape)
-        return h, dispatch.row_norm(h, weight, bias=bias, scale=scale, given=given, spec=spec)[0]
+        return h, dispatch.row_norm(h, weight, **norm)[0]
+    dispatch.refuse_transforms(a, proj, residual, weight, bias, scale, given)
     from normlab_kernels import linear_ops
 
     shape = residual.shape

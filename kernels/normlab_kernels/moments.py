@@ -37,7 +37,8 @@ def row_moments(x: Tensor) -> RowMoments:
         if x.numel() and dispatch.takes_kernels(x):
             from normlab_kernels import moments_kernel
 
-            stacked = moments_kernel.launch(rows)
+            run = moments_kernel.row_moments if torch.compiler.is_compiling() else moments_kernel.launch
+            stacked = run(rows)
         else:
             stacked = _chunked(rows)
         return RowMoments(*(row.view(x.shape[:-1]) for row in stacked))

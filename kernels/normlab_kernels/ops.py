@@ -1,7 +1,7 @@
 """Launches of the row norms, and their registration with PyTorch.
 
 `launch_forward` and `launch_backward` are the bodies, on 2-D rows with None for what a function lacks. Eager calls
-reach them through `RowNorm`, an autograd function. The compiler and functorch see the custom ops
+reach them through `RowNorm`, an autograd function. The compiler sees the custom ops
 `normlab_kernels::row_norm` and its backward, over the same bodies. A custom op costs the host twice as much per call,
 and `triton_op`s fail `opcheck` in the interpreter.
 """
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction, once_differentiable
+from torch.autograd.function import _SingleLevelFunction
 
 from normlab_kernels import choices
-from normlab_kernels.cpu import mean_square_gradient, unit_stride
+from normlab_kernels.cpu import FirstDerivative, mean_square_gradient, unit_stride
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
 from normlab_kernels.launch import INTERPRETING, launch
 from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel, parameter_gradients_kernel
@@ -188,14 +188,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], total: Tensor | None, mean: Tensor 
 
 
 def _backward(
-    ctx: Any, run: Any, grad: Tensor | None, grad_sum: Tensor | None, grad_ms: Tensor | None
+    ctx: Any, saved: tuple[Any, ...], run: Any, grad: Tensor | None, grad_sum: Tensor | None, grad_ms: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the eight tensors. dx goes to x and to the residual; autograd gives each its dtype.
 
     Args:
+        saved: the context's saved tensors, which a checkpoint unpacks once only.
         run: `launch_backward` or the custom op over it.
     """
-    x, *parameters, mean, ms = ctx.saved_tensors
+    x, *parameters, mean, ms = saved
     _, added, *wants = ctx.needs_input_grad[:8]
     if grad is None:  # no parameter has a part in s or in ms, whatever a row holds
         dx, gradients, dms = grad_sum, [None] * 5, None
@@ -208,7 +209,7 @@ def _backward(
 
 class RowNorm(_SingleLevelFunction):
     """(y, residual + x, ms) of 2-D rows, eagerly. The context is filled in `forward`: see `dispatch._CpuRowNorm`. Not
-    an `autograd.Function`, whose Python costs 5 us a call and serves functorch, which sees the custom op."""
+    an `autograd.Function`, whose Python costs 5 us a call and serves functorch, which is refused."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
@@ -218,11 +219,12 @@ class RowNorm(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        run = _backward_once if torch.is_grad_enabled() else _backward
-        return *run(ctx, launch_backward, *grads), None
-
-
-_backward_once = once_differentiable(_backward)  # 3 us of Python, for a graph of the gradient alone
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return *_backward(ctx, saved, launch_backward, *grads), None
+        with torch.no_grad():
+            gradients = _backward(ctx, saved, launch_backward, *grads)
+        return *FirstDerivative.apply(len(gradients), *gradients, *grads, *saved), None
 
 
 def _full(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[Any, ...]:
@@ -277,7 +279,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _op_backward(ctx: Any, grad: Any, grad_sum: Any, _: Any, grad_ms: Any) -> tuple[Any, ...]:
-    return *_backward(ctx, backward_op, grad, grad_sum if ctx.added else None, grad_ms), None, None, None, None
+    gradients = _backward(ctx, ctx.saved_tensors, backward_op, grad, grad_sum if ctx.added else None, grad_ms)
+    return *gradients, None, None, None, None
 
 
 row_norm.register_autograd(_op_backward, setup_context=_setup_context)

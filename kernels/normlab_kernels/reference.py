@@ -59,4 +59,4 @@ def row_norm_reference(
         gain = gate * _wide(bias) + _wide(weight)
         return (gain * z).to(torch.promote_types(x.dtype, weight.dtype)), ms
     y = z.to(x.dtype) * weight
-    return (y if bias is None else y + bias), ms
+    return (y if bias is None else (y + bias).to(y.dtype)), ms

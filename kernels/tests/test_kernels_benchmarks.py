@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +155,28 @@ def test_a_generation_that_no_graph_takes_keeps_what_was_measured_as_launched(mo
     monkeypatch.setattr(device, "graphed", lambda call: torch.zeros(2) @ torch.zeros(3))
     row = run.measure_row(plan.plan("cuda", ("generate",))[0], device)
     assert row["ratio"] > 0 and row["note"].startswith("no CUDA graph, as launched: RuntimeError")
+
+
+def test_a_generated_token_reads_nothing_that_is_freed_after_it() -> None:
+    """A graph of it reads the same addresses at every replay, and memory is returned to the driver in between."""
+    pytest.importorskip("normlab", reason="whole models are normlab's")
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    read: list[StorageWeakRef] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.cat.default and args[1:] == (-2,):  # keys or values, and the token's
+                read.append(StorageWeakRef(args[0][0].untyped_storage()))
+            return function(*args, **(kwargs or {}))
+
+    device = measure.Fake()
+    step = sections.token_step(sections.build_model("pre_rmsnorm", "normlab", device), 2, device)
+    first = step()
+    with Reads():
+        torch.testing.assert_close(step(), first)
+    assert len(read) == 2 * device.model["depth"] and not any(storage.expired() for storage in read)
 
 
 def test_a_ratio_is_the_median_of_neighbours_with_its_interval() -> None:

@@ -38,6 +38,8 @@ def arguments_of(name: str, rows: int, width: int, inner: int, dtype: torch.dtyp
 
 
 def call(name: str, fused: bool | None, a: dict[str, Tensor]) -> dict[str, Tensor]:
+    if fused and DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the fused kernel is refused before compute capability 9.0")
     if name != "dyt":
         operands = (a["a"], a["proj"], a["residual"], a["weight"], a["scale"], a["given"])
         h, y = nk.linear_add_bhyt(*operands, fused=fused, bounded=name == "bhyt")
@@ -178,6 +180,25 @@ def test_an_operand_off_the_sixteen_byte_grid_takes_two_kernels(key: str, monkey
         assert torch.equal(value, expected[name])
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
         call("bhyt", True, arguments)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_stream_in_fp32_stays_in_fp32_where_the_product_is_in_16_bits(autocast: bool) -> None:
+    """With the bits of a linear layer, an addition and the norm."""
+    a = arguments_of("bhyt", 5, 16, 8, torch.float32)
+    if not autocast:
+        a |= {key: a[key].bfloat16() for key in ("a", "proj")}
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+        got, upstream = results(lambda a: call("bhyt", None, a), a, None)
+
+        def steps(a: dict[str, Tensor]) -> dict[str, Tensor]:
+            h = a["residual"] + torch.nn.functional.linear(a["a"], a["proj"])
+            return {"h": h, "y": nk.bhyt_carried(h, a["weight"], a["scale"], a["given"])}
+
+        expected, _ = results(steps, a, upstream)
+    assert got["h"].dtype == got["y"].dtype == torch.float32
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-6, atol=1e-6, msg=key)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

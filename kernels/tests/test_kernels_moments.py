@@ -62,6 +62,24 @@ def test_strided_input_no_rows_and_no_gradient() -> None:
     assert nk.row_moments(torch.empty(0, 5, device=DEVICE)).l2.shape == (0,)
 
 
+def test_moments_compile_without_a_graph_break() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(nk.row_moments, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 3, 20, device=DEVICE)
+    for one, other in zip(compiled(x), nk.row_moments(x), strict=True):
+        assert one.shape == (2, 3)
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+@pytest.mark.kernels
+def test_opcheck_passes() -> None:
+    from normlab_kernels import moments_kernel
+
+    for rows in (5, 0):
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(moments_kernel.row_moments, (torch.randn(rows, 9, device=DEVICE),), test_utils=checks)
+
+
 def test_what_is_no_row_is_refused() -> None:
     for x in (torch.ones(3, dtype=torch.int64), torch.ones(3, 0), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="row_moments needs"):

@@ -198,6 +198,56 @@ def test_forward_mode_is_refused_with_a_sentence(name: str) -> None:
         torch.func.jvp(CASES[name].call, (arguments,), ({k: torch.ones_like(v) for k, v in arguments.items()},))
 
 
+@pytest.mark.parametrize("name", ALL if KERNELS else [n for n in NAMES if not n.endswith(FORMULAS)])
+def test_a_second_derivative_is_refused_where_the_upstream_gradient_is_a_constant_too(name: str) -> None:
+    """The Hessian would lack the norm's part there, as the rest of the model has second derivatives."""
+    a = {k: v.requires_grad_() for k, v in make_inputs(CASES[name], 5, 12, torch.float32).items()}
+    y = CASES[name].call(a | {"x": torch.nn.functional.gelu(a["x"])})["y"]
+    (dx,) = torch.autograd.grad(y, a["x"], torch.ones_like(y), create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dx.square().sum(), a["x"])
+
+
+@pytest.mark.parametrize("name", ["add_bhyt", "bhyt_carried", "dyt"])
+def test_a_graph_of_the_gradient_has_the_gradient_under_a_checkpoint_too(name: str) -> None:
+    """A checkpoint unpacks what is saved once."""
+    arguments = make_inputs(CASES[name], 5, 12, torch.float32)
+    expected, upstream = results(CASES[name].call, arguments, None)
+    a = {k: v.clone().requires_grad_() for k, v in arguments.items()}
+    out = checkpoint(CASES[name].call, a, use_reentrant=False)
+    grads = torch.autograd.grad(list(out.values()), list(a.values()), [upstream[k] for k in out], create_graph=True)
+    for key, grad in zip(a, grads, strict=True):
+        assert torch.equal(grad, expected[f"d{key}"]) and grad.dtype == expected[f"d{key}"].dtype, key
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap of weights"])
+def test_transforms_of_torch_func_are_refused_with_a_sentence(transform: str) -> None:
+    x, weight = torch.randn(5, 12, device=DEVICE), torch.ones(12, device=DEVICE)
+    with pytest.raises(ValueError, match="refuse transforms of torch.func"):
+        if transform == "grad":
+            torch.func.grad(lambda x: nk.rms_norm(x, weight).sum())(x)
+        elif transform == "vjp":
+            torch.func.vjp(lambda x: nk.rms_norm(x, weight), x)
+        else:
+            torch.vmap(lambda weight: nk.rms_norm(x, weight))(weight.expand(3, 12))
+
+
+def test_a_wider_bias_leaves_y_in_the_dtype_of_x_and_the_weight() -> None:
+    """In the formula that a compiler is given too."""
+    x, weight = torch.randn(5, 12, device=DEVICE).bfloat16(), torch.ones(12, device=DEVICE).bfloat16()
+    bias, alpha = torch.randn(12, device=DEVICE), torch.ones(1, device=DEVICE)
+    torch.compiler.reset()
+    compiled = torch.compile(nk.dyt, fullgraph=True, backend="aot_eager")
+    assert compiled(x, weight, bias, alpha).dtype == nk.dyt(x, weight, bias, alpha).dtype == torch.bfloat16
+
+
+@pytest.mark.kernels
+def test_a_tensor_on_another_device_is_refused_with_a_sentence() -> None:
+    x, weight = torch.randn(5, 12, device=DEVICE), torch.ones(12, device="meta")
+    with pytest.raises(ValueError, match=f"on one device, got {DEVICE}.* and meta"):
+        nk.rms_norm(x, weight)
+
+
 def test_rows_in_float32_join_a_stream_in_float64_in_float64() -> None:
     arguments = make_inputs(CASES["add_bhyt"], 5, 12, torch.float32)
     arguments["residual"] = arguments["residual"].double() + 1e-12
@@ -329,3 +379,37 @@ def test_a_launch_goes_to_the_device_of_its_tensors_with_fused_multiply_adds(mon
         launch.launch(Kernel(), (1,), torch.device("cuda", index), 4)
     assert launched == [(4, {"enable_fp_fusion": True})] * 2  # whatever TRITON_DEFAULT_FP_FUSION and the version say
     assert entered == [torch.device("cuda", index) for index in (0, 1)]
+
+
+def test_a_kernel_that_one_device_loaded_is_not_launched_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever device is the current one."""
+    launch = pytest.importorskip("normlab_kernels.launch")
+    current = [0]
+    ran: list[tuple[int, int]] = []
+
+    @contextlib.contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen.index)
+        yield
+        current.pop()
+
+    class Kernel:
+        fn, arg_names = "a kernel", ()
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, **__: Loaded(current[-1])
+
+    class Loaded:
+        def __init__(self, where: int) -> None:
+            self.where = where
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_: ran.append((self.where, current[-1]))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(launch, "COMPILED", {})
+    for index in (1, 2, 1, 2):
+        launch.launch(Kernel(), (1,), torch.device("cuda", index), 4)
+    assert ran == [(1, 1), (2, 2)]
