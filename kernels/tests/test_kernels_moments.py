@@ -62,6 +62,7 @@ def test_strided_input_no_rows_and_no_gradient() -> None:
     assert nk.row_moments(torch.empty(0, 5, device=DEVICE)).l2.shape == (0,)
 
 
+@pytest.mark.kernels
 def test_moments_compile_without_a_graph_break() -> None:
     torch.compiler.reset()
     compiled = torch.compile(nk.row_moments, fullgraph=True, backend="aot_eager")
