@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
 from normlab.probes.layout import find_input, find_output
 from normlab.probes.sites import Sites, stacks
@@ -74,8 +74,12 @@ class Roles:
     mask_name: str | None = "attention_mask"
 
     def mask_of(self, batch: dict[str, Any]) -> Any:
-        """The batch's mask over the tokens that the blocks see, or None."""
-        return None if self.mask_name is None else batch.get(self.mask_name)
+        """The batch's mask over the tokens that the blocks see, (batch, length), or None.
+
+        A mask of another shape says which tokens see which: all count.
+        """
+        mask = None if self.mask_name is None else batch.get(self.mask_name)
+        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 @dataclass
@@ -98,7 +102,7 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
     """
     where = _stack_that_runs(model, batch)
     with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder:
-        model(**batch)
+        _called(model, batch)
     names = {module: name for name, module in model.named_modules()}
     branches = {names[module]: kind for (kind, _), (module, _) in recorder.branches.items()}
     outer = set(where.outer_norms)
@@ -129,12 +133,25 @@ def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
     for where in larger:
         ran: list[bool] = []
         handle = where.blocks[0].module.register_forward_pre_hook(lambda module, args, ran=ran: ran.append(True))
-        with torch.no_grad():
-            model(**batch)
-        handle.remove()
+        try:
+            with torch.no_grad():
+                _called(model, batch)
+        finally:
+            handle.remove()
         if ran:
             return where
     return smallest
+
+
+def _called(model: nn.Module, batch: dict[str, Any]) -> Any:
+    """The model's output. NormlabError where it does not run on the batch."""
+    try:
+        return model(**batch)
+    except NormlabError:
+        raise
+    except Exception as error:  # the model's own code: what it raises cannot be known
+        given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in batch.items() if isinstance(x, Tensor)) or "no tensor"
+        raise NormlabError(f"{type(model).__name__} does not run on {given}: {in_one_line(error)}") from error
 
 
 def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients: bool = False) -> Capture:
@@ -142,12 +159,14 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
 
     gradients: also run backward, of the summed cross-entropy of the next `input_ids`. The gradient that arrives at each
     block's input is kept, from the last block to the first.
+
+    Raises NormlabError where the model does not run on the batch.
     """
     result = Capture()
     arrived = Capture()
     mask = roles.mask_of(batch)
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
-        output = model(**batch)
+        output = _called(model, batch)
         logits = output.logits if hasattr(output, "logits") else find_output(output)
         result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, head_name(model))
         if gradients and logits is not None:
@@ -164,8 +183,11 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The tokens of `x` that are not padding, (tokens, features); None where its shape does not tell them."""
-    if mask is None or bool(mask.all()):
+    """The tokens of `x` that are not padding, (tokens, features); None where its shape does not tell them.
+
+    All of it where it has one row per sequence, such as the scores of a classifier.
+    """
+    if mask is None or bool(mask.all()) or (x.ndim == 2 and len(x) == len(mask)):
         return x.reshape(-1, x.shape[-1])
     mask = mask.bool().to(x.device)
     length = mask.shape[1]

@@ -201,7 +201,7 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if float((offset - offset.mean()).abs().max()) < 1e-6 * float(offset.mean().abs()):
         return f"is A's {'+' if offset.mean() > 0 else '-'} {abs(float(offset.mean())):g}: a gain of 1 + w?"
     scale = float((a * b).sum() / a.square().sum())
-    if _same(scale * a, b):
+    if _explains(scale * a, a, b):
         return f"is A's times {scale:.6g}: scaled"
     return _permuted(a, b, head) or f"has other values (relative difference {_relative(a, b):.1e})"
 
@@ -251,8 +251,9 @@ def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> 
         path = _whole(e.site, e.a.roles, block + module.removeprefix(here))
         with contextlib.suppress(AttributeError):
             other = dict(e.a.model.get_submodule(path).named_parameters())
-            matrices = [n for n in other if other[n].ndim > 1 and n in b and n in a and not torch.equal(a[n], b[n])]
-            if layer != e.site.layer and matrices and all(torch.equal(other[n], b[n]) for n in matrices):
+            changed = [n for n in other if n in b and n in a and not torch.equal(a[n], b[n])]
+            is_told = any(len(other[n].unique()) > 1 for n in changed)  # not a gain of ones
+            if layer != e.site.layer and is_told and all(torch.equal(other[n], b[n]) for n in changed):
                 return [f"B has the weights of A's block {layer} here"]
     return []
 
@@ -275,8 +276,9 @@ def _head_width(model: nn.Module) -> int:
 def _reads(e: Evidence) -> list[str]:
     """A tensor of another site of A that B has at this one."""
     b = e.b.tensors[e.site]
+    closeness = min(CLOSE, relative_difference(e.a.tensors[e.site], b, e.mask) / BETTER)
     for site, x in e.a.tensors.items():
-        if site != e.site and x.shape == b.shape and relative_difference(x, b, e.mask) < CLOSE:
+        if site != e.site and x.shape == b.shape and relative_difference(x, b, e.mask) < closeness:
             where = f" of block {site.layer}" if 1 <= site.layer <= len(e.a.roles.blocks) else ""
             return [f"B holds A's {site.words()}{where} here: the wrong hidden state, or a part left out"]
     return []
@@ -301,12 +303,12 @@ def _function(e: Evidence) -> list[str]:
             bias = getattr(e.a.model.get_submodule(e.a.captured.modules[e.site]), "bias", None)
             return causes + _norm(rows, x, y, torch.zeros_like(x[0]) if bias is None else bias.detach())
     scale = float((x * y).sum() / x.square().sum())
-    if _same(scale * x, y) and abs(scale - 1) > 1e-3:
+    if _explains(scale * x, x, y) and abs(scale - 1) > 1e-3:
         root = math.sqrt(x.shape[-1])
         known = [w for w, v in ((" = sqrt(width)", root), (" = 1/sqrt(width)", 1 / root)) if abs(scale / v - 1) < 1e-3]
         causes.append(f"ratio {scale:.6g}{''.join(known)} everywhere: scaled")
     by_token = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
-    if not causes and _same(by_token * x, y):
+    if not causes and _explains(by_token * x, x, y):
         module = e.a.model.get_submodule(e.a.captured.modules.get(e.site, ""))
         experts = any("expert" in name for name, _ in module.named_modules())
         why = "the experts' weights are not normalized, or twice" if experts else "another norm or scale"
@@ -316,6 +318,7 @@ def _function(e: Evidence) -> list[str]:
 
 def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor) -> list[str]:
     """Two outputs of a norm that read the same rows; `bias` is A's."""
+    x, y = x - bias, y - bias
     closeness = min(CLOSE, _relative(x, y) / BETTER)
 
     def fits(z: Tensor) -> bool:
@@ -351,13 +354,12 @@ def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor) -> list[str]:
     if fits(x + offset):
         return ["an offset by channel: a missing or additional bias"]
     mean = reads.mean(1, keepdim=True)
-    x, y = x - bias, y - bias
     for sign, words in ((1, "does not subtract the mean"), (-1, "subtracts the mean")):
         moved = x + sign * mean * (x / (reads - (mean if sign > 0 else 0))).nan_to_num()
         direction = torch.nn.functional.cosine_similarity(moved, y, dim=-1)
         if float(direction.min()) > 1 - 1e-6:
             return [f"B {words}: LayerNorm or RMSNorm"]
-    if fits(reads):
+    if fits(reads - bias):
         return ["B applies no norm here"]
     return []
 
@@ -643,6 +645,11 @@ def _sees_later(e: Evidence) -> list[str]:
 
 def _same(x: Tensor, y: Tensor) -> bool:
     return _relative(x, y) < CLOSE
+
+
+def _explains(guess: Tensor, a: Tensor, b: Tensor) -> bool:
+    """True if a guess made from a is b, and much closer to it than a is."""
+    return _relative(b, guess) < min(CLOSE, _relative(a, b) / BETTER)
 
 
 def _relative(x: Tensor, y: Tensor) -> float:

@@ -94,13 +94,15 @@ def diff(
     float32 and a float64 copy of `a`. Memory: copies of both models in float64 and of `a` in float32.
 
     Raises:
-        NormlabError: no stack of blocks was found; depths differ; no site is in both.
+        NormlabError: no stack of blocks was found; depths differ; no site is in both; a model does not run on the
+            batch.
     """
     if not hasattr(batch, "items"):
         raise NormlabError("batch must be a dict of the models' arguments, such as {'input_ids': ...}")
     batch = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
     a = _original(a)
-    with evaluating(a):
+    device = next((p.device.type for p in a.parameters()), "cpu")
+    with evaluating(a), torch.autocast(device, enabled=False):  # it would round the copies in float32
         if not isinstance(b, nn.Module):
             return _diff_arrays(a, read_arrays(b), batch, dtype)
         b = _original(b)
@@ -124,15 +126,15 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
 
     def run(i: int, dtype: torch.dtype) -> Side:
         """A copy of A (0) or B (1) in `dtype`, weights and buffers rounded, and what its sites hold."""
-        model = _rounded(models[i], coarser, dtype, buffers)
-        return Side(capture(model, inputs[i], roles[i], gradients=gradients), model, inputs[i], roles[i])
+        model, given = _rounded(models[i], coarser, dtype, buffers), _in_dtype(inputs[i], dtype)
+        return Side(capture(model, given, roles[i], gradients=gradients), model, given, roles[i])
 
     single = run(0, torch.float32).tensors
     notes: list[str] = []
     try:
         side_a, side_b = run(0, torch.float64), run(1, torch.float64)
         exact = _all_finite(side_a.tensors, mask) or not _all_finite(single, mask)
-    except RuntimeError:  # a kernel that has no float64, or a dtype written into the code
+    except (NormlabError, RuntimeError):  # a kernel that has no float64, or a dtype written into the code
         exact = False
     if not exact:
         notes = ["compared in float32: a copy does not run in float64"]
@@ -201,15 +203,16 @@ def _diff_arrays(
     arrays = {Site(site.name, places[site]): x for site, x in arrays.items()}
     computed = dtype or max((_dtype(a), *(x.dtype for x in arrays.values())), key=_eps)
     exact = _rounded(a, _dtype(a), torch.float64)
-    in_a = capture(exact, inputs, roles)
-    rounded = capture(_rounded(a, _dtype(a), computed), inputs, roles).tensors
+    given = _in_dtype(inputs, torch.float64)
+    in_a = capture(exact, given, roles)
+    rounded = capture(_rounded(a, _dtype(a), computed), _in_dtype(inputs, computed), roles).tensors
     mask = roles.mask_of(batch)
     rows = _rows(in_a.tensors, arrays, rounded, _eps(computed), mask)
     if all(math.isinf(row.difference) for row in rows):
         known = ", ".join(f"{site.name}.{site.layer}" for site in list(in_a.tensors)[:8])
         raise NormlabError(f"the file has no site of this model in its shape: name arrays as {known} ...")
     first = _first(rows)
-    side_a, side_b = Side(in_a, exact, inputs, roles), Side(Capture(arrays))
+    side_a, side_b = Side(in_a, exact, given, roles), Side(Capture(arrays))
     causes = [] if first is None else causes_of(Evidence(side_a, side_b, first, mask))
     return _result(rows, first, causes, depth, [])
 
@@ -295,6 +298,11 @@ def _accepted(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     if "input_ids" in batch and "input_ids" not in kept:
         kept[next(iter(takes))] = batch["input_ids"]
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kept.items()}
+
+
+def _in_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs for a copy in `dtype`: images and embeddings are in it too."""
+    return {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
 
 
 def _coarser_buffers(a: nn.Module, b: nn.Module) -> dict[str, torch.dtype]:

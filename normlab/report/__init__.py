@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
 from normlab.probes.experiments import evaluating
-from normlab.report.inputs import Batches, Loaded, batches, check_input, load
+from normlab.report.inputs import Batches, Loaded, batches, check_input, check_size, load
 from normlab.report.measure import Measured, experiment, measure
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def probe_report(
         import plotly  # noqa: F401
     except ImportError as error:  # pragma: no cover - needs an environment without plotly
         raise NormlabError("the report needs plotly: pip install 'normlab[figures]'") from error
-    if length < 2 or rows < 1:
-        raise NormlabError(f"length is {length}, rows {rows}: give at least 2 tokens a row, and at least 1 row")
+    check_size(length, rows)
     if not all(revision.strip() for revision in revisions):
         raise NormlabError(f"revisions are {', '.join(map(repr, revisions))}: give each a name")
     given = [model] if isinstance(model, str | Path | nn.Module) else list(model)

@@ -10,7 +10,7 @@ import torch
 
 from normlab.differences import Difference, diff
 from normlab.errors import NormlabError
-from normlab.report.inputs import batches, check_input, float_type, load
+from normlab.report.inputs import batches, check_input, check_size, float_type, load
 
 ARRAYS = (".npz", ".safetensors")
 
@@ -41,6 +41,7 @@ def difference_report(
         NormlabError: the text or a model cannot be read; what `normlab.diff` raises.
     """
     text = Path(text)
+    check_size(length, rows)
     check_input(text)
     is_file = Path(b).suffix in ARRAYS
     if is_file and gradients:

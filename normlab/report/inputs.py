@@ -3,6 +3,7 @@
 load          a saved or hub model by its own task: causal, masked or sequence-to-sequence language model, or images
 batches       the batches it is run on
 check_input   refuse a text that no model can be run on
+check_size    refuse rows that hold nothing
 
 A model of images and text is measured on text alone, as a causal language model.
 """
@@ -146,6 +147,12 @@ def _task(architectures: Sequence[str], is_encoder_decoder: bool) -> str:
         if set(architectures) & {name for name in names if isinstance(name, str)}:
             return task
     return "seq2seq" if is_encoder_decoder else "causal"
+
+
+def check_size(length: int, rows: int) -> None:
+    """Raise NormlabError for fewer than 2 tokens a row, or no row."""
+    if length < 2 or rows < 1:
+        raise NormlabError(f"length is {length}, rows {rows}: give at least 2 tokens a row, and at least 1 row")
 
 
 def check_input(path: Path) -> None:
