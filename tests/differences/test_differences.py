@@ -305,3 +305,30 @@ def test_gradients_of_what_has_none_are_one_line(llama, batch):
     frozen = copy.deepcopy(llama).requires_grad_(False)
     with pytest.raises(NormlabError, match="gradients=True needs input_ids, and parameters that are not frozen"):
         diff(frozen, frozen, batch, gradients=True)
+
+
+def test_what_surrounds_the_call_does_not_decide(llama, batch):
+    """Autocast would round the copies. A mask of four dimensions says which tokens see which, not which count."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert diff(llama, copy.deepcopy(llama), batch).verdict.startswith("equal")
+    ids = batch["input_ids"]
+    seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril().expand(len(ids), 1, -1, -1)
+    given = {"input_ids": ids, "attention_mask": seen}
+    assert diff(llama, copy.deepcopy(llama), given).verdict.startswith("equal")
+
+
+def test_a_model_that_does_not_run_on_the_batch_is_one_line(llama):
+    with pytest.raises(NormlabError, match=r"does not run on input_ids \(2, 4\): IndexError"):
+        diff(llama, copy.deepcopy(llama), {"input_ids": torch.full((2, 4), 10**6)})
+
+
+def test_scores_of_a_classifier_are_one_row_per_sequence():
+    scores, mask = torch.randn(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert counted(scores, mask).shape == (2, 3)
+
+
+def test_another_blocks_norm_is_named(llama, batch):
+    b = copy.deepcopy(llama)
+    with torch.no_grad():
+        b.model.layers[1].input_layernorm.weight.copy_(llama.model.layers[2].input_layernorm.weight)
+    assert "B has the weights of A's block 3 here" in str(diff(llama, b, batch))
