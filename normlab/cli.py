@@ -389,10 +389,11 @@ def _compare(
     level: Annotated[float, flag("of confidence")] = 0.95,
 ) -> int:
     """Compare two schemes: their difference, paired by seed, with its interval."""
+    from normlab import packed
     from normlab.analysis.compare import compare, report
     from normlab.runs import MANIFEST, load_runs, read_run
 
-    if all((Path(name) / MANIFEST).is_file() for name in (a, b)):
+    if all((Path(name) / MANIFEST).is_file() or packed.holds(Path(name)) for name in (a, b)):
         runs = (a, b)
         a, b = (read_run(name).name for name in runs)
         if a == b:

@@ -161,6 +161,8 @@ class Run:
             raise NormlabError(
                 f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
             )
+        if stats.empty:
+            raise _unreadable(self.path, STATS, "it has no row")
         last = stats[["step", "tokens"]].max()
         extra = {
             "unigram_entropy": ("eval", self.manifest["corpus"]["unigram_entropy"]),

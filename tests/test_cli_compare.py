@@ -7,6 +7,7 @@ import pytest
 from notebook_helpers import write_runs
 
 import normlab
+from normlab import packed
 from normlab.analysis.compare import compare
 from normlab.cli import main
 
@@ -51,6 +52,9 @@ def test_one_seed_and_two_runs_say_that_there_is_no_interval(tmp_path, folder, c
     by_path = capsys.readouterr().out
     assert by_path.count("one seed: no interval") == 1 and first.name in by_path
     assert main(["compare", first.name, second.name, "--runs", str(folder)]) == 0
+    assert capsys.readouterr().out == by_path
+    packed.add(folder, tmp_path / "packed")
+    assert main(["compare", *(str(tmp_path / "packed" / run.name) for run in (first, second))]) == 0
     assert capsys.readouterr().out == by_path
 
 

@@ -90,10 +90,15 @@ def _set_schema(path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
 
 
+def _drop_rows(path: Path) -> None:
+    pd.read_parquet(path).iloc[:0].to_parquet(path)
+
+
 DAMAGE = {
     "truncated table": (runs.STATS, _truncate, "stats.parquet cannot be read"),
     "missing table": (runs.STATS, Path.unlink, "stats.parquet cannot be read"),
     "table of other columns": (runs.STATS, _drop_column, "stats.parquet has columns"),
+    "table without rows": (runs.STATS, _drop_rows, "stats.parquet cannot be read"),
     "truncated weights": (runs.WEIGHTS, _truncate, "model.safetensors cannot be read"),
     "truncated manifest": (runs.MANIFEST, _truncate, "manifest.json cannot be read"),
     "empty manifest": (runs.MANIFEST, lambda path: path.write_text(""), "manifest.json cannot be read"),

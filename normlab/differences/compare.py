@@ -140,22 +140,28 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
         notes = ["compared in float32: a copy does not run in float64"]
         side_a, side_b = run(0, torch.float32), run(1, torch.float32)
     rows = _rows(side_a.tensors, side_b.tensors, single, LEAST if exact else WITHOUT_FLOAT64, mask)
-    first = _first(rows)
-    if first is not None:
-        notes.append(f"B computes it in {_code_of(b, roles[1], first, side_b.captured.modules.get(first, ''))}")
-        causes = causes_of(Evidence(side_a, side_b, first, mask))
-        if not exact or coarser is torch.float32 or not any(_name(coarser) in cause for cause in causes):
-            return _result(rows, first, causes, depth, notes)
+    first, causes = _explained(side_a, side_b, rows, mask)
+    if first is not None and exact and coarser is not torch.float32 and any(_name(coarser) in one for one in causes):
         # The dtype of the models, written into the code of one: what counts is beyond its rounding.
         notes.append(f"{first.words()} of block {first.layer} is in {_name(coarser)} whatever the model's dtype")
         coarse = run(dtypes.index(coarser), coarser).tensors
         rows = _rows(side_a.tensors, side_b.tensors, coarse, _eps(coarser), mask)
-    elif exact:
+        first, causes = _explained(side_a, side_b, rows, mask)
+    elif first is None and exact:
         own = [run(i, dtypes[i]).tensors for i in (0, 1)]
         rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
-    first = _first(rows)
-    causes = [] if first is None else ["a part is computed in a coarser dtype than the model's: a cast"]
+        first = _first(rows)
+        causes = [] if first is None else ["a part is computed in a coarser dtype than the model's: a cast"]
+        return _result(rows, first, causes, depth, notes)
+    if first is not None:
+        notes.append(f"B computes it in {_code_of(b, roles[1], first, side_b.captured.modules.get(first, ''))}")
     return _result(rows, first, causes, depth, notes)
+
+
+def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[Site | None, list[str]]:
+    """The first site that differs, and its causes."""
+    first = _first(rows)
+    return first, [] if first is None else causes_of(Evidence(a, b, first, mask))
 
 
 def _code_of(model: nn.Module, roles: Roles, site: Site, name: str) -> str:

@@ -168,7 +168,8 @@ def batches(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
     first half of a row is the source and the second half the labels. Images have none.
 
     Raises:
-        NormlabError: the file is missing, empty, binary or too short; the folder has no image.
+        NormlabError: the file is missing, empty, binary or too short; the folder has no image, or one that cannot be
+            read.
     """
     parts = _images(loaded, path, rows) if loaded.task == "image" else _texts(loaded, path, length, rows)
     device = next(loaded.model.parameters()).device
@@ -179,16 +180,25 @@ def _texts(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
     if path.is_dir():
         raise NormlabError(f"{path} is a folder, and {loaded.name} reads text: give a text file")
     content = _read(path)
-    config: Any = getattr(loaded.model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    context = getattr(config, "max_position_embeddings", None) or length
-    length = min(length, context)
+    length = min(length, _context(loaded.model) or length)
     ids = loaded.reader(content[: 20 * length * rows], verbose=False)["input_ids"][: length * rows]
     if len(ids) < FEWEST_TOKENS:
         raise NormlabError(f"the text has only {len(ids)} tokens: give at least {FEWEST_TOKENS}")
     length = min(length, len(ids))
     whole = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     return [_labelled(loaded, piece) for piece in whole.split(ROWS_A_BATCH)]
+
+
+def _context(model: nn.Module) -> int | None:
+    """The tokens of the longest row that a model takes; None if its configuration sets no limit."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = getattr(config, "max_position_embeddings", None) or 0
+    for name, table in model.named_modules():
+        # RoBERTa and its kin count positions from the one after that of padding.
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+            longest = min(longest, table.num_embeddings - table.padding_idx - 1)
+    return longest if longest > 0 else None
 
 
 def _labelled(loaded: Loaded, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -217,8 +227,11 @@ def _images(loaded: Loaded, path: Path, rows: int) -> Batches:
         raise NormlabError(f"{loaded.name} reads images: give a folder of them ({', '.join(IMAGES)}), not {path}")
     pixels = []
     for file in found[:rows]:
-        with Image.open(file) as image:
-            pixels.append(loaded.reader(image.convert("RGB"), return_tensors="pt")["pixel_values"])
+        try:
+            with Image.open(file) as image:
+                pixels.append(loaded.reader(image.convert("RGB"), return_tensors="pt")["pixel_values"])
+        except Exception as error:  # Pillow's formats and image processors raise several kinds
+            raise NormlabError(f"{file} cannot be read as an image: {in_one_line(error)}") from error
     return [{"pixel_values": piece} for piece in torch.cat(pixels).split(ROWS_A_BATCH)]
 
 

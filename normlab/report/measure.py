@@ -132,5 +132,5 @@ def experiment(measured: Measured, batches: Batches, progress: bool) -> None:
             continue
         try:
             measured.tables[name] = test()
-        except NormlabError as error:
-            measured.left_out.append(f"{name}: {error}")
+        except Exception as error:  # the model's own code: what it raises cannot be known
+            measured.left_out.append(f"{name}: {in_one_line(error)}")

@@ -189,6 +189,18 @@ def test_rounding_is_no_difference_but_a_bfloat16_part_of_a_bfloat16_model_is_no
     assert diff(half, cast, batch).equal
 
 
+def test_a_fault_after_a_bfloat16_part_is_named_with_its_own_cause_and_code(llama, batch):
+    half = copy.deepcopy(llama).bfloat16()
+    cast = copy.deepcopy(half)
+    _output(cast.model.layers[0].mlp, lambda y: y.float().bfloat16())
+    _gain(cast)
+    result = diff(half, cast, batch)
+    assert (result.first.layer, result.first.name) == (3, "mlp_norm_out")
+    assert result.causes and not any("cast" in cause for cause in result.causes), result
+    assert any("block 1 is in bfloat16" in note for note in result.notes)
+    assert any("B computes it in model.layers.2.post_attention_layernorm" in note for note in result.notes)
+
+
 def test_a_backward_that_differs_is_found_from_the_end(llama, batch):
     class Scaled(torch.autograd.Function):
         @staticmethod

@@ -93,6 +93,30 @@ def test_a_masked_model_predicts_hidden_tokens(tmp_path):
     assert bool(hidden.any(1).all()) and set(batch["input_ids"][hidden].tolist()) == {3}
 
 
+def test_rows_are_as_long_as_the_models_table_of_positions_at_most(saved):
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    roberta = hf.RobertaForMaskedLM(hf.RobertaConfig(**shape, max_position_embeddings=20, pad_token_id=1))
+    xlnet = hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=48))
+    tokenizer = hf.AutoTokenizer.from_pretrained(saved)
+    # RoBERTa's first position is 2, and XLNet's configuration says -1: no limit.
+    for model, longest in ((roberta, 18), (xlnet, 32)):
+        batch, *_ = batches(load(model, tokenizer), saved / "text.txt", 32, 4)
+        assert batch["input_ids"].shape[1] == longest and model(**batch).loss.isfinite()
+
+
+def test_an_experiment_that_fails_in_the_models_code_is_left_out_by_name(saved, tmp_path):
+    model = hf.AutoModelForCausalLM.from_pretrained(saved)
+
+    def hook(layer, args, kwargs):
+        if not torch.is_grad_enabled():  # as experiments run it
+            raise KeyError("mine")
+
+    model.model.layers[1].register_forward_pre_hook(hook, with_kwargs=True)
+    probe_report(model, saved / "text.txt", tokenizer=hf.AutoTokenizer.from_pretrained(saved), out=tmp_path, **SHAPE)
+    assert "skip_sensitivity: KeyError: &#x27;mine&#x27;" in (tmp_path / "report.html").read_text()
+    assert "token_l2_mean" in set(pandas.read_parquet(tmp_path / "table.parquet")["metric"])
+
+
 def test_a_model_of_images_is_measured_on_a_folder_of_them(tmp_path):
     image = pytest.importorskip("PIL.Image")
     config = hf.SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4)
@@ -102,6 +126,10 @@ def test_a_model_of_images_is_measured_on_a_folder_of_them(tmp_path):
         probe_report(str(tmp_path / "swin"), tmp_path, out=tmp_path / "out", **SHAPE)
     for i in range(3):
         image.new("RGB", (40, 30), (80 * i, 10, 200)).save(tmp_path / f"{i}.png")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:40])
+    with pytest.raises(NormlabError, match=r"0\.png cannot be read as an image: "):
+        probe_report(str(tmp_path / "swin"), tmp_path / "cut", out=tmp_path / "out", **SHAPE)
     probe_report(str(tmp_path / "swin"), tmp_path, out=tmp_path / "out", **SHAPE)
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert "token_l2_mean" in set(table["metric"]) and "grad_l2_mean" not in set(table["metric"])
