@@ -79,7 +79,9 @@ def seeded() -> Iterator[None]:
     """The same random numbers in every test, whichever ran before it; a changed default dtype does not leak."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` draws up a stack trace for each kind of device
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
     yield
     torch.set_default_dtype(dtype)

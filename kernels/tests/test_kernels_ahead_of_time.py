@@ -51,7 +51,13 @@ def test_the_widest_rows_of_a_launch_do_not_spill(function: str, target: str) ->
             check(build, target)
 
 
-@pytest.mark.parametrize("function", ["bhyt", "bhyt_carried", "rms_norm", "dyt", "derf", "seed_norm"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *("bhyt", "rms_norm", "derf"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bhyt_carried", "dyt", "seed_norm")),
+    ],
+)
 def test_instruction_counts_are_those_recorded(function: str) -> None:
     table = recorded()
     for build in aot.builds(function, 1024 if function in ("dyt", "derf") else 4096):

@@ -15,6 +15,7 @@ from normlab.figures.draw import EndLabel, label_ends, spread
 from normlab.figures.theme import template
 from normlab.schemes import SCHEMES
 
+PUBLISHED = load_published()
 # One of those that share a function.
 OF_RUNS = sorted({row.draw: row.name for row in FIGURES.values() if row.reads == "runs"}.values())
 
@@ -42,7 +43,7 @@ def test_growth_shows_the_deepest_depth_of_a_table_and_the_depth_of_a_selection(
 
 
 def test_published_values_are_drawn_at_their_layer_with_their_reading_error():
-    figure = layer_growth(table(), published=load_published())
+    figure = layer_growth(table(), published=PUBLISHED)
     published = lines(figure, published=True)
     assert len(published) == 3  # pre_rmsnorm, lns, bhyt
     bhyt = next(t for t in published if t.y[0] == 139)
@@ -100,7 +101,7 @@ def test_failed_runs_are_marked_wherever_they_appear():
 
 
 def test_before_and_after_shows_both_ends_with_controls_and_ratios():
-    figure = growth_before_after(choose(table(), schemes=["pre_rmsnorm", "bhyt"]), published=load_published())
+    figure = growth_before_after(choose(table(), schemes=["pre_rmsnorm", "bhyt"]), published=PUBLISHED)
     assert {t.meta["scheme"] for t in figure.data} == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
     (bhyt,) = lines(figure, scheme="bhyt")
     assert list(bhyt.x) == pytest.approx(
@@ -113,7 +114,7 @@ def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     assert title.endswith("of Pre-LN's when trained")
     assert any("layer 16: BHyT Figure 3, Llama-1B, read off the plot ±10%" in w for w in words)
     unpublished = table(("rmsnorm_gain", "bhyt_linear"))
-    for other in (growth_before_after(table()), growth_before_after(unpublished, published=load_published())):
+    for other in (growth_before_after(table()), growth_before_after(unpublished, published=PUBLISHED)):
         assert "published" not in text_of(other) and "±10%" not in text_of(other)
 
 
@@ -136,7 +137,7 @@ def test_before_and_after_prints_the_interval_of_the_comparison_of_all_schemes()
 
 @pytest.mark.parametrize("name", OF_RUNS)
 def test_every_figure_is_drawn_in_both_themes_and_says_what_it_measures(name):
-    figure = FIGURES[name](table(), published=load_published())
+    figure = FIGURES[name](table(), published=PUBLISHED)
     assert len(figure.data) > 4 and figure.layout.title.text
     dark = themed(figure, "dark")
     assert dark.layout.paper_bgcolor is None
@@ -164,7 +165,7 @@ def test_every_figure_is_drawn_in_both_themes_and_says_what_it_measures(name):
     ids="empty one diverged nan zero untrained shallow no_layers no_losses unregistered mixed".split(),
 )
 def test_whatever_the_table_lacks_there_is_a_figure(name, runs):
-    figure = FIGURES[name](runs, published=load_published())
+    figure = FIGURES[name](runs, published=PUBLISHED)
     figure.to_json()
     assert figure.data or text_of(figure).strip()
     if runs.empty:

@@ -1,6 +1,7 @@
 """Small tables of runs for the tests of figures, comparisons and widgets; values follow a formula."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,11 @@ def one_run(
     status: str = "finished",
 ) -> pd.DataFrame:
     """All rows of one run; a diverged run's losses are NaN from the middle on."""
+    return _one_run(scheme, depth, seed, lr, tuple(steps), status).copy()
+
+
+@cache
+def _one_run(scheme: str, depth: int, seed: int, lr: float, steps: tuple[int, ...], status: str) -> pd.DataFrame:
     about = {
         "run": f"{scheme}-{depth}-{seed}-{lr}",
         "scheme": scheme,
