@@ -136,7 +136,7 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
             deep_cost_high`.
         parameters, operations, bytes: of norms and residual rules, per token (`normlab.models.costs`).
         step_cost: measured time of a training step over Pre-LN's, with `step_low step_high`. Of seeds for which both
-            trained in one precision.
+            trained in one precision, from two on.
         equal_compute: Pre-LN's loss at the same compute, minus this scheme's. Positive is better. Pre-LN's loss falls
             with the logarithm of compute, at the slope from its search to its final runs.
         claim, predicted: what papers say, with source, and what other leagues found.
@@ -190,7 +190,7 @@ def _losses(chosen: Selection) -> dict[str, pd.Series]:
         own = speeds[speeds["scheme"].isin([name, BASELINE])]
         # Pairs in one precision: a machine that computes bfloat16 is another machine.
         paired = own[own.groupby(["seed", "group"])["scheme"].transform("nunique") == 2]
-        if len(paired):
+        if paired["seed"].nunique() > 1:  # what else the machine did during one run would pass for a cost
             rows.append(differences(paired, BASELINE, name, "tokens_per_s", pool=speeds))
     costs = pd.concat(rows).set_index("b") if rows else _NO_ROWS
     return columns | {"step_cost": costs["estimate"], "step_low": costs["low"], "step_high": costs["high"]}

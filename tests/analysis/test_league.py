@@ -124,10 +124,11 @@ def test_the_gain_at_equal_compute_takes_off_what_pre_ln_gains_in_that_time(tabl
     assert table.loc[MINE, "equal_compute"] == pytest.approx(-0.3)
 
 
-def test_times_of_two_precisions_are_not_compared():
-    finals = pd.concat(
-        [final(PRE, 0).assign(dtype="float32"), final(LNS, 0).assign(dtype="bfloat16")], ignore_index=True
-    )
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float32", "bfloat16", "float32")])
+def test_times_of_two_precisions_or_of_one_seed_are_not_compared(dtypes):
+    pre = [final(PRE, seed).assign(dtype="float32") for seed in range(len(dtypes) - 1)]
+    lns = [final(LNS, seed).assign(dtype=dtype) for seed, dtype in enumerate(dtypes[1:])]
+    finals = pd.concat([*pre, *lns], ignore_index=True)
     search = pd.concat([searched(scheme, {0.002: 3.9}) for scheme in (PRE, LNS)], ignore_index=True)
     row = league.standings(league.League(finals, search, None), load_published()).set_index("scheme").loc[LNS]
     assert row["minus"] == pytest.approx(-0.1) and math.isnan(row["step_cost"]) and math.isnan(row["equal_compute"])
