@@ -25,7 +25,6 @@ from normlab.differences.capture import (
     FINAL,
     LOGITS,
     Capture,
-    Roles,
     Site,
     capture,
     counted,
@@ -143,7 +142,8 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
     first, causes = _explained(side_a, side_b, rows, mask)
     if first is not None and exact and coarser is not torch.float32 and any(_name(coarser) in one for one in causes):
         # The dtype of the models, written into the code of one: what counts is beyond its rounding.
-        notes.append(f"{first.words()} of block {first.layer} is in {_name(coarser)} whatever the model's dtype")
+        part = f"{first.words()} of block {first.layer}, in {_code_of(side_b, first)}"
+        notes.append(f"{part}, is in {_name(coarser)} whatever the model's dtype")
         coarse = run(dtypes.index(coarser), coarser).tensors
         rows = _rows(side_a.tensors, side_b.tensors, coarse, _eps(coarser), mask)
         first, causes = _explained(side_a, side_b, rows, mask)
@@ -152,9 +152,8 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
         rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
         first = _first(rows)
         causes = [] if first is None else ["a part is computed in a coarser dtype than the model's: a cast"]
-        return _result(rows, first, causes, depth, notes)
     if first is not None:
-        notes.append(f"B computes it in {_code_of(b, roles[1], first, side_b.captured.modules.get(first, ''))}")
+        notes.append(f"B computes it in {_code_of(side_b, first)}")
     return _result(rows, first, causes, depth, notes)
 
 
@@ -164,12 +163,13 @@ def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[
     return first, [] if first is None else causes_of(Evidence(a, b, first, mask))
 
 
-def _code_of(model: nn.Module, roles: Roles, site: Site, name: str) -> str:
+def _code_of(side: Side, site: Site) -> str:
     """The module that computes a site, its class, the file and line of its code. Sums and inputs are the block's."""
     is_blocks = site.name == "block_out" or site.name.endswith(("_in", "_grad"))
-    if 1 <= site.layer <= len(roles.blocks) and (is_blocks or not name):
-        name = roles.blocks[site.layer - 1]
-    module = model.get_submodule(name)
+    name = side.captured.modules.get(site, "")
+    if 1 <= site.layer <= len(side.roles.blocks) and (is_blocks or not name):
+        name = side.roles.blocks[site.layer - 1]
+    module = side.model.get_submodule(name)
     words = f"{name or 'the model'}, {type(module).__name__}"
     try:
         return f"{words}, {inspect.getsourcefile(type(module))}:{inspect.getsourcelines(module.forward)[1]}"

@@ -25,7 +25,8 @@ from transformers import (
 import normlab
 from benchmarks import ports
 from normlab.differences import diff, read_arrays, write_arrays
-from normlab.differences.capture import Site, counted, roles_of
+from normlab.differences.capture import Capture, Site, counted, roles_of
+from normlab.differences.causes import Side
 from normlab.differences.compare import _code_of
 from normlab.errors import NormlabError
 
@@ -197,7 +198,7 @@ def test_a_fault_after_a_bfloat16_part_is_named_with_its_own_cause_and_code(llam
     result = diff(half, cast, batch)
     assert (result.first.layer, result.first.name) == (3, "mlp_norm_out")
     assert result.causes and not any("cast" in cause for cause in result.causes), result
-    assert any("block 1 is in bfloat16" in note for note in result.notes)
+    assert any("block 1, in model.layers.0.mlp" in note and "is in bfloat16" in note for note in result.notes)
     assert any("B computes it in model.layers.2.post_attention_layernorm" in note for note in result.notes)
 
 
@@ -229,7 +230,9 @@ def test_a_port_with_names_of_its_own_is_equal_and_its_fault_is_named_with_the_l
 
 @pytest.mark.parametrize("name", ["mlp_in", "mlp_norm_in", "block_out"])
 def test_a_sum_and_what_a_part_reads_are_computed_by_the_block(llama, batch, name):
-    words = _code_of(llama, roles_of(llama, batch), Site(name, 2), "model.layers.1.mlp")
+    site = Site(name, 2)
+    side = Side(Capture(modules={site: "model.layers.1.mlp"}), llama, batch, roles_of(llama, batch))
+    words = _code_of(side, site)
     assert words.startswith("model.layers.1, LlamaDecoderLayer, ")
 
 
