@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -152,8 +152,10 @@ class Run:
         trigram losses where the run knows them. Split "train" has tokens_per_s, the median over steps. The Parquet file
         leaves speed out, so that a repeated run writes the same file.
         """
-        import pandas as pd
+        return _long([(self, *self._rows())])
 
+    def _rows(self) -> tuple[pd.DataFrame, list[Row]]:
+        """The rows of stats.parquet, and those that `table` adds."""
         stats = self._read(STATS)
         if stats is None:
             raise _unreadable(self.path, STATS, "it is missing")
@@ -163,23 +165,22 @@ class Run:
             )
         if stats.empty:
             raise _unreadable(self.path, STATS, "it has no row")
-        last = stats[["step", "tokens"]].max()
+        step, tokens = int(stats["step"].max()), int(stats["tokens"].max())
         extra = {
             "unigram_entropy": ("eval", self.manifest["corpus"]["unigram_entropy"]),
             **{name: ("eval", self.manifest[name]) for name in COUNT_LOSSES},
             "tokens_per_s": ("train", self.manifest["measured"]["tokens_per_s"]),
         }
-        rows = [
-            (last["step"], last["tokens"], split, "model", None, metric, "all", value)
+        return stats, [
+            Row(step, tokens, split, "model", None, metric, "all", value)
             for metric, (split, value) in extra.items()
             if value is not None
         ]
-        return self._with_keys(pd.concat([stats, stats_frame(rows)], ignore_index=True))
 
     def experiments(self) -> pd.DataFrame | None:
         """The rows of this run in `load_experiments`; None if there were no experiments."""
         table = self._read(EXPERIMENTS)
-        return None if table is None else self._with_keys(table)
+        return None if table is None else _with_keys([self], [table])
 
     def _read(self, file: str) -> pd.DataFrame | None:
         """A table of the run; None if it has none of that name."""
@@ -194,12 +195,9 @@ class Run:
         except Exception as error:  # pyarrow raises several kinds, OSError among them
             raise _unreadable(self.path, file, first_line(error)) from error
 
-    def _with_keys(self, table: pd.DataFrame) -> pd.DataFrame:
+    def _keys(self) -> dict[str, Any]:
         config = {"dtype": "float32"} | self.manifest["config"]  # manifests without the field are of float32 runs
-        keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
-        for position, column in enumerate(RUN_COLUMNS):
-            table.insert(position, column, keys[column])
-        return table
+        return {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
 
     def load_model(self) -> Any:
         """The trained model (`NormlabForCausalLM`). NormlabError: the weights were not kept, or do not fit."""
@@ -208,6 +206,27 @@ class Run:
         if not (self.path / WEIGHTS).is_file():
             raise NormlabError(f"run {self.path} kept no weights; train it with keep_weights")
         return load_whole(self.path)
+
+
+def _long(parts: Sequence[tuple[Run, pd.DataFrame, list[Row]]]) -> pd.DataFrame:
+    """Runs, with their rows as `Run._rows` gives them, as one table."""
+    added = stats_frame(row for *_, rows in parts for row in rows)
+    runs, tables, end = [], [], 0
+    for run, stats, rows in parts:
+        begin, end = end, end + len(rows)
+        runs += [run, run]
+        tables += [stats, added.iloc[begin:end]]
+    return _with_keys(runs, tables)
+
+
+def _with_keys(runs: Sequence[Run], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """One table after the other, each with the columns RUN_COLUMNS of its run."""
+    import pandas as pd
+
+    keys = pd.DataFrame([run._keys() for run in runs], columns=RUN_COLUMNS)
+    places = [place for place, table in enumerate(tables) for _ in range(len(table))]
+    whole = pd.concat(tables, ignore_index=True)
+    return pd.concat([keys.take(places).reset_index(drop=True), whole], axis="columns")
 
 
 def rows_of(frame: pd.DataFrame) -> Iterator[Row]:
@@ -366,9 +385,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
     A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """
-    import pandas as pd
-
-    return pd.concat(_each(path, Run.table).values(), ignore_index=True)
+    return _long(list(_each(path, lambda run: (run, *run._rows())).values()))
 
 
 def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
@@ -378,14 +395,12 @@ def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     `normlab.training.experiments`. A run that cannot be read is named in a warning and left out. NormlabError: no run
     has experiments.
     """
-    import pandas as pd
-
-    by_run = _each(path, Run.experiments)
-    tables = [table for table in by_run.values() if table is not None]
-    if not tables:
+    by_run = _each(path, lambda run: (run, run._read(EXPERIMENTS)))
+    measured = [(run, table) for run, table in by_run.values() if table is not None]
+    if not measured:
         places = ", ".join(sorted({str(directory.parent) for directory in by_run}))
         raise NormlabError(f"no run in {places} was measured so; train with experiment_blocks")
-    return pd.concat(tables, ignore_index=True)
+    return _with_keys(*zip(*measured, strict=True))
 
 
 def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str, Any]]:
