@@ -320,13 +320,15 @@ def _league(
     if tiny and not add:
         raise NormlabError("--tiny would change nothing without --add")
     failures: dict[str, str] = {}
-    require_folders(runs)  # before hours of training
+    require_folders(runs)
     if add:
         from normlab.training import league
         from normlab.training.presets import get_preset
 
-        preset = league.tiny(get_preset("league")) if tiny else None
+        preset = get_preset("league")
+        preset = league.tiny(preset) if tiny else preset
         options: dict[str, Any] = {"workers": workers, "threads": threads, "cache_dir": cache_dir}
+        league.fits(preset, [*runs, out], cache_dir, progress=not quiet)
         for what in add:
             failures |= league.enter(what, out, preset, **options, progress=not quiet).failures
     folders = dict.fromkeys([*runs, *[out] * bool(add or not runs)])

@@ -138,8 +138,8 @@ def growth(runs: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Columns `depth a metric kind seeds estimate low high sd df p p_holm margin verdict one_block first_half`.
         `one_block`: the largest increase from a layer to the next, embeddings (layer 0) included, over layer L's value.
-        `first_half`: the share of the growth's logarithm in the first half of the blocks (0.5: a constant factor per
-        block). Both are means over the seeds.
+        `first_half`: the share of the growth's logarithm in the first half of the way from layer 1 to layer L (0.5: a
+        constant factor per block). Between two layers the logarithm is interpolated. Both are means over the seeds.
     """
     chosen = choose(runs, depth=None, same_rate=True)
     layers = [last_values(chosen, SIZE, layer=layer) for layer in range(max(chosen.depths) + 1)]
@@ -147,11 +147,13 @@ def growth(runs: pd.DataFrame) -> pd.DataFrame:
     for depth in chosen.depths:
         rows = layers[depth][layers[depth]["depth"] == depth]
         sizes = np.stack([layer["value"].loc[rows.index].to_numpy() for layer in layers[: depth + 1]], 1)
-        ratio, half = (sizes[:, end] / sizes[:, 1] for end in (depth, (depth + 1) // 2))
+        ratio = sizes[:, depth] / sizes[:, 1]
         with np.errstate(divide="ignore", invalid="ignore"):
+            grown = np.log(sizes) - np.log(sizes[:, 1:2])
+            middle = grown[:, [(depth + 1) // 2, depth // 2 + 1]].mean(1)  # the same layer twice if depth is odd
             shares = {
                 "one_block": np.fmax.reduce(np.diff(sizes), 1) / sizes[:, -1],
-                "first_half": np.log(half) / np.log(ratio),
+                "first_half": middle / grown[:, -1],
             }
         values.append(rows.assign(value=ratio, **shares))
     table = pd.concat(values)

@@ -228,23 +228,30 @@ def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
     """Refuse to compare runs of unequal length."""
     whole = about[about["status"] != DIVERGED]
     for place, group in whole.groupby(["depth", "seed"], observed=True):
-        steps = group.groupby("scheme")["steps"].max()
-        if steps.nunique() > 1:
-            depth, seed = place
-            raise NormlabError(
-                f"at depth {depth}, seed {seed}, {a} was trained for {steps[a]} steps and {b} for {steps[b]}: "
-                "give the step to compare at"
-            )
+        depth, seed = place
+        for length, remedy in (("steps", "give the step to compare at"), ("tokens", "train them on equally many")):
+            ends = group.groupby("scheme")[length].max()
+            if ends.nunique() > 1:
+                raise NormlabError(
+                    f"at depth {depth}, seed {seed}, {a} was trained for {ends[a]} {length} and {b} for {ends[b]}: "
+                    f"{remedy}"
+                )
 
 
 def _require_same_text(about: pd.DataFrame, a: str, b: str) -> None:
-    """Refuse to compare runs whose losses are of another text, or in other tokens."""
+    """Refuse to compare runs whose losses are of another text or part of it, or in other tokens."""
     for (depth, seed), group in about.groupby(["depth", "seed"], observed=True):
         entropies = group.groupby("scheme")["unigram_entropy"].first().dropna().round(6)
         if entropies.nunique() > 1:
             raise NormlabError(
                 f"at depth {depth}, seed {seed}, {a} and {b} read another text or have another tokenizer (entropies of "
                 f"token frequencies {entropies[a]:.3f} and {entropies[b]:.3f}): their losses do not compare"
+            )
+        bigrams = group.groupby("scheme")["bigram_loss"].first().dropna().round(6)
+        if bigrams.nunique() > 1:
+            raise NormlabError(
+                f"at depth {depth}, seed {seed}, {a} and {b} were measured on other held-out text (losses of a bigram "
+                f"model {bigrams[a]:.3f} and {bigrams[b]:.3f}): their losses do not compare"
             )
 
 

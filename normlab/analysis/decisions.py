@@ -62,7 +62,7 @@ def equal_rates(runs: pd.DataFrame) -> pd.DataFrame:
 
     The seeds are the independent units: each seed's differences are averaged over the two rates first. The decision is
     on the held-out loss. Below 0: better at equal rates. Inside +-0.02: equivalent, LNS's lead is rate tolerance. Else
-    undecided. Where the held-out loss differs and the loss on seen text does not, LNS generalizes better. It does not
+    undecided. Where the held-out loss is lower and the loss on seen text is not, LNS generalizes better. It does not
     fit better.
 
     Returns:
@@ -77,7 +77,8 @@ def equal_rates(runs: pd.DataFrame) -> pd.DataFrame:
     words = {DIFFERENT: "not better at equal rates", EQUIVALENT: "equivalent: its lead is rate tolerance"}
     says = words.get(held_out["verdict"], UNDECIDED)
     if held_out["verdict"] == DIFFERENT and held_out["estimate"] < 0:
-        says = "better at equal rates" + ("" if seen["verdict"] == DIFFERENT else ": it generalizes better")
+        fits = seen["verdict"] == DIFFERENT and seen["estimate"] < 0
+        says = "better at equal rates" + ("" if fits else ": it generalizes better")
     low, high = over_files(runs[runs["lr"].isin(BOTH_RATES)], LNS, PRE_LN, DEPTH)
     table = _tidy(pd.concat(rows), [_if_enough(says, held_out["seeds"]), ""], ["lr"], lr="0.004 and 0.008")
     return table.assign(files_low=[low, math.nan], files_high=[high, math.nan])
@@ -125,9 +126,9 @@ def deep_blocks(runs: pd.DataFrame, experiments: pd.DataFrame) -> pd.DataFrame:
         values = values.join(about, on="run", how="inner")
         rows.append(_at_each(values, "lr", LNS, PRE_LN, metric).assign(quantity=name))
     table = judged(pd.concat(rows, ignore_index=True))
-    unlearned = _unlearned(runs, DEPTH)
     says = []
     for row in table.itertuples():
+        unlearned = _unlearned(runs, (DEPTH,), (row.lr,))
         woken = row.verdict == DIFFERENT and row.estimate > 0
         words = "LNS wakes deep layers" if woken else "not shown that LNS wakes deep layers"
         says.append(_if_enough(unlearned or words, row.seeds) if row.quantity == table["quantity"].iloc[0] else "")
@@ -142,7 +143,7 @@ def growth_curve(runs: pd.DataFrame) -> pd.DataFrame:
     values, second = _values(runs, "token_l2_mean", DEPTH), _values(runs, "token_l2_mean", DEPTH, layer=2)
     values = values.assign(value=values["value"] / second["value"])
     table = judged(_at_each(values, "lr", PRE_LN, LNS, "token_l2_mean"))
-    unlearned = _unlearned(runs, DEPTH)
+    unlearned = _unlearned(runs, (DEPTH,), (PAPERS_RATE,))
     says = []
     for row in table.itertuples():
         words = unlearned or ("paper-like" if row.estimate >= PAPER_LIKE else "not paper-like")
@@ -161,7 +162,8 @@ def depth_gain(runs: pd.DataFrame) -> pd.DataFrame:
     table = judged(differences(_mean_over(gain, BOTH_RATES), LNS, PRE_LN, "loss"))
     row = table.iloc[0]
     more = row["verdict"] == DIFFERENT and row["estimate"] > 0
-    words = _unlearned(runs, DEPTH) or ("LNS gains more from depth" if more else "not shown that LNS gains more")
+    words = "LNS gains more from depth" if more else "not shown that LNS gains more"
+    words = _unlearned(runs, (SHALLOW, DEPTH), BOTH_RATES) or words
     table = table.assign(quantity="gain in held-out loss from 4 to 16 blocks")
     return _tidy(table, [_if_enough(words, row["seeds"])], ["lr"], lr="0.004 and 0.008")
 
@@ -430,10 +432,10 @@ def _require(schemes: Iterable[str], *needed: str) -> None:
         raise NormlabError(f"no runs of {names} that this question asks of: pass the runs of its preset")
 
 
-def _unlearned(runs: pd.DataFrame, depth: int) -> str:
-    """A sentence where runs of the two schemes are not below the trigram: they say nothing of depth."""
+def _unlearned(runs: pd.DataFrame, depths: Sequence[int], rates: Sequence[float]) -> str:
+    """A sentence where runs that a row compares are not below the trigram: they say nothing of depth."""
     about = summarize(runs)
-    about = about[about["depth"].eq(depth) & about["scheme"].isin([PRE_LN, LNS])]
+    about = about[about["scheme"].isin([PRE_LN, LNS]) & about["depth"].isin(depths) & about["lr"].isin(rates)]
     count = int((~(about["eval_loss"] < about["trigram_loss"])).sum())
     return f"nothing: {count} of {len(about)} runs have not learned" if count else ""
 

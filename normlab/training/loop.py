@@ -123,8 +123,10 @@ class Training:
             self.scaler.step(optimizer)
             self.scaler.update()
             overflowed = self.scaler.get_scale() < scale
+        if self.accelerator.device.type != "cpu":  # kernels were only launched so far
+            torch.accelerator.synchronize(self.accelerator.device)
         self.seconds.append(time.perf_counter() - started)
-        learning_rate = self.schedule.get_last_lr()[0]
+        learning_rate = self._learning_rate()
         if not overflowed:
             self.schedule.step()
         model.zero_grad()
@@ -133,6 +135,10 @@ class Training:
         if config.is_due(self.done, refresh_interval(config.steps)):
             model.refresh_carried()
         return Step(self.done, grad_norm, learning_rate, overflowed)
+
+    def _learning_rate(self) -> float:
+        """The configuration's rate at this point of the schedule; some parameters have a multiple of it."""
+        return self.config.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
 
     def _forward_backward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Add the gradients of one part of a step; its share of the step's mean token loss.

@@ -112,9 +112,10 @@ def test_growth_is_the_geometric_mean_of_the_last_layer_over_the_first(losses):
     for (scheme, depth), row in found.iterrows():
         value = at["value"].loc[scheme, depth]
         ratios = np.array([value.loc[seed, depth] / value.loc[seed, 1] for seed in range(3)])
-        halves = np.array([value.loc[seed, (depth + 1) // 2] / value.loc[seed, 1] for seed in range(3)])
+        grown = [np.log(value.loc[seed] / value.loc[seed, 1]) for seed in range(3)]
+        halves = np.array([np.interp((depth + 1) / 2, rise.index, rise) for rise in grown])
         assert row["estimate"] == pytest.approx(np.exp(np.log(ratios).mean()))
-        assert row["first_half"] == pytest.approx((np.log(halves) / np.log(ratios)).mean())
+        assert row["first_half"] == pytest.approx((halves / np.log(ratios)).mean())
         steps = [[value.loc[seed, n + 1] - value.loc[seed, n] for n in range(depth)] for seed in range(3)]
         last = [value.loc[seed, depth] for seed in range(3)]
         assert row["one_block"] == pytest.approx(np.mean(np.max(steps, axis=1) / last))

@@ -152,6 +152,25 @@ def test_runs_of_another_text_are_not_compared():
         compare(pd.concat([one_run("bhyt"), other], ignore_index=True), "bhyt", "lns")
 
 
+def test_runs_of_other_held_out_text_or_of_more_tokens_in_as_many_steps_are_not_compared():
+    rows = [one_run(scheme) for scheme in ("bhyt", "lns")]
+    for row, loss in zip(rows, (4.6, 4.7), strict=True):
+        row.loc[len(row)] = row.iloc[-1].to_dict() | {"metric": "bigram_loss", "split": "eval", "value": loss}
+    with pytest.raises(NormlabError, match="other held-out text .losses of a bigram model 4.600 and 4.700"):
+        compare(pd.concat(rows, ignore_index=True), "bhyt", "lns")
+    long = one_run("lns")
+    long["tokens"] *= 2
+    with pytest.raises(NormlabError, match="bhyt was trained for .* tokens and lns for .* train them on equally many"):
+        compare(pd.concat([one_run("bhyt"), long], ignore_index=True), "bhyt", "lns")
+    seeds = [
+        one_run("bhyt"),
+        one_run("lns", seed=1),
+        one_run("bhyt", seed=1).assign(tokens=lambda rows: rows["tokens"] * 2),
+    ]
+    with pytest.raises(NormlabError, match="Seeds of bhyt .* were trained for .* tokens: keep the runs of one length"):
+        compare(pd.concat(seeds, ignore_index=True), "bhyt", "lns")
+
+
 def test_a_step_without_a_held_out_loss_names_those_that_have_one():
     runs = pd.concat([one_run(scheme) for scheme in ("bhyt", "lns")], ignore_index=True)
     logged = runs[runs["metric"].eq("loss") & runs["step"].eq(20)].assign(split="train", step=15)

@@ -63,6 +63,7 @@ def depth_and_rate(loss: float = 0.0, seen: float = 0.0, seeds: int = 4, gain: f
     [
         (-0.05, -0.05, 4, "different", "better at equal rates"),
         (-0.05, 0.0, 4, "different", "better at equal rates: it generalizes better"),
+        (-0.05, 0.05, 4, "different", "better at equal rates: it generalizes better"),
         (0.0, 0.0, 4, "equivalent", "equivalent: its lead is rate tolerance"),
         (0.05, 0.0, 4, "different", "not better at equal rates"),
         (-0.05, 0.0, 3, "different", "incomplete: 3 of 4 seeds"),
@@ -152,8 +153,21 @@ def test_a2_does_lns_wake_deep_layers():
         assert table["estimate"].iloc[3:6].tolist() == pytest.approx([7 * 5.0] * 3, abs=0.05)  # the sum of blocks 2-8
     unlearned = depth_and_rate(base=4.5).frame()
     assert decisions.deep_blocks(unlearned, skip_costs(unlearned, 0.05))["says"].iloc[0] == (
-        "nothing: 24 of 24 runs have not learned"
+        "nothing: 8 of 8 runs have not learned"
     )
+
+
+def test_runs_that_a_question_does_not_compare_do_not_void_its_answer():
+    runs = depth_and_rate(gain=0.05).frame()
+    losses = runs["metric"].eq("loss")
+    slow = runs.assign(value=runs["value"].mask(losses & runs["lr"].eq(0.001), 4.5))
+    assert decisions.depth_gain(slow)["says"].item() == "LNS gains more from depth"
+    nothing = "nothing: 8 of 8 runs have not learned"
+    assert decisions.deep_blocks(slow, skip_costs(slow, 0.05))["says"].iloc[:3].tolist() == [
+        nothing, "LNS wakes deep layers", "LNS wakes deep layers"
+    ]  # fmt: skip
+    shallow = runs.assign(value=runs["value"].mask(losses & runs["depth"].eq(4), 4.5))
+    assert decisions.depth_gain(shallow)["says"].item() == "nothing: 16 of 32 runs have not learned"
 
 
 @pytest.mark.parametrize(("factor", "says"), [(1.6, "paper-like"), (1.4, "not paper-like")])

@@ -1,6 +1,7 @@
 """A scheme of anyone's under the league's budget: what a file may hold, and that it is trained as the others are."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,17 @@ def test_a_scheme_in_a_file_may_say_more_than_a_norm(file):
     assert found.name.startswith("mine_") and found.layout.attn_out is not None
 
 
+def test_a_file_may_have_dataclasses(file):
+    config = "from __future__ import annotations\nfrom dataclasses import dataclass\n" + MY_NORM
+    file.write_text(config + "\n@dataclass\nclass Options:\n    eps: float = 1e-6\n")
+    assert league.scheme_of(f"{file}:MeanAbsNorm").title == "MeanAbsNorm"
+
+
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
         (MY_NORM, "Other", "has no norm 'Other'"),
-        ("import nothing_of_that_name", "N", "does not run: ModuleNotFoundError"),
+        ("import nothing_of_that_name", "N", "does not run: ModuleNotFoundError: No"),
         (MY_NORM.replace("keepdim=True", "keepdim=False"), "MeanAbsNorm", "fails on a"),
         (MY_NORM.replace("self.weight *", "float('nan') *"), "MeanAbsNorm", "not finite"),
         (MY_NORM.replace("(Norm)", "(torch.nn.Module)"), "MeanAbsNorm", "has no norm"),
@@ -94,6 +101,15 @@ def test_it_is_searched_and_trained_as_the_others_are(file, text, cache, tmp_pat
     (name,) = {run.manifest["config"]["scheme"] for run in result.runs}
     assert name == league.scheme_of(f"{file}:MeanAbsNorm").name and not result.failures
     assert len(result.runs) == 2 and len(runs.find_runs(tmp_path / "out" / store.SEARCH)) == 3
+    there = [tmp_path / "out", tmp_path / "absent"]
+    league.fits(preset, there, cache)
+    (tmp_path / "other.txt").write_text(text.read_text() + "more\n")
+    for more, message in (
+        ({"width": 64}, f"has width {fields['width']}, new runs would have 64: name another folder"),
+        ({"corpus": str(tmp_path / "other.txt")}, "was trained on another text than there is here"),
+    ):
+        with pytest.raises(NormlabError, match=message):
+            league.fits(replace(preset, fields=fields | more), there, cache)
     capsys.readouterr()
     assert cli.main(["league", str(tmp_path / "out")]) == 0
     assert "MeanAbsNorm" in capsys.readouterr().out

@@ -66,6 +66,8 @@ def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part
     chosen = preset.only(("bhyt", "dyt"), (32, 4, 7))
     assert [(part.schemes, dict(part.depths)) for part in chosen.parts] == [(("bhyt", "dyt"), {32: 1, 4: 3, 7: 1})]
     assert [dict(part.depths) for part in preset.only(None, (32, 4)).parts] == [{4: 3}, {32: 1}]
+    with pytest.raises(NormlabError, match="preset gains has no runs of lns; it has bhyt_exact, rmsnorm_gain"):
+        get_preset("gains").only(["lns", "bhyt_exact"], None)
 
 
 def test_the_search_comes_first_then_seed_zero_at_every_depth_then_more_seeds(text, tmp_path, monkeypatch):

@@ -46,6 +46,14 @@ def test_the_rate_of_gains_moves_gains_alone_and_by_its_share(scheme, text, corp
         assert moved.abs().max() > 0 or scheme == "layer_scale"
 
 
+def test_the_logged_rate_is_the_configurations_even_where_the_first_parameters_are_gains(text, corpus):
+    configs = [tiny(text, scheme="dyt", steps=2, gain_lr_ratio=ratio) for ratio in (1.0, 0.1)]
+    alike, slower = (
+        [step.learning_rate for step in Training(config, corpus, accelerator_for(config)).steps()] for config in configs
+    )
+    assert alike == slower and alike[-1] == pytest.approx(configs[0].lr * configs[0].min_lr_ratio)
+
+
 def test_gradients_are_not_clipped_where_clip_is_zero(text, corpus):
     configs = [tiny(text, clip=clip, steps=2) for clip in (0.0, 1e6)]
     free, wide = (Training(config, corpus, accelerator_for(config)) for config in configs)
