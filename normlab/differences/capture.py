@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
+from normlab.probes.experiments import evaluating
 from normlab.probes.layout import find_input, find_output
 from normlab.probes.sites import Sites, stacks
 
@@ -336,9 +337,13 @@ def read_arrays(path: str | Path) -> dict[Site, Tensor]:
 
 
 def write_arrays(model: nn.Module, batch: dict[str, Tensor], path: str | Path) -> None:
-    """Write what each site of `model` holds on `batch` to a .safetensors file, for `read_arrays` elsewhere."""
+    """Write what each site of `model` holds on `batch` to a .safetensors file, for `read_arrays` elsewhere.
+
+    The model runs in evaluation mode.
+    """
     from safetensors.torch import save_file
 
-    captured = capture(model, batch, roles_of(model, batch))
+    with evaluating(model):
+        captured = capture(model, batch, roles_of(model, batch))
     named = {f"{site.name}.{site.layer}": x.contiguous().clone() for site, x in captured.tensors.items()}
     save_file({name: x for name, x in named.items() if name.split(".")[0] in WORDS}, path)

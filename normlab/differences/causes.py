@@ -183,6 +183,8 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
         return f"has shape {tuple(b.shape)}, not {tuple(a.shape)}"
     if "inv_freq" in name:
         return _rotary(a, b)
+    if a.isfinite().all() and not b.isfinite().all():
+        return f"overflows in B: its largest value in A is {float(a.abs().max()):.3g}"
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         if torch.equal(a.to(dtype).to(a.dtype), b):
             return f"is rounded to {str(dtype).removeprefix('torch.')}: a cast"

@@ -151,7 +151,13 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
         own = [run(i, dtypes[i]).tensors for i in (0, 1)]
         rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
         first = _first(rows)
-        causes = [] if first is None else ["a part is computed in a coarser dtype than the model's: a cast"]
+        if first is not None:
+            overflow = [i for i in (0, 1) if not _all_finite({first: own[i][first]}, mask)]
+            words = [
+                f"{'AB'[i]} overflows in {_name(dtypes[i])}, which ends at {torch.finfo(dtypes[i]).max:g}"
+                for i in overflow
+            ]
+            causes = words or ["a part is computed in a coarser dtype than the model's: a cast"]
     if first is not None:
         notes.append(f"B computes it in {_code_of(side_b, first)}")
     return _result(rows, first, causes, depth, notes)
@@ -278,11 +284,9 @@ def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, 
 
 def _original(model: nn.Module) -> nn.Module:
     """The module that torch.compile, DDP or a wrapper of one child wraps."""
-    for name in ("_orig_mod", "module"):
-        inner = getattr(model, name, None)
-        if isinstance(inner, nn.Module):
-            return _original(inner)
-    return model
+    inner: Any = getattr(model, "_orig_mod", getattr(model, "module", None))
+    is_wrapper = isinstance(inner, nn.Module) and [*model.children()] == [inner] and not model._parameters
+    return _original(inner) if is_wrapper else model
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -327,7 +331,8 @@ def _rounded(
     kept += [(x, buffers[name]) for name, x in result.named_buffers() if buffers and name in buffers]
     with torch.no_grad():
         for tensor, coarse in kept:
-            tensor.copy_(tensor.to(coarse).to(tensor.dtype))
+            rounded = tensor.to(coarse).to(tensor.dtype)
+            tensor.copy_(rounded.where(rounded.isfinite(), tensor))  # one that overflows is no rounding
     for module in result.modules():  # grouped products of experts have no kernel in float64
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):

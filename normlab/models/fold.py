@@ -63,7 +63,9 @@ def _sites(model: Any) -> Iterator[_Site]:
             if _keeps_read(block, place):
                 site.refused = "its output is kept in the residual stream"
             elif place in READERS:
-                site.readers = {f"{names[owner]}.{name}": getattr(owner, name, None) for name in READERS[place]}
+                gate = ("affine_gate",) if place == "attn_in" and hasattr(owner, "affine_gate") else ()
+                readers = (*READERS[place], *gate)
+                site.readers = {f"{names[owner]}.{name}": getattr(owner, name, None) for name in readers}
             else:
                 site.refused = "its output goes into the residual stream"
             yield site
@@ -126,7 +128,8 @@ def is_plain_gain(norm: nn.Module) -> bool:
     if getattr(norm, gain_name, None) is None:
         return False
     zeros = {name: torch.zeros_like(p) for name, p in norm.named_parameters() if name in (gain_name, "bias")}
-    x = torch.randn(1, 4, zeros[gain_name].numel(), generator=torch.Generator().manual_seed(0)).to(zeros[gain_name])
+    width = getattr(norm, "hidden_size", None) or zeros[gain_name].numel()  # ScaleNorm has one gain for all
+    x = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0)).to(zeros[gain_name])
 
     def output(gain: float) -> Tensor:
         return torch.func.functional_call(norm, zeros | {gain_name: torch.full_like(zeros[gain_name], gain)}, (x,))

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from normlab.errors import NormlabError
 from normlab.models.attention_mlp import changes_attention
-from normlab.models.block import NormlabDecoderLayer, decoder_layer
+from normlab.models.block import HOOKS, NormlabDecoderLayer, decoder_layer
 from normlab.models.config import NormlabConfig
 from normlab.models.fold import is_plain_gain
 from normlab.residuals import Residual
 from normlab.schemes import NormSite, get_scheme
+
+HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
 def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrainedModel:
     """Replace the blocks' norms and the final norm of a Llama-shaped model, in place, for continued training.
 
     Attention (with its biases, QK-norms, sliding windows) and MLP are kept. Each block becomes a
-    ``NormlabDecoderLayer`` around them. A new norm takes the gain of the old norm of its name. So the outputs change as
-    the scheme says: BHyT's are about lambda/kappa times smaller at the start.
+    ``NormlabDecoderLayer`` around them. A new norm in front of a branch takes the old one's gain, times its own start.
+    So does the final norm, and the norm after attention of a block that has none in front of its MLP. So the outputs
+    change as the scheme says: BHyT's are about lambda/kappa times smaller at the start.
 
     Args:
         model: a causal LM whose blocks hold ``self_attn`` (with v_proj, o_proj), ``mlp``, ``input_layernorm`` and
@@ -69,8 +75,11 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         bias = getattr(norm, "bias", None)
         if not is_plain_gain(norm) or (bias is not None and bool(bias.any())):
             raise NormlabError(f"{type(norm).__name__} is not a norm and a gain: swap_norms would lose what it is")
-    if getattr(model.config, "residual_multiplier", 1.0) != 1.0:
-        raise NormlabError(f"{type(model).__name__} multiplies its branches, which swap_norms would leave out")
+    if any(block._parameters for block in blocks) or not _adds_up(base, blocks):
+        raise NormlabError(
+            f"a block of {type(model).__name__} is not y = x + self_attn(norm(x)), then y + mlp(norm(y)), as where it "
+            "multiplies its branches: swap_norms would leave that out"
+        )
     if row.carries_statistic and not all(hasattr(block.self_attn, "v_proj") for block in blocks):
         raise NormlabError(
             f"scheme {scheme} needs v_proj and o_proj of the attention: {type(model).__name__} has others"
@@ -103,8 +112,41 @@ def _llama_fields(source: Any, scheme: str, fields: dict[str, Any]) -> NormlabCo
     return NormlabConfig(**{**known, "scheme": scheme, **fields})
 
 
+@torch.no_grad()
+def _adds_up(base: Any, blocks: Iterable[Any]) -> bool:
+    """Run a few tokens: True if each block is a sum of what enters it and its two branches, each behind its norm."""
+    seen: dict[tuple[nn.Module, str], Any] = {}
+
+    def keep(block: nn.Module, what: str, value: Any) -> None:
+        seen[block, what] = value[0] if isinstance(value, tuple) and what != "mlp" else value
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            for what, module in (("x", block.input_layernorm), ("y", block.post_attention_layernorm)):
+                hooks.callback(module.register_forward_pre_hook(partial(_passed, keep, block, what)).remove)
+            for what, module in (("attn", block.self_attn), ("mlp", block.mlp), ("out", block)):
+                hooks.callback(module.register_forward_hook(partial(_passed, keep, block, what)).remove)
+        base(torch.arange(4, device=base.norm.weight.device)[None])
+    sums = [(("x", "attn"), "y"), (("y", "mlp"), "out")]
+    return all(
+        isinstance(seen[block, branch], Tensor) and _near(seen[block, x] + seen[block, branch], seen[block, total])
+        for block in blocks
+        for (x, branch), total in sums
+    )
+
+
+def _passed(keep: Callable[..., None], block: nn.Module, what: str, module: nn.Module, *call: Any) -> None:
+    """A hook: the input of a norm, the output of any other module."""
+    keep(block, what, call[-1])
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    tolerance = 4 * torch.finfo(x.dtype).eps ** 0.75
+    return bool((x - y).abs().max() <= tolerance * y.abs().max())
+
+
 def _take_gain(old: Any, new: Any) -> nn.Module:
-    """Return the new norm with the old one's gain."""
+    """Return the new norm with the old one's gain, times its own start."""
     weight = old.weight.data
     new.to(weight.device, weight.dtype)
     gain = getattr(new, "weight", None)
@@ -113,17 +155,39 @@ def _take_gain(old: Any, new: Any) -> nn.Module:
             raise NormlabError(
                 f"{type(new).__name__} has {gain.numel()} numbers as gain, not {weight.numel()}: train it from scratch"
             )
-        gain.data.copy_(weight - new.centre)
+        gain.data.copy_(weight * new.starts["weight"] - new.centre)
     return new
+
+
+_KINDS: dict[tuple[type, type], type] = {}
+
+
+def _kind(ours: type, theirs: type) -> type:
+    """Our block, which is one of the model's blocks too: transformers finds hidden states by their class."""
+    if (ours, theirs) not in _KINDS:
+        _KINDS[ours, theirs] = type(ours.__name__, (ours, theirs), {"__reduce__": _reduced})
+    return _KINDS[ours, theirs]
+
+
+def _reduced(block: nn.Module) -> tuple[Any, ...]:
+    return _made, type(block).__bases__, block.__getstate__()
+
+
+def _made(ours: type, theirs: type) -> Any:
+    kind: Any = _kind(ours, theirs)
+    return kind.__new__(kind)
 
 
 @torch.no_grad()
 def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLayer:
     rebuilt = decoder_layer(config, index, attention=block.self_attn, mlp=block.mlp)
     template = next(block.mlp.parameters())
-    for _, name in rebuilt.layout.places():
+    names = dict(rebuilt.layout.places())
+    before_mlp = names.get("mlp_in", names.get("attn_sum"))
+    old = {names.get("attn_in"): block.input_layernorm, before_mlp: block.post_attention_layernorm}
+    for name in names.values():
         norm = getattr(rebuilt, name)
-        _take_gain(getattr(block, name), norm) if hasattr(block, name) else norm.to(template.device, template.dtype)
+        _take_gain(old[name], norm) if name in old else norm.to(template.device, template.dtype)
     for child in rebuilt.children():
         if isinstance(child, Residual):
             child.to(template.device, template.dtype)
@@ -134,4 +198,7 @@ def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLay
         rebuilt._gradient_checkpointing_func = block._gradient_checkpointing_func
     if rebuilt.carried:
         rebuilt.c_attn = rebuilt.attention_variance_constant()
+    rebuilt.__class__ = _kind(type(rebuilt), type(block))
+    for hooks in (*HOOKS, *HOOK_OPTIONS):  # one of them may collect hidden states
+        getattr(rebuilt, hooks).update(getattr(block, hooks))
     return rebuilt.train(block.training)

@@ -44,8 +44,9 @@ class RMSNorm(Norm):
         return (self.gamma() if self.scale == 1.0 else self.gamma() * self.scale), self.eps
 
     def times_gain(self, unit: Tensor) -> Tensor:
-        """The output from x/rms(x)."""
-        y = self.gamma() * unit
+        """The output from x/rms(x). A fixed gain is a buffer in float32, which is no reason to widen the output."""
+        gamma = self.gamma()
+        y = (gamma.to(unit.dtype) if "weight" in self._buffers else gamma) * unit
         return y if self.scale == 1.0 else y * self.scale
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False):

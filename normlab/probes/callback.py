@@ -24,7 +24,16 @@ from torch.distributed.tensor import DTensor
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import CallInputs
 from normlab.probes.metrics import resolve_metrics
-from normlab.probes.observe import DEFAULT, RECENT, Explanation, LossSpikes, Observer, Readings, require_every
+from normlab.probes.observe import (
+    DEFAULT,
+    RECENT,
+    Explanation,
+    LossSpikes,
+    Observer,
+    Readings,
+    require_every,
+    require_folder,
+)
 from normlab.probes.sites import sites
 
 if TYPE_CHECKING:
@@ -68,9 +77,11 @@ class LayerStatsCallback(TrainerCallback):
         Trainer(..., callbacks=[callback]).train()
         callback.to_pandas()        # step, site, layer, metric, mask, value
 
-    All micro-batches of a measured step are merged, over all ranks too. Gradients are of the summed token loss:
-    accumulation (`num_items_in_batch`) and fp16 loss scaling are undone. The Trainer must pass labels to the model, or
-    give `loss_tokens`. A measured step runs uncompiled.
+    All micro-batches of a measured step are merged, over all ranks too. A measured step runs uncompiled.
+
+    Gradients are of the summed token loss: accumulation (`num_items_in_batch`) and fp16 loss scaling are undone. They
+    need labels that the Trainer passes to the model, and logits that the model returns, or `loss_tokens`. Else they are
+    left out, with a warning.
 
     The table also holds `update_ratio`, whose site is the parameter's name. A logged loss that is a spike adds
     `loss_spike` at site "model", in standard deviations above the recent losses.
@@ -88,7 +99,7 @@ class LayerStatsCallback(TrainerCallback):
         last: a CSV file of the last readings, written anew after each. It is there when the process dies.
 
     Raises:
-        NormlabError: `every` not a whole number from 1, an unknown metric.
+        NormlabError: `every` not a whole number from 1, an unknown metric, no folder for `path` or `last`.
     """
 
     def __init__(
@@ -103,6 +114,8 @@ class LayerStatsCallback(TrainerCallback):
         last: str | Path | None = None,
     ):
         require_every(every)
+        for file in (path, last):
+            require_folder(file)
         self._metrics = [metric.name for metric in resolve_metrics(metrics)]
         self._every, self._blocks, self._loss_tokens = every, blocks, loss_tokens
         self._wants_ratio, self._path = update_ratio, path

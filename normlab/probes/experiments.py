@@ -160,8 +160,11 @@ class Runner:
     def _labels_are_shifted(self, batch: Batch) -> bool:
         """True if the model's loss on these labels is of the next token, or it returns none.
 
-        Found once, by comparing its loss with its logits.
+        Found once, by comparing its loss with its logits, on the first batch of which both tell.
         """
+        labels = batch["labels"]
+        if labels.ndim == 2 and not bool((labels[:, 1:] != IGNORED_LABEL).any()):
+            return True  # it has nothing to tell by
         if self._shifted is None:
             inputs = {self._renamed.get(k, k): v for k, v in batch.items()}
             try:
@@ -170,11 +173,13 @@ class Runner:
                 loss = logits = None
             shifted = True
             if loss is not None and logits is not None:
-                averaged = labels_averaged(loss, logits, batch["labels"], batch.get("attention_mask"))
+                if not bool(loss.isfinite()):
+                    return True
+                averaged = labels_averaged(loss, logits, labels, batch.get("attention_mask"))
                 if averaged is None:
                     raise NormlabError(
-                        "the returned loss is no mean cross-entropy of the returned logits, shifted or not: leave out "
-                        "`labels` to measure on the next token"
+                        "the returned loss and logits do not tell whether labels are shifted: leave out `labels` to "
+                        "measure on the next token"
                     )
                 shifted = averaged[1]
             self._shifted = shifted
@@ -396,7 +401,8 @@ def skip_sensitivity(
         if not skips:
             skips.update(_skips(runner, batch, parts, span, layers))
         labels = runner.labels(batch)
-        whole = runner.logits(batch)
+        with on_blocks(runner.sites, lambda *_: None):  # which refuses blocks that run twice
+            whole = runner.logits(batch)
         base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
         values = [base.sum(1)]
         for hooks in skips.values():

@@ -104,10 +104,13 @@ def labels_averaged(
 
     Returns:
         (N, shifted). None when no reading fits, or two of different N fit alike. N is NaN if the loss is not finite.
+        Without a label and with a loss of 0, N is `items` or 1: the gradients are 0.
     """
     value = float(loss)
     if not math.isfinite(value):
         return math.nan, False  # nothing fits, and the gradients are no numbers either
+    if value == 0 and not bool((labels != IGNORED_LABEL).any()):
+        return (1.0 if items is None else float(items)), True
     fits: list[tuple[float, float, bool]] = []
     for scores, normalizers, wanted, shifted in _readings(logits, labels.to(logits.device), mask):
         result = _summed(scores, normalizers, wanted)
@@ -164,7 +167,8 @@ class CallInputs:
     Attributes:
         arguments: by name.
         labels_averaged: how many labels the returned loss averages over, once it has been compared with its logits;
-            None before, or when no reading fits.
+            None before, or when they do not tell.
+        unknown: why `labels_averaged` is None.
     """
 
     def __init__(self) -> None:
@@ -176,6 +180,7 @@ class CallInputs:
         # Whether the model hands the stack vectors that the caller did not give; None where no module holds it alone.
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
+        self.unknown = "this call has no countable labels"
 
     def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note the call of a module on the way from the root to the blocks, from the outside in."""
@@ -204,11 +209,16 @@ class CallInputs:
         loss, logits = loss_and_logits(output)
         labels: Any = self.arguments.get("shift_labels", self.arguments.get("labels"))
         has_labels = isinstance(labels, Tensor) and not labels.is_floating_point()
-        if self.labels_averaged is not None or loss is None or logits is None or not has_labels:
+        if self.labels_averaged is not None or loss is None or not has_labels:
+            return
+        if logits is None:
+            self.unknown = "the model returns no logits with its loss"
             return
         mask, items = self.arguments.get("attention_mask"), self.arguments.get("num_items_in_batch")
         result = labels_averaged(loss, logits, labels, mask, items)
-        if result is not None:
+        if result is None:
+            self.unknown = "the returned loss and logits do not tell over how many labels it is a mean"
+        else:
             self.labels_averaged = result[0]
 
 
@@ -392,11 +402,8 @@ class Call:
         factor = loss_tokens(self.inputs) if callable(loss_tokens) else loss_tokens
         self.loss_tokens = self.inputs.labels_averaged if factor is None else factor
         if self.loss_tokens is None:
-            why = "the returned loss is no mean over the labels of the returned logits' cross-entropy"
-            if self.inputs.arguments.get("labels") is None:
-                why = "this call has no countable labels"
             raise NormlabError(
-                f"gradient metrics are of the summed token loss and {why}: "
+                f"gradient metrics are of the summed token loss and {self.inputs.unknown}: "
                 "pass loss_tokens=<number of labels the loss is averaged over, 1 if it is summed>"
             )
 

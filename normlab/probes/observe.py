@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import CallInputs, LossTokens
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
-from normlab.probes.record import Recorder, record
+from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
 
 if TYPE_CHECKING:
@@ -279,12 +279,13 @@ def observe(
         observer.close()            # removes the hooks; `with normlab.observe(model) as observer:` does it too
 
     All micro-batches of a measured step are merged, over ranks too. Gradients are of the summed token loss. A measured
-    step runs uncompiled. Once a step was measured, a later one that cannot be is left out with a warning, such as one
-    without a backward pass.
+    step runs uncompiled. Gradients of a loss that does not tell over how many labels it averages are left out, with a
+    warning. Once a step was measured, a later one that cannot be is left out with a warning, such as one without a
+    backward pass.
 
     Args:
         model: any model that `record` measures; wrappers are looked through.
-        every: optimizer steps between measurements; step `start` is measured.
+        every: optimizer steps between measurements: those whose number it divides are measured.
         metrics: names from `METRICS`. `parameter_rms` of the blocks' parameters, after the step, is read besides.
         start: number of the first step.
         blocks: which modules are the blocks, if structure does not show them (see `sites`).
@@ -309,8 +310,7 @@ def observe(
 
     if not isinstance(accumulate, int) or accumulate < 1:
         raise NormlabError(f"accumulate is {accumulate!r}: give a whole number from 1")
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise NormlabError(f"path is {path}: make the folder {Path(path).parent} first")
+    require_folder(path)
     readings = Readings(path=None if path is None else Path(path))
     observer = Observer(sites(model, blocks), every, metrics, summed, readings, group)
     observer.begin(start)
@@ -338,6 +338,7 @@ class Observer:
         self._recorder: Recorder | None = None
         self._trains = any(metric.kind == "gradient" for metric in resolve_metrics(metrics))
         self._forgives = False
+        self._told: set[str] = set()
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -346,7 +347,7 @@ class Observer:
         if step % self._every == 0:
             self._recorder = record(self.sites, self._metrics, loss_tokens=self._loss_tokens)
             self._recorder.training_only, self._recorder.training_first = self._trains, True
-            self._recorder.forgives = self._forgives
+            self._recorder.forgives = True  # training goes first
             self._recorder.__enter__()
 
     def pause(self) -> bool:
@@ -368,6 +369,10 @@ class Observer:
                     raise
                 warnings.warn(f"step {step} was not measured: {error}", stacklevel=3)
                 return False
+            without = recorder.absent.get(GRADIENTS)
+            if without is not None and without not in self._told:
+                warnings.warn(f"step {step} is measured without its gradients: {without}", stacklevel=3)
+                self._told.add(without)
             layers = stats.across_ranks(self._group).to_pandas()
             self.readings.add(_joined([layers, _weights(self.sites, step)]))
             # Of several ranks none may leave out a step alone: the others would wait for it.
@@ -403,6 +408,12 @@ class Observer:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+
+def require_folder(path: str | Path | None) -> None:
+    """Raise NormlabError unless a file of this path can be made: before training, not after it."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise NormlabError(f"path is {path}: make the folder {Path(path).parent} first")
 
 
 def require_every(every: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,8 @@ from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.statistics import AttentionWatch, mixers_of, routing_of
 from normlab.probes.stats import LayerStats, manifest
+
+GRADIENTS = "gradients"  # in `absent`: why the loss does not tell over how many labels it averages
 
 
 def record(
@@ -67,8 +70,8 @@ def record(
     why.
 
     Args:
-        model: a module, or `sites(model, ...)` where its parts had to be named. Of a compiled model the original
-            modules are run, uncompiled, inside the context, because compiled code ignores new hooks.
+        model: a module, or `sites(model, ...)` where its parts had to be named. Inside the context compiled code runs
+            uncompiled, because it ignores new hooks.
         metrics: names from `METRICS`; default: the cheap activation metrics.
         loss_tokens: how many labels the loss averages over: a number, or a function of the call's `CallInputs`.
             By default the returned loss is compared with its logits' cross-entropy. 1 for a loss that is a sum. For a
@@ -92,7 +95,12 @@ def in_backward() -> bool:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """True if the model or a part of it was compiled: PyTorch ignores hooks added after a compiled call."""
+    """True if compiled code may run the model, which does not know from where it is called.
+
+    Attention that compiles itself would hold all scores if it ran uncompiled. There only marks on the modules count.
+    """
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) != "flex_attention":
+        return "torch._dynamo" in sys.modules
     return any(
         hasattr(m, "_orig_mod")
         or getattr(m, "_compiled_call_impl", None) is not None
@@ -118,7 +126,10 @@ class _Hook:
 
 
 class _Uncompiled:
-    """Has compiled code run uncompiled, in this process, while any recording of a compiled model is open."""
+    """Has compiled code run uncompiled, in this process, while any recording of a model that it may run is open.
+
+    Compiled code ignores hooks that are added later, or is compiled anew around them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -154,7 +165,8 @@ class Recorder:
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
         training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
-        forgives: leave out calls whose loss does not say how many labels it averages over, instead of an error.
+        forgives: leave out the gradients of calls whose loss does not say how many labels it averages over, instead of
+            an error.
     """
 
     training_only = training_first = trains = forgives = False
@@ -333,10 +345,11 @@ class Recorder:
             if self._has_gradients:
                 try:
                     call.resolve_loss(self._loss_tokens)
-                except NormlabError:
-                    complete = False
+                except NormlabError as error:
                     if not self.forgives:
+                        call.close()
                         raise
+                    call.absent[GRADIENTS] = str(error)
         call.close()
         if complete:
             with self._lock:
@@ -480,7 +493,7 @@ class Recorder:
             raise NormlabError(f"nothing was recorded: {why}")
         if not kinds and self.absent:
             raise NormlabError(f"nothing could be measured: {next(iter(self.absent.values()))}")
-        if self._has_gradients and "gradient" not in kinds:
+        if self._has_gradients and "gradient" not in kinds and GRADIENTS not in self.absent:
             raise NormlabError(
                 "grad_* metrics were asked for but no backward pass ran through these blocks: call loss.backward() or "
                 "rec.backward(loss), of a loss that depends on them"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Batch, Runner, on_blocks, see_layers
+from normlab.probes.experiments import Batch, Runner, evaluating, on_blocks, see_layers
 from normlab.probes.layout import hidden_state
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import AttentionWatch, at_least_float32
@@ -69,7 +69,8 @@ def massive_activations(
         for place in ((size > torch.clamp(ratio * median, min=least)) & kept[-1][..., None]).nonzero().tolist():
             rows.append((layer, *place, float(h[tuple(place)]), float(size[tuple(place)] / median)))
 
-    see_layers(runner, batch, look)
+    with evaluating(runner.model):
+        see_layers(runner, batch, look)
     return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, torch.zeros_like(kept[0]))
 
 
@@ -112,7 +113,7 @@ def attention_sinks(
             rows.append((layer, row, position, float(heads), float(mean)))
         watch.scores = None  # last, as the softmax above is seen too
 
-    with watch, on_blocks(runner.sites, hook):
+    with evaluating(runner.model), watch, on_blocks(runner.sites, hook):
         runner.run(batch)
     if not layers:
         raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")

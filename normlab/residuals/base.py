@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,18 @@ def rms_normalized(x: Tensor, eps: float) -> Tensor:
 def unit_length(x: Tensor) -> Tensor:
     """``x / ||x||`` over the last axis, computed in float32. Keeps shape and type."""
     return F.normalize(x.float(), dim=-1, eps=1e-12).to(x.dtype)
+
+
+def without_autocast(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compute a rule in the state's own precision: autocast would round its products, and so the stream, at every
+    sublayer."""
+
+    @wraps(rule)
+    def computed(self: Any, state: Tensor, *rest: Any) -> Tensor:
+        with torch.autocast(state.device.type, enabled=False):
+            return rule(self, state, *rest)
+
+    return computed
 
 
 class Residual(ConstantStart):

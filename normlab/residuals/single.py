@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normlab.residuals.base import Map, Residual, unit_length
+from normlab.residuals.base import Map, Residual, unit_length, without_autocast
 
 
 class Scaled(Residual):
@@ -213,6 +213,7 @@ class Delta(Residual):
         for name, size in (("step", width), ("value", width), ("step_bias", 1), ("value_bias", 1)):
             self.add_parameter(name, size, 0.0)
 
+    @without_autocast
     def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
         x, f, r = state.float(), branch.float(), read.float()
         k = f * torch.rsqrt(f.square().sum(-1, keepdim=True) + self.smallest**2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normlab.residuals.base import Map, Residual, rms_normalized, split
+from normlab.residuals.base import Map, Residual, rms_normalized, split, without_autocast
 
 SINKHORN_STEPS = 20
 # As close to "one stream" and to the identity as leaves a slope: sigmoid(4) = 0.98, and the identity's weights 0.95.
@@ -202,10 +202,12 @@ class Hyper(Streams):
         """w ``(..., n)`` and M ``(..., n, n)``, float32."""
         raise NotImplementedError
 
+    @without_autocast
     def enter(self, state: Tensor) -> Tensor:
         read = self.read_weights(state).to(state.dtype)
         return (read[..., None] * split(state, self.width)).sum(-2)
 
+    @without_autocast
     def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
         write, mix = (weight.to(state.dtype) for weight in self(state))
         return (mix @ split(state, self.width) + write[..., None] * branch[..., None, :]).flatten(-2)
@@ -365,6 +367,7 @@ class DepthAttention(Residual):
         if values > 1:
             self.add_parameter("query", width, 0.0)
 
+    @without_autocast
     def enter(self, state: Tensor) -> Tensor:
         if self.values == 1:
             return state

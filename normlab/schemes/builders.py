@@ -65,7 +65,8 @@ def over_root_depth(site: NormSite) -> Norm:
 
 def rms_gain(site: NormSite) -> Norm:
     """RMSNorm that starts as BHyT does for small inputs: gain gamma0 lambda/kappa where BHyT has a tanh, else 1."""
-    return of(RMSNorm, gain=site.config.gamma0 * site.lam / site.config.kappa if site.lam else 1.0)(site)
+    kappa = kappa_of(site)
+    return of(RMSNorm, gain=1.0 if kappa is None else site.config.gamma0 * site.lam / kappa)(site)
 
 
 # From this width on: alpha at the attention, and elsewhere. From 4096 as in the released code of 2503.10622. The two
@@ -118,14 +119,21 @@ def is_bounded(config: Any, layer: int) -> bool:
     return first <= layer <= last
 
 
+def kappa_of(site: NormSite) -> float | None:
+    """BHyT's kappa at a place, by the schedule; None where BHyT has no tanh."""
+    config, final = site.config, site.place == "final"
+    if site.lam == 0.0 or not (final or is_bounded(config, site.layer)):
+        return None
+    return config.kappa * (1.0 if final else site.layer ** KAPPA_POWERS[config.kappa_schedule])
+
+
 def bhyt(bounded: bool) -> Callable[[NormSite], Norm]:
     """BHyT, or RMSNorm in blocks outside ``bounded_layers`` and at the end unless ``lam_last`` is set."""
 
     def build(site: NormSite) -> Norm:
-        config, final = site.config, site.place == "final"
-        if site.lam == 0.0 or not (final or is_bounded(config, site.layer)):
+        config, kappa = site.config, kappa_of(site)
+        if kappa is None:
             return rms(site)
-        kappa = config.kappa * (1.0 if final else site.layer ** KAPPA_POWERS[config.kappa_schedule])
         fixed = {"learnable_lam": config.learnable_lam, "gain": config.gamma0, "bounded": bounded}
         return BHyT(site.width, site.lam, kappa, **fixed)
 

@@ -104,7 +104,7 @@ def fits(
         NormlabError: they would, so that one table could not hold both. Or the preset's text cannot be read.
     """
     (part,) = preset.parts
-    config = preset.config(BASELINE, *part.depths, 0, 1e-3, {})
+    config = preset.config(BASELINE, next(iter(part.depths)), 0, 1e-3, {})
     there = [run for folder in folders for run in (*_found(folder), *_found(child(folder, SEARCH)))]
     text = corpus_of(config, cache_dir, progress).content_hash if there else ""
     for path in there:

@@ -6,16 +6,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from normlab.errors import NormlabError
 from normlab.figures.one_model import MEASURED, Answer
-from normlab.norms.base import mean_square
+from normlab.norms.base import Norm, mean_square
 from normlab.probes import record, sites
+from normlab.probes.experiments import evaluating
 from normlab.probes.sites import Block
 
 SLOPES = {"lam": "λ", "alpha": "α"}  # the parameter in front of x inside a tanh or erf norm
@@ -84,19 +87,40 @@ def changed(model: nn.Module, change: Change) -> Iterator[None]:
     """The model with the change made; afterwards it is bit for bit what it was.
 
     Raises:
-        NormlabError: a layer that the model lacks, or a dimmer that an output norm would undo.
+        NormlabError: a layer that the model lacks, or a branch that returns the stream with itself added.
     """
     blocks = sites(model).blocks
     if wrong := [layer for layer in change.layers if not 1 <= layer <= len(blocks)]:
         raise NormlabError(f"no block {wrong[0]} to change: the model has blocks 1 to {len(blocks)}")
+    own = {block.index: change.at(block.index) for block in blocks}
+    dims = any(one.attention != 1.0 or one.mlp != 1.0 for one in own.values())
+    written = _written(model) if dims and not hasattr(blocks[0].module, "norm_at") else {}
     with ExitStack() as undo:
         for block in blocks:
-            change_block(block, change.at(block.index).model_dump(), undo)
+            change_block(block, own[block.index].model_dump(), undo, written)
         yield
 
 
-def change_block(block: Block, own: Mapping[str, Any], undo: ExitStack) -> None:
-    """Change a block until `undo` closes. The values of LayerChange's fields are numbers, or tensors in a graph."""
+Written = Mapping[tuple[str, int], tuple[nn.Module, str | None]]  # (kind, layer) -> a module and how its output counts
+
+
+def _written(model: nn.Module) -> Written:
+    """The modules whose outputs join the stream of a model that is not ours, as a few tokens show."""
+    tokens = torch.arange(4, device=next(model.parameters()).device)[
+        None
+    ]  # some token is no padding, whose vector is 0
+    with torch.no_grad(), evaluating(model), record(model, ["rms", "relative_contribution"], masks=["all"]) as recorder:
+        model(tokens)
+    return recorder.branches
+
+
+def change_block(
+    block: Block, own: Mapping[str, Any], undo: ExitStack, written: Written = MappingProxyType({})
+) -> None:
+    """Change a block until `undo` closes. The values of LayerChange's fields are numbers, or tensors in a graph.
+
+    written: of a block that is not ours, the modules that a dimmer acts on.
+    """
     for norm in block.norms:
         change_norm(norm, own, undo)
         if getattr(norm, "takes_mean_square", False) and _alters(own["exact"], False):
@@ -105,9 +129,7 @@ def change_block(block: Block, own: Mapping[str, Any], undo: ExitStack) -> None:
     for part in ("attention", "mlp"):
         share = own[part]
         if _alters(share, 1.0):
-            if _alters(share, 0.0) and not hasattr(block.module, "norm_at") and len(block.norms) > 2:
-                raise NormlabError(f"block {block.index} may normalize its {part}'s output: only 0 and 1 dim it")
-            undo.callback(_writer(block, part).register_forward_hook(partial(_dim_branch, share)).remove)
+            undo.callback(_writer(block, part, written).register_forward_hook(partial(_dim_branch, share)).remove)
     if _alters(own["block"], 1.0):
         hook = partial(_dim_block, own["block"])
         undo.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -115,16 +137,27 @@ def change_block(block: Block, own: Mapping[str, Any], undo: ExitStack) -> None:
 
 def change_norm(norm: Any, own: Mapping[str, Any], undo: ExitStack) -> None:
     """Put other values in the place of a norm's gain, slope and kappa until `undo` closes."""
-    zero = getattr(norm, "centre", 0.0)  # a zero-centred gain is 1 + weight
-    for name, factor, centre in (("weight", own["gain"], zero), (slope_of(norm), own["lam"], 0.0)):
+    for name, factor in (("weight", own["gain"]), (slope_of(norm), own["lam"])):
         held = norm._buffers if norm._buffers.get(name) is not None else norm._parameters  # fixed ones are buffers
         value = held.get(name)
         if value is not None and _alters(factor, 1.0):
+            centre = _centre(norm) if name == "weight" else 0.0
             undo.callback(held.__setitem__, name, value)
             held[name] = (value.detach() + centre) * factor - centre
     if isinstance(getattr(norm, "kappa", None), float) and _alters(own["kappa"], 1.0):
         undo.callback(setattr, norm, "kappa", norm.kappa)
         norm.kappa = norm.kappa * own["kappa"]
+
+
+@torch.no_grad()
+def _centre(norm: Any) -> float:
+    """1 for a zero-centred gain, which is 1 + weight: there a weight of -1 makes the output 0."""
+    if isinstance(norm, Norm):
+        return norm.centre
+    x = torch.ones_like(norm.weight)[None]
+    there = {name: torch.full_like(value, -1.0 if name == "weight" else 0.0) for name, value in norm.named_parameters()}
+    x[..., ::2] = -1.0  # else a LayerNorm would make 0 of it
+    return 0.0 if functional_call(norm, there, (x,)).any() else 1.0
 
 
 def _alters(value: Any, neutral: float) -> bool:
@@ -138,11 +171,17 @@ def _choose_statistic(exact: Any, _: nn.Module, args: tuple, kwargs: dict[str, A
     return args[:1], {**kwargs, "mean_square": chosen}
 
 
-def _writer(block: Block, part: str) -> nn.Module:
+def _writer(block: Block, part: str, written: Written) -> nn.Module:
     """The module whose output joins the stream: the output norm of "attention" or "mlp", or that branch itself."""
-    norm_at = getattr(block.module, "norm_at", None)
-    outer = norm_at({"attention": "attn_out", "mlp": "mlp_out"}[part]) if norm_at else None
-    branch = outer or getattr(block, part)
+    norm_at, kind = getattr(block.module, "norm_at", None), {"attention": "attn", "mlp": "mlp"}[part]
+    if norm_at is not None:
+        branch = norm_at(f"{kind}_out") or getattr(block, part)
+    else:
+        branch, form = written.get((kind, block.index), (None, None))
+        if form == "contained":
+            raise NormlabError(
+                f"block {block.index}'s {part} returns the stream with itself added: it cannot be dimmed"
+            )
     if branch is None:
         raise NormlabError(f"block {block.index} has no {part} to dim")
     return branch

@@ -347,3 +347,44 @@ def test_another_blocks_norm_is_named(llama, batch):
     with torch.no_grad():
         b.model.layers[1].input_layernorm.weight.copy_(llama.model.layers[2].input_layernorm.weight)
     assert "B has the weights of A's block 3 here" in str(diff(llama, b, batch))
+
+
+def test_an_overflow_in_float16_is_named(llama, batch):
+    large = copy.deepcopy(llama)
+    with torch.no_grad():
+        for weight in large.model.layers[1].mlp.parameters():
+            weight.mul_(1500)
+    result = diff(large, copy.deepcopy(large).half(), batch)
+    assert result.first.layer == 2 and "B overflows in float16" in result.verdict
+    weight = copy.deepcopy(llama)
+    with torch.no_grad():
+        weight.model.layers[1].mlp.down_proj.weight[0, 0] = 1e5
+    result = diff(weight, copy.deepcopy(weight).half(), batch)
+    assert (
+        result.first.layer == 2 and "down_proj.weight overflows in B: its largest value in A is 1e+05" in result.verdict
+    )
+    half = copy.deepcopy(weight).half()
+    assert diff(half, copy.deepcopy(half), batch).equal
+
+
+def test_a_backbone_called_module_is_not_all_of_the_model(llama, batch):
+    class Headed(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.module, self.lm_head = copy.deepcopy(llama.model), copy.deepcopy(llama.lm_head)
+            self.lm_head.weight.data.mul_(factor)
+
+        def forward(self, input_ids, attention_mask):
+            return {"logits": self.lm_head(self.module(input_ids, attention_mask)[0])}
+
+    result = diff(Headed(1.0).eval(), Headed(2.0).eval(), batch)
+    assert not result.equal and "the end, logits" in result.verdict
+    wrapper = nn.DataParallel(llama, device_ids=[]) if torch.cuda.is_available() else nn.DataParallel(llama)
+    assert diff(wrapper, llama, batch).equal
+
+
+def test_a_models_own_arrays_are_equal_though_it_is_in_training_mode(batch, tmp_path):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, **SIZES)).train()
+    write_arrays(model, batch, tmp_path / "own.safetensors")
+    assert model.training and diff(model, tmp_path / "own.safetensors", batch).equal

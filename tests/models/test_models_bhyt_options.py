@@ -174,3 +174,15 @@ def test_a_pass_in_inference_mode_leaves_nothing_that_a_backward_pass_cannot_use
         expected = model(ids).logits.clone()
     model(ids, labels=ids).loss.backward()
     assert_bits(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("fields", [{"kappa_schedule": "inverse_sqrt", "gamma0": 0.5}, {"bounded_layers": (2, 2)}])
+def test_the_gain_control_starts_as_bhyt_does_for_small_inputs(fields):
+    """In every block, by the schedule of kappa and where there is no tanh."""
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))  # lambda is small, so z is
+    bounded, control = (
+        fresh_model(scheme, lam_input=0.01, lam_post=0.01, **fields) for scheme in ("bhyt_exact", "rmsnorm_gain")
+    )
+    for ours, theirs in zip(control.model.layers, bounded.model.layers, strict=True):
+        with torch.no_grad():
+            assert torch.allclose(ours.input_layernorm(x), theirs.input_layernorm(x), rtol=1e-3, atol=0)

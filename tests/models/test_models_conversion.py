@@ -1,5 +1,6 @@
 """swap_norms on models that others made; released checkpoints, of ours and of Llama's relatives."""
 
+import copy
 import json
 
 import pytest
@@ -10,16 +11,22 @@ from reference_schemes import reference
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
@@ -33,6 +40,7 @@ from transformers import (
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM, refresh_carried, set_schedules, swap_norms
@@ -99,10 +107,21 @@ def test_a_model_of_another_shape_is_refused_in_one_line_and_left_as_it_was():
     [
         (lambda: GemmaForCausalLM(GemmaConfig(**LLAMA)), "GemmaRMSNorm is not a norm and a gain"),
         (lambda: GraniteForCausalLM(GraniteConfig(**LLAMA, residual_multiplier=0.5)), "multiplies its branches"),
+        (lambda: DogeForCausalLM(DogeConfig(**LLAMA)), "multiplies its branches"),
+        (lambda: MiniMaxForCausalLM(MiniMaxConfig(**LLAMA)), "is not y = x . self_attn"),
+        (lambda: GptOssForCausalLM(GptOssConfig(**LLAMA, num_local_experts=4)), "is not y = x . self_attn"),
         (lambda: Starcoder2ForCausalLM(Starcoder2Config(**LLAMA)), "LayerNorm is not a norm and a gain"),
         (lambda: OlmoForCausalLM(OlmoConfig(**LLAMA)), "OlmoLayerNorm is not a norm and a gain"),
     ],
-    ids=["1 + w", "a multiplier", "a bias", "no gain"],
+    ids=[
+        "1 + w",
+        "a multiplier",
+        "trained multipliers",
+        "a normalized stream",
+        "an MLP of a pair",
+        "a bias",
+        "no gain",
+    ],
 )
 def test_what_swapping_would_lose_is_refused_and_the_model_left_as_it_was(build, match):
     torch.manual_seed(0)
@@ -111,6 +130,39 @@ def test_what_swapping_would_lose_is_refused_and_the_model_left_as_it_was(build,
     with pytest.raises(NormlabError, match=match):
         swap_norms(model, "pre_rmsnorm")
     assert torch.equal(model(IDS).logits, before)
+
+
+def test_a_new_norm_has_the_old_gain_times_its_start_at_the_same_place():
+    """The control of BHyT is one: its gain starts at lambda / kappa. Norms of outputs and sums keep their own start."""
+    old = foreign(LlamaConfig, LlamaForCausalLM).model.layers[1]
+    gains = {"attn_in": old.input_layernorm.weight, "mlp_in": old.post_attention_layernorm.weight}
+    for scheme, factor in (
+        ("pre_rmsnorm", 1.0),
+        ("rmsnorm_gain", 0.2),
+        ("lns_gain", 2**-0.5),
+        ("dssn", 1.0),
+    ):
+        block = swap_norms(foreign(LlamaConfig, LlamaForCausalLM), scheme).model.layers[1]
+        for place, name in block.layout.places():
+            gain = getattr(block, name).weight
+            start = torch.full_like(gain, LLAMA["num_hidden_layers"] ** -0.5)
+            factor = 0.1 if scheme == "rmsnorm_gain" and place == "mlp_in" else factor
+            assert torch.allclose(gain, gains[place] * factor if place in gains else start), (scheme, place)
+    block = swap_norms(foreign(LlamaConfig, LlamaForCausalLM), "post_rmsnorm").model.layers[1]
+    assert torch.equal(getattr(block, block.layout.attn_sum).weight, gains["mlp_in"])
+
+
+def test_a_swapped_model_still_has_hidden_states_and_is_copied_and_saved(tmp_path):
+    called = foreign(LlamaConfig, LlamaForCausalLM)
+    called(IDS, output_hidden_states=True)
+    models = [swap_norms(model, "bhyt") for model in (called, foreign(LlamaConfig, LlamaForCausalLM))]
+    torch.save(models[1], tmp_path / "model.pt")
+    models += [copy.deepcopy(models[1]), torch.load(tmp_path / "model.pt", weights_only=False)]
+    states = [model(IDS, output_hidden_states=True).hidden_states for model in models]
+    assert [len(each) for each in states] == [LLAMA["num_hidden_layers"] + 1] * 4
+    assert all(map(torch.equal, each, states[0]) for each in states) and isinstance(
+        models[0].model.layers[0], LlamaDecoderLayer
+    )
 
 
 def test_padding_on_the_left_changes_no_logit_of_a_swapped_model_that_counts_positions():

@@ -30,7 +30,9 @@ from transformers import (
 
 from normlab import NormlabError, NormlabForCausalLM, record, swap_norms
 from normlab.models import fold_norms
+from normlab.models.fold import is_plain_gain
 from normlab.models.model import is_folded
+from normlab.norms import ScaleNorm
 
 STOCK = {**LLAMA, "head_dim": 8, "tie_word_embeddings": False}
 UNFOLDABLE = {"post_rmsnorm": 6, "mix_ln": 2, "peri_ln": 6}  # norms that write into the stream, of 3 blocks
@@ -62,6 +64,23 @@ def test_logits_stay_gains_become_one_and_unfolding_gives_every_bit_back(scheme,
     folded.unfold()
     assert_state(model, before)
     assert_bits(logits(model), expected)
+
+
+def test_the_gate_of_affine_attention_reads_the_norm_too():
+    model = tiny_model("pre_rmsnorm", affine_attention=True)
+    expected = logits(model)
+    with fold_norms(model) as folded:
+        assert not folded.left
+        assert_near(logits(model), expected, 1e-5)
+
+
+def test_one_gain_for_all_channels_is_tried_on_vectors_of_the_norms_width():
+    class Strict(ScaleNorm):
+        def forward(self, x):
+            assert x.shape[-1] == self.hidden_size  # as a kernel does
+            return super().forward(x)
+
+    assert is_plain_gain(Strict(8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

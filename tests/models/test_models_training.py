@@ -15,6 +15,7 @@ from model_helpers import (
     tiny_model,
     tokens,
 )
+from transformers import AutoModelForCausalLM
 
 from normlab import SCHEMES, NormlabForCausalLM
 
@@ -109,6 +110,30 @@ def test_mixed_precision_is_finite_and_keeps_float32_gradients(scheme, extra):
     assert_near(loss, expected, 0.02)
     for name, gradient in gradients(model, loss).items():
         assert gradient.dtype == torch.float32 and torch.isfinite(gradient).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["nanochat", "residual_gate", "osp_rmsnorm"])
+def test_fixed_gains_and_drawn_projections_have_half_precision(scheme, dtype):
+    model, ids = tiny_model(scheme), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert_near(model.to(dtype)(ids).logits, expected, 0.05)
+        assert AutoModelForCausalLM.from_config(model.config, dtype=dtype)(ids).logits.dtype == dtype
+
+
+@pytest.mark.parametrize("scheme", ["hyper_connections", "mhc", "attn_residuals", "deep_delta"])
+def test_autocast_does_not_round_what_a_residual_rule_computes(scheme):
+    block = tiny_model(scheme).model.layers[1]
+    for rule in (block.attn_residual, block.mlp_residual):
+        state = torch.randn(2, 32 * getattr(rule, "values", getattr(rule, "streams", 1)))
+        branch, read = torch.randn(2, 32), torch.randn(2, 32)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            found = rule.enter(state), rule.join(state, branch, lambda x: x, read)
+        with torch.no_grad():
+            expected = rule.enter(state), rule.join(state, branch, lambda x: x, read)
+        for result, exact in zip(found, expected, strict=True):
+            assert_bits(result, exact)
 
 
 @every_scheme

@@ -108,6 +108,9 @@ def test_bad_arguments_are_refused():
         LayerStatsCallback(every=0)
     with pytest.raises(NormlabError, match="unknown metric"):
         LayerStatsCallback(metrics=["loss"])
+    for name in ("path", "last"):
+        with pytest.raises(NormlabError, match="make the folder absent first"):
+            LayerStatsCallback(**{name: "absent/layers.parquet"})
 
 
 def test_the_trainers_divisions_and_scalings_of_the_loss_are_undone():

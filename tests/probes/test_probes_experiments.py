@@ -334,3 +334,18 @@ def test_models_without_logits_have_angles_and_classifiers_no_losses_by_token(mo
             experiment(build("vit"), [batch_for("vit")], **QUIET)
     with pytest.raises(NormlabError, match="no span of 1 from layer 0: layers are 1 to 3"):
         skip_sensitivity(model, [batch], layers=[0, 1], **QUIET)
+
+
+def test_a_batch_without_labels_does_not_say_that_labels_are_not_shifted(model):
+    some, none = token_batch(3), token_batch(2, 9, torch.Generator().manual_seed(5))
+    none["labels"] = torch.full_like(none["labels"], -100)
+    first, last = (skip_sensitivity(model, batches, **QUIET) for batches in ([some, none], [none, some]))
+    assert first["loss"].tolist() == pytest.approx(last["loss"].tolist())
+    assert first["tokens"].tolist() == last["tokens"].tolist()
+
+
+def test_a_block_that_runs_several_times_is_not_skipped():
+    sizes = {"embedding_size": 16, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    albert = hf.AlbertForMaskedLM(hf.AlbertConfig(vocab_size=50, num_hidden_layers=3, **sizes)).eval()
+    with pytest.raises(NormlabError, match="block 1 runs more than once"):
+        skip_sensitivity(albert, [{"input_ids": torch.arange(8)[None]}], **QUIET)

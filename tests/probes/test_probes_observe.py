@@ -243,3 +243,58 @@ def test_nothing_read_cannot_be_drawn_and_a_file_needs_its_folder(tmp_path):
         observer.explain().plot()
     with pytest.raises(NormlabError, match="make the folder .*none first"):
         normlab.observe(tiny_llama(), path=tmp_path / "none" / "last.csv")
+
+
+def test_training_goes_on_where_a_loss_does_not_tell_how_it_averages():
+    """A head of zeros: every reading of the labels fits alike. A loop's own loss: there are no labels."""
+    head = tiny_llama()
+    torch.nn.init.zeros_(head.lm_head.weight)
+    ids = token_batch()["input_ids"]
+    for model, inputs, why in (
+        (head, token_batch(), "do not tell"),
+        (tiny_llama(), {"input_ids": ids}, "no countable"),
+    ):
+        with normlab.observe(model, every=1, metrics=["rms", "grad_l2_mean"]) as observer:
+            for step in range(2):
+                out = model(**inputs)
+                loss = out.loss if out.loss is not None else out.logits.square().mean()
+                loss.backward()
+                if step == 0:
+                    with pytest.warns(UserWarning, match=f"step 0 is measured without its gradients.*{why}"):
+                        observer.step(loss, step)
+                else:
+                    observer.step(loss, step)  # it is said once
+        table = observer.to_pandas()
+        assert set(table["metric"]) == {"rms", "parameter_rms"} and set(table["step"]) == {0, 1}
+
+
+def test_a_micro_batch_without_labels_changes_no_gradient():
+    """The Trainer divides by `num_items_in_batch`, so its loss is 0."""
+    tables = []
+    for parts in ([0], [0, 1]):
+        model = tiny_llama()
+        with normlab.observe(model, every=1, metrics=["grad_l2_total"]) as observer:
+            for part in parts:
+                batch = token_batch()
+                batch["labels"] = torch.full_like(batch["labels"], -100) if part else batch["labels"]
+                loss = model(**batch, num_items_in_batch=40).loss
+                loss.backward()
+            observer.step(loss, 0)
+        tables.append(observer.to_pandas().query("metric == 'grad_l2_total'"))
+    pandas.testing.assert_frame_equal(*tables)
+
+
+def test_a_compiled_step_keeps_its_graph_when_the_model_inside_is_observed():
+    graphs: list[int] = []
+
+    def backend(graph, inputs):
+        graphs[-1] += 1
+        return graph.forward
+
+    model = tiny_llama(num_hidden_layers=1)
+    compiled = torch.compile(model, backend=backend)
+    with normlab.observe(model, every=2, metrics=["rms"]) as observer:
+        for step in range(4):
+            graphs.append(0)
+            observer.step(compiled(**token_batch()).loss.item(), step)
+    assert graphs == [0, 1, 0, 0] and set(observer.to_pandas()["step"]) == {0, 2}

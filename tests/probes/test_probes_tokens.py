@@ -74,6 +74,7 @@ def test_massive_activations_are_those_of_the_definition(batch):
 
 def test_the_thresholds_of_the_paper_are_the_default_and_nothing_is_found_in_a_healthy_model(batch):
     assert normlab.massive_activations(planted(), batch).mask.nonzero().tolist() == [[0, 0], [1, 15]]
+    assert normlab.massive_activations(planted().train(), batch).mask.nonzero().tolist() == [[0, 0], [1, 15]]
     healthy = normlab.massive_activations(tiny_llama(), batch)
     assert healthy.table.empty and not healthy.mask.any()
 

@@ -1,5 +1,6 @@
 """Intervening: the answer is the changed model's, and the model is bit for bit as before once it was asked."""
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -8,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 from browser_helpers import page_of
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+)
 from widget_helpers import TOKENS, Mounted, model_of
 
 from normlab.errors import NormlabError
@@ -258,3 +270,38 @@ def test_the_page_refuses_an_activation_that_it_does_not_compute():
     model_spec(model_of("bhyt"))
     with pytest.raises(NormlabError, match="does not compute bhyt: it has the activation gelu"):
         model_spec(model_of("bhyt", hidden_act="gelu"))
+
+
+def scaled(model: torch.nn.Module, factor: float, part: str, centre: float = 0.0) -> torch.nn.Module:
+    """The gains whose names hold `part` times a factor."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, gain in copied.named_parameters():
+            if part in name:
+                gain.copy_((gain + centre) * factor - centre)
+    return copied
+
+
+def test_gains_and_dimmers_of_other_models_are_what_they_say():
+    """A gain of 1 + weight; a norm on a branch's output; a branch whose output holds the stream."""
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    gemma = GemmaForCausalLM(GemmaConfig(**sizes, head_dim=16)).eval()
+    by_hand = loss_of(scaled(gemma, 0.5, "layernorm", 1.0))
+    with changed(gemma, Change(gain=0.5)):
+        assert loss_of(gemma) == pytest.approx(by_hand, abs=1e-6)
+    olmo = Olmo2ForCausalLM(Olmo2Config(**sizes)).eval()
+    by_hand = loss_of(scaled(olmo, 0.5, "post_attention_layernorm"))
+    with changed(olmo, Change(attention=0.5)):
+        assert loss_of(olmo) == pytest.approx(by_hand, abs=1e-6)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)).eval()
+    with (
+        pytest.raises(NormlabError, match="block 1's attention returns the stream"),
+        changed(bloom, Change(attention=0)),
+    ):
+        pass
+    with pytest.raises(NormlabError, match="block 1 has no mlp to dim"):
+        skip_mlp = Change(mlp=0)
+        with changed(MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)), skip_mlp):
+            pass
