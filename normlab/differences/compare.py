@@ -35,6 +35,7 @@ from normlab.differences.capture import (
 from normlab.differences.causes import Evidence, Side, causes_of
 from normlab.errors import NormlabError
 from normlab.probes.experiments import evaluating
+from normlab.probes.sites import stacks
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
 ROUNDINGS = 6.0  # of float32, by which two float64 copies may differ
@@ -130,13 +131,16 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
 
     single = run(0, torch.float32).tensors
     notes: list[str] = []
+    if getattr(getattr(a, "config", None), "is_encoder_decoder", False):
+        others = [name for name, where in stacks(a).items() if where.blocks[0].name not in roles[0].blocks]
+        notes += [f"{name} is not compared: what differs there shows where it reaches these blocks" for name in others]
     try:
         side_a, side_b = run(0, torch.float64), run(1, torch.float64)
         exact = _all_finite(side_a.tensors, mask) or not _all_finite(single, mask)
     except (NormlabError, RuntimeError):  # a kernel that has no float64, or a dtype written into the code
         exact = False
     if not exact:
-        notes = ["compared in float32: a copy does not run in float64"]
+        notes.append("compared in float32: a copy does not run in float64")
         side_a, side_b = run(0, torch.float32), run(1, torch.float32)
     rows = _rows(side_a.tensors, side_b.tensors, single, LEAST if exact else WITHOUT_FLOAT64, mask)
     first, causes = _explained(side_a, side_b, rows, mask)

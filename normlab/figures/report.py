@@ -74,7 +74,7 @@ def layer_heatmap(table: pd.DataFrame, metric: str | None = None, mask: str = "a
         NormlabError: the table has no such rows.
     """
     rows = _measured(table[table["layer"].notna()], metric, mask)
-    grid = rows.pivot_table(index=["metric", "site"], columns="layer", values="value", sort=False)
+    grid = rows.groupby(["metric", "site", "layer"], sort=False)["value"].mean().unstack()
     metrics = list(dict.fromkeys(rows["metric"]))
     order = sorted(grid.index, key=lambda index: (metrics.index(index[0]), site_order(index[1])))
     grid = grid.reindex(sorted(grid.columns), axis=1).loc[order]

@@ -150,8 +150,9 @@ class Readings:
             z = d / (s + 0.025)
 
         A series leaves where |z| is above 6 in two readings in a row, with one sign, or above 12 in one. At least 8
-        values of d must be known. A value that is not finite leaves at once. Of the sites that leave at one step the
-        largest |z| is named, of equal ones the first in forward order. Metrics of branches are compared as they are.
+        values of d must be known. A value that is not finite leaves at once, unless the series begins so. Of the sites
+        that leave at one step the largest |z| is named, of equal ones the first in forward order. Metrics of branches
+        are compared as they are.
 
         How often it is right: "How often it names the right layer" in docs/compare.md.
         """
@@ -189,7 +190,11 @@ def _departures(history: pandas.DataFrame, since: int) -> pandas.DataFrame:
     )
     series = _series(values)
     values = values[series.columns]
-    z = _scores(series).mask(np.isinf(values), math.inf)
+    undefined = np.isinf(values)
+    is_finite = ~undefined & values.notna()
+    # What is finite later, and was not before, is not defined yet: the cosine of a matrix of zeros.
+    begins = undefined & (is_finite.cumsum() == 0) & is_finite.any()
+    z = _scores(series.mask(begins)).mask(undefined & ~begins, math.inf)
     in_a_row = (z.abs() > DEPARTS) & (z.shift().abs() > DEPARTS) & (z * z.shift() > 0)
     leaves = (in_a_row | (z.abs() > JUMPS))[z.index >= since]
     rows = [

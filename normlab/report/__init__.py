@@ -94,23 +94,25 @@ def probe_report(
     if folder.exists() and not folder.is_dir():
         raise NormlabError(f"{folder} is a file: name a folder for the tables and the page")
 
-    def cases() -> Iterator[tuple[dict[str, Any], Loaded, Path]]:
-        """Each loaded model with each text, one model in memory at a time."""
+    def cases() -> Iterator[tuple[dict[str, Any], list[Loaded], Path]]:
+        """Each loaded model with each text. A list holds it, and lets it go before the next one is loaded."""
+        held: list[Loaded] = []
         for one in models:
             for revision in named:
-                loaded = load(one, tokenizer, revision=revision, device=device, dtype=dtype)
+                held.clear()
+                held.append(load(one, tokenizer, revision=revision, device=device, dtype=dtype))
                 for path in paths:
-                    yield {"model": _name(one), "revision": revision, "text": path.name}, loaded, path
+                    yield {"model": _name(one), "revision": revision, "text": path.name}, held, path
 
     with ExitStack() as modes:
         for one in models:
             if isinstance(one, nn.Module):
                 modes.enter_context(evaluating(one))
         if not compared:
-            ((_, loaded, path),) = cases()
-            return _single(loaded, path, folder, length, rows, progress)
+            ((_, held, path),) = cases()
+            return _single(held[0], path, folder, length, rows, progress)
         (by,) = compared
-        labelled = ((label[by], loaded, path) for label, loaded, path in cases())
+        labelled = ((label[by], held, path) for label, held, path in cases())
         bar = tqdm(labelled, f"{by}s", max(len(models), len(revisions), len(paths)), disable=not progress, delay=1)
         return _series(by, bar, folder, name, length, rows)
 
@@ -144,8 +146,10 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
     return _summary(lines, folder, page)
 
 
-def _series(by: str, cases: Iterable[tuple[str, Loaded, Path]], folder: Path, name: str, length: int, rows: int) -> str:
-    """Record every case in turn. Returns the summary."""
+def _series(
+    by: str, cases: Iterable[tuple[str, list[Loaded], Path]], folder: Path, name: str, length: int, rows: int
+) -> str:
+    """Record every case in turn, with one model in memory at a time. Returns the summary."""
     import pandas
 
     from normlab.report.page import left_out, series_parts, write_page
@@ -154,9 +158,9 @@ def _series(by: str, cases: Iterable[tuple[str, Loaded, Path]], folder: Path, na
     losses: dict[str, float | None] = {}
     missing: list[str] = []
     about = ""
-    for case, loaded, path in cases:
-        data = batches(loaded, path, length, rows)
-        stacks = measure(loaded, data)
+    for case, held, path in cases:
+        data = batches(held[0], path, length, rows)
+        stacks = measure(held[0], data)
         label = case if case not in losses else f"{case} ({len(losses) + 1})"  # two of one name
         missing += [f"{label}, {words}" for stack in stacks for words in left_out(stack)]
         losses[label] = stacks[0].loss
@@ -164,6 +168,7 @@ def _series(by: str, cases: Iterable[tuple[str, Loaded, Path]], folder: Path, na
         table.insert(0, by, label)
         tables.append(table)
         about = f"{len(losses)} texts." if by == "text" else _about(data, path, None)
+        del stacks, data  # which know the model
     table = pandas.concat(tables, ignore_index=True)
     parts = series_parts(table, by, losses, missing, about)
     _write_table(table, folder)

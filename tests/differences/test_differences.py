@@ -314,6 +314,7 @@ def test_an_encoders_padding_is_not_the_decoders(batch):
         b.decoder.block[1].layer[2].DenseReluDense.wo.weight.mul_(1.3)
     found = diff(a, b, batch | {"decoder_input_ids": batch["input_ids"][:, :7]})
     assert found.first.layer == 2 and found.table["difference"].notna().all()
+    assert any(note.startswith("encoder.block is not compared") for note in found.notes)
 
 
 def test_gradients_of_what_has_none_are_one_line(llama, batch):

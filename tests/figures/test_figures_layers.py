@@ -10,6 +10,7 @@ from scipy import stats
 from normlab import NormlabError
 from normlab.analysis.claims import depth_use
 from normlab.figures.layers import BY_PAIR, PARTS, by_layer, by_pair
+from normlab.figures.report import layer_heatmap
 
 SCHEMES = ("pre_rmsnorm", "lns")
 
@@ -145,3 +146,10 @@ def test_values_of_which_none_is_finite_or_positive_are_no_figure(measured):
     rows = measured[measured["metric"].eq("skip_delta_loss") & measured["depth"].eq(4)]
     for values, log in ((np.nan, False), (-1.0, True)):
         assert "is finite" in by_layer(rows.assign(value=values), log=log).layout.annotations[0].text
+
+
+def test_a_heat_map_of_a_metric_without_a_finite_value_has_empty_rows():
+    rows = [("block_out", layer, "grad_l2_mean", "all", float("nan")) for layer in (1, 2)]
+    table = pd.DataFrame(rows, columns=["site", "layer", "metric", "mask", "value"])
+    (row,) = layer_heatmap(table, "grad_l2_mean").data[0].z
+    assert np.isnan(np.asarray(row, dtype=float)).all()

@@ -1,6 +1,7 @@
 """`observe` in other people's loops, and `explain`: which layer left its past first."""
 
 import copy
+import math
 import signal
 import subprocess
 import sys
@@ -100,6 +101,18 @@ def test_a_departure_is_found_after_an_earlier_one_has_passed():
     readings.add(reading(50, {1: 1.1, 2: 2.2, 3: 3.3, 4: 44.0}))
     assert readings.explain(since=40).verdict.startswith("layer 4, ")
     assert readings.explain().verdict.startswith("layer 2, ")
+
+
+def test_what_is_not_defined_at_first_has_not_left_its_past_and_what_breaks_has():
+    readings = Readings()
+    for step in range(20):
+        readings.add(reading(step, {1: math.nan if step == 0 else 0.5, 2: 1.0}, "update_cosine", "attn"))
+    assert readings.explain().verdict.startswith("no site left its past")
+    readings.add(reading(20, {1: 0.5, 2: math.nan}, "update_cosine", "attn"))
+    assert readings.explain().verdict.startswith("layer 2, ")
+    broken = Readings()
+    broken.add(reading(0, {1: 1.0, 2: math.nan}))
+    assert "layer 2, " in broken.explain().verdict and "is not finite" in broken.explain().verdict
 
 
 def test_a_change_within_a_block_is_named_where_a_place_inside_it_was_not_read():

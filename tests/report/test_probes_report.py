@@ -1,7 +1,9 @@
 """probe_report and `normlab probe`: models and texts or images in, tables and a page out; bad input in one line."""
 
+import gc
 import json
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import pandas
@@ -185,6 +187,22 @@ def test_two_models_and_two_texts_stand_side_by_side_and_only_one_thing_is_compa
     assert list(dict.fromkeys(table["text"])) == ["text.txt", "second.txt"]
     with pytest.raises(NormlabError, match="several models and texts cannot be compared at once"):
         probe_report([str(saved), str(other)], [text, text])
+
+
+def test_one_model_is_in_memory_at_a_time(saved, tmp_path, monkeypatch):
+    alive: list[weakref.ref] = []
+    counts: list[int] = []
+
+    def counted(*arguments, **options):
+        gc.collect()
+        counts.append(sum(ref() is not None for ref in alive))
+        loaded = load(*arguments, **options)
+        alive.append(weakref.ref(loaded.model))
+        return loaded
+
+    monkeypatch.setattr("normlab.report.load", counted)
+    probe_report([str(saved)] * 3, saved / "text.txt", out=tmp_path / "out", **SHAPE)
+    assert counts == [0, 0, 0]
 
 
 def test_two_models_of_one_name_are_two_lines_and_what_was_left_out_of_each_is_said(saved, tmp_path):
