@@ -91,7 +91,9 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
             self.initial_scale = scheme.ends.embedding_scale(config.hidden_size)
             self.shared_scale = nn.Parameter(torch.full((1,), self.initial_scale))
         self.embedding_end = EmbeddingEnd(config) if changes_embeddings(config) else None
-        self.counts_positions = scheme.carries_statistic and config.carried == "causal"
+        # Logits depend on where a row begins: by the statistic, or by scales per channel after the rotation.
+        is_causal = scheme.carries_statistic and config.carried == "causal"
+        self.counts_positions = is_causal or scheme.branches.spherical
         self.post_init()
 
     def forward(

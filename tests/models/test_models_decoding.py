@@ -105,7 +105,7 @@ def left_padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-@every_case
+@every_registered
 def test_padding_changes_nothing_for_the_real_tokens(scheme, extra):
     model = tiny_model(scheme, **extra)
     rows = [tokens(1, 11, seed=1)[0], tokens(1, 4, seed=2)[0], tokens(1, 7, seed=3)[0]]
