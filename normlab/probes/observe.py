@@ -194,7 +194,7 @@ def _departures(history: pandas.DataFrame, since: int) -> pandas.DataFrame:
     is_finite = ~undefined & values.notna()
     # What is finite later, and was not before, is not defined yet: the cosine of a matrix of zeros.
     begins = undefined & (is_finite.cumsum() == 0) & is_finite.any()
-    z = _scores(series.mask(begins)).mask(undefined & ~begins, math.inf)
+    z = _scores(series).mask(undefined & ~begins, math.inf)
     in_a_row = (z.abs() > DEPARTS) & (z.shift().abs() > DEPARTS) & (z * z.shift() > 0)
     leaves = (in_a_row | (z.abs() > JUMPS))[z.index >= since]
     rows = [

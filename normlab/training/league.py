@@ -8,6 +8,7 @@ tiny        the same preset in a minute, to see that a scheme trains at all
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -105,10 +106,9 @@ def fits(
     """
     (part,) = preset.parts
     config = preset.config(BASELINE, next(iter(part.depths)), 0, 1e-3, {})
-    there = [run for folder in folders for run in (*_found(folder), *_found(child(folder, SEARCH)))]
+    there = [run for folder in folders for place in (folder, child(folder, SEARCH)) for run in _manifests(place)]
     text = corpus_of(config, cache_dir, progress).content_hash if there else ""
-    for path in there:
-        manifest = read_manifest(path)
+    for path, manifest in there:
         for name in ("depth", "width"):
             if manifest["config"][name] != (new := getattr(config, name)):
                 raise NormlabError(
@@ -121,11 +121,12 @@ def fits(
             )
 
 
-def _found(folder: str | Path) -> list[Path]:
-    try:
-        return find_runs(folder)
-    except NormlabError:  # nothing is there yet
-        return []
+def _manifests(folder: str | Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The runs of a folder that can be read; none if nothing is there yet."""
+    with contextlib.suppress(NormlabError):
+        for path in find_runs(folder):
+            with contextlib.suppress(NormlabError):
+                yield path, read_manifest(path)
 
 
 def enter(
