@@ -6,7 +6,7 @@
     python docs/generate.py --check   change nothing; exit code 1 and a diff if a page is out of date
 
 A page marks a generated text by comments, which GitHub and Sphinx hide: `<!-- name -->text<!-- / -->`.
-The texts are made from shipped tables, by docs/findings.py, docs/standings.py, docs/papers.py and docs/data_numbers.py.
+The texts are made from shipped tables, by docs/{findings,questions,standings,papers,data_numbers}.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import data_numbers  # noqa: E402
 import findings  # noqa: E402
 import papers  # noqa: E402
+import questions  # noqa: E402
 import standings  # noqa: E402
 import tables  # noqa: E402
 
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """The pages with the numbers of the shipped tables, and the league as a table."""
-    texts = findings.texts() | standings.texts() | papers.texts() | data_numbers.texts()
+    texts = findings.texts() | questions.texts() | standings.texts() | papers.texts() | data_numbers.texts()
     texts["site_names"] = tables.site_names()
     written = {"data/league.csv": standings.csv()}
     for name in PAGES:

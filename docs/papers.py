@@ -39,8 +39,7 @@ from normlab.analysis.verdicts import DIFFERENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING = "not comparable", "missing"
-LEAGUE = "`league`: 8 blocks, 3 seeds, if the search puts it among the best twelve"
-NO_FINALS = "No longer runs are planned: twelve others did better in the league's search"
+NO_FINALS = "No longer runs are planned in the league: twelve others did better in its search"
 RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
 NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
@@ -226,21 +225,29 @@ def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -
         return losses.loc[scheme], f"16 blocks, each at its own rate{_league_says(scheme, 'loss')}"
     if final is not None:
         return final, "the league: 8 blocks, each at its own rate"
+    first = _final_runs().query("seed == 0").set_index("scheme")["eval_loss"]
+    whole = {scheme, base} <= set(first.index)
     ends = (
         ("4 blocks", chosen().query("depth == 4 and seed == 0").set_index("scheme")["eval_loss"]),
-        ("8 blocks, the league's search", searched()),
+        ("8 blocks, the league", first) if whole else ("8 blocks, the league's search", searched()),
     )
     parts = [
         f"{signed(end[scheme] - end[base])} ({which}, one seed{_stalled(end[scheme])})"
         for which, end in ends
         if {scheme, base} <= set(end.index)
     ]
-    return "; ".join(parts) or "none", _plan(scheme)
+    return "; ".join(parts) or "none", _plan(scheme, base)
 
 
-def _plan(scheme: str) -> str:
-    """The runs that are planned of a scheme without several final ones."""
-    return NO_FINALS if league_table().set_index("scheme").loc[scheme, "says"] == BELOW else LEAGUE
+def _plan(scheme: str, base: str = PRE_LN) -> str:
+    """The runs that are planned of a scheme and its base, if one of them has not several final ones."""
+    if league_table().set_index("scheme").loc[[scheme, base], "says"].eq(BELOW).any():
+        return NO_FINALS
+    return f"`league`: {_final_runs()['scheme'].eq(scheme).sum()} of 3 final runs so far"
+
+
+def _final_runs() -> pd.DataFrame:
+    return summarize(league().finals)
 
 
 def _league(scheme: str, metric: str, base: str = PRE_LN) -> pd.Series | None:

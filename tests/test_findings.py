@@ -16,7 +16,7 @@ from normlab.analysis.selection import summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-MODULES = ("tables", "findings", "standings", "papers", "data_numbers", "generate")
+MODULES = ("tables", "findings", "questions", "standings", "papers", "data_numbers", "generate")
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,32 @@ def test_what_the_sections_say_of_single_runs(code):
     assert len({m["commit"] for m in trained}) == 1
     wide = [m for m in findings.manifests("depth") if m["config"]["depth"] == 256]
     assert all(not m["eval_loss"] or m["eval_loss"] > m["bigram_loss"] for m in findings.manifests("depth")) and wide
+
+
+def test_questions_are_answered_in_the_words_that_were_fixed(code):
+    """A question without runs has no answer, and one without four seeds says so."""
+    questions = code["questions"]
+    assert questions.answer("B") == "undecided: not every unchanged model has a uniform attention"
+    assert "LNS" in questions.answer("D").split(", ")
+    for name in ("A1", "A2", "A3", "A4", "C"):
+        rows = questions.decided(name)
+        if rows["seeds"].max() >= 4:
+            continue
+        expected = r"incomplete: [0-3] of 4 seeds" if rows["says"].any() else questions.NOT_BEGUN
+        assert re.fullmatch(expected, questions.answer(name)), name
+
+
+def test_the_hours_of_the_league_are_those_of_its_runs(code):
+    """The search, the final runs and the rate between are counted once each, on two pages."""
+    measured = [m["measured"]["wall_s"] for m in code["findings"].manifests("between")]
+    cells = [
+        [cell.strip() for cell in line.split("|")] for line in code["questions"].texts()["table_of_hours"].splitlines()
+    ]
+    spent = {row[1]: (int(row[3]), float(row[6])) for row in cells[2:]}
+    runs, hours = (sum(spent[part][at] for part in ("D, search", "D, final runs")) for at in (0, 1))
+    there = code["standings"].texts()
+    assert int(there["league_runs"]) == runs + len(measured)
+    assert float(there["league_hours"]) == pytest.approx(hours + sum(measured) / 3600, abs=0.2)
 
 
 def test_losses_of_single_seeds_are_of_the_same_seed(code):
