@@ -226,10 +226,10 @@ def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -
     if final is not None:
         return final, "the league: 8 blocks, each at its own rate"
     first = _final_runs().query("seed == 0").set_index("scheme")["eval_loss"]
-    whole = {scheme, base} <= set(first.index)
+    is_final = {scheme, base} <= set(first.index)
     ends = (
         ("4 blocks", chosen().query("depth == 4 and seed == 0").set_index("scheme")["eval_loss"]),
-        ("8 blocks, the league", first) if whole else ("8 blocks, the league's search", searched()),
+        ("8 blocks, the league", first) if is_final else ("8 blocks, the league's search", searched()),
     )
     parts = [
         f"{signed(end[scheme] - end[base])} ({which}, one seed{_stalled(end[scheme])})"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import pandas as pd
 from findings import ROOT, experiments, interval, league, manifests, plain, runs
@@ -25,40 +24,38 @@ RATES, GAINS, TANH, LEAGUE = "depth_and_rate", "gains", "tanh", "league"  # pres
 NOT_BEGUN = "not begun"
 
 
-class Question(NamedTuple):
-    """A question, the preset that answers it, and the decision as a table of `normlab.analysis.decisions`."""
-
-    words: str
-    preset: str
-    decide: Callable[[], pd.DataFrame]
-
-
 def _configs(folder: str) -> pd.DataFrame:
     return normlab.load_configs(ROOT / "data" / folder)
 
 
-QUESTIONS = {
-    "A1": Question("Is LNS better than Pre-LN at equal rates?", RATES, lambda: decisions.equal_rates(runs(RATES))),
-    "A2": Question("Does LNS wake deep layers?", RATES, lambda: decisions.deep_blocks(runs(RATES), experiments(RATES))),
-    "A3": Question(
+# Name -> the question, and the decision as a table of `normlab.analysis.decisions`.
+QUESTIONS: dict[str, tuple[str, Callable[[], pd.DataFrame]]] = {
+    "A1": ("Is LNS better than Pre-LN at equal rates?", lambda: decisions.equal_rates(runs(RATES))),
+    "A2": ("Does LNS wake deep layers?", lambda: decisions.deep_blocks(runs(RATES), experiments(RATES))),
+    "A3": (
         "Does Pre-LN's stream grow more than LNS's, as in the papers?",
-        RATES,
         lambda: decisions.growth_curve(runs(RATES)),
     ),
-    "A4": Question("Does LNS gain more from depth?", RATES, lambda: decisions.depth_gain(runs(RATES))),
-    "B": Question(
-        "Is there a cure of uniform attention?", GAINS, lambda: decisions.dead_gains(runs(GAINS), _configs(GAINS))
-    ),
-    "C": Question("Does BHyT's tanh matter?", TANH, lambda: decisions.tanh(runs(TANH), _configs(TANH))),
-    "D": Question(
-        "Which schemes are not told from the best?", LEAGUE, lambda: decisions.league(league().finals, league().search)
+    "A4": ("Does LNS gain more from depth?", lambda: decisions.depth_gain(runs(RATES))),
+    "B": ("Is there a cure of uniform attention?", lambda: decisions.dead_gains(runs(GAINS), _configs(GAINS))),
+    "C": ("Does BHyT's tanh matter?", lambda: decisions.tanh(runs(TANH), _configs(TANH))),
+    "D": (
+        "Which schemes are not told from the best?",
+        lambda: decisions.league(league().finals, league().search),
     ),
 }
-PLANNED_HOURS = {"A": 15, "B": 3, "C": 8, "D, search": 10, "D, final runs": 13}  # of a core with bfloat16
+# Part -> its preset, the preset's stage, the folder of its runs, and the hours planned, of a core with bfloat16.
+PARTS = {
+    "A": (RATES, "runs", RATES, 15),
+    "B": (GAINS, "runs", GAINS, 3),
+    "C": (TANH, "runs", TANH, 8),
+    "D, search": (LEAGUE, "search", f"{LEAGUE}/search", 10),
+    "D, final runs": (LEAGUE, "runs", LEAGUE, 13),
+}
 
 
 def texts() -> dict[str, str]:
-    answers = [(name, question.words, answer(name)) for name, question in QUESTIONS.items()]
+    answers = [(name, words, answer(name)) for name, (words, _) in QUESTIONS.items()]
     return {
         "table_of_questions": table(("", "question", "answer"), answers),
         "table_of_equal_rates": _equal_rates(),
@@ -70,8 +67,9 @@ def texts() -> dict[str, str]:
 @cache
 def decided(name: str) -> pd.DataFrame:
     """The decision's table; empty while the runs that it compares are not there."""
+    _, decide = QUESTIONS[name]
     try:
-        return QUESTIONS[name].decide()
+        return decide()
     except NormlabError:
         return pd.DataFrame(columns=decisions.COLUMNS)
 
@@ -87,12 +85,10 @@ def _equal_rates() -> str:
     """The mean losses of A at each rate."""
     about = summarize(runs(RATES))
     about["seen"] = last_values(Selection(runs(RATES), about), "seen_loss").set_index("run")["value"]
-    by_place = about.groupby(["scheme", "depth", "lr"])
     rows = [
         (title_of(scheme), depth, f"{rate:g}", len(own), *map(plain, own[["eval_loss", "seen"]].mean()))
         for scheme in in_order(about["scheme"])
-        for (name, depth, rate), own in by_place
-        if name == scheme
+        for (depth, rate), own in about[about["scheme"] == scheme].groupby(["depth", "lr"])
     ]
     return table(("scheme", "blocks", "rate", "seeds", "loss", "on seen text"), rows)
 
@@ -109,18 +105,11 @@ def _estimates() -> str:
 
 
 def _hours() -> str:
-    stages = {
-        "A": (RATES, RATES, "runs"),
-        "B": (GAINS, GAINS, "runs"),
-        "C": (TANH, TANH, "runs"),
-        "D, search": (LEAGUE, f"{LEAGUE}/search", "search"),
-        "D, final runs": (LEAGUE, LEAGUE, "runs"),
-    }
     rows = []
-    for part, (preset, folder, stage) in stages.items():
+    for part, (preset, stage, folder, hours) in PARTS.items():
         spent = [manifest["measured"]["wall_s"] / 3600 for manifest in _finished(folder)]
         most = sum(what == stage for what, _ in planned(get_preset(preset)))
-        rows.append((part, f"`{preset}`", len(spent), most, PLANNED_HOURS[part], sum(spent)))
+        rows.append((part, f"`{preset}`", len(spent), most, hours, sum(spent)))
     rows.append(("together", "", *(sum(row[at] for row in rows) for at in range(2, 6))))
     lines = [(*row[:-1], plain(row[-1], 1)) for row in rows]
     return table(("part", "preset", "runs", "of at most", "hours planned", "hours so far"), lines)

@@ -328,7 +328,7 @@ def _league(
         preset = get_preset("league")
         preset = league.tiny(preset) if tiny else preset
         options: dict[str, Any] = {"workers": workers, "threads": threads, "cache_dir": cache_dir}
-        league.fits(preset, [*runs, out], cache_dir, progress=not quiet)
+        league.require_comparable(preset, [*runs, out], cache_dir, progress=not quiet)
         for what in add:
             failures |= league.enter(what, out, preset, **options, progress=not quiet).failures
     folders = dict.fromkeys([*runs, *[out] * bool(add or not runs)])

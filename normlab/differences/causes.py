@@ -184,7 +184,8 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if "inv_freq" in name:
         return _rotary(a, b)
     if a.isfinite().all() and not b.isfinite().all():
-        return f"overflows in B: its largest value in A is {float(a.abs().max()):.3g}"
+        largest = float(a.abs().max())
+        return f"overflows in B: it is {largest:.3g} in A" if largest > 65504 else "is not finite in B"  # of float16
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         if torch.equal(a.to(dtype).to(a.dtype), b):
             return f"is rounded to {str(dtype).removeprefix('torch.')}: a cast"

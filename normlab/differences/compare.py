@@ -156,12 +156,11 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
         rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
         first = _first(rows)
         if first is not None:
-            overflow = [i for i in (0, 1) if not _all_finite({first: own[i][first]}, mask)]
-            words = [
-                f"{'AB'[i]} overflows in {_name(dtypes[i])}, which ends at {torch.finfo(dtypes[i]).max:g}"
-                for i in overflow
-            ]
-            causes = words or ["a part is computed in a coarser dtype than the model's: a cast"]
+            causes = [
+                f"{'AB'[i]} is not finite in {_name(dtypes[i])}, which ends at {torch.finfo(dtypes[i]).max:g}"
+                for i in (0, 1)
+                if not _all_finite({first: own[i][first]}, mask)
+            ] or ["a part is computed in a coarser dtype than the model's: a cast"]
     if first is not None:
         notes.append(f"B computes it in {_code_of(side_b, first)}")
     return _result(rows, first, causes, depth, notes)

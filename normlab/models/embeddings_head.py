@@ -25,8 +25,8 @@ class Projection(nn.Module):
         if self.weight.device.type == "meta":
             return
         with torch.random.fork_rng(devices=[]):
-            start = torch.empty_like(self.weight, dtype=torch.float32)  # there is no QR in half precision
-            self.weight.copy_(nn.init.orthogonal_(start))
+            wide = torch.promote_types(self.weight.dtype, torch.float32)  # there is no QR in half precision
+            self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -115,29 +115,27 @@ def _llama_fields(source: Any, scheme: str, fields: dict[str, Any]) -> NormlabCo
 @torch.no_grad()
 def _adds_up(base: Any, blocks: Iterable[Any]) -> bool:
     """Run a few tokens: True if each block is a sum of what enters it and its two branches, each behind its norm."""
-    seen: dict[tuple[nn.Module, str], Any] = {}
+    seen: list[dict[str, Any]] = []
 
-    def keep(block: nn.Module, what: str, value: Any) -> None:
-        seen[block, what] = value[0] if isinstance(value, tuple) and what != "mlp" else value
+    def keep(own: dict[str, Any], what: str, module: nn.Module, *call: Any) -> None:
+        """A hook on a norm's input, or on another module's output."""
+        own[what] = call[-1][0] if isinstance(call[-1], tuple) and what != "mlp" else call[-1]
 
     with ExitStack() as hooks:
         for block in blocks:
+            own: dict[str, Any] = {}
+            seen.append(own)
             for what, module in (("x", block.input_layernorm), ("y", block.post_attention_layernorm)):
-                hooks.callback(module.register_forward_pre_hook(partial(_passed, keep, block, what)).remove)
+                hooks.callback(module.register_forward_pre_hook(partial(keep, own, what)).remove)
             for what, module in (("attn", block.self_attn), ("mlp", block.mlp), ("out", block)):
-                hooks.callback(module.register_forward_hook(partial(_passed, keep, block, what)).remove)
+                hooks.callback(module.register_forward_hook(partial(keep, own, what)).remove)
         base(torch.arange(4, device=base.norm.weight.device)[None])
-    sums = [(("x", "attn"), "y"), (("y", "mlp"), "out")]
     return all(
-        isinstance(seen[block, branch], Tensor) and _near(seen[block, x] + seen[block, branch], seen[block, total])
-        for block in blocks
-        for (x, branch), total in sums
+        isinstance(own["mlp"], Tensor)
+        and _near(own["x"] + own["attn"], own["y"])
+        and _near(own["y"] + own["mlp"], own["out"])
+        for own in seen
     )
-
-
-def _passed(keep: Callable[..., None], block: nn.Module, what: str, module: nn.Module, *call: Any) -> None:
-    """A hook: the input of a norm, the output of any other module."""
-    keep(block, what, call[-1])
 
 
 def _near(x: Tensor, y: Tensor) -> bool:

@@ -150,9 +150,9 @@ class Readings:
             z = d / (s + 0.025)
 
         A series leaves where |z| is above 6 in two readings in a row, with one sign, or above 12 in one. At least 8
-        values of d must be known. A value that is not finite leaves at once, unless the series begins so. Of the sites
-        that leave at one step the largest |z| is named, of equal ones the first in forward order. Metrics of branches
-        are compared as they are.
+        values of d must be known. A value that is not finite leaves at once, unless the series begins so and is finite
+        later. Of the sites that leave at one step the largest |z| is named, of equal ones the first in forward order.
+        Metrics of branches are compared as they are.
 
         How often it is right: "How often it names the right layer" in docs/compare.md.
         """
@@ -376,7 +376,7 @@ class Observer:
                 return False
             without = recorder.absent.get(GRADIENTS)
             if without is not None and without not in self._told:
-                warnings.warn(f"step {step} is measured without its gradients: {without}", stacklevel=3)
+                warnings.warn(f"step {step}: gradients of a forward pass are left out: {without}", stacklevel=3)
                 self._told.add(without)
             layers = stats.across_ranks(self._group).to_pandas()
             self.readings.add(_joined([layers, _weights(self.sites, step)]))

@@ -94,7 +94,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def _runs_compiled(model: nn.Module) -> bool:
     """True if compiled code may run the model, which does not know from where it is called.
 
     Attention that compiles itself would hold all scores if it ran uncompiled. There only marks on the modules count.
@@ -199,7 +199,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         if self._handles:
             raise NormlabError("this recording is already running: make another one with record(model)")
-        if _is_compiled(self.sites.model):
+        if _runs_compiled(self.sites.model):
             self._eager = _UNCOMPILED
             self._eager.__enter__()
         try:

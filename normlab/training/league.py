@@ -1,9 +1,9 @@
 """The league's budget for one more scheme: a row of the registry, or anyone's own norm.
 
-scheme_of   a scheme by its name, or one made from a class in a file
-fits        refuse what would not be comparable with the runs that are there
-enter       searches its learning rate and trains its final runs, as the preset `league` does for every scheme
-tiny        the same preset in a minute, to see that a scheme trains at all
+scheme_of            a scheme by its name, or one made from a class in a file
+require_comparable   refuses what one table could not hold with the runs that are there
+enter                searches its learning rate and trains its final runs, as the preset `league` does for every scheme
+tiny                 the same preset in a minute, to see that a scheme trains at all
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _try(norm: type[Norm], what: str) -> None:
         raise NormlabError(f"{what} makes {tuple(y.shape)} of (2, 3, 32), or numbers that are not finite")
 
 
-def fits(
+def require_comparable(
     preset: Preset, folders: Iterable[str | Path], cache_dir: str | Path | None = None, progress: bool = False
 ) -> None:
     """Refuse a preset whose runs would differ from those at or below the folders in depth, width or text.

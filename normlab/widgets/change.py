@@ -106,9 +106,8 @@ Written = Mapping[tuple[str, int], tuple[nn.Module, str | None]]  # (kind, layer
 
 def _written(model: nn.Module) -> Written:
     """The modules whose outputs join the stream of a model that is not ours, as a few tokens show."""
-    tokens = torch.arange(4, device=next(model.parameters()).device)[
-        None
-    ]  # some token is no padding, whose vector is 0
+    # Several, as one may be padding, whose vector is 0.
+    tokens = torch.arange(4, device=next(model.parameters()).device)[None]
     with torch.no_grad(), evaluating(model), record(model, ["rms", "relative_contribution"], masks=["all"]) as recorder:
         model(tokens)
     return recorder.branches

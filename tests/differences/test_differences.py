@@ -356,14 +356,16 @@ def test_an_overflow_in_float16_is_named(llama, batch):
         for weight in large.model.layers[1].mlp.parameters():
             weight.mul_(1500)
     result = diff(large, copy.deepcopy(large).half(), batch)
-    assert result.first.layer == 2 and "B overflows in float16" in result.verdict
+    assert result.first.layer == 2 and "B is not finite in float16, which ends at 65504" in result.verdict
     weight = copy.deepcopy(llama)
     with torch.no_grad():
         weight.model.layers[1].mlp.down_proj.weight[0, 0] = 1e5
     result = diff(weight, copy.deepcopy(weight).half(), batch)
-    assert (
-        result.first.layer == 2 and "down_proj.weight overflows in B: its largest value in A is 1e+05" in result.verdict
-    )
+    assert result.first.layer == 2 and "down_proj.weight overflows in B: it is 1e+05 in A" in result.verdict
+    broken = copy.deepcopy(llama)
+    with torch.no_grad():
+        broken.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
+    assert "down_proj.weight is not finite in B" in diff(llama, broken, batch).verdict
     half = copy.deepcopy(weight).half()
     assert diff(half, copy.deepcopy(half), batch).equal
 

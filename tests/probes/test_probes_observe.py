@@ -273,7 +273,7 @@ def test_training_goes_on_where_a_loss_does_not_tell_how_it_averages():
                 loss = out.loss if out.loss is not None else out.logits.square().mean()
                 loss.backward()
                 if step == 0:
-                    with pytest.warns(UserWarning, match=f"step 0 is measured without its gradients.*{why}"):
+                    with pytest.warns(UserWarning, match=f"step 0: gradients of a forward pass are left out.*{why}"):
                         observer.step(loss, step)
                 else:
                     observer.step(loss, step)  # it is said once

@@ -102,14 +102,14 @@ def test_it_is_searched_and_trained_as_the_others_are(file, text, cache, tmp_pat
     assert name == league.scheme_of(f"{file}:MeanAbsNorm").name and not result.failures
     assert len(result.runs) == 2 and len(runs.find_runs(tmp_path / "out" / store.SEARCH)) == 3
     there = [tmp_path / "out", tmp_path / "absent"]
-    league.fits(preset, there, cache)
+    league.require_comparable(preset, there, cache)
     (tmp_path / "other.txt").write_text(text.read_text() + "more\n")
     for more, message in (
         ({"width": 64}, f"has width {fields['width']}, new runs would have 64: name another folder"),
         ({"corpus": str(tmp_path / "other.txt")}, "was trained on another text than there is here"),
     ):
         with pytest.raises(NormlabError, match=message):
-            league.fits(replace(preset, fields=fields | more), there, cache)
+            league.require_comparable(replace(preset, fields=fields | more), there, cache)
     capsys.readouterr()
     assert cli.main(["league", str(tmp_path / "out")]) == 0
     assert "MeanAbsNorm" in capsys.readouterr().out
