@@ -75,10 +75,14 @@ def decided(name: str) -> pd.DataFrame:
 
 
 def answer(name: str) -> str:
-    """The decision, in the words that were fixed."""
+    """The decision, in the words that were fixed. Rates with different decisions are named."""
     made = decided(name)
-    said = made.loc[made["in_set"], "scheme"].map(title_of) if name == "D" else made["says"]
-    return ", ".join(dict.fromkeys(filter(None, said))) or NOT_BEGUN
+    if name == "D":
+        return ", ".join(map(title_of, made.loc[made["in_set"], "scheme"]))
+    made = made[made["says"] != ""]
+    if made["says"].nunique() > 1:
+        return "; ".join(f"{row.says} at rate {row.lr:g}" for row in made.itertuples())
+    return made["says"].iloc[0] if len(made) else NOT_BEGUN
 
 
 def _equal_rates() -> str:
@@ -95,12 +99,12 @@ def _equal_rates() -> str:
 
 def _estimates() -> str:
     """Every comparison of A that has runs; A3 is a ratio, the others are differences."""
-    lines = [
-        (name, row["quantity"], row["lr"], row["seeds"], interval(row, digits=3, sign=name != "A3"), row["verdict"])
-        for name in QUESTIONS
-        if name.startswith("A")
-        for _, row in decided(name).iterrows()
-    ]
+    lines = []
+    for name in ("A1", "A2", "A3", "A4"):
+        for _, row in decided(name).iterrows():
+            verdict = row["verdict"] if row["seeds"] >= decisions.ENOUGH else ""
+            estimate = interval(row, digits=3, sign=name != "A3")
+            lines.append((name, row["quantity"], row["lr"], row["seeds"], estimate, verdict))
     return table(("", "quantity", "rate", "seeds", "estimate", "verdict"), lines)
 
 

@@ -149,8 +149,22 @@ def test_questions_are_answered_in_the_words_that_were_fixed(code):
         rows = questions.decided(name)
         if rows["seeds"].max() >= 4:
             continue
-        expected = r"incomplete: [0-3] of 4 seeds" if rows["says"].any() else questions.NOT_BEGUN
+        incomplete = r"incomplete: [0-3] of 4 seeds"
+        expected = (
+            rf"{incomplete}( at rate [\d.]+; {incomplete} at rate [\d.]+)*"
+            if rows["says"].any()
+            else questions.NOT_BEGUN
+        )
         assert re.fullmatch(expected, questions.answer(name)), name
+
+
+def test_rates_with_different_answers_are_named(code, monkeypatch):
+    questions = code["questions"]
+    rows = pd.DataFrame({"lr": [0.004, 0.008, 0.004], "says": ["woken", "not shown", ""]})
+    monkeypatch.setattr(questions, "decided", lambda name: rows)
+    assert questions.answer("A2") == "woken at rate 0.004; not shown at rate 0.008"
+    monkeypatch.setattr(questions, "decided", lambda name: rows.assign(says=["woken", "woken", ""]))
+    assert questions.answer("A2") == "woken"
 
 
 def test_the_hours_of_the_league_are_those_of_its_runs(code):
