@@ -43,8 +43,15 @@ def check(build: aot.Build, target: str) -> aot.Report:
     return report
 
 
-@pytest.mark.parametrize("target", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", "gfx942"])
-@pytest.mark.parametrize("function", ["add_bhyt", "add_layer_norm"])
+# One of each kind in a default run; a compilation takes seconds.
+WIDEST = [(function, target) for function in ("add_bhyt", "add_layer_norm") for target in ("sm_80", "sm_90", "gfx942")]
+BY_DEFAULT = [("add_bhyt", "sm_90"), ("add_layer_norm", "gfx942")]
+
+
+@pytest.mark.parametrize(
+    ("function", "target"),
+    [pytest.param(*where, marks=() if where in BY_DEFAULT else pytest.mark.slow) for where in WIDEST],
+)
 def test_the_widest_rows_of_a_launch_do_not_spill(function: str, target: str) -> None:
     for width in (aot.choices.MAX_BACKWARD_WIDTH, aot.choices.MAX_FORWARD_WIDTH):
         for build in aot.builds(function, width):
@@ -54,8 +61,8 @@ def test_the_widest_rows_of_a_launch_do_not_spill(function: str, target: str) ->
 @pytest.mark.parametrize(
     "function",
     [
-        *("bhyt", "rms_norm", "derf"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bhyt_carried", "dyt", "seed_norm")),
+        *("bhyt", "derf"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rms_norm", "bhyt_carried", "dyt", "seed_norm")),
     ],
 )
 def test_instruction_counts_are_those_recorded(function: str) -> None:
@@ -101,6 +108,7 @@ def test_the_fused_projection_uses_tensor_cores_and_the_copy_engine_on_hopper() 
 HOPPER_SHARED_BYTES = 227 * 1024  # that a program may have
 
 
+@pytest.mark.slow
 def test_the_fused_projection_does_not_fit_in_float32_which_is_why_it_is_refused() -> None:
     (narrow,) = aot.builds("linear_add_bhyt", 512, "fp32")
     assert aot.compile_build(narrow, "sm_90").metadata.shared == 262_168 > HOPPER_SHARED_BYTES
