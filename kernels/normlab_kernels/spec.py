@@ -46,11 +46,6 @@ class RowSpec(NamedTuple):
         """True if the statistic is reduced from the row."""
         return self.stat in (Stat.RMS, Stat.LAYER, Stat.COMPRESSED)
 
-    @property
-    def has_row_statistic(self) -> bool:
-        """True if one number of the row, reduced or given, is in all its outputs."""
-        return self.stat not in (Stat.NONE, Stat.OWN)
-
 
 class Function(NamedTuple):
     """A public function as data: its formula at the default constants, and the tensors it takes and returns.
