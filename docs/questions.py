@@ -75,13 +75,14 @@ def decided(name: str) -> pd.DataFrame:
 
 
 def answer(name: str) -> str:
-    """The decision, in the words that were fixed. Rates with different decisions are named."""
+    """The decision, in the words that were fixed. Where it differs, the rate or the quantity is named."""
     made = decided(name)
     if name == "D":
         return ", ".join(map(title_of, made.loc[made["in_set"], "scheme"]))
     made = made[made["says"] != ""]
     if made["says"].nunique() > 1:
-        return "; ".join(f"{row.says} at rate {row.lr:g}" for row in made.itertuples())
+        where = made["lr"].map("at rate {:g}".format) if "lr" in made else "(" + made["quantity"] + ")"
+        return "; ".join(made["says"] + " " + where)
     return made["says"].iloc[0] if len(made) else NOT_BEGUN
 
 

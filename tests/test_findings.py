@@ -149,7 +149,7 @@ def test_questions_are_answered_in_the_words_that_were_fixed(code):
         rows = questions.decided(name)
         if rows["seeds"].max() >= 4:
             continue
-        incomplete = r"incomplete: [0-3] of 4 seeds"
+        incomplete = r"incomplete: [0-3] of (4 seeds|3 gains)"
         expected = (
             rf"{incomplete}( at rate [\d.]+; {incomplete} at rate [\d.]+)*"
             if rows["says"].any()
@@ -158,13 +158,16 @@ def test_questions_are_answered_in_the_words_that_were_fixed(code):
         assert re.fullmatch(expected, questions.answer(name)), name
 
 
-def test_rates_with_different_answers_are_named(code, monkeypatch):
+def test_rates_and_quantities_with_different_answers_are_named(code, monkeypatch):
     questions = code["questions"]
     rows = pd.DataFrame({"lr": [0.004, 0.008, 0.004], "says": ["woken", "not shown", ""]})
     monkeypatch.setattr(questions, "decided", lambda name: rows)
     assert questions.answer("A2") == "woken at rate 0.004; not shown at rate 0.008"
     monkeypatch.setattr(questions, "decided", lambda name: rows.assign(says=["woken", "woken", ""]))
     assert questions.answer("A2") == "woken"
+    gains = pd.DataFrame({"quantity": ["loss", "norm"], "g": [0.2, 0.2], "says": ["undecided", "matters"]})
+    monkeypatch.setattr(questions, "decided", lambda name: gains)
+    assert questions.answer("C") == "undecided (loss); matters (norm)"
 
 
 def test_the_hours_of_the_league_are_those_of_its_runs(code):
