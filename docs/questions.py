@@ -21,7 +21,7 @@ from normlab.training.grids import planned
 from normlab.training.presets import get_preset
 
 RATES, GAINS, TANH, LEAGUE = "depth_and_rate", "gains", "tanh", "league"  # presets, and their folders in data/
-NOT_BEGUN = "not begun"
+NOT_BEGUN, NOT_THERE = "not begun", "incomplete: the runs that decide are missing"
 
 
 def _configs(folder: str) -> pd.DataFrame:
@@ -83,7 +83,9 @@ def answer(name: str) -> str:
     if made["says"].nunique() > 1:
         where = made["lr"].map("at rate {:g}".format) if "lr" in made else "(" + made["quantity"] + ")"
         return "; ".join(made["says"] + " " + where)
-    return made["says"].iloc[0] if len(made) else NOT_BEGUN
+    if made.empty:
+        return NOT_BEGUN if decided(name).empty else NOT_THERE
+    return made["says"].iloc[0]
 
 
 def _equal_rates() -> str:

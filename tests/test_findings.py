@@ -153,9 +153,18 @@ def test_questions_are_answered_in_the_words_that_were_fixed(code):
         expected = (
             rf"{incomplete}( at rate [\d.]+; {incomplete} at rate [\d.]+)*"
             if rows["says"].any()
-            else questions.NOT_BEGUN
+            else (questions.NOT_BEGUN if rows.empty else questions.NOT_THERE)
         )
         assert re.fullmatch(expected, questions.answer(name)), name
+
+
+def test_what_is_said_of_equal_rates_holds(code):
+    about = summarize(code["findings"].runs("depth_and_rate")).query("depth == 16")
+    losses = about.pivot_table(index="lr", columns="scheme", values="eval_loss")
+    gap = losses["lns"] - losses["pre_rmsnorm"]
+    assert abs(gap[0.004]) < 0.05 and gap[0.008] < -0.2
+    costs = code["questions"].decided("A2").query("quantity.str.startswith('skip cost, mean')")
+    assert set(costs["lr"]) >= {0.004, 0.008} and (costs["estimate"] < 0).all()
 
 
 def test_rates_and_quantities_with_different_answers_are_named(code, monkeypatch):
