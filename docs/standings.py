@@ -46,6 +46,7 @@ def texts() -> dict[str, str]:
         "league_searched": f"{run['search_loss'].notna().sum()}",
         "league_whole": f"{(run['says'] != UNFINISHED).sum()}",
         "league_finals": f"{run['loss'].notna().sum()}",
+        "league_seeds": _seeds(run),
         "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
@@ -66,6 +67,12 @@ def texts() -> dict[str, str]:
         "table_of_league_claims": _claims(),
         "table_of_predictions": _predictions(),
     }
+
+
+def _seeds(run: pd.DataFrame) -> str:
+    """Count the schemes with each number of final seeds."""
+    counts = run["seeds"].dropna().astype(int).value_counts().sort_index(ascending=False)
+    return ", ".join(f"{schemes} have {seeds}" for seeds, schemes in counts.items())
 
 
 def _between_won(run: pd.DataFrame) -> str:

@@ -127,6 +127,12 @@ def test_what_the_sections_say_of_single_runs(code):
     assert (about["eval_loss"] < about["trigram_loss"]).all(), "each has learned"
     cost = findings.by_layer("skip_delta_loss")
     assert (cost.max(axis=1) > cost.sum(axis=1) / 2).all() and set(cost.idxmax(axis=1)) == {1, 2}
+    sizes = findings.runs().query("run in @about.index and depth == 16 and metric == 'token_l2_mean'")
+    sizes = sizes.query("site == 'block_out' and mask == 'all' and step == step.max()")
+    sizes = sizes.pivot_table(index=["scheme", "seed"], columns="layer", values="value", observed=True)
+    largest = sizes.diff(axis=1).idxmax(axis=1).groupby("scheme").agg(set)
+    assert largest["pre_rmsnorm"] == largest["lns"] == {1} and largest["rmsnorm_gain"] == {2}
+    assert largest["bhyt"] == largest["bhyt_exact"] == {1, 2}
     for folder in ("runs", "runs/search", "runs/finals", "other_rates"):
         losses = findings.runs(folder).query("metric == 'loss' and split == 'eval'").sort_values("step")
         by_run = losses.groupby("run", observed=True)["value"]

@@ -253,12 +253,22 @@ def _fall(table: pd.DataFrame, finals: pd.DataFrame, search: pd.DataFrame) -> fl
 
 
 def claims(published: pd.DataFrame) -> dict[str, str]:
-    """The words and numbers of papers on each scheme, with source.
-
-    Losses are differences from Pre-LN in the paper's largest model; where a table has no Pre-LN, from its first method.
-    A perplexity's logarithm is a loss.
-    """
+    """The words and numbers of papers on each scheme, with source."""
     found: dict[str, list[str]] = {}
+    for row in reported(published).itertuples():
+        found.setdefault(row.scheme, []).append(row.says)
+    for row in published[published["metric"] == WORDS].dropna(subset="scheme").itertuples():
+        found.setdefault(str(row.scheme), []).append(f"{row.note} ({row.paper}, {row.arxiv})")
+    return {scheme: "; ".join(words) for scheme, words in found.items()}
+
+
+def reported(published: pd.DataFrame) -> pd.DataFrame:
+    """The losses that papers report, one row per table and scheme: `scheme base says`.
+
+    Losses are differences from Pre-LN in the table's largest model; without Pre-LN, from its first method. `base` is
+    that scheme. A perplexity's logarithm is a loss.
+    """
+    found = []
     rows = published[published["metric"].isin(["eval_loss", "perplexity"])].reset_index(drop=True)
     loss = rows["value"].where(rows["metric"] == "eval_loss", np.log(rows["value"]))
     for (paper, where), own in rows.assign(loss=loss).groupby(["paper", "where"], sort=False):
@@ -267,30 +277,34 @@ def claims(published: pd.DataFrame) -> dict[str, str]:
         is_base = own["scheme"].eq(BASELINE)
         base = own[is_base].iloc[0] if is_base.any() else own.iloc[0]
         for row in own[own["method"] != base["method"]].dropna(subset="scheme").itertuples():
-            gap = f"{row.loss - base['loss'] + 0.0:+.3f}".replace("-", "−")
-            found.setdefault(str(row.scheme), []).append(f"{gap} from {base['method']} ({paper} {where}, {row.model})")
-    for row in published[published["metric"] == WORDS].dropna(subset="scheme").itertuples():
-        found.setdefault(str(row.scheme), []).append(f"{row.note} ({row.paper}, {row.arxiv})")
-    return {scheme: "; ".join(words) for scheme, words in found.items()}
+            gap = _number(row.loss - base["loss"] + 0.0, "+", digits=3)
+            says = f"{gap} from {base['method']} ({paper} {where}, {row.model})"
+            found.append({"scheme": str(row.scheme), "base": base["scheme"], "says": says})
+    return pd.DataFrame(found, columns=["scheme", "base", "says"])
 
 
 def against_papers(table: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
-    """Losses that papers report of the schemes that were run, next to those measured, minus Pre-LN's, as text.
+    """Losses that papers report of the schemes that were run, next to ours, minus that of the same other scheme.
 
-    Of a scheme without final runs it is the difference of the best losses of the search, one seed each.
+    Of two schemes without final runs it is the difference of the best losses of the search, one seed each.
     """
-    said = claims(published[published["metric"] != WORDS])
-    base = table.loc[table["scheme"] == BASELINE, "search_loss"].item()
-    run = table[table["says"].ne(NOT_RUN) & table["scheme"].isin(said)]
-    final = [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()]
-    searched = [f"{gap} (search)" if gap else "" for gap in (_number(loss - base, "+") for loss in run["search_loss"])]
-    return pd.DataFrame(
-        {
-            "scheme": run["title"],
-            "what papers say": run["scheme"].map(said),
-            "ours: loss minus Pre-LN's": [ours or other for ours, other in zip(final, searched, strict=True)],
-        }
-    )
+    of = table[table["says"] != NOT_RUN].set_index("scheme")
+    rows = [
+        (of.loc[row.scheme, "title"], row.says, _ours(of.loc[row.scheme], of.loc[row.base]))
+        for scheme in of.index
+        for row in reported(published).query("scheme == @scheme and base in @of.index").itertuples()
+    ]
+    return pd.DataFrame(rows, columns=["scheme", "what a paper says", "ours, from the same scheme"])
+
+
+def _ours(scheme: pd.Series, base: pd.Series) -> str:
+    """A scheme's loss minus another's, from rows of the table. Only that from Pre-LN has an interval."""
+    if base.name == BASELINE and pd.notna(scheme["minus"]):
+        return _interval(scheme["minus"], scheme["minus_low"], scheme["minus_high"], "+")
+    if pd.notna(gap := scheme["loss"] - base["loss"]):
+        return _number(gap, "+")
+    gap = _number(scheme["search_loss"] - base["search_loss"], "+")
+    return f"{gap} (search)" if gap else ""
 
 
 def printed(table: pd.DataFrame) -> str:
@@ -341,8 +355,8 @@ def _valley(width: float, is_open: bool) -> str:
     return "" if pd.isna(width) else f"{'>= ' if is_open else ''}x {width:g}"
 
 
-def _number(value: float, sign: str = "") -> str:
-    return f"{value:{sign}.2f}".replace("-", "−") if math.isfinite(value) else ""
+def _number(value: float, sign: str = "", digits: int = 2) -> str:
+    return f"{value:{sign}.{digits}f}".replace("-", "−") if math.isfinite(value) else ""
 
 
 def _interval(estimate: float, low: float, high: float, sign: str = "") -> str:
