@@ -288,11 +288,12 @@ def against_papers(table: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame
 
     Of two schemes without final runs it is the difference of the best losses of the search, one seed each.
     """
-    of = table[table["says"] != NOT_RUN].set_index("scheme")
+    of, said = table[table["says"] != NOT_RUN].set_index("scheme"), reported(published)
+    said = said[said["base"].isin(of.index)]
     rows = [
-        (of.loc[row.scheme, "title"], row.says, _ours(of.loc[row.scheme], of.loc[row.base]))
+        (of.loc[scheme, "title"], row.says, _ours(of.loc[scheme], of.loc[row.base]))
         for scheme in of.index
-        for row in reported(published).query("scheme == @scheme and base in @of.index").itertuples()
+        for row in said[said["scheme"] == scheme].itertuples()
     ]
     return pd.DataFrame(rows, columns=["scheme", "what a paper says", "ours, from the same scheme"])
 
