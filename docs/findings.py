@@ -165,7 +165,7 @@ def depth() -> dict[str, str]:
     return {
         "gain_pre_ln": interval(gains.loc[PRE_LN]),
         "gain_lns_minus_pre_ln": interval(pair(paired, LNS, PRE_LN), sign=True),
-        "gain_few_tokens": signed(few.set_index("scheme")["gain"][title_of(PRE_LN)]),
+        **{f"gain_few_{name}": signed(few.set_index("scheme")["gain"][title_of(name)]) for name in (PRE_LN, LNS)},
         "parameters_16_over_4": plain(size[16] / size[4], 1),
         "table_of_losses": _losses(gains),
     }

@@ -5,7 +5,7 @@ texts   every text by the name that marks it in the page
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import pandas as pd
@@ -15,8 +15,9 @@ from tables import table
 import normlab
 from normlab.analysis import decisions
 from normlab.analysis.compare import last_values
-from normlab.analysis.selection import Selection, in_order, summarize, title_of
+from normlab.analysis.selection import Selection, in_order, mean_of, summarize, title_of
 from normlab.errors import NormlabError
+from normlab.probes.metrics import metric_row
 from normlab.training.grids import planned
 from normlab.training.presets import get_preset
 
@@ -59,7 +60,9 @@ def texts() -> dict[str, str]:
     return {
         "table_of_questions": table(("", "question", "answer"), answers),
         "table_of_equal_rates": _equal_rates(),
-        "table_of_estimates": _estimates(),
+        "table_of_estimates": _estimates(("A1", "A2", "A3", "A4"), "lr", "rate"),
+        "table_of_tanh": _tanh() if (ROOT / "data" / TANH).is_dir() else "",
+        "table_of_tanh_estimates": _estimates(("C",), "g", "g"),
         "table_of_hours": _hours(),
     }
 
@@ -100,15 +103,32 @@ def _equal_rates() -> str:
     return table(("scheme", "blocks", "rate", "seeds", "loss", "on seen text"), rows)
 
 
-def _estimates() -> str:
-    """Every comparison of A that has runs; A3 is a ratio, the others are differences."""
+def _estimates(names: Iterable[str], at: str, head: str) -> str:
+    """Every comparison of these questions that has runs. Sizes and their growth are ratios, the others differences."""
     lines = []
-    for name in ("A1", "A2", "A3", "A4"):
+    for name in names:
         for _, row in decided(name).iterrows():
             verdict = row["verdict"] if row["seeds"] >= decisions.ENOUGH else ""
-            estimate = interval(row, digits=3, sign=name != "A3")
-            lines.append((name, row["quantity"], row["lr"], row["seeds"], estimate, verdict))
-    return table(("", "quantity", "rate", "seeds", "estimate", "verdict"), lines)
+            is_ratio = name == "A3" or row["quantity"] == metric_row("token_l2_mean").label
+            estimate = interval(row, digits=3, sign=not is_ratio)
+            lines.append((name, row["quantity"], row[at], row["seeds"], estimate, verdict))
+    return table(("", "quantity", head, "seeds", "estimate", "verdict"), lines)
+
+
+def _tanh() -> str:
+    """The means of C at each g: losses, and the stream's size. The control has no g."""
+    table_of = runs(TANH)
+    about = summarize(table_of)
+    about["g"] = decisions.start_gains(_configs(TANH))
+    for name, metric in (("seen", "seen_loss"), ("size", "token_l2_mean")):
+        about[name] = last_values(Selection(table_of, about), metric).set_index("run")["value"]
+    rows = []
+    for scheme in in_order(about["scheme"]):
+        for g, own in about[about["scheme"] == scheme].groupby("g", dropna=False):
+            size = plain(mean_of(own["size"], "token_l2_mean"), 1)
+            losses = map(plain, own[["eval_loss", "seen"]].mean())
+            rows.append((title_of(scheme), "" if pd.isna(g) else g, len(own), *losses, size))
+    return table(("scheme", "g", "seeds", "loss", "on seen text", "L2 norm after block 8"), rows)
 
 
 def _hours() -> str:

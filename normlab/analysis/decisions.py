@@ -46,6 +46,7 @@ BOUNDED, UNBOUNDED = tagged("exact_bound")
 DEPTH, SHALLOW = 16, 4  # blocks, of A
 BOTH_RATES = (0.004, 0.008)  # A1 and A4 take the mean over these
 PAPERS_RATE = 0.001  # of A3: at larger rates the stream is made in block 1
+RATES = (PAPERS_RATE, *BOTH_RATES)  # of A2 and A3
 ENOUGH = 4  # seeds that a claim needs
 PAPER_LIKE = 1.5  # A3: Pre-LN's growth over LNS's
 MODELS, CURED = 6, 1  # B: of 6 models at most 1 may have a uniform attention left
@@ -106,7 +107,7 @@ def over_files(runs: pd.DataFrame, a: str, b: str, depth: int) -> tuple[float, f
 
 
 def deep_blocks(runs: pd.DataFrame, experiments: pd.DataFrame) -> pd.DataFrame:
-    """A2: LNS minus Pre-LN at 16 blocks and each rate, Holm over three quantities at three rates.
+    """A2: LNS minus Pre-LN at 16 blocks and each rate, Holm over three quantities at three rates, run or not.
 
     Two quantities are costs of skipping a block: the mean over blocks 9-15 and the sum over blocks 2-8. The third is
     the mean distance of the Jacobians of blocks 9-15 from the identity. The first and the last block are left out.
@@ -125,7 +126,7 @@ def deep_blocks(runs: pd.DataFrame, experiments: pd.DataFrame) -> pd.DataFrame:
         values = own.groupby(["run", "scheme", "depth", "seed"], observed=True)["value"].agg(over).reset_index()
         values = values.join(about, on="run", how="inner")
         rows.append(_at_each(values, "lr", LNS, PRE_LN, metric).assign(quantity=name))
-    table = judged(pd.concat(rows, ignore_index=True))
+    table = judged(pd.concat(rows, ignore_index=True), family=3 * len(RATES))
     says = []
     for row in table.itertuples():
         unlearned = _unlearned(runs, (DEPTH,), (row.lr,))
@@ -142,7 +143,7 @@ def growth_curve(runs: pd.DataFrame) -> pd.DataFrame:
     """
     values, second = _values(runs, "token_l2_mean", DEPTH), _values(runs, "token_l2_mean", DEPTH, layer=2)
     values = values.assign(value=values["value"] / second["value"])
-    table = judged(_at_each(values, "lr", PRE_LN, LNS, "token_l2_mean"))
+    table = judged(_at_each(values, "lr", PRE_LN, LNS, "token_l2_mean"), family=len(RATES))
     unlearned = _unlearned(runs, (DEPTH,), (PAPERS_RATE,))
     says = []
     for row in table.itertuples():
@@ -251,23 +252,20 @@ def _from_unchanged(runs: pd.DataFrame, about: pd.DataFrame, metric: str) -> pd.
 def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.DataFrame:
     """C: BHyT* minus BHyT without tanh at each g = lambda/kappa, in loss and in the stream after the last block.
 
-    Holm over both quantities and three gains. Different at g = 0.2: the bound matters as published. Different at g = 5
+    Holm over both quantities and three gains, run or not. Different at g = 0.2: the bound matters as published. Different at g = 5
     only: it matters where it acts.
 
     Args:
         configs: of `normlab.load_configs`, for the same runs.
         kappa: of runs that do not set it.
     """
-    if "lam_input" not in configs:
-        raise NormlabError("no run sets lam_input that this question asks of: pass the runs of its preset")
-    own = configs["kappa"].fillna(kappa) if "kappa" in configs else kappa
-    gains = (configs["lam_input"] / own).round(6)
+    gains = start_gains(configs, kappa)
     rows = []
     for metric in ("loss", "token_l2_mean"):
         values = last_values(Selection(runs, summarize(runs)), metric)
         values = values.assign(g=values["run"].map(gains)).dropna(subset="g")
         rows.append(_at_each(values, "g", BOUNDED, UNBOUNDED, metric).assign(quantity=metric_row(metric).label))
-    table = judged(pd.concat(rows, ignore_index=True))
+    table = judged(pd.concat(rows, ignore_index=True), family=2 * len(GAINS))
     says = []
     for row in table.itertuples():
         here = table[table["quantity"] == row.quantity]
@@ -281,6 +279,14 @@ def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.D
             words = f"incomplete: {len(here)} of {len(GAINS)} gains"
         says.append(_if_enough(words, here["seeds"].min()) if row.g == GAINS[0] else "")
     return _tidy(table, says, ["g"])
+
+
+def start_gains(configs: pd.DataFrame, kappa: float = 10.0) -> pd.Series:
+    """g = lambda/kappa before attention at the start of each run, as in `tanh`."""
+    if "lam_input" not in configs:
+        raise NormlabError("no run sets lam_input that this question asks of: pass the runs of its preset")
+    own = configs["kappa"].fillna(kappa) if "kappa" in configs else kappa
+    return (configs["lam_input"] / own).round(6)
 
 
 def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:

@@ -167,7 +167,7 @@ def lower_quartile(variances: np.ndarray, freedom: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(quartile), quartile, 0.0)
 
 
-def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
+def judged(rows: pd.DataFrame, level: float = LEVEL, family: int = 0) -> pd.DataFrame:
     """The rows with columns `p_holm margin verdict`, the rows being one family.
 
     *different*: p_holm < 1 - level. *equivalent*: not so, and the row's own interval lies inside the margin. The margin
@@ -176,9 +176,10 @@ def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
 
     Args:
         rows: of `differences` or `means`, of one call or of several; all intervals are of the same `level`.
+        family: how many comparisons were planned; those without runs yet count as p = 1.
     """
     rows = rows.copy()
-    rows["p_holm"] = holm(rows["p"].to_numpy(float))
+    rows["p_holm"] = holm(rows["p"].to_numpy(float), family)
     rows["margin"] = [_margin(metric_row(name)) for name in rows["metric"]]
     rows["verdict"] = [
         DIFFERENT if row.p_holm < 1 - level else EQUIVALENT if _inside_margin(row) else UNDECIDED
@@ -187,14 +188,15 @@ def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     return rows
 
 
-def holm(p: np.ndarray) -> np.ndarray:
+def holm(p: np.ndarray, family: int = 0) -> np.ndarray:
     """p-values adjusted for their number (Holm 1979): below alpha, at most a share alpha of families has a false one.
 
-    Missing values stay missing and are not counted.
+    Missing values stay missing. They are not counted, except in a family that was planned larger than the known ones.
     """
     adjusted, known = np.full(len(p), np.nan), np.flatnonzero(np.isfinite(p))
     order = known[np.argsort(p[known], kind="stable")]
-    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
+    others = max(family, len(order)) - np.arange(len(order))
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * others), 1.0)
     return adjusted
 
 

@@ -177,6 +177,8 @@ def test_counts_are_compared_by_fishers_exact_test():
 def test_holm_multiplies_the_smallest_by_the_number_and_never_falls():
     assert holm(np.array([0.01, 0.04, 0.03, np.nan])) == pytest.approx([0.03, 0.06, 0.06, np.nan], nan_ok=True)
     assert holm(np.array([0.6, 0.5])) == pytest.approx([1.0, 1.0]) and len(holm(np.array([]))) == 0
+    assert holm(np.array([0.01, 0.02, np.nan]), family=4) == pytest.approx([0.04, 0.06, np.nan], nan_ok=True)
+    assert holm(np.array([0.01, 0.02]), family=1) == pytest.approx([0.02, 0.02]), "no family is smaller than its rows"
 
 
 def rows_of(*intervals: tuple[float, float], metric: str = "loss", p: float = 0.5) -> pd.DataFrame:
