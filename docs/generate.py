@@ -6,7 +6,7 @@
     python docs/generate.py --check   change nothing; exit code 1 and a diff if a page is out of date
 
 A page marks a generated text by comments, which GitHub and Sphinx hide: `<!-- name -->text<!-- / -->`.
-The texts are made from shipped tables, by docs/{findings,questions,standings,papers,data_numbers}.py.
+The texts are made from shipped tables, by docs/{findings,equal_rates,questions,standings,papers,data_numbers}.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import data_numbers  # noqa: E402
+import equal_rates  # noqa: E402
 import findings  # noqa: E402
 import papers  # noqa: E402
 import questions  # noqa: E402
@@ -49,7 +50,8 @@ def main(arguments: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """The pages with the numbers of the shipped tables, and the league as a table."""
-    texts = findings.texts() | questions.texts() | standings.texts() | papers.texts() | data_numbers.texts()
+    parts = (findings, equal_rates, questions, standings, papers, data_numbers)
+    texts = {name: text for part in parts for name, text in part.texts().items()}
     texts["site_names"] = tables.site_names()
     written = {"data/league.csv": standings.csv()}
     for name in PAGES:

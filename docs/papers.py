@@ -12,21 +12,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from equal_rates import HIGH, LOW, QUANTITIES, compared, deep
 from findings import (
     LNS,
     PRE_LN,
     ROOT,
     against_pre_ln,
     at_one_rate,
-    block_costs,
     chosen,
-    experiments,
     interval,
     league,
     league_minus,
     league_table,
     plain,
-    runs,
     signed,
 )
 from standings import searched
@@ -95,9 +93,7 @@ def _verdict(row: Any, lower: bool | None) -> str:
 
 
 def curse_of_depth() -> list[Row]:
-    costs = block_costs()
     scaled = _of_table(CURSE, "Table 6", SCALED_LNS, LNS)[-1][1]
-    unequal = f"LNS ran at rate 0.008, Pre-LN at 0.004. {RATES}"
     losses = against_pre_ln("loss", 16)
     return [
         Row(
@@ -112,32 +108,28 @@ def curse_of_depth() -> list[Row]:
             "Fig. 3",
             "deep blocks turn the stream more under LNS",
             f"no value at hand; {NOT_CHECKED}",
-            _pair(angles(), "angle", "angular_distance"),
-            f"Mean angle over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
+            *_equal("angle", "Mean angle over blocks 9 to 15, LNS minus Pre-LN"),
             lower=False,
         ),
         Row(
             "Fig. 5",
             "Jacobians of deep blocks are further from the identity under LNS",
             f"no value at hand; {NOT_CHECKED}: notes of others name only LLaMA2-7B, a Pre-LN model",
-            _pair(costs, "change", "jacobian_identity"),
-            f"Mean distance over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
+            *_equal("jacobian", "Mean distance over blocks 9 to 15, LNS minus Pre-LN"),
             lower=False,
         ),
         Row(
             "Fig. 7",
             "leaving out a deep block costs more under LNS",
             '"more balanced"; by its caption in v1 (Fig. 4) deep layers contribute',
-            _pair(costs, "deep", "skip_delta_loss"),
-            f"Mean cost over blocks 9 to 15, LNS minus Pre-LN. {unequal}",
+            *_equal("skip", "Mean cost over blocks 9 to 15, LNS minus Pre-LN"),
             lower=False,
         ),
         Row(
             "Fig. 9",
             "the variance of the stream grows less over the blocks under LNS",
             "no value at hand; so says the caption of v1's Fig. 1",
-            _pair(growth(), "growth", "feature_var_mean"),
-            f"Variance after block 16 over that after block 1, LNS over Pre-LN. {unequal}, at 0.001 too",
+            *_equal("growth", "Variance after block 16 over that after block 1, LNS over Pre-LN"),
             lower=True,
         ),
         *(
@@ -173,14 +165,19 @@ def bhyt() -> list[Row]:
         ours = against_pre_ln(metric, 16)
         for scheme in (LNS, PERI, "dyt", BHYT):
             found = scheme in ours.index
-            planned = (RATES,) if scheme == LNS else () if found else (_plan(scheme),)
+            planned = () if found else (_plan(scheme),)
+            value, why = (
+                _equal("size" if metric == "token_l2_mean" else "variance", "Text read once")
+                if scheme == LNS
+                else (ours.loc[scheme] if found else "none at 16 blocks", "Each at its own rate")
+            )
             rows.append(
                 Row(
                     "Fig. 3",
                     f"{what} after block 16, {title_of(scheme)} over Pre-LN",
                     f"x {plain(own[scheme] / own[PRE_LN])} ± 20%",
-                    ours.loc[scheme] if found else "none at 16 blocks",
-                    ". ".join((*_own_and_one_rate(scheme, metric), *planned)),
+                    value,
+                    ". ".join((f"{why}{_league_says(scheme, metric)}", *_at_one_rate(scheme, metric), *planned)),
                     lower=True,
                     verdict="" if found else MISSING,
                 )
@@ -222,7 +219,11 @@ def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -
     or single seeds."""
     final = _league(scheme, "loss", base)
     if losses is not None and scheme in losses.index:
-        return losses.loc[scheme], f"16 blocks, each at its own rate{_league_says(scheme, 'loss')}"
+        why = f"16 blocks, each at its own rate{_league_says(scheme, 'loss')}"
+        if scheme == LNS:
+            rates = (f"{_in_words(compared().loc['loss', rate])} at {rate:g}" for rate in (LOW, HIGH))
+            why += f"; 16 blocks at equal rates, text read once: {', '.join(rates)}"
+        return losses.loc[scheme], why
     if final is not None:
         return final, "the league: 8 blocks, each at its own rate"
     first = _final_runs().query("seed == 0").set_index("scheme")["eval_loss"]
@@ -258,12 +259,12 @@ def _league(scheme: str, metric: str, base: str = PRE_LN) -> pd.Series | None:
 
 def _league_says(scheme: str, metric: str) -> str:
     row = _league(scheme, metric)
-    return "" if row is None else f"; the league, 8 blocks and text read once: {_in_words(row)}, *{row['verdict']}*"
+    words = "the league, 8 blocks, text read once, own rates"
+    return "" if row is None else f"; {words}: {_in_words(row)}, *{row['verdict']}*"
 
 
-def _own_and_one_rate(scheme: str, metric: str) -> Iterator[str]:
-    """Two sentences on a size: in final runs, and at equal rates in the search where a model has learned enough."""
-    yield f"Each at its own rate{_league_says(scheme, metric)}"
+def _at_one_rate(scheme: str, metric: str) -> Iterator[str]:
+    """A sentence on a size at equal rates in the search, where a model has learned enough."""
     ratios = at_one_rate(metric).reindex([scheme]).iloc[0].dropna()
     if len(ratios):
         values = ", ".join(f"x {ratio:.2g} at {rate:g}" for rate, ratio in ratios.items())
@@ -298,21 +299,10 @@ def _gain() -> pd.Series:
     return differences(gains, LNS, PRE_LN, "loss").iloc[0]
 
 
-def _pair(values: pd.DataFrame, column: str, metric: str) -> pd.Series:
-    return differences(values.assign(value=values[column]), LNS, PRE_LN, metric).iloc[0]
-
-
-def angles() -> pd.DataFrame:
-    """Mean angle between the inputs and the outputs of blocks 9 to 15: one row per run of 16 blocks."""
-    rows = experiments().query("metric == 'angular_distance' and depth == 16 and other == layer + 1")
-    rows = rows[rows["other"].between(9, 15)]
-    means = rows.groupby(["scheme", "seed"], observed=True)["value"].mean()
-    return means.rename("angle").reset_index().assign(depth=16)
-
-
-def growth() -> pd.DataFrame:
-    """Variance of the stream after block 16 over that after block 1: one row per run."""
-    rows = runs().query("metric == 'feature_var_mean' and site == 'block_out' and mask == 'all' and depth == 16")
-    rows = rows[rows["step"].eq(rows["step"].max()) & rows["run"].isin(chosen().index)]
-    ends = rows.pivot_table(index=["scheme", "seed"], columns="layer", values="value", observed=True)
-    return (ends[16] / ends[1]).rename("growth").reset_index().assign(depth=16)
+def _equal(quantity: str, what: str) -> tuple[pd.Series, str]:
+    """LNS against Pre-LN at the lower of two equal rates; in words what it is, the higher rate, and the older runs."""
+    of_rate = compared().loc[quantity]
+    older = deep("runs").query("run in @chosen().index")
+    older = differences(older.assign(value=older[quantity]), LNS, PRE_LN, QUANTITIES[quantity]).iloc[0]
+    words = f"{what}, both at rate {LOW:g}; at {HIGH:g}: {_in_words(of_rate.loc[HIGH])}"
+    return of_rate.loc[LOW], f"{words}. In older runs, LNS at 0.008 and Pre-LN at 0.004: {_in_words(older)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache
 
+import numpy as np
 import pandas as pd
 from findings import ROOT, experiments, interval, league, manifests, plain, runs
 from tables import table
@@ -59,9 +60,9 @@ def texts() -> dict[str, str]:
     answers = [(name, words, answer(name)) for name, (words, _) in QUESTIONS.items()]
     return {
         "table_of_questions": table(("", "question", "answer"), answers),
-        "table_of_equal_rates": _equal_rates(),
+        "table_of_equal_rates": _means(RATES, "lr", "rate"),
         "table_of_estimates": _estimates(("A1", "A2", "A3", "A4"), "lr", "rate"),
-        "table_of_tanh": _tanh() if (ROOT / "data" / TANH).is_dir() else "",
+        "table_of_tanh": _means(TANH, "g", "g") if (ROOT / "data" / TANH).is_dir() else "",
         "table_of_tanh_estimates": _estimates(("C",), "g", "g"),
         "table_of_hours": _hours(),
     }
@@ -91,16 +92,20 @@ def answer(name: str) -> str:
     return made["says"].iloc[0]
 
 
-def _equal_rates() -> str:
-    """The mean losses of A at each rate."""
-    about = summarize(runs(RATES))
-    about["seen"] = last_values(Selection(runs(RATES), about), "seen_loss").set_index("run")["value"]
-    rows = [
-        (title_of(scheme), depth, f"{rate:g}", len(own), *map(plain, own[["eval_loss", "seen"]].mean()))
-        for scheme in in_order(about["scheme"])
-        for (depth, rate), own in about[about["scheme"] == scheme].groupby(["depth", "lr"])
-    ]
-    return table(("scheme", "blocks", "rate", "seeds", "loss", "on seen text"), rows)
+def _means(folder: str, at: str, head: str) -> str:
+    """The means over seeds at each depth and rate (or g, which the control lacks): losses, and the stream's size."""
+    table_of = runs(folder)
+    about = summarize(table_of)
+    about["g"] = decisions.start_gains(_configs(folder)) if at == "g" else np.nan
+    for name, metric in (("seen", "seen_loss"), ("size", "token_l2_mean")):
+        about[name] = last_values(Selection(table_of, about), metric).set_index("run")["value"]
+    rows = []
+    for scheme in in_order(about["scheme"]):
+        for (depth, place), own in about[about["scheme"] == scheme].groupby(["depth", at], dropna=False):
+            losses = map(plain, own[["eval_loss", "seen"]].mean())
+            size = plain(mean_of(own["size"], "token_l2_mean"), 1)
+            rows.append((title_of(scheme), depth, "" if pd.isna(place) else f"{place:g}", len(own), *losses, size))
+    return table(("scheme", "blocks", head, "seeds", "loss", "on seen text", "L2 norm after the last block"), rows)
 
 
 def _estimates(names: Iterable[str], at: str, head: str) -> str:
@@ -113,22 +118,6 @@ def _estimates(names: Iterable[str], at: str, head: str) -> str:
             estimate = interval(row, digits=3, sign=not is_ratio)
             lines.append((name, row["quantity"], row[at], row["seeds"], estimate, verdict))
     return table(("", "quantity", head, "seeds", "estimate", "verdict"), lines)
-
-
-def _tanh() -> str:
-    """The means of C at each g: losses, and the stream's size. The control has no g."""
-    table_of = runs(TANH)
-    about = summarize(table_of)
-    about["g"] = decisions.start_gains(_configs(TANH))
-    for name, metric in (("seen", "seen_loss"), ("size", "token_l2_mean")):
-        about[name] = last_values(Selection(table_of, about), metric).set_index("run")["value"]
-    rows = []
-    for scheme in in_order(about["scheme"]):
-        for g, own in about[about["scheme"] == scheme].groupby("g", dropna=False):
-            size = plain(mean_of(own["size"], "token_l2_mean"), 1)
-            losses = map(plain, own[["eval_loss", "seen"]].mean())
-            rows.append((title_of(scheme), "" if pd.isna(g) else g, len(own), *losses, size))
-    return table(("scheme", "g", "seeds", "loss", "on seen text", "L2 norm after block 8"), rows)
 
 
 def _hours() -> str:
