@@ -2,6 +2,7 @@
 
 texts      every text by the name that marks it in the page
 compared   LNS over or minus Pre-LN: each quantity at each rate
+picture    data/figures/skip_at_equal_rates.png
 deep       the quantities of one run, for any folder of runs of 16 blocks
 """
 
@@ -10,10 +11,13 @@ from __future__ import annotations
 from functools import cache
 
 import pandas as pd
-from findings import LNS, PRE_LN, experiments, interval, runs
+from findings import LNS, PRE_LN, ROOT, experiments, interval, manifests, runs, turned
+from questions import decided
 
 from normlab.analysis.selection import summarize
 from normlab.analysis.verdicts import differences, judged
+from normlab.export import save_images
+from normlab.figures import by_layer
 
 FOLDER = "depth_and_rate"
 LOW, HIGH = 0.004, 0.008
@@ -30,10 +34,16 @@ QUANTITIES = {
 
 
 def texts() -> dict[str, str]:
-    return {
-        f"lns_{quantity}_{name}": interval(compared().loc[(quantity, rate)], sign=quantity == "loss")
-        for quantity in QUANTITIES
-        for name, rate in (("low", LOW), ("high", HIGH))
+    made = {
+        f"lns_{quantity}_{name}": interval(row, 3 if quantity == "angle" else 2, sign=row["kind"] == "difference")
+        for quantity in ("loss", "size", "angle", "jacobian", "skip")
+        for name, row in (("low", compared().loc[(quantity, LOW)]), ("high", compared().loc[(quantity, HIGH)]))
+    }
+    in_bfloat16 = sum(manifest["config"]["dtype"] == "bfloat16" for manifest in manifests(FOLDER))
+    return made | {
+        "lns_skip_low_less": interval(turned(compared().loc[("skip", LOW)])),
+        "lns_lead_equal": interval(turned(decided("A1").iloc[0])),
+        "equal_bfloat16": f"{in_bfloat16} of {len(manifests(FOLDER))}",
     }
 
 
@@ -82,3 +92,15 @@ def deep(folder: str) -> pd.DataFrame:
         jacobian=means["jacobian_identity"],
         skip=means["skip_delta_loss"],
     )
+
+
+def picture() -> None:
+    """Draw data/figures/skip_at_equal_rates.png: the cost of leaving out each block, at the lower rate."""
+    own = experiments(FOLDER)
+    figure = by_layer(own[own["lr"] == LOW], "skip_delta_loss", depth=16, log=True)
+    figure.update_layout(title_text=f"Loss added by leaving out one block: at rate {LOW:g} LNS's deep blocks add less")
+    save_images({"skip_at_equal_rates": figure}, ROOT / "data" / "figures")
+
+
+if __name__ == "__main__":
+    picture()

@@ -198,7 +198,6 @@ def fit() -> dict[str, str]:
     lead = mean[LNS] - mean[PRE_LN]
     return {
         "lns_equal_rate": interval(pair(rate_of_pre_ln("loss"), LNS, PRE_LN), sign=True),
-        "league_lns_lead": interval(turned(league_minus("loss").loc[LNS])),
         "league_lns_loss": interval(league_minus("loss").loc[LNS], sign=True),
         "league_lns_seen": interval(league_minus("seen_loss").loc[LNS], sign=True),
         "league_lns_gap": interval(league_minus("gap").loc[LNS], 3, sign=True),
@@ -256,8 +255,7 @@ def blocks() -> dict[str, str]:
     mean = values.groupby("scheme")[list(OF_BLOCKS)].mean()
     rows = [(title_of(name), *map(plain, mean.loc[name])) for name in in_order(mean.index)]
     rows.append(("LNS minus Pre-LN", *lns_minus_pre_ln().apply(cell, axis=1)))
-    less = pair(values.assign(less=-values["deep"]), LNS, PRE_LN, "less")
-    return {"deep_cost_less": interval(less), "table_of_blocks": table(("scheme", *OF_BLOCKS.values()), rows)}
+    return {"table_of_blocks": table(("scheme", *OF_BLOCKS.values()), rows)}
 
 
 def lns_minus_pre_ln() -> pd.DataFrame:
@@ -359,14 +357,12 @@ def attention() -> dict[str, str]:
     ]
     deep = tables[0].set_index("scheme")
     small, other = (deep.loc[list(names), ["models", "seeds"]].sum() for names in (SMALL_GAIN, (PRE_LN, LNS)))
-    share = stats.binomtest(int(small["models"]), int(small["seeds"])).proportion_ci()
     sides = [[side["models"], side["seeds"] - side["models"]] for side in (small, other)]
     gains = _gains_of_eight()
     trained_gain = choose(runs(), depth=16).runs.query("scheme == 'lns_gain'").index
     uniform = _entropy(runs()).loc[trained_gain].drop(columns=1).gt(UNIFORM).any()
     return {
         "dead_models": f"{small['models']} of {small['seeds']}",
-        "dead_share": f"{small['models']} of {small['seeds']} [{share.low:.0%}, {share.high:.0%}]",
         "dead_models_other": f"{other['models']} of {other['seeds']}",
         "dead_p": f"{stats.fisher_exact(sides).pvalue:.4f}",
         "dead_lns_gain_from": f"{uniform.idxmax()}",

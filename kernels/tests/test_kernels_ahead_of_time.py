@@ -43,9 +43,9 @@ def check(build: aot.Build, target: str) -> aot.Report:
     return report
 
 
-# One of each kind in a default run; a compilation takes seconds.
+# One of each kind of device in a default run; a compilation takes seconds, and BHyT's takes most.
 WIDEST = [(function, target) for function in ("add_bhyt", "add_layer_norm") for target in ("sm_80", "sm_90", "gfx942")]
-BY_DEFAULT = [("add_bhyt", "sm_90"), ("add_layer_norm", "gfx942")]
+BY_DEFAULT = [("add_layer_norm", "sm_90"), ("add_layer_norm", "gfx942")]
 
 
 @pytest.mark.parametrize(

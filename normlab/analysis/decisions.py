@@ -252,8 +252,8 @@ def _from_unchanged(runs: pd.DataFrame, about: pd.DataFrame, metric: str) -> pd.
 def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.DataFrame:
     """C: BHyT* minus BHyT without tanh at each g = lambda/kappa, in loss and in the stream after the last block.
 
-    Holm over both quantities and three gains, run or not. Different at g = 0.2: the bound matters as published. Different at g = 5
-    only: it matters where it acts.
+    Holm over both quantities and three gains, run or not. Different at g = 0.2: the bound matters as published.
+    Different at g = 5 only: it matters where it acts.
 
     Args:
         configs: of `normlab.load_configs`, for the same runs.

@@ -219,6 +219,7 @@ def test_what_cannot_be_bridged_or_attributed_is_refused(ids):
         direct_logit_attribution(bridge, ids, torch.tensor([1, 2, 3]))
 
 
+@pytest.mark.slow
 def test_transformer_lens_finds_the_adapter_by_what_pip_installs(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     wheel = tmp_path / build_editable(str(tmp_path))

@@ -249,7 +249,7 @@ def test_bhyt_stability_trains_two_models_and_says_whether_they_learned(stabilit
 
 def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path, runs):
     notebook = execute("04_layer_skip", tmp_path, RUNS=str(runs))
-    skipped, deleted, attention, mlp, angle, jacobian, lens, skip_map, *updates = figures_in(notebook)
+    skipped, deleted, attention, mlp, at_one_rate, angle, jacobian, lens, skip_map, *updates = figures_in(notebook)
     for figure, part in ((skipped, "block"), (deleted, "deleted"), (attention, "attention"), (mlp, "mlp")):
         costs = lines_of(figure)
         assert set(costs) == set(SCHEMES)
@@ -258,7 +258,9 @@ def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path
     assert lines_of(jacobian)["bhyt"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert lines_of(lens)["bhyt"] == pytest.approx([4, 3, 2, 1, 0])
     assert all(trace["z"][0] == pytest.approx([0.1, 0.2, 0.3, 0.4]) for trace in angle["data"])
-    use, beside, deleted_use, losses = tables_in(notebook)
+    use, beside, deleted_use, losses, woken = tables_in(notebook)
+    assert set(lines_of(at_one_rate)) == {"pre_rmsnorm", "lns"} and len(lines_of(at_one_rate)["lns"]) == 16
+    assert set(woken["lr"]) >= {"0.004", "0.008"} and woken["says"].str.contains("wakes deep layers").any()
     (row,) = rows_of(beside, depth=4, scheme="BHyT").to_dict("records")
     own, other = (
         np.mean([skip_cost(name, layer, seed) for layer in (3, 4) for seed in range(3)])

@@ -156,12 +156,12 @@ def _kill_at_random(
 
 
 def test_killed_at_random_moments_a_run_ends_as_if_never_killed(config, cache, undisturbed, tmp_path):
-    """Four times; forty in tests/test_kills.py."""
+    """Twice; forty times in tests/test_kills.py."""
     reference, seconds = undisturbed
     kills, attempt = 0, 0
-    while kills < 4:
+    while kills < 2:
         out = tmp_path / str(attempt)
-        killed, seconds = _kill_at_random(config, out, cache, 4 - kills, seconds, attempt)
+        killed, seconds = _kill_at_random(config, out, cache, 2 - kills, seconds, attempt)
         kills += killed
         _assert_equal(runs.read_run(out / config.run_id), reference)
         shutil.rmtree(out)
