@@ -11,45 +11,65 @@ from __future__ import annotations
 from functools import cache
 
 import pandas as pd
-from findings import LNS, PRE_LN, ROOT, experiments, interval, manifests, runs, turned
-from questions import decided
+from findings import LNS, PRE_LN, ROOT, experiments, interval, runs, turned
+from tables import table
 
-from normlab.analysis.selection import summarize
-from normlab.analysis.verdicts import differences, judged
+from normlab.analysis.selection import one_precision, summarize
+from normlab.analysis.verdicts import DIFFERENT, differences, judged
 from normlab.export import save_images
 from normlab.figures import by_layer
 
 FOLDER = "depth_and_rate"
 LOW, HIGH = 0.004, 0.008
-# Quantity -> the metric that says whether it is compared as a ratio.
+# Quantity -> its name on the page, and the metric that says whether it is compared as a ratio.
 QUANTITIES = {
-    "loss": "loss",
-    "size": "token_l2_mean",
-    "variance": "feature_var_mean",
-    "growth": "feature_var_mean",
-    "angle": "angular_distance",
-    "jacobian": "jacobian_identity",
-    "skip": "skip_delta_loss",
+    "loss": ("held-out loss, nats", "loss"),
+    "first": ("L2 norm of a token after block 1", "token_l2_mean"),
+    "size": ("L2 norm of a token after block 16", "token_l2_mean"),
+    "variance": ("variance of the stream after block 16", "feature_var_mean"),
+    "growth": ("that variance over the one after block 1", "feature_var_mean"),
+    "skip": ("cost of leaving out one of blocks 9 to 15, nats", "skip_delta_loss"),
+    "jacobian": ("distance of their Jacobians from the identity", "jacobian_identity"),
+    "angle": ("angle by which they turn the stream, as a share of π", "angular_distance"),
 }
+DIGITS = {"angle": 3}
 
 
 def texts() -> dict[str, str]:
-    made = {
-        f"lns_{quantity}_{name}": interval(row, 3 if quantity == "angle" else 2, sign=row["kind"] == "difference")
-        for quantity in ("loss", "size", "angle", "jacobian", "skip")
-        for name, row in (("low", compared().loc[(quantity, LOW)]), ("high", compared().loc[(quantity, HIGH)]))
-    }
-    in_bfloat16 = sum(manifest["config"]["dtype"] == "bfloat16" for manifest in manifests(FOLDER))
+    made = {}
+    for name, rate in (("low", LOW), ("high", HIGH)):
+        made |= {
+            f"lns_loss_{name}": in_words("loss", rate),
+            f"lns_first_{name}": interval(compared().loc[("first", rate)]),
+            f"lns_size_{name}": interval(compared().loc[("size", rate)]),
+            f"lns_skip_{name}_less": interval(turned(compared().loc[("skip", rate)])),
+        }
+    rows = [
+        (words, *(f"**{text}**" if row["verdict"] == DIFFERENT else text for text, row in _at_each_rate(quantity)))
+        for quantity, (words, _) in QUANTITIES.items()
+    ]
+    dtypes = summarize(runs(FOLDER)).query("depth == 16")["dtype"]
     return made | {
-        "lns_skip_low_less": interval(turned(compared().loc[("skip", LOW)])),
-        "lns_lead_equal": interval(turned(decided("A1").iloc[0])),
-        "equal_bfloat16": f"{in_bfloat16} of {len(manifests(FOLDER))}",
+        "lns_lead_high": interval(turned(compared().loc[("loss", HIGH)])),
+        "equal_bfloat16": f"{(dtypes == 'bfloat16').sum()} of {len(dtypes)}",
+        "table_of_equal": table(("LNS against Pre-LN", *(f"rate {rate:g}" for rate in (LOW, HIGH))), rows),
     }
+
+
+def _at_each_rate(quantity: str) -> list[tuple[str, pd.Series]]:
+    return [(in_words(quantity, rate), compared().loc[(quantity, rate)]) for rate in (LOW, HIGH)]
+
+
+def in_words(quantity: str, rate: float) -> str:
+    """LNS minus Pre-LN with its interval; of a size "x" and LNS over Pre-LN."""
+    row = compared().loc[(quantity, rate)]
+    is_ratio = row["kind"] == "ratio"
+    return ("x " if is_ratio else "") + interval(row, DIGITS.get(quantity, 2), sign=not is_ratio)
 
 
 @cache
 def compared() -> pd.DataFrame:
-    """LNS against Pre-LN; the quantities of a rate are one family. Indexed by quantity and rate."""
+    """LNS against Pre-LN; the quantities of a rate are one family, a column of the page's table."""
     values = deep(FOLDER)
     rows = [
         judged(pd.concat([_difference(own, quantity) for quantity in QUANTITIES], ignore_index=True)).assign(
@@ -61,18 +81,16 @@ def compared() -> pd.DataFrame:
 
 
 def _difference(values: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    return differences(values.assign(value=values[quantity]), LNS, PRE_LN, QUANTITIES[quantity])
+    return differences(values.assign(value=values[quantity]), LNS, PRE_LN, QUANTITIES[quantity][1])
 
 
 @cache
 def deep(folder: str) -> pd.DataFrame:
     """Quantities of the runs of 16 blocks after training: `scheme depth seed lr`, then a column for each.
 
-    loss: on held-out text. size, variance: L2 norm of a token and variance of the stream after block 16. growth: that
-    variance over the one after block 1. Means over blocks 9 to 15: angle between a block's input and output, distance
-    of the Jacobian from the identity, cost of leaving the block out.
+    `QUANTITIES` names them. Those of blocks 9 to 15 are means.
     """
-    about = summarize(runs(folder)).query("depth == 16")
+    about = one_precision(summarize(runs(folder))).query("depth == 16")
     stats = runs(folder).query("run in @about.index and site == 'block_out' and mask == 'all'")
     stats = stats[stats["step"] == stats["step"].max()]
     size, variance = (
@@ -85,6 +103,7 @@ def deep(folder: str) -> pd.DataFrame:
     means = by_block.pivot_table(index="run", columns="metric", values="value", observed=True)
     return about[["scheme", "depth", "seed", "lr"]].assign(
         loss=about["eval_loss"],
+        first=size[1],
         size=size[16],
         variance=variance[16],
         growth=variance[16] / variance[1],

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from equal_rates import HIGH, LOW, QUANTITIES, compared, deep
+from equal_rates import HIGH, LOW, QUANTITIES, compared, deep, in_words
 from findings import (
     LNS,
     PRE_LN,
@@ -27,7 +27,7 @@ from findings import (
     plain,
     signed,
 )
-from standings import searched
+from standings import scaled_lns, searched
 from tables import table
 
 import normlab
@@ -37,7 +37,7 @@ from normlab.analysis.verdicts import DIFFERENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING = "not comparable", "missing"
-NO_FINALS = "No longer runs are planned in the league: twelve others did better in its search"
+NO_FINALS = "The league plans no final run of it: twelve others did better in its search"
 RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
 NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
@@ -48,7 +48,8 @@ SCALED_LNS = "lns_scaled_init"
 class Row:
     """A figure or table of a paper.
 
-    ours: a row of `differences`, or words. lower: True if the paper's value is below its base's, None for no direction.
+    ours: a row of `differences`, or words. words: for that row, by default with two digits.
+    lower: True if the paper's value is below its base's, None for no direction.
     verdict: by default what `ours` and `lower` say.
     """
 
@@ -58,6 +59,7 @@ class Row:
     ours: pd.Series | str
     why: str
     lower: bool | None = None
+    words: str = ""
     verdict: str = ""
 
 
@@ -73,7 +75,9 @@ def _table(rows: Sequence[Row]) -> str:
     for row in rows:
         ours, verdict = row.ours, row.verdict
         if isinstance(ours, pd.Series):
-            ours, verdict = _in_words(ours), verdict or _verdict(next(found), row.lower)
+            ours, verdict = row.words or _in_words(ours), verdict or _verdict(next(found), row.lower)
+            if NOT_CHECKED in row.theirs and verdict in (AGREES, CONTRADICTS):
+                verdict = f"{verdict}, if the paper says so"
         verdict = verdict or MISSING
         lines.append((row.where, row.shows, row.theirs, ours, verdict, row.why))
     return table(("in the paper", "shows", "theirs", "ours", "", "why, and what is planned"), lines)
@@ -95,6 +99,7 @@ def _verdict(row: Any, lower: bool | None) -> str:
 def curse_of_depth() -> list[Row]:
     scaled = _of_table(CURSE, "Table 6", SCALED_LNS, LNS)[-1][1]
     losses = against_pre_ln("loss", 16)
+    ours, plan = _ours(SCALED_LNS, base=LNS)
     return [
         Row(
             "Fig. 1",
@@ -108,8 +113,9 @@ def curse_of_depth() -> list[Row]:
             "Fig. 3",
             "deep blocks turn the stream more under LNS",
             f"no value at hand; {NOT_CHECKED}",
-            *_equal("angle", "Mean angle over blocks 9 to 15, LNS minus Pre-LN"),
+            *_equal("angle", "Mean angle over blocks 9 to 15 as a share of π, LNS minus Pre-LN"),
             lower=False,
+            words=in_words("angle", LOW),
         ),
         Row(
             "Fig. 5",
@@ -146,7 +152,8 @@ def curse_of_depth() -> list[Row]:
             "Table 6",
             "loss of LNS with scaled init, minus LNS's",
             f"{signed(scaled, 3)} (130M)",
-            *_ours(SCALED_LNS, base=LNS),
+            ours,
+            f"LNS was not searched at 0.004; at 0.004 both: {scaled_lns()}. {plan}",
             lower=scaled < 0,
         ),
         *(
@@ -165,19 +172,21 @@ def bhyt() -> list[Row]:
         ours = against_pre_ln(metric, 16)
         for scheme in (LNS, PERI, "dyt", BHYT):
             found = scheme in ours.index
-            planned = () if found else (_plan(scheme),)
-            value, why = (
-                _equal("size" if metric == "token_l2_mean" else "variance", "Text read once")
-                if scheme == LNS
-                else (ours.loc[scheme] if found else "none at 16 blocks", "Each at its own rate")
-            )
+            if scheme == LNS:
+                value, *why = _equal("size" if metric == "token_l2_mean" else "variance", "Text read once")
+            elif found:
+                value, why = ours.loc[scheme], ["Each at its own rate"]
+            else:
+                value, why = "none at 16 blocks", []
+            why += [words for words in (_league_says(scheme, metric),) if words]
+            why += [*_at_one_rate(scheme, metric), *([] if found else [_plan(scheme)])]
             rows.append(
                 Row(
                     "Fig. 3",
                     f"{what} after block 16, {title_of(scheme)} over Pre-LN",
                     f"x {plain(own[scheme] / own[PRE_LN])} ± 20%",
                     value,
-                    ". ".join((f"{why}{_league_says(scheme, metric)}", *_at_one_rate(scheme, metric), *planned)),
+                    ". ".join(why),
                     lower=True,
                     verdict="" if found else MISSING,
                 )
@@ -219,11 +228,11 @@ def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -
     or single seeds."""
     final = _league(scheme, "loss", base)
     if losses is not None and scheme in losses.index:
-        why = f"16 blocks, each at its own rate{_league_says(scheme, 'loss')}"
+        why = [words for words in ("16 blocks, each at its own rate", _league_says(scheme, "loss")) if words]
         if scheme == LNS:
-            rates = (f"{_in_words(compared().loc['loss', rate])} at {rate:g}" for rate in (LOW, HIGH))
-            why += f"; 16 blocks at equal rates, text read once: {', '.join(rates)}"
-        return losses.loc[scheme], why
+            rates = (f"{in_words('loss', rate)} at {rate:g}" for rate in (LOW, HIGH))
+            why.append(f"16 blocks at equal rates, text read once: {', '.join(rates)}")
+        return losses.loc[scheme], ". ".join(why)
     if final is not None:
         return final, "the league: 8 blocks, each at its own rate"
     first = _final_runs().query("seed == 0").set_index("scheme")["eval_loss"]
@@ -259,8 +268,11 @@ def _league(scheme: str, metric: str, base: str = PRE_LN) -> pd.Series | None:
 
 def _league_says(scheme: str, metric: str) -> str:
     row = _league(scheme, metric)
-    words = "the league, 8 blocks, text read once, own rates"
-    return "" if row is None else f"; {words}: {_in_words(row)}, *{row['verdict']}*"
+    if row is None:
+        return ""
+    rates = league_table().set_index("scheme")["rate"]
+    where = f"8 blocks, text read once, at {rates[scheme]:g} and Pre-LN at {rates[PRE_LN]:g}"
+    return f"The league, {where}: {_in_words(row)}, *{row['verdict']}*"
 
 
 def _at_one_rate(scheme: str, metric: str) -> Iterator[str]:
@@ -301,8 +313,9 @@ def _gain() -> pd.Series:
 
 def _equal(quantity: str, what: str) -> tuple[pd.Series, str]:
     """LNS against Pre-LN at the lower of two equal rates; in words what it is, the higher rate, and the older runs."""
-    of_rate = compared().loc[quantity]
     older = deep("runs").query("run in @chosen().index")
-    older = differences(older.assign(value=older[quantity]), LNS, PRE_LN, QUANTITIES[quantity]).iloc[0]
-    words = f"{what}, both at rate {LOW:g}; at {HIGH:g}: {_in_words(of_rate.loc[HIGH])}"
-    return of_rate.loc[LOW], f"{words}. In older runs, LNS at 0.008 and Pre-LN at 0.004: {_in_words(older)}"
+    rates = older.groupby("scheme")["lr"].first()
+    gap = differences(older.assign(value=older[quantity]), LNS, PRE_LN, QUANTITIES[quantity][1]).iloc[0]
+    words = f"{what}, both at rate {LOW:g}; at {HIGH:g}: {in_words(quantity, HIGH)}"
+    unequal = f"In older runs, LNS at {rates[LNS]:g} and Pre-LN at {rates[PRE_LN]:g}: {_in_words(gap)}"
+    return compared().loc[(quantity, LOW)], f"{words}. {unequal}"

@@ -58,11 +58,15 @@ PARTS = {
 
 def texts() -> dict[str, str]:
     answers = [(name, words, answer(name)) for name, (words, _) in QUESTIONS.items()]
+    published = decided("C").query("g == @decisions.GAINS[0]").set_index("quantity")
+    loss, stream = (published.loc[metric_row(name).label] for name in ("loss", "token_l2_mean"))
     return {
+        "tanh_loss_eight": interval(loss, sign=True),
+        "tanh_stream_eight": interval(stream),
         "table_of_questions": table(("", "question", "answer"), answers),
         "table_of_equal_rates": _means(RATES, "lr", "rate"),
         "table_of_estimates": _estimates(("A1", "A2", "A3", "A4"), "lr", "rate"),
-        "table_of_tanh": _means(TANH, "g", "g") if (ROOT / "data" / TANH).is_dir() else "",
+        "table_of_tanh": _means(TANH, "g", "g"),
         "table_of_tanh_estimates": _estimates(("C",), "g", "g"),
         "table_of_hours": _hours(),
     }

@@ -59,6 +59,7 @@ def texts() -> dict[str, str]:
         "table_of_between": _between(run.set_index("scheme")),
         "table_of_checks": _checks(),
         **_large_logits(),
+        "league_scaled_lns": scaled_lns(),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
         "league_not_run": _listed(missing),
@@ -90,6 +91,12 @@ def _between(run: pd.DataFrame) -> str:
         for row, loss in ((run.loc[name], losses[name]) for name in in_order(losses.index))
     ]
     return table(("scheme", "best rate of three", "its loss", f"at {BETWEEN:g}", "difference"), lines)
+
+
+def scaled_lns() -> str:
+    """LNS with scaled init minus LNS at the rate between, which LNS's search left out; one seed."""
+    between = summarize(runs("between")).set_index("scheme")["eval_loss"]
+    return signed(league_table().set_index("scheme").loc["lns_scaled_init", f"loss_at_{BETWEEN:g}"] - between["lns"])
 
 
 TWICE = "logits times 2"

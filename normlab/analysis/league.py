@@ -286,7 +286,8 @@ def reported(published: pd.DataFrame) -> pd.DataFrame:
 def against_papers(table: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
     """Losses that papers report of the schemes that were run, next to ours, minus that of the same other scheme.
 
-    Of two schemes without final runs it is the difference of the best losses of the search, one seed each.
+    From Pre-LN ours are final runs. Where one of the two has none, or the other scheme is not Pre-LN, it is the
+    difference of their best losses in the search, one seed each. A number from a scheme that was not run is left out.
     """
     of, said = table[table["says"] != NOT_RUN].set_index("scheme"), reported(published)
     said = said[said["base"].isin(of.index)]
@@ -299,11 +300,9 @@ def against_papers(table: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame
 
 
 def _ours(scheme: pd.Series, base: pd.Series) -> str:
-    """A scheme's loss minus another's, from rows of the table. Only that from Pre-LN has an interval."""
+    """A scheme's loss minus another's, from rows of the table."""
     if base.name == BASELINE and pd.notna(scheme["minus"]):
         return _interval(scheme["minus"], scheme["minus_low"], scheme["minus_high"], "+")
-    if pd.notna(gap := scheme["loss"] - base["loss"]):
-        return _number(gap, "+")
     gap = _number(scheme["search_loss"] - base["search_loss"], "+")
     return f"{gap} (search)" if gap else ""
 
