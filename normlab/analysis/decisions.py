@@ -270,14 +270,14 @@ def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.D
     for row in table.itertuples():
         here = table[table["quantity"] == row.quantity]
         apart = {float(g) for g in here.loc[here["verdict"] == DIFFERENT, "g"]}
-        words = UNDECIDED
-        if GAINS[0] in apart:
-            words = "the bound matters as published"
+        words, seeds = UNDECIDED, here["seeds"].min()
+        if GAINS[0] in apart:  # whatever the other gains, which count in the correction, will say
+            words, seeds = "the bound matters as published", row.seeds
+        elif set(here["g"]) != set(GAINS):
+            words = f"incomplete: {len(here)} of {len(GAINS)} gains"
         elif apart == {GAINS[2]}:
             words = "the bound matters where it acts"
-        if set(here["g"]) != set(GAINS):
-            words = f"incomplete: {len(here)} of {len(GAINS)} gains"
-        says.append(_if_enough(words, here["seeds"].min()) if row.g == GAINS[0] else "")
+        says.append(_if_enough(words, seeds) if row.g == GAINS[0] else "")
     return _tidy(table, says, ["g"])
 
 

@@ -254,6 +254,11 @@ def test_c_does_the_bound_matter(apart, says):
     rows = decisions.tanh(table.frame(), pd.DataFrame.from_dict(configs, orient="index"))
     assert len(rows) == 6 and rows["g"].tolist() == [*decisions.GAINS] * 2
     assert rows["says"].tolist() == [says, "", "", "undecided", "", ""]
+    begun = {run: config for run, config in configs.items() if config["lam_input"] == 2.0}
+    runs = table.frame().query("run in @begun")
+    loss, size = decisions.tanh(runs, pd.DataFrame.from_dict(begun, orient="index")).itertuples()
+    assert size.says == "incomplete: 1 of 3 gains"
+    assert loss.says == ("the bound matters as published" if 0.2 in apart else size.says)
 
 
 def test_d_a_set_of_the_best_and_what_is_below_it():
