@@ -188,6 +188,11 @@ def test_what_is_said_of_equal_rates_holds(code):
     assert (dtypes.nunique() == 1).all(), "a pair has one precision"
 
 
+def test_what_is_said_of_the_tanh_holds(code):
+    rows = code["questions"].decided("C").query("g == 0.2")
+    assert rows["seeds"].min() >= 4 and set(rows["verdict"]) == {"undecided"}
+
+
 def test_rates_and_quantities_with_different_answers_are_named(code, monkeypatch):
     questions = code["questions"]
     rows = pd.DataFrame({"lr": [0.004, 0.008, 0.004], "says": ["woken", "not shown", ""]})
