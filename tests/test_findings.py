@@ -188,6 +188,14 @@ def test_what_is_said_of_equal_rates_holds(code):
     assert (dtypes.nunique() == 1).all(), "a pair has one precision"
 
 
+def test_the_rates_that_the_first_screen_names_are_those_of_the_runs(code):
+    in_league = code["findings"].league_table().set_index("scheme")["rate"]
+    assert in_league["bhyt"] == 0.016 and in_league["pre_rmsnorm"] == 0.002
+    older = code["findings"].chosen().query("depth == 16").groupby("scheme")["lr"].agg(set)
+    assert older["pre_rmsnorm"] == {0.004} and older["lns"] == {0.008}
+    assert all(older[name] == {0.016} for name in code["findings"].SMALL_GAIN)
+
+
 def test_what_is_said_of_the_tanh_holds(code):
     rows = code["questions"].decided("C").query("g == 0.2")
     assert rows["seeds"].min() >= 4 and set(rows["verdict"]) == {"undecided"}
