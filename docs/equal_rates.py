@@ -70,7 +70,7 @@ def in_words(quantity: str, rate: float) -> str:
 @cache
 def compared() -> pd.DataFrame:
     """LNS against Pre-LN; the quantities of a rate are one family, a column of the page's table."""
-    values = deep(FOLDER)
+    values = deep(FOLDER).query("lr in [@LOW, @HIGH]")
     rows = [
         judged(pd.concat([_difference(own, quantity) for quantity in QUANTITIES], ignore_index=True)).assign(
             quantity=list(QUANTITIES), lr=rate
