@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 from tables import table
 
 import normlab
@@ -193,9 +192,6 @@ def fit() -> dict[str, str]:
     values = pd.concat([fit_values(depth) for depth in (4, 16)])
     columns = [pairs(values, LNS, PRE_LN, name).apply(cell, axis=1) for name in ("held_out", "training", "gap")]
     rows = zip((4, 16), *columns, strict=True)
-    evals = runs().query("site == 'model' and metric == 'loss' and split == 'eval' and depth == 16 and step > 0")
-    mean = evals.pivot_table(index="step", columns="scheme", values="value", observed=True)
-    lead = mean[LNS] - mean[PRE_LN]
     return {
         "lns_equal_rate": interval(pair(rate_of_pre_ln("loss"), LNS, PRE_LN), sign=True),
         "league_lns_loss": interval(league_minus("loss").loc[LNS], sign=True),
@@ -203,9 +199,6 @@ def fit() -> dict[str, str]:
         "league_lns_gap": interval(league_minus("gap").loc[LNS], 3, sign=True),
         "epochs": plain(manifests("runs")[0]["epochs"], 1),
         "table_of_fit": table(("blocks", "held-out loss", "training loss", "held-out minus training"), rows),
-        "table_of_lead": table(
-            ("step", *(f"{step:,}" for step in lead.index)), [("LNS minus Pre-LN", *map(signed, lead))]
-        ),
     }
 
 
@@ -311,6 +304,7 @@ def stream() -> dict[str, str]:
     of_rate = by_rate.groupby("scheme")["token_l2"]
     sizes_league = league_minus("token_l2_mean")
     ends = {"growth": "estimate", "growth_low": "low", "growth_high": "high"}
+    in_league = league_table().set_index("scheme")
     one_rate = at_one_rate("token_l2_mean")
     one_rate_rows = [
         (title_of(name), *("" if np.isnan(value) else plain(value) for value in one_rate.loc[name]))
@@ -319,7 +313,8 @@ def stream() -> dict[str, str]:
     return {
         "bhyt_loss": interval(losses.loc[BHYT]),
         "league_bhyt_stream": interval(sizes_league.loc[BHYT]),
-        "league_bhyt_growth": interval(league_table().set_index("scheme").loc[BHYT].rename(ends)),
+        "league_bhyt_growth": interval(in_league.loc[BHYT].rename(ends)),
+        "league_pre_ln_growth": interval(in_league.loc[PRE_LN].rename(ends)),
         "league_lns_stream": interval(sizes_league.loc[LNS]),
         "league_bhyt_loss": interval(league_minus("loss").loc[BHYT], sign=True),
         "table_of_one_rate": table(("scheme", *(f"rate {rate:g}" for rate in one_rate)), one_rate_rows),
@@ -356,21 +351,21 @@ def attention() -> dict[str, str]:
         for r in counts.sort_values(["depth", "lr"], ascending=[False, False], kind="stable").itertuples()
     ]
     deep = tables[0].set_index("scheme")
-    small, other = (deep.loc[list(names), ["models", "seeds"]].sum() for names in (SMALL_GAIN, (PRE_LN, LNS)))
-    sides = [[side["models"], side["seeds"] - side["models"]] for side in (small, other)]
+    found = {
+        name: "{models} of {seeds}".format(**deep.loc[list(schemes), ["models", "seeds"]].sum())
+        for name, schemes in (("models", SMALL_GAIN), ("models_other", (PRE_LN, LNS)), ("pre_ln", (PRE_LN,)))
+    }
     gains = _gains_of_eight()
     trained_gain = choose(runs(), depth=16).runs.query("scheme == 'lns_gain'").index
     uniform = _entropy(runs()).loc[trained_gain].drop(columns=1).gt(UNIFORM).any()
     return {
-        "dead_models": f"{small['models']} of {small['seeds']}",
-        "dead_models_other": f"{other['models']} of {other['seeds']}",
-        "dead_p": f"{stats.fisher_exact(sides).pvalue:.4f}",
+        **{f"dead_{name}": words for name, words in found.items()},
         "dead_lns_gain_from": f"{uniform.idxmax()}",
         "dead_lns_gain_start": plain(1 / math.sqrt(uniform.idxmax())),
         "dead_lambda": listed(gains[gains["dead"]]["lambda"]),
         "live_lambda": plain(gains[~gains["dead"]]["lambda"].min()),
         "start_lambda": f"{NormlabConfig(scheme=BHYT).lam_input:g}",
-        "table_of_attention": table(("scheme", "blocks", "rate", "models with one", "uniform attentions"), rows),
+        "table_of_attention": table(("scheme", "blocks", "rate", "models with one", "uniform layers"), rows),
     }
 
 

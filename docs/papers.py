@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from equal_rates import HIGH, LOW, QUANTITIES, compared, deep, in_words
+from equal_rates import BEST, HIGH, LOW, QUANTITIES, compared, deep, in_words
 from findings import (
     LNS,
     PRE_LN,
@@ -36,9 +36,9 @@ from normlab.analysis.selection import summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
-NOT_COMPARABLE, MISSING = "not comparable", "missing"
-NO_FINALS = "The league plans no final run of it: twelve others did better in its search"
+NOT_COMPARABLE, MISSING, NOT_PLANNED = "not comparable", "missing", "not planned"
 RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
+EQUAL, IF_SO = " at equal rates", ", if the paper says so"
 NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
 SCALED_LNS = "lns_scaled_init"
@@ -50,7 +50,7 @@ class Row:
 
     ours: a row of `differences`, or words. words: for that row, by default with two digits.
     lower: True if the paper's value is below its base's, None for no direction.
-    verdict: by default what `ours` and `lower` say.
+    verdict: by default what `ours` and `lower` say. scope: what limits it.
     """
 
     where: str
@@ -58,9 +58,10 @@ class Row:
     theirs: str
     ours: pd.Series | str
     why: str
+    verdict: str = ""
     lower: bool | None = None
     words: str = ""
-    verdict: str = ""
+    scope: str = ""
 
 
 def texts() -> dict[str, str]:
@@ -76,9 +77,8 @@ def _table(rows: Sequence[Row]) -> str:
         ours, verdict = row.ours, row.verdict
         if isinstance(ours, pd.Series):
             ours, verdict = row.words or _in_words(ours), verdict or _verdict(next(found), row.lower)
-            if NOT_CHECKED in row.theirs and verdict in (AGREES, CONTRADICTS):
-                verdict = f"{verdict}, if the paper says so"
-        verdict = verdict or MISSING
+            if verdict in (AGREES, CONTRADICTS):
+                verdict += row.scope
         lines.append((row.where, row.shows, row.theirs, ours, verdict, row.why))
     return table(("in the paper", "shows", "theirs", "ours", "", "why, and what is planned"), lines)
 
@@ -99,7 +99,7 @@ def _verdict(row: Any, lower: bool | None) -> str:
 def curse_of_depth() -> list[Row]:
     scaled = _of_table(CURSE, "Table 6", SCALED_LNS, LNS)[-1][1]
     losses = against_pre_ln("loss", 16)
-    ours, plan = _ours(SCALED_LNS, base=LNS)
+    ours, plan, verdict = _ours(SCALED_LNS, base=LNS)
     return [
         Row(
             "Fig. 1",
@@ -116,6 +116,7 @@ def curse_of_depth() -> list[Row]:
             *_equal("angle", "Mean angle over blocks 9 to 15 as a share of π, LNS minus Pre-LN"),
             lower=False,
             words=in_words("angle", LOW),
+            scope=EQUAL + IF_SO,
         ),
         Row(
             "Fig. 5",
@@ -123,6 +124,7 @@ def curse_of_depth() -> list[Row]:
             f"no value at hand; {NOT_CHECKED}: notes of others name only LLaMA2-7B, a Pre-LN model",
             *_equal("jacobian", "Mean distance over blocks 9 to 15, LNS minus Pre-LN"),
             lower=False,
+            scope=EQUAL + IF_SO,
         ),
         Row(
             "Fig. 7",
@@ -130,6 +132,7 @@ def curse_of_depth() -> list[Row]:
             '"more balanced"; by its caption in v1 (Fig. 4) deep layers contribute',
             *_equal("skip", "Mean cost over blocks 9 to 15, LNS minus Pre-LN"),
             lower=False,
+            scope=EQUAL,
         ),
         Row(
             "Fig. 9",
@@ -137,6 +140,7 @@ def curse_of_depth() -> list[Row]:
             "no value at hand; so says the caption of v1's Fig. 1",
             *_equal("growth", "Variance after block 16 over that after block 1, LNS over Pre-LN"),
             lower=True,
+            scope=EQUAL,
         ),
         *(
             Row(
@@ -153,7 +157,8 @@ def curse_of_depth() -> list[Row]:
             "loss of LNS with scaled init, minus LNS's",
             f"{signed(scaled, 3)} (130M)",
             ours,
-            f"LNS was not searched at 0.004; at 0.004 both: {scaled_lns()}. {plan}",
+            ". ".join(filter(None, (f"LNS was not searched at 0.004; at 0.004 both: {scaled_lns()}", plan))),
+            verdict,
             lower=scaled < 0,
         ),
         *(
@@ -172,23 +177,24 @@ def bhyt() -> list[Row]:
         ours = against_pre_ln(metric, 16)
         for scheme in (LNS, PERI, "dyt", BHYT):
             found = scheme in ours.index
+            plan, verdict = ("", "") if found else _plan(scheme)
             if scheme == LNS:
                 value, *why = _equal("size" if metric == "token_l2_mean" else "variance", "Text read once")
             elif found:
                 value, why = ours.loc[scheme], ["Each at its own rate"]
             else:
                 value, why = "none at 16 blocks", []
-            why += [words for words in (_league_says(scheme, metric),) if words]
-            why += [*_at_one_rate(scheme, metric), *([] if found else [_plan(scheme)])]
+            why += [_league_says(scheme, metric), *_at_one_rate(scheme, metric), plan]
             rows.append(
                 Row(
                     "Fig. 3",
                     f"{what} after block 16, {title_of(scheme)} over Pre-LN",
                     f"x {plain(own[scheme] / own[PRE_LN])} ± 20%",
                     value,
-                    ". ".join(why),
+                    ". ".join(filter(None, why)),
+                    verdict,
                     lower=True,
-                    verdict="" if found else MISSING,
+                    scope=EQUAL if scheme == LNS else "",
                 )
             )
     steps = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index("what").loc["bhyt step"]
@@ -223,18 +229,21 @@ def bhyt() -> list[Row]:
     return rows
 
 
-def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -> tuple[pd.Series | str, str]:
-    """Our loss minus the base's, and what it rests on: `losses` of three seeds at 16 blocks, the league's final runs,
-    or single seeds."""
+def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -> tuple[pd.Series | str, str, str]:
+    """Our loss minus the base's, what it rests on, and the verdict where no interval gives it.
+
+    It rests on `losses` of three seeds at 16 blocks, else on the league's final runs, else on single seeds.
+    """
     final = _league(scheme, "loss", base)
     if losses is not None and scheme in losses.index:
         why = [words for words in ("16 blocks, each at its own rate", _league_says(scheme, "loss")) if words]
         if scheme == LNS:
             rates = (f"{in_words('loss', rate)} at {rate:g}" for rate in (LOW, HIGH))
-            why.append(f"16 blocks at equal rates, text read once: {', '.join(rates)}")
-        return losses.loc[scheme], ". ".join(why)
+            best = f"each at the better of these {in_words('loss', BEST)}"
+            why.append(f"16 blocks, 4 seeds, text read once, both at one rate: {', '.join(rates)}; {best}")
+        return losses.loc[scheme], ". ".join(why), ""
     if final is not None:
-        return final, "the league: 8 blocks, each at its own rate"
+        return final, "the league: 8 blocks, each at its own rate", ""
     first = _final_runs().query("seed == 0").set_index("scheme")["eval_loss"]
     is_final = {scheme, base} <= set(first.index)
     ends = (
@@ -246,14 +255,14 @@ def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -
         for which, end in ends
         if {scheme, base} <= set(end.index)
     ]
-    return "; ".join(parts) or "none", _plan(scheme, base)
+    return "; ".join(parts) or "none", *_plan(scheme, base)
 
 
-def _plan(scheme: str, base: str = PRE_LN) -> str:
-    """The runs that are planned of a scheme and its base, if one of them has not several final ones."""
+def _plan(scheme: str, base: str = PRE_LN) -> tuple[str, str]:
+    """The runs that are planned of a scheme and its base, if one of them has not several final ones; the verdict."""
     if league_table().set_index("scheme").loc[[scheme, base], "says"].eq(BELOW).any():
-        return NO_FINALS
-    return f"`league`: {_final_runs()['scheme'].eq(scheme).sum()} of 3 final runs so far"
+        return "", NOT_PLANNED
+    return f"`league`: {_final_runs()['scheme'].eq(scheme).sum()} of 3 final runs so far", MISSING
 
 
 def _final_runs() -> pd.DataFrame:

@@ -60,7 +60,9 @@ def texts() -> dict[str, str]:
     answers = [(name, words, answer(name)) for name, (words, _) in QUESTIONS.items()]
     published = decided("C").query("g == @decisions.GAINS[0]").set_index("quantity")
     loss, stream = (published.loc[metric_row(name).label] for name in ("loss", "token_l2_mean"))
+    growth = decided("A3").set_index("lr")
     return {
+        "growth_equal": interval(growth.loc[0.004]),
         "tanh_loss_eight": interval(loss, sign=True),
         "tanh_stream_eight": interval(stream),
         "table_of_questions": table(("", "question", "answer"), answers),

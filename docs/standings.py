@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from findings import interval, league, league_table, manifests, plain, runs, signed, turned
+from findings import interval, league, league_minus, league_table, manifests, plain, runs, signed, turned
 from tables import table
 
 import normlab
@@ -48,6 +48,7 @@ def texts() -> dict[str, str]:
         "league_finals": f"{run['loss'].notna().sum()}",
         "league_seeds": _seeds(run),
         "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
+        "league_out": ", ".join(compared.loc[~compared["in_set"], "title"]) or "none",
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
         "league_seeds_apart": plain(summarize(league().finals).groupby("scheme")["eval_loss"].agg(np.ptp).max()),
@@ -156,6 +157,7 @@ def _large_logits() -> dict[str, str]:
     final = large[BASELINE, long]
     end, finals = final["after"].mean(), league_table().set_index("scheme")["loss"].sort_values()
     return {
+        "league_best_lead": interval(turned(league_minus("loss").loc["gatednorm"])),
         "checks_final_below": ", ".join(map(title_of, finals.index[finals < end])) or "none",
         "checks_below": ", ".join(map(title_of, lower.index)) or "none",
         "checks_final": interval(turned(_difference(BASELINE, final))),

@@ -165,18 +165,24 @@ def test_questions_are_answered_in_the_words_that_were_fixed(code):
 
 
 def test_what_is_said_of_equal_rates_holds(code):
-    """LNS against Pre-LN at 16 blocks: the stream is smaller and deep blocks do less, at both rates."""
-    questions, found = code["questions"], code["equal_rates"].compared()
+    """LNS against Pre-LN at 16 blocks: the stream is smaller, and deep blocks do less at equal rates."""
+    questions, equal = code["questions"], code["equal_rates"]
+    found = equal.compared()
     assert found["seeds"].min() >= 4
     loss = found.loc["loss"]
     assert loss.loc[0.004, "low"] < 0 < loss.loc[0.004, "high"] and loss.loc[0.008, "estimate"] < -0.2
-    for quantity in ("first", "size", "angle", "jacobian", "skip"):
-        no_effect = 1 if quantity in ("first", "size") else 0
-        assert set(found.loc[quantity, "verdict"]) == {"different"} and (found.loc[quantity, "high"] < no_effect).all()
+    sizes = ["first", "size", "variance"]
+    different = found["verdict"].eq("different").unstack("place")
+    assert set(different.index[different["best"]]) == set(sizes) and different.loc[sizes].all(axis=None)
+    assert different[0.004].drop(["loss", "growth"]).all() and different.loc["skip", 0.008]
+    assert not different[0.004]["growth"] and (found.loc[sizes, "high"] < 1).all()
+    assert (found.loc[["skip", "angle", "jacobian"], "high"] < 0).all() and (found.loc["early", "estimate"] > 0).all()
     assert (
         loss.loc[0.008, "verdict"] == "different"
         and found.loc[("size", 0.004), "estimate"] > 0.9 * found.loc[("first", 0.004), "estimate"]
-    ), "block 1 makes most of it"
+    ), "most of it is there after block 1"
+    growth = questions.decided("A3").set_index("lr")
+    assert (growth.loc[[0.004, 0.008], "low"] > 1).all()
     held_out, seen = (row for _, row in questions.decided("A1").iterrows())
     assert held_out["verdict"] == seen["verdict"] == "different" and seen["high"] < 0
     answers = questions.decided("A2").set_index(["quantity", "lr"])
@@ -194,6 +200,23 @@ def test_the_rates_that_the_first_screen_names_are_those_of_the_runs(code):
     older = code["findings"].chosen().query("depth == 16").groupby("scheme")["lr"].agg(set)
     assert older["pre_rmsnorm"] == {0.004} and older["lns"] == {0.008}
     assert all(older[name] == {0.016} for name in code["findings"].SMALL_GAIN)
+    full = summarize(pd.concat([code["findings"].runs(name) for name in ("runs", "runs/finals", "other_rates")]))
+    rates = full[(full["depth"] == 16) & (full["tokens"] == full["tokens"].max())].groupby("scheme")["lr"].nunique()
+    assert set(rates.index[rates > 1]) == {"bhyt"}
+
+
+def test_what_is_said_of_uniform_attention_holds(code):
+    findings = code["findings"]
+    at_own, at_low = (findings._uniform(findings.runs(name), 4).set_index("scheme") for name in ("runs", "other_rates"))
+    assert at_own.loc["bhyt", ["lr", "models"]].tolist() == [0.016, 0]
+    assert at_low.loc["bhyt", ["lr", "models", "seeds"]].tolist() == [0.004, 3, 3]
+    gains = findings._gains_of_eight().query("dead")["lambda"]
+    assert len(gains) == 4 and (gains.nsmallest(3) < 0.25).all() and gains.max() > 1
+
+
+def test_the_best_scheme_that_the_first_screen_names_is_that_of_the_league(code):
+    table = code["findings"].league_table()
+    assert table[table["seeds"] > 1].sort_values("loss")["scheme"].iloc[0] == "gatednorm"
 
 
 def test_what_is_said_of_the_tanh_holds(code):
@@ -230,7 +253,7 @@ def test_losses_of_single_seeds_are_of_the_same_seed(code):
     """The rows of the papers' page that rest on one seed of a scheme and several of the other."""
     losses = code["findings"].chosen().query("depth == 4 and seed == 0").set_index("scheme")["eval_loss"]
     for scheme, base in (("mix_ln", "pre_rmsnorm"), ("bhyt", "peri_ln")):
-        ours, _ = code["papers"]._ours(scheme, base=base)
+        ours, *_ = code["papers"]._ours(scheme, base=base)
         assert ours.startswith(f"{code['findings'].signed(losses[scheme] - losses[base])} (4 blocks, one seed)")
 
 
