@@ -251,10 +251,12 @@ class JoiningDecoderLayer(NormlabDecoderLayer):
         for part, name in self.rule_names.items():
             if name not in self._modules:
                 self.add_module(name, centred(rule(Sublayer(part, layer_idx + 1, config)), config))
-        for part in PARTS:  # if a branch has two norms of the stream, probes' usual site is the inner one
+        for part in PARTS:  # the usual site is that of the inner norm, if a branch has two norms of the stream
             inner, outer = self.norm_at(f"{part}_in"), self.norm_at(f"{part}_sum")
             if inner is not None and outer is not None:
                 outer.probe_site = f"{part}_sum_norm_in"
+            if (usual := outer if inner is None else inner) is not None:
+                usual.probe_site = f"{part}_norm_in"
 
     def enter(self, state: Tensor) -> Tensor:
         """The first branch's input, from the previous block's state or the embeddings."""

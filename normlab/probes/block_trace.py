@@ -213,6 +213,8 @@ class BlockTrace:
         if self.block.module.training:
             advice = f"in training one may have been dropped, by stochastic depth: try model.eval(); {advice}"
         why = f"the block's output is not its input + {kinds} ({advice})"
+        if any(getattr(part, "probe_role", None) in ("residual", "mixing") for part in self.block.module.children()):
+            why = f"the block joins {kinds} to the stream by a rule that is no plain sum"
         self.known.failures.append(why)
         return why
 

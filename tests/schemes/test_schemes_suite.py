@@ -88,8 +88,18 @@ def test_probes_measure_every_layer_and_change_nothing(scheme):
         missing = [layer for layer in layers if layer not in set(found["layer"])]
         if site in ("attn", "mlp"):  # where the block's output is not its input and what the branches add
             assert all(f"{site} {layer}" in rec.absent for layer in missing), rec.absent
+            assert not any("name them" in why for why in rec.absent.values()), "nothing is to be named in our blocks"
         else:
             assert not missing, (site, metric)
+    for site, kind in (("norm_in", "token_l2_mean"), ("norm_in_grad", "grad_l2_mean")):
+        expected_at = {
+            (f"{place.rpartition('_')[0]}_{site}", layer)
+            for layer, block in enumerate(model.model.layers, 1)
+            for place, _ in block.layout.places()
+            if place.endswith(("_in", "_sum"))
+        }
+        found = table[(table["metric"] == kind) & table["site"].isin([f"{part}_{site}" for part in ("attn", "mlp")])]
+        assert set(zip(found["site"], found["layer"], strict=True)) == expected_at
 
 
 @matrix
