@@ -71,6 +71,7 @@ class BareLoop:
         set_seed(config.seed)
         self.config, self.corpus = config, corpus
         self.model = NormlabForCausalLM(config.model_config(corpus.vocab_size, corpus.eos_token_id)).train()
+        self.model.set_schedules(0, config.steps)
         use_fast_attention(self.model, config.dtype, self.model.device)
         self.forward = torch.compile(self.model) if config.compile else self.model
         groups = parameter_groups(self.model, config.weight_decay)
@@ -90,6 +91,7 @@ class BareLoop:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.model.after_step(step, self.config.steps)
             if step % every == 0:
                 self.model.refresh_carried()
         return (time.perf_counter() - started) / steps
@@ -153,7 +155,7 @@ def larger(config: TrainConfig, corpus: Corpus, rounds: int, tick: Callable[[], 
 
 def _seconds_of_base(loop: BareLoop, batch_size: int) -> float:
     """Seconds for a step's worth of tokens at that batch size, on the loop's own threads."""
-    with _threads(loop.config.threads):
+    with threads_of(loop.config.threads):
         return loop.run(STEPS) * batch_size / loop.config.batch_size
 
 
@@ -204,7 +206,7 @@ def bench(
     corpus = corpus_of(config, cache_dir, progress)
     rows = []
     total = pairs * (len(schemes) + 3)
-    with _threads(threads), tqdm(total=total, desc="bench", disable=not progress) as bar:
+    with threads_of(threads), tqdm(total=total, desc="bench", disable=not progress) as bar:
         for scheme in schemes:
             loops = {f"{name} step": BareLoop(timed[name], corpus) for name in (scheme, BASELINE)}
             times = interleaved({name: partial(loop.run, STEPS) for name, loop in loops.items()}, pairs, bar.update)
@@ -236,7 +238,8 @@ def _row(what: str, base: str, times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads_of(count: int) -> Iterator[None]:
+    """Compute with this many threads inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -313,7 +313,7 @@ def _league(
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
-    """Rank schemes that were trained under one budget into sets; --add puts one more into the table."""
+    """Put schemes that were trained under one budget into sets; --add puts one more into the table."""
     from normlab.analysis.league import load, printed, require_folders, standings
     from normlab.analysis.published import load_published
 

@@ -29,29 +29,31 @@ NOT_RUN = "not run"
 TEXT = ("bigram_loss", "trigram_loss")  # tell texts apart
 ALIKE = ["depth", "width", "steps", *TEXT]  # runs that differ in these are not of one league
 _NO_ROWS = pd.DataFrame(columns=["estimate", "low", "high"], dtype=float)
+STEPS = "steps.csv"  # of a folder of the league: `League.steps`
 WORDS = "deepest_trained"  # rows of `load_published` whose note is what a paper says
 
 
 class League(NamedTuple):
-    """Tables of `load_runs` and `load_experiments`: final runs, the search's, and what was measured after finals."""
+    """Tables of `load_runs` and `load_experiments`: final runs, the search's, and what was measured after finals.
+
+    steps: the time of a training step over Pre-LN's, `scheme step step_low step_high` (benchmarks/scheme_steps.py).
+    """
 
     finals: pd.DataFrame
     search: pd.DataFrame
     experiments: pd.DataFrame | None
+    steps: pd.DataFrame | None = None
 
 
 def load(folders: Iterable[str | Path]) -> League:
-    """The tables of all runs of the league at or below the folders.
+    """The tables of all runs of the league at or below the folders. Of a run in two of them the first counts.
 
     Raises:
         NormlabError: a folder is missing, or none has a run; or runs differ in depth, width, length or text, and cannot
             be compared.
     """
     places = require_folders(folders)
-    finals, search = (
-        pd.concat([_runs_at(place) for place in those], ignore_index=True)
-        for those in (places, [child(place, SEARCH) for place in places])
-    )
+    finals, search = (_runs_at(those) for those in (places, [child(place, SEARCH) for place in places]))
     if finals.empty and search.empty:
         names = ", ".join(map(str, places))
         raise NormlabError(f"no run of the league in {names}: train them with normlab sweep --preset league --out DIR")
@@ -65,11 +67,13 @@ def load(folders: Iterable[str | Path]) -> League:
                 f"runs of the league differ in {' and '.join(unlike)}, so their losses do not compare{remedy}"
             )
     finals = _without_twins(_at_one_rate(finals, search))
+    files = [file for place in places if isinstance(place, Path) and (file := place / STEPS).is_file()]
+    steps = pd.read_csv(files[0]) if files else None
     try:
         experiments = load_experiments([place for place in places if _is_there(place)])
     except NormlabError:  # none was measured so
-        return League(finals, search, None)
-    return League(finals, search, experiments[experiments["run"].isin(finals["run"])])
+        return League(finals, search, None, steps)
+    return League(finals, search, experiments[experiments["run"].isin(finals["run"])], steps)
 
 
 def require_folders(folders: Iterable[str | Path]) -> list[str | Path]:
@@ -108,8 +112,13 @@ def _is_there(place: str | Path) -> bool:
     return (is_address(place) or Path(place).is_dir()) and bool(find_runs(place))
 
 
-def _runs_at(place: str | Path) -> pd.DataFrame:
-    return load_runs(place) if _is_there(place) else pd.DataFrame(columns=COLUMNS)
+def _runs_at(places: Iterable[str | Path]) -> pd.DataFrame:
+    tables: list[pd.DataFrame] = []
+    for place in filter(_is_there, places):
+        here = load_runs(place)
+        known = {run for table in tables for run in table["run"].unique()}
+        tables.append(here[~here["run"].isin(known)])
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
 
 
 def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
@@ -126,8 +135,9 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
         seen_loss: loss on blocks that the model was trained on.
         minus: held-out loss minus Pre-LN's, paired by seed, with `minus_low minus_high verdict`. One family.
         search_loss, rate: the best of the search. `inside`: rates on both sides of it were tried.
-        valley: largest over smallest rate within 0.05 nats of the best, where several were tried. `valley_open`: one of
-            them is at an edge.
+        valley: largest over smallest rate within 0.05 nats of the best, where several were tried. The whole valley is
+            narrower than `valley_most`, the ratio of the nearest rates outside. `valley_open`: it reaches an edge, so
+            nothing bounds it. None where the best ends above a bigram model.
         loss_at_R, growth_at_R: of the search's run at rate R, for each rate. One seed; an infinite loss diverged.
         tokens, trigram_loss: of the final runs, read in training and of the held-out blocks; `search_tokens
             search_trigram_loss`: of the search's.
@@ -135,11 +145,12 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
         uniform: the number of uniform attentions, of `attentions`. The first block's are left out.
         deep_cost: sum of the skip costs of the deeper half of the blocks without the last, in nats, with `deep_cost_low
             deep_cost_high`.
-        parameters, operations, bytes: of norms and residual rules, per token (`normlab.models.costs`).
-        step_cost: measured time of a training step over Pre-LN's, with `step_low step_high`. Of seeds for which both
-            trained in one precision, from two on.
+        parameters, operations, bytes: beyond Llama's, the last two per token (`normlab.models.costs`).
+        step_cost: measured time of a training step over Pre-LN's, with `step_low step_high`. From `League.steps`, the
+            middle half of the rounds. Else of seeds for which both trained in one precision, from two on.
         equal_compute: Pre-LN's loss at the same compute, minus this scheme's. Positive is better. Pre-LN's loss falls
-            with the logarithm of compute, at the slope from its search to its final runs.
+            with the logarithm of compute, at the slope from its search to its final runs. `equal_low equal_high`: of
+            the difference in loss alone.
         claim, predicted: what papers say, with source, and what other leagues found.
     """
     from normlab.models.costs import table as costs_table  # needs transformers, and figures import this module
@@ -154,7 +165,7 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     table["title"] = [title_of(name) for name in table.index]
     chosen, searched = (Selection(runs, summarize(runs)) for runs in (finals, search))
     for column, values in (
-        *_losses(chosen).items(),
+        *_losses(chosen, league.steps).items(),
         *_valleys(searched.runs).items(),
         *_by_rate(searched, depth).items(),
         *_depth_use(chosen, league.experiments, depth).items(),
@@ -164,7 +175,9 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
         table[f"{which}tokens"] = runs.table["tokens"].max()
         table[f"{which}trigram_loss"] = runs.runs["trigram_loss"].max()
     table = table.join(costs_table(width, depth).set_index("name")[["parameters", "operations", "bytes"]])
-    table["equal_compute"] = -table["minus"] - _fall(table, finals, search) * np.log(table["step_cost"])
+    spent = _fall(table, finals, search) * np.log(table["step_cost"])
+    for column, end in (("equal_compute", "minus"), ("equal_low", "minus_high"), ("equal_high", "minus_low")):
+        table[column] = -table[end] - spent
     said = claims(published)
     table["claim"] = [said.get(name, "") for name in table.index]
     told = {title: f"{source}: {expected} than {other}" for source, title, other, expected in PREDICTIONS}
@@ -174,7 +187,7 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     return table.drop(columns="last").rename_axis("scheme").reset_index()
 
 
-def _losses(chosen: Selection) -> dict[str, pd.Series]:
+def _losses(chosen: Selection, steps: pd.DataFrame | None) -> dict[str, pd.Series]:
     """Losses with intervals, differences from Pre-LN, and step costs; each indexed by scheme."""
     values = last_values(chosen, "loss")
     columns = _with_interval("loss", values, "loss")
@@ -193,20 +206,26 @@ def _losses(chosen: Selection) -> dict[str, pd.Series]:
         paired = own[own.groupby(["seed", "group"])["scheme"].transform("nunique") == 2]
         if paired["seed"].nunique() > 1:  # what else the machine did during one run would pass for a cost
             rows.append(differences(paired, BASELINE, name, "tokens_per_s", pool=speeds))
-    costs = pd.concat(rows).set_index("b") if rows else _NO_ROWS
-    return columns | {"step_cost": costs["estimate"], "step_low": costs["low"], "step_high": costs["high"]}
+    costs = (pd.concat(rows).set_index("b") if rows else _NO_ROWS)[["estimate", "low", "high"]]
+    costs = costs.set_axis(["step", "step_low", "step_high"], axis="columns")
+    if steps is not None:
+        costs = steps.set_index("scheme")[[*costs]].combine_first(costs)
+    return columns | {"step_cost": costs["step"], "step_low": costs["step_low"], "step_high": costs["step_high"]}
 
 
 def _valleys(search: pd.DataFrame) -> dict[str, pd.Series]:
-    """The width of each scheme's valley of learning rates, and whether it may be wider."""
-    width, is_open = {}, {}
+    """The width of each scheme's valley of learning rates, at least and at most, and whether an edge cuts it."""
+    rows = {}
     for scheme, own in search.groupby("scheme"):
         losses = own.groupby("lr")["eval_loss"].min()
         good = losses.index[losses < losses.min() + CLEARLY]
-        if len(good) and len(losses) > 1:
-            width[scheme] = good.max() / good.min()
-            is_open[scheme] = bool(good.max() == losses.index.max() or good.min() == losses.index.min())
-    return {"valley": pd.Series(width, dtype=float), "valley_open": pd.Series(is_open, dtype=object)}
+        if not len(good) or len(losses) == 1 or losses.min() >= own["bigram_loss"].max():
+            continue
+        below, above = losses.index[losses.index < good.min()], losses.index[losses.index > good.max()]
+        is_open = not (len(below) and len(above))
+        rows[scheme] = (good.max() / good.min(), math.nan if is_open else above.min() / below.max(), is_open)
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["valley", "valley_most", "valley_open"])
+    return {name: table[name] for name in table}
 
 
 def _depth_use(chosen: Selection, experiments: pd.DataFrame | None, depth: int) -> dict[str, pd.Series]:
@@ -329,14 +348,14 @@ def shown(table: pd.DataFrame, final: bool = True) -> pd.DataFrame:
         "seen": run["seen_loss"].map(_number),
         "at 2M tokens": run["search_loss"].map(lambda loss: DIVERGED if loss == math.inf else _number(loss)),
         "rate": [_rate(row, run) for _, row in run.iterrows()],
-        "valley": [_valley(row.valley, row.valley_open) for row in run.itertuples()],
+        "valley": [_valley(row.valley, row.valley_most) for row in run.itertuples()],
         "growth": run["growth"].map(_number),
         "uniform": [
             "" if pd.isna(n) else f"{uniform:g} of {n:g}" for uniform, n in run[["uniform", "attentions"]].values
         ],
         "deep cost": run.get("deep_cost", pd.Series(math.nan, run.index)).map(_number),
-        "step": [_interval(row.step_cost, row.step_low, row.step_high) for row in run.itertuples()],
-        "equal compute": run["equal_compute"].map(lambda gain: _number(gain, "+")),
+        "step": run["step_cost"].map(_number),
+        "equal compute": [_interval(row.equal_compute, row.equal_low, row.equal_high, "+") for row in run.itertuples()],
     }
     return pd.DataFrame(columns).loc[:, lambda text: (text != "").any()]
 
@@ -351,8 +370,10 @@ def _rate(row: pd.Series, run: pd.DataFrame) -> str:
     return "" if pd.isna(row["rate"]) else f"{row['rate']:g}{end}"
 
 
-def _valley(width: float, is_open: bool) -> str:
-    return "" if pd.isna(width) else f"{'>= ' if is_open else ''}x {width:g}"
+def _valley(width: float, most: float) -> str:
+    if pd.isna(width):
+        return ""
+    return f">= x {width:g}" if pd.isna(most) else f"x {width:g} to {most:g}"
 
 
 def _number(value: float, sign: str = "", digits: int = 2) -> str:

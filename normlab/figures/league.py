@@ -224,5 +224,5 @@ def league_costs(table: pd.DataFrame) -> go.Figure:
     title = f"Loss against time: {(better > 0).sum()} of {len(better)} schemes end below Pre-LN at equal compute"
     if compared.empty:
         title = f"Loss against time: {len(rows)} schemes with too few final runs to compare"
-    about = "● not told from the best, ○ others · bars: 95% intervals over seeds · times were taken on a busy machine"
+    about = "● not told from the best, ○ others · bars: of losses 95% intervals over seeds, of times as measured"
     return theme.titled(figure, title, about, 560)

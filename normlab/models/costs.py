@@ -1,69 +1,121 @@
-"""The cost of each scheme's norms and residual rules, counted, and the speed of generation, measured."""
+"""The cost of what each scheme adds to Llama, counted, and the speed of generation, measured."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from normlab.models.block import FinalNorm, JoiningDecoderLayer
 from normlab.models.config import NormlabConfig
+from normlab.models.model import NormlabForCausalLM
+from normlab.norms import RMSNorm
 from normlab.residuals import Residual
-from normlab.schemes import PARTS, SCHEMES, NormSite, Scheme, Sublayer
+from normlab.schemes import PARTS, SCHEMES, Scheme, get_scheme
 
 if TYPE_CHECKING:
     import pandas
 
 GENERATION_ROUNDS = 6
 BYTES = 2  # of a number in bfloat16
+HEAD = 32  # width of a head, and step of the MLP's width, as training builds models
+LLAMAS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")  # names of Llama's matrices
 REDUCTION = 2.0  # squares and their sum, which a carried statistic saves
 
 
-def table(width: int = 1024, depth: int = 16) -> pandas.DataFrame:
+def table(width: int = 1024, depth: int = 16, vocabulary: int = 4096) -> pandas.DataFrame:
     """Return every scheme with its cost at a width and depth, counted from the formulas.
+
+    Heads are 32 wide, half as many have keys and values, and the MLP is 8/3 as wide as the model.
 
     Returns:
         One row per scheme: `name family formula paper parameters bytes operations`. `parameters` counts the trained
-        numbers of norms and residual rules; attention, MLP, embeddings and head are left out. `bytes` and `operations`
-        are per token and forward pass. They count what these norms and sums read and write in bfloat16, and compute,
-        each run by itself.
+        numbers of a model beyond Llama's matrices. `bytes` and `operations` are per token and forward pass, beyond
+        Llama's matrix products, softmax and activation. They count what norms, sums and scales read and write in
+        bfloat16, and compute, each run by itself. Rows of matrices that are kept at unit length are left out: their
+        cost does not grow with tokens.
     """
     import pandas
 
     rows = [
         {"name": scheme.name, "family": scheme.family, "formula": scheme.formula, "paper": scheme.paper}
-        | _costs(scheme, width, depth)
+        | _costs(scheme, width, depth, vocabulary)
         for scheme in SCHEMES.values()
     ]
     return pandas.DataFrame(rows)
 
 
-def _costs(scheme: Scheme, width: int, depth: int) -> dict[str, int]:
+def _costs(scheme: Scheme, width: int, depth: int, vocabulary: int) -> dict[str, int]:
+    heads = width // HEAD if width % HEAD == 0 else 1
     config = NormlabConfig(
-        scheme=scheme.name, hidden_size=width, num_hidden_layers=depth, num_attention_heads=1, head_dim=2
+        scheme=scheme.name,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        intermediate_size=max(HEAD, round(width * 8 / 3 / HEAD) * HEAD),
     )
-    layers = range(1, depth + 1)
     with torch.device("meta"):
-        norms = [
-            scheme.norm_at(NormSite(place, layer, config))
-            for layer in layers
-            for place, _ in scheme.layout_at(layer, config).places()
-        ]
-        norms.append(scheme.norm_at(NormSite("final", depth + 1, config)))
-        rule = scheme.residual or (lambda sublayer: Residual())
-        rules = [[rule(Sublayer(part, layer, config)) for layer in layers] for part in PARTS]
-        if scheme.shares_residual:
-            rules[1] = rules[0]
-        leave = [] if scheme.leave is None else [scheme.leave(config)]
-    modules: list[Any] = [*norms, *rules[0], *rules[1], *leave]
-    saved = REDUCTION * depth if scheme.carries_statistic else 0.0
+        model = NormlabForCausalLM(config)
+    blocks, final = model.model.layers, model.model.norm
+    modules: list[Any] = [*final.children()] if isinstance(final, FinalNorm) else [final]
+    for block in blocks:
+        modules += [block.norm_at(place) for place, _ in block.layout.places()]
+        modules += [block.rule_at(part) if isinstance(block, JoiningDecoderLayer) else Residual() for part in PARTS]
+    saved = REDUCTION * depth * width if scheme.carries_statistic else 0.0
+    parts: list[tuple[int, Any]] = [(width, module) for module in modules]
+    parts += [*_in_block(config) * depth, *_at_ends(config)]
     return {
-        "parameters": sum(p.numel() for module in set(modules) for p in module.parameters()),
-        "bytes": round(sum(module.numbers for module in modules) * width * BYTES),
-        "operations": round((sum(module.operations for module in modules) - saved) * width),
+        "parameters": sum(p.numel() for name, p in model.named_parameters() if not name.endswith(LLAMAS)),
+        "bytes": round(BYTES * sum(channels * part.numbers for channels, part in parts)),
+        "operations": round(sum(channels * part.operations for channels, part in parts) - saved),
     }
+
+
+class Cost(NamedTuple):
+    """Numbers read and written, and operations, per channel."""
+
+    numbers: float
+    operations: float
+
+
+NORM = Cost(RMSNorm.numbers, RMSNorm.operations)
+UNIT = Cost(2.0, 3.0)  # squares, their sum, a division
+SCALE = Cost(2.0, 1.0)  # or a sum with a scalar
+
+
+def _in_block(config: NormlabConfig) -> list[tuple[int, Cost]]:
+    """(channels, cost) of what a scheme adds inside attention and MLP."""
+    branches, inner, width = get_scheme(config.scheme).branches, config.intermediate_size, config.hidden_size
+    size = config.head_dim or width // config.num_attention_heads
+    queries, keys = size * config.num_attention_heads, size * config.num_key_value_heads
+    parts = (
+        (config.qk_norm.startswith("rms"), queries + keys, NORM),
+        (branches.value_norm, keys, NORM),
+        (branches.output_norm, queries + inner, NORM),
+        (branches.spherical, queries + keys, UNIT),
+        (branches.spherical, queries + 2 * inner, SCALE),
+        (branches.shifted, 2 * width + queries + 2 * inner, SCALE),
+    )
+    return [(channels, cost) for is_there, channels, cost in parts if is_there]
+
+
+def _at_ends(config: NormlabConfig) -> list[tuple[int, Cost]]:
+    """(channels, cost) of what a scheme adds at embeddings and logits."""
+    ends, width = get_scheme(config.scheme).ends, config.hidden_size
+    parts = (
+        (ends.embedding_scale is not None, width, SCALE),
+        (ends.unit_embeddings or ends.normalized_embeddings, width, UNIT),
+        (ends.unit_embeddings, width, SCALE),
+        (ends.projection, 2 * width, Cost(2.0, 2.0 * width)),
+        (ends.head_shift, width, SCALE),
+        (ends.logit_scale or ends.logit_factor is not None, config.vocab_size, SCALE),
+    )
+    return [(channels, cost) for is_there, channels, cost in parts if is_there]
 
 
 def generation_speed(models: Mapping[str, Any], prompt: torch.Tensor, new_tokens: int = 24) -> pandas.DataFrame:

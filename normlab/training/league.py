@@ -43,10 +43,12 @@ def scheme_of(what: str) -> Scheme:
 
     Raises:
         NormlabError: an unknown scheme, or a file or a name that is not there. A file that does not run. A norm that
-            does not keep a row's shape, or whose output is not finite.
+            does not keep shape and type, whose output or gradient is not finite, or that mixes tokens.
     """
     path, is_file, name = what.rpartition(".py:")
     if not is_file:
+        if ":" in what or what.endswith(".py"):
+            raise NormlabError(f"{what} names no norm: write FILE.py:NAME, of a subclass of normlab.norms.Norm in FILE.py")
         return get_scheme(what)
     file = Path(f"{path}.py")
     if not file.is_file():
@@ -86,14 +88,24 @@ def _executed(file: Path, module: str) -> dict[str, Any]:
     return vars(loaded)
 
 
-def _try(norm: type[Norm], what: str) -> None:
-    x = torch.linspace(-2, 2, 2 * 3 * 32).reshape(2, 3, 32)
-    try:
-        y = norm(32)(x)
-    except Exception as error:
-        raise NormlabError(f"{what} fails on a (2, 3, 32) tensor: {in_one_line(error)}") from error
-    if y.shape != x.shape or not y.isfinite().all():
-        raise NormlabError(f"{what} makes {tuple(y.shape)} of (2, 3, 32), or numbers that are not finite")
+def _try(kind: type[Norm], what: str) -> None:
+    """Refuse a norm that could not be trained in any model, or whose model could see the text that it predicts."""
+    for width, dtype in ((32, torch.float32), (128, torch.float32), (32, torch.bfloat16)):
+        x = torch.linspace(-2, 2, 2 * 3 * width).cos().reshape(2, 3, width).to(dtype).requires_grad_()
+        given = f"a (2, 3, {width}) tensor in {str(dtype).removeprefix('torch.')}"
+        try:
+            norm = kind(width).to(dtype).eval()
+            y = norm(x)
+            y.sum().backward()
+            alone = norm(x[:1, :2])
+        except Exception as error:
+            raise NormlabError(f"{what} fails on {given}: {in_one_line(error)}") from error
+        if y.shape != x.shape or y.dtype != dtype:
+            raise NormlabError(f"{what} makes {tuple(y.shape)} in {y.dtype} of {given}: keep shape and type")
+        if not (y.isfinite().all() and x.grad is not None and x.grad.isfinite().all()):
+            raise NormlabError(f"{what} makes numbers or gradients of {given} that are not finite")
+        if not torch.allclose(alone, y[:1, :2], rtol=1e-2, atol=1e-4):
+            raise NormlabError(f"{what} mixes tokens, so a model would see the text that it predicts: norm each alone")
 
 
 def require_comparable(

@@ -106,6 +106,15 @@ def test_losses_and_their_intervals(table):
 def test_the_valley_of_rates(table):
     assert table.loc[PRE, ["rate", "valley", "inside", "valley_open"]].tolist() == [0.004, 2.0, True, True]
     assert table.loc[LNS, ["rate", "valley", "inside", "valley_open"]].tolist() == [0.008, 1.0, False, True]
+    assert table.loc[[PRE, LNS], "valley_most"].isna().all()
+    losses = {LNS: {0.002: 4.0, 0.004: 3.9, 0.008: 4.0}, "dyt": {0.002: 6.5, 0.004: 6.5, 0.008: 6.5}}
+    search = pd.concat([searched(scheme, rates) for scheme, rates in losses.items()], ignore_index=True)
+    is_last = search["metric"].eq("loss") & search["step"].eq(10) & search["split"].eq("eval")
+    search = pd.concat([search, search[is_last].assign(metric="bigram_loss", value=4.5)], ignore_index=True)
+    found = league.standings(league.League(search.iloc[:0], search, None), load_published()).set_index("scheme")
+    assert found.loc[LNS, ["valley", "valley_most", "valley_open"]].tolist() == [1.0, 4.0, False]
+    assert math.isnan(found.loc["dyt", "valley"]), "it has not learned at any rate"
+    assert "x 1 to 4" in league.printed(found.reset_index())
 
 
 def test_what_depth_does(table):
@@ -122,6 +131,8 @@ def test_the_gain_at_equal_compute_takes_off_what_pre_ln_gains_in_that_time(tabl
     fall = (3.89 - 3.501) / math.log(2)
     assert table.loc[LNS, "equal_compute"] == pytest.approx(0.1 - fall * math.log(1.25))
     assert table.loc[MINE, "equal_compute"] == pytest.approx(-0.3)
+    width = table.loc[LNS, "minus_high"] - table.loc[LNS, "minus_low"]
+    assert table.loc[LNS, "equal_high"] - table.loc[LNS, "equal_low"] == pytest.approx(width)
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float32", "bfloat16", "float32")])
@@ -193,6 +204,20 @@ def test_runs_without_experiments_have_no_skip_costs(tmp_path):
     found = league.standings(league.load([tmp_path]), load_published())
     assert "deep_cost" not in found and found.loc[0, "scheme"] == PRE
     assert "not run: " in league.printed(found)
+
+
+def test_a_run_in_two_folders_counts_once_and_steps_are_those_that_were_timed(tmp_path):
+    for folder in ("here", "there"):
+        for scheme in (PRE, LNS):
+            config = TrainConfig(scheme=scheme, depth=2, dtype="float32")
+            write_run(config, tmp_path / folder, corpus={"unigram_entropy": 6.5})
+    (tmp_path / "here" / league.STEPS).write_text("scheme,step,step_low,step_high\nlns,1.5,1.4,1.6\n", encoding="utf-8")
+    with pytest.warns(UserWarning, match="is the same run"):
+        both = league.load([tmp_path / "here", tmp_path / "there"])
+    assert len(both.finals) == len(league.load([tmp_path / "here"]).finals) and both.finals["run"].nunique() == 2
+    found = league.standings(both, load_published()).set_index("scheme")
+    assert found.loc[LNS, ["step_cost", "step_low", "step_high"]].tolist() == [1.5, 1.4, 1.6]
+    assert math.isnan(found.loc["dyt", "step_cost"])
 
 
 def test_a_final_run_in_a_second_precision_is_no_further_seed(tmp_path):

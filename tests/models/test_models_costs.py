@@ -1,12 +1,9 @@
-"""The table of costs: one row per scheme, with the parameters of a model's norms and rules."""
+"""The table of costs: one row per scheme, with what it adds to Llama."""
 
 import torch
-from model_helpers import tiny_config
 
-from normlab import SCHEMES, NormlabForCausalLM, cli
+from normlab import SCHEMES, NormlabConfig, NormlabForCausalLM, cli
 from normlab.models.costs import table
-from normlab.norms import Norm
-from normlab.residuals import Residual
 
 
 def test_one_row_per_scheme_with_the_costs_of_its_formula():
@@ -33,16 +30,35 @@ def test_operations_follow_from_the_formula():
     assert {scheme: operations[scheme] / 64 for scheme in OPERATIONS} == OPERATIONS
 
 
-def test_the_parameters_are_those_of_a_models_norms_and_rules():
-    expected = table(32, 3).set_index("name")["parameters"]
+def test_the_parameters_are_those_beyond_llamas():
+    """A model's trained numbers minus those of the same Llama, whose norms are of Pre-LN's size."""
+    found = table(64, 3, vocabulary=100).set_index("name")["parameters"]
+    assert found["none"] == 0 and found["pre_rmsnorm"] == 7 * 64 and found["osp_rmsnorm"] == 2 * 64**2 + 7
     for scheme in SCHEMES:
+        config = NormlabConfig(
+            scheme=scheme,
+            vocab_size=100,
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=160,
+        )
+        llama = 2 * 100 * 64 + 3 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 160 * 64)
         with torch.device("meta"):
-            model = NormlabForCausalLM(tiny_config(scheme, head_dim=8))
-        blocks = model.model.layers
-        branches = {part for block in blocks for part in (*block.self_attn.modules(), *block.mlp.modules())}
-        parts = [m for m in model.modules() if isinstance(m, Norm | Residual) and m not in branches]
-        counted = {parameter: parameter.numel() for part in parts for parameter in part.parameters(recurse=False)}
-        assert sum(counted.values()) == expected[scheme], scheme
+            model = NormlabForCausalLM(config)
+        assert sum(p.numel() for p in model.parameters()) - llama == found[scheme], scheme
+
+
+def test_norms_inside_the_branches_cost_too():
+    """Two heads of queries and one of keys and values, 32 wide; an MLP of 160."""
+    found = table(64, 2).set_index("name")
+    rms, heads, inner = 4, 64, 160
+    sums, block = 4 * 64, rms * 64
+    # q, k, v and the sum of attention in each block, then the final norm
+    hybrid = 2 * rms * (heads + 32 + 32) + 3 * block + sums
+    assert found.loc["hybridnorm", "operations"] == hybrid
+    assert found.loc["sub_ln", "operations"] == found.loc["pre_rmsnorm", "operations"] + 2 * rms * (heads + inner)
 
 
 def test_the_command_prints_every_scheme(capsys):

@@ -80,6 +80,9 @@ def test_a_file_may_have_dataclasses(file):
         ("import nothing_of_that_name", "N", "does not run: ModuleNotFoundError: No"),
         (MY_NORM.replace("keepdim=True", "keepdim=False"), "MeanAbsNorm", "fails on a"),
         (MY_NORM.replace("self.weight *", "float('nan') *"), "MeanAbsNorm", "not finite"),
+        (MY_NORM.replace("mean(-1,", "mean((-1, -2),"), "MeanAbsNorm", "mixes tokens"),
+        (MY_NORM.replace("mean(-1,", "mean((0, -1),"), "MeanAbsNorm", "mixes tokens"),
+        (MY_NORM.replace(".to(x.dtype)", ".float()"), "MeanAbsNorm", "in torch.float32 of a .* tensor in bfloat16"),
         (MY_NORM.replace("(Norm)", "(torch.nn.Module)"), "MeanAbsNorm", "has no norm"),
     ],
 )
@@ -89,6 +92,9 @@ def test_a_file_that_cannot_be_trained_is_one_line(file, source, name, message):
         league.scheme_of(f"{file}:{name}")
     with pytest.raises(NormlabError, match="is no file"):
         league.scheme_of("absent.py:Norm")
+    for what in (str(file), "my_norm:MeanAbsNorm"):
+        with pytest.raises(NormlabError, match="write FILE.py:NAME"):
+            league.scheme_of(what)
 
 
 def test_it_is_searched_and_trained_as_the_others_are(file, text, cache, tmp_path, monkeypatch, capsys):
