@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import pandas as pd
-from findings import ROOT, interval, league_table, manifests, outcome, plain, signed
+from findings import ROOT, manifests, outcome, plain
 from tables import table
 
 from normlab.analysis.selection import in_order, title_of
@@ -149,11 +148,8 @@ def bench() -> dict[str, str]:
     workers = pd.read_csv(ROOT / "data" / "bench" / "ray_workers.csv").set_index("workers")
     probes = pd.read_csv(ROOT / "data" / "bench" / "probes_cpu.csv").set_index(["pass", "case"])
     moves = pd.read_csv(ROOT / "data" / "bench" / "latency.csv").query("control == 'all'").set_index("surface")
-    bhyt = steps.loc[("bhyt step", "pre_rmsnorm step")]
     default, lens = "normlab, default metrics", "TransformerLens run_with_cache"
     return {
-        "bhyt_step": interval(bhyt.rename({"ratio": "estimate"})),
-        "bhyt_equal_compute": signed(_equal_compute("bhyt", bhyt["ratio"])),
         "bfloat16_step": plain(steps.loc[("bfloat16 compiled step", "float32 step"), "ratio"]),
         "two_ray_workers": plain(workers.loc[2, "ratio"]),
         "record_cpu": plain(probes.loc[("forward and backward", f"{default} and gradients"), "cpu_ratio"]),
@@ -165,13 +161,6 @@ def bench() -> dict[str, str]:
         "fader_lab": plain(moves.loc["model, JupyterLab", "median_ms"], 0),
         "fader_page": plain(moves.loc["model, page", "median_ms"], 0),
     }
-
-
-def _equal_compute(scheme: str, step: float) -> float:
-    """The league's gain of a scheme over Pre-LN in the same time, were a step of it to take `step` times Pre-LN's."""
-    row = league_table().set_index("scheme").loc[scheme]
-    fall = (-row["minus"] - row["equal_compute"]) / np.log(row["step_cost"])
-    return -row["minus"] - fall * np.log(step)
 
 
 def differences() -> dict[str, str]:

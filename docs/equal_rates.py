@@ -33,11 +33,16 @@ QUANTITIES = {
     "growth": ("that variance over the one after block 1", "feature_var_mean"),
     "early": ("cost of leaving out one of blocks 2 to 8, their sum, nats", "skip_delta_loss"),
     "skip": ("cost of leaving out one of blocks 9 to 15, their mean, nats", "skip_delta_loss"),
-    "jacobian": ("distance of their Jacobians from the identity", "jacobian_identity"),
-    "angle": ("angle by which they turn the stream, as a share of π", "angular_distance"),
+    "spread": ("spread of the costs of blocks 2 to 15, standard deviation over mean", "token_l2_mean"),
+    "jacobian": ("distance of the Jacobians of blocks 9 to 15 from the identity", "jacobian_identity"),
+    "angle": ("angle by which these turn the stream, as a share of π", "angular_distance"),
 }
 DIGITS = {"angle": 3}
-FIRST_SCREEN = {"loss": "loss minus Pre-LN's", "size": "stream over Pre-LN's", "skip": "deep block's cost minus Pre-LN's"}
+FIRST_SCREEN = {
+    "loss": "loss minus Pre-LN's",
+    "size": "stream over Pre-LN's",
+    "skip": "cost of a deep block minus Pre-LN's",
+}
 
 
 def texts() -> dict[str, str]:
@@ -121,7 +126,8 @@ def deep(folder: str) -> pd.DataFrame:
     )
     tried = experiments(folder).query("run in @about.index")
     angles = tried.query("metric == 'angular_distance' and other == layer + 1 and 9 <= other <= 15")
-    costs = tried.query("part == 'block' and 2 <= layer <= 8 and metric == 'skip_delta_loss'")
+    costs = tried.query("part == 'block' and 2 <= layer <= 15 and metric == 'skip_delta_loss'")
+    by_run = costs.groupby("run", observed=True)["value"]
     by_block = tried.query("part == 'block' and 9 <= layer <= 15")
     means = by_block.pivot_table(index="run", columns="metric", values="value", observed=True)
     return about[["scheme", "depth", "seed", "lr"]].assign(
@@ -130,7 +136,8 @@ def deep(folder: str) -> pd.DataFrame:
         size=size[16],
         variance=variance[16],
         growth=variance[16] / variance[1],
-        early=costs.groupby("run", observed=True)["value"].sum(),
+        early=costs[costs["layer"] <= 8].groupby("run", observed=True)["value"].sum(),
+        spread=by_run.std(ddof=0) / by_run.mean(),
         angle=angles.groupby("run", observed=True)["value"].mean(),
         jacobian=means["jacobian_identity"],
         skip=means["skip_delta_loss"],

@@ -119,7 +119,7 @@ def at_one_rate(metric: str) -> pd.DataFrame:
 
 @cache
 def league_minus(column: str, base: str = PRE_LN) -> pd.DataFrame:
-    """Each scheme against `base` in the league's final runs, judged as one family; indexed by scheme.
+    """Each scheme against `base` in the league's final runs; indexed by scheme. All that are planned are one family.
 
     column: a metric, `loss` on held-out text and `seen_loss` on a sample of the training text among them; or `gap`, the
     first of these two minus the second.
@@ -131,7 +131,7 @@ def league_minus(column: str, base: str = PRE_LN) -> pd.DataFrame:
         values = values.assign(value=values["value"] - values["run"].map(seen))
     metric = "loss" if column in ("gap", "seen_loss") else column
     rows = [differences(values, name, base, metric) for name in in_order(values["scheme"]) if name != base]
-    return judged(pd.concat(rows, ignore_index=True)).set_index("a")
+    return judged(pd.concat(rows, ignore_index=True), family=decisions.planned_finals()).set_index("a")
 
 
 def pairs(values: pd.DataFrame, a: str, b: str, column: str = "value") -> pd.DataFrame:

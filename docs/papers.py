@@ -1,6 +1,7 @@
 """The numbers of docs/papers.md: figures and tables of two papers, theirs and ours side by side.
 
-texts   every text by the name that marks it in the page
+texts     every text by the name that marks it in the page
+picture   data/figures/papers.png
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from findings import (
     plain,
     signed,
 )
+from plotly.subplots import make_subplots
 from standings import scaled_lns, searched
 from tables import table
 
@@ -34,6 +36,9 @@ import normlab
 from normlab.analysis.decisions import BELOW
 from normlab.analysis.selection import summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
+from normlab.export import save_images
+from normlab.figures.draw import axis_bounds, interval_bars, mark, value_axis
+from normlab.figures.theme import titled
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING, NOT_PLANNED = "not comparable", "missing", "not planned"
@@ -51,6 +56,7 @@ class Row:
     ours: a row of `differences`, or words. words: for that row, by default with two digits.
     lower: True if the paper's value is below its base's, None for no direction.
     verdict: by default what `ours` and `lower` say. scope: what limits it.
+    published: the paper's numbers on the scale of `ours`.
     """
 
     where: str
@@ -62,6 +68,7 @@ class Row:
     lower: bool | None = None
     words: str = ""
     scope: str = ""
+    published: tuple[float, ...] = ()
 
 
 def texts() -> dict[str, str]:
@@ -69,18 +76,63 @@ def texts() -> dict[str, str]:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """The rows of a paper; those with an interval are one family."""
+    lines = []
+    for row, verdict in zip(rows, _verdicts(rows), strict=True):
+        ours = row.ours if isinstance(row.ours, str) else row.words or _in_words(row.ours)
+        scope = row.scope if verdict in (AGREES, CONTRADICTS) else ""
+        lines.append((row.where, row.shows, row.theirs, ours, verdict + scope, row.why))
+    return table(("in the paper", "shows", "theirs", "ours", "", "why, and what is planned"), lines)
+
+
+def _verdicts(rows: Sequence[Row]) -> list[str]:
+    """The verdict of each row of a paper; those with an interval are one family."""
     family = judged(pd.DataFrame([row.ours for row in rows if isinstance(row.ours, pd.Series)]))
     found = iter(family.itertuples())
-    lines = []
-    for row in rows:
-        ours, verdict = row.ours, row.verdict
-        if isinstance(ours, pd.Series):
-            ours, verdict = row.words or _in_words(ours), verdict or _verdict(next(found), row.lower)
-            if verdict in (AGREES, CONTRADICTS):
-                verdict += row.scope
-        lines.append((row.where, row.shows, row.theirs, ours, verdict, row.why))
-    return table(("in the paper", "shows", "theirs", "ours", "", "why, and what is planned"), lines)
+    return [row.verdict if isinstance(row.ours, str) else _verdict(next(found), row.lower) for row in rows]
+
+
+def picture() -> None:
+    """Draw data/figures/papers.png: the rows with a number of the paper and an interval of ours, on one scale."""
+    kinds = {"ratio": "size over Pre-LN's", "difference": "loss minus Pre-LN's, nats"}
+    rows = [
+        (f"{row.where} ({paper}): {row.shows.partition(' minus')[0].partition(' over')[0]}", row, verdict)
+        for paper, page in ((CURSE, curse_of_depth()), (BHYT_PAPER, bhyt()))
+        for row, verdict in zip(page, _verdicts(page), strict=True)
+        if row.published
+    ]
+    groups = [[each for each in rows if each[1].ours["kind"] == kind] for kind in kinds]
+    figure = make_subplots(2, 1, row_heights=[len(group) for group in groups], vertical_spacing=0.24)
+    names = {
+        AGREES: ("agrees", "#009E73"),
+        CONTRADICTS: ("contradicts", "#D55E00"),
+        UNDECIDED: ("undecided", "#7a7f87"),
+    }
+    for place, (kind, group) in enumerate(zip(kinds, groups, strict=True), 1):
+        is_ratio, held = kind == "ratio", []
+        for label, row, verdict in group:
+            words, color = names[verdict]
+            middle, low, high = row.ours[["estimate", "low", "high"]]
+            bars = interval_bars(middle, low, high, color=color)
+            figure.add_scatter(
+                x=[middle], y=[label], error_x=bars, mode="markers", marker=mark(color, "circle"), row=place, col=1
+            )
+            theirs = dict(x=[*row.published], y=[label] * len(row.published))
+            figure.add_scatter(**theirs, mode="markers", marker=mark("black", "diamond-open", 8), row=place, col=1)
+            about = dict(xref="paper", x=1.0, xanchor="left", xshift=8, yref=f"y{place if place > 1 else ''}", y=label)
+            figure.add_annotation(text=words, showarrow=False, font=dict(size=13, color=color), **about)
+            held += [middle, low, high, *row.published]
+        none = 1.0 if is_ratio else 0.0
+        figure.add_vline(none, line=dict(color="black", width=1), row=place, col=1)
+        figure.update_xaxes(
+            value_axis(axis_bounds([none, *held], is_ratio), is_ratio), title_text=kinds[kind], row=place, col=1
+        )
+    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
+    figure.update_layout(showlegend=False, margin=dict(l=330, r=110, t=96, b=60))
+    agree, contradict, open_ = (sum(verdict == each for _, _, verdict in rows) for each in names)
+    title = f"Of {len(rows)} numbers of the papers ours agree with {agree} and contradict {contradict}; "
+    title += f"{open_} are undecided"
+    about = "◇ the paper's models, the smallest and the largest of its table · ● ours with 95% interval, far smaller"
+    save_images({"papers": titled(figure, title, about, 470)}, ROOT / "data" / "figures")
 
 
 def _in_words(row: pd.Series) -> str:
@@ -129,9 +181,17 @@ def curse_of_depth() -> list[Row]:
         Row(
             "Fig. 7",
             "leaving out a deep block costs more under LNS",
-            '"more balanced"; by its caption in v1 (Fig. 4) deep layers contribute',
+            "no value at hand; by the caption in v1 (Fig. 4) deep layers contribute",
             *_equal("skip", "Mean cost over blocks 9 to 15, LNS minus Pre-LN"),
             lower=False,
+            scope=EQUAL,
+        ),
+        Row(
+            "Fig. 7",
+            "the costs of leaving out a block are more alike under LNS",
+            'no value at hand; "more balanced"',
+            *_equal("spread", "Standard deviation over mean of the costs of blocks 2 to 15, LNS over Pre-LN"),
+            lower=True,
             scope=EQUAL,
         ),
         Row(
@@ -149,6 +209,7 @@ def curse_of_depth() -> list[Row]:
                 " and ".join(f"{signed(gap, 3)} ({model[6:]})" for model, gap in _of_table(CURSE, "Table 1", scheme)),
                 *_ours(scheme, losses),
                 lower=scheme == LNS,
+                published=tuple(gap for _, gap in _of_table(CURSE, "Table 1", scheme)) if scheme == LNS else (),
             )
             for scheme in (LNS, "mix_ln", "post_rmsnorm", "deepnorm")
         ),
@@ -195,6 +256,7 @@ def bhyt() -> list[Row]:
                     verdict,
                     lower=True,
                     scope=EQUAL if scheme == LNS else "",
+                    published=(own[scheme] / own[PRE_LN],) if found else (),
                 )
             )
     steps = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index("what").loc["bhyt step"]
@@ -221,6 +283,7 @@ def bhyt() -> list[Row]:
                 " and ".join(f"{signed(gap, 3)} ({model[6:]})" for model, gap in gaps),
                 *_ours(scheme, losses),
                 lower=gaps[-1][1] < 0,
+                published=tuple(gap for _, gap in gaps) if scheme in losses.index else (),
             )
         )
     gap = _of_table(BHYT_PAPER, "Table 3", BHYT, PERI)[-1][1]
@@ -326,5 +389,10 @@ def _equal(quantity: str, what: str) -> tuple[pd.Series, str]:
     rates = older.groupby("scheme")["lr"].first()
     gap = differences(older.assign(value=older[quantity]), LNS, PRE_LN, QUANTITIES[quantity][1]).iloc[0]
     words = f"{what}, both at rate {LOW:g}; at {HIGH:g}: {in_words(quantity, HIGH)}"
+    words += f"; each at the better one: {in_words(quantity, BEST)}"
     unequal = f"In older runs, LNS at {rates[LNS]:g} and Pre-LN at {rates[PRE_LN]:g}: {_in_words(gap)}"
     return compared().loc[(quantity, LOW)], f"{words}. {unequal}"
+
+
+if __name__ == "__main__":
+    picture()

@@ -61,7 +61,9 @@ def texts() -> dict[str, str]:
     published = decided("C").query("g == @decisions.GAINS[0]").set_index("quantity")
     loss, stream = (published.loc[metric_row(name).label] for name in ("loss", "token_l2_mean"))
     growth = decided("A3").set_index("lr")
+    files = decided("A1").iloc[0]
     return {
+        "a1_files": f"[{plain(files['files_low'], 3)}, {plain(files['files_high'], 3)}]",
         "growth_equal": interval(growth.loc[0.004]),
         "tanh_loss_eight": interval(loss, sign=True),
         "tanh_stream_eight": interval(stream),

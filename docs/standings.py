@@ -51,6 +51,7 @@ def texts() -> dict[str, str]:
         "league_out": ", ".join(compared.loc[~compared["in_set"], "title"]) or "none",
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
+        "league_files_half": plain(((run["files_high"] - run["files_low"]) / 2).median()),
         "league_seeds_apart": plain(summarize(league().finals).groupby("scheme")["eval_loss"].agg(np.ptp).max()),
         "league_at_shared": _at_shared(run.set_index("title")[f"loss_at_{SHARED:g}"]),
         "league_edges": _edges(run),

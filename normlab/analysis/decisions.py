@@ -89,11 +89,14 @@ def over_files(runs: pd.DataFrame, a: str, b: str, depth: int) -> tuple[float, f
     """95% bootstrap interval over held-out files of the loss of scheme a minus that of scheme b.
 
     Files are drawn with replacement. Each counts with its tokens. A file's difference is the mean over the seeds and
-    rates that both schemes have. NaN where runs do not store the losses of files.
+    rates that both schemes have; of schemes with one rate each, over seeds. NaN where runs do not store the losses of
+    files.
     """
     rows = runs[runs["metric"].isin(["file_loss", "file_tokens"]) & runs["depth"].eq(depth)]
     rows = rows[rows["scheme"].isin([a, b])]
-    losses = rows[rows["metric"] == "file_loss"].set_index(["scheme", "lr", "seed", "site"])["value"]
+    own_rates = rows.groupby("scheme", observed=True)["lr"].nunique().eq(1).all()
+    index = ["scheme", *(() if own_rates else ("lr",)), "seed", "site"]
+    losses = rows[rows["metric"] == "file_loss"].set_index(index)["value"]
     if not {a, b} <= set(losses.index.get_level_values("scheme")):
         return math.nan, math.nan
     gaps = (losses[a] - losses[b]).dropna().groupby("site").mean()
@@ -345,6 +348,12 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
         rows.append(row)
     columns = ["scheme", "loss", "seeds", "p", "in_set", "search_loss", "rate", "inside", "says"]
     return pd.DataFrame(rows, columns=columns).sort_values(["loss", "search_loss"], ignore_index=True)
+
+
+def planned_finals() -> int:
+    """How many schemes the league plans to compare with Pre-LN: the family of these comparisons, run or not."""
+    (plan,) = get_preset("league").parts
+    return (plan.best or 0) + len(plan.always) - 1
 
 
 # Source, a scheme's title, another's, and which of the two losses should be lower.

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import last_values
-from normlab.analysis.decisions import PREDICTIONS
+from normlab.analysis.decisions import PREDICTIONS, over_files, planned_finals
 from normlab.analysis.decisions import league as sets
 from normlab.analysis.selection import Selection, experiments_of, in_order, one_precision, summarize, title_of
 from normlab.analysis.verdicts import differences, judged, means
@@ -133,7 +133,9 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
 
         loss: held-out loss, with `loss_low loss_high seeds`.
         seen_loss: loss on blocks that the model was trained on.
-        minus: held-out loss minus Pre-LN's, paired by seed, with `minus_low minus_high verdict`. One family.
+        minus: held-out loss minus Pre-LN's, paired by seed, with `minus_low minus_high verdict`. The family
+            is that of all final runs that are planned.
+            `files_low files_high`: its interval over the held-out files.
         search_loss, rate: the best of the search. `inside`: rates on both sides of it were tried.
         valley: largest over smallest rate within 0.05 nats of the best, where several were tried. The whole valley is
             narrower than `valley_most`, the ratio of the nearest rates outside. `valley_open`: it reaches an edge, so
@@ -194,9 +196,13 @@ def _losses(chosen: Selection, steps: pd.DataFrame | None) -> dict[str, pd.Serie
     columns["seen_loss"] = last_values(chosen, "seen_loss").groupby("scheme")["value"].mean()
     others = [name for name in in_order(values["scheme"]) if name != BASELINE]
     rows = [differences(values, name, BASELINE, "loss") for name in others]
-    gaps = judged(pd.concat(rows)).set_index("a") if rows else _NO_ROWS
+    gaps = judged(pd.concat(rows), family=planned_finals()).set_index("a") if rows else _NO_ROWS
     columns |= {"minus": gaps["estimate"], "minus_low": gaps["low"], "minus_high": gaps["high"]}
     columns["verdict"] = gaps.get("verdict", pd.Series(dtype=object))
+    table = chosen.table[chosen.table["run"].isin(chosen.runs.index)]
+    files = {name: over_files(table, name, BASELINE, int(values["depth"].max())) for name in others}
+    for column, end in (("files_low", 0), ("files_high", 1)):
+        columns[column] = pd.Series({name: ends[end] for name, ends in files.items()}, dtype=float)
     speeds = last_values(chosen, "tokens_per_s")
     speeds = speeds.assign(group=speeds["run"].map(chosen.runs["dtype"]))
     rows = []

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from normlab.analysis.compare import last_values
 from normlab.analysis.selection import NothingToShow, Selection, mean_of
-from normlab.analysis.verdicts import differences
+from normlab.analysis.verdicts import DIFFERENT, differences, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
     add_line,
@@ -222,14 +222,21 @@ def _ends_of(shown: Selection, metric: str) -> list[pd.DataFrame]:
 
 
 def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Metric) -> str:
-    """The smallest and the largest ratio to `base` after training; of other metrics, how many schemes rise."""
+    """How many schemes differ from `base` after training; of single seeds the range of ratios to it.
+
+    Of metrics that are no ratios, how many schemes rise.
+    """
     known = table.dropna(subset=["start", "end"])
     if not row.is_ratio or base not in known.index or len(known) < 2:
         return f": rises in training under {(known['end'] > known['start']).sum()} of {len(known)} schemes"
-    ratios = pd.Series({name: pair["estimate"] for name, pair in pairs.items() if name in known.index})
-    if not np.isfinite(ratios).any():
+    found = pd.DataFrame({name: pair for name, pair in pairs.items() if name in known.index}).T.infer_objects()
+    if not np.isfinite(found["estimate"]).any():
         return ""
-    return f": {least_and_most(ratios)} of {theme.style_of(base).title}'s when trained"
+    theirs, tested = f"{theme.style_of(base).title}'s when trained", found.dropna(subset="p")
+    if tested.empty:
+        return f": {least_and_most(found['estimate'])} of {theirs}"
+    apart = int(judged(tested)["verdict"].eq(DIFFERENT).sum())
+    return f": {apart or 'none'} of {len(tested)} schemes {'differ' if apart > 1 else 'differs'} from {theirs}"
 
 
 def _tick(shown: Selection, name: str) -> str:

@@ -77,7 +77,7 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
     figure.update_layout(showlegend=False, margin=dict(l=190, r=30, t=116, b=below))
     about = "● not told from the best, ○ others · bars: 95% interval over seeds"
     about += " · dotted: a trigram model of the text" * (quantity == "loss")
-    first = next(iter(columns))
+    first = quantity if quantity in columns else next(iter(columns))  # growth is that of models that have learned
     height = 116 + below + _ROW * max(bottom, 3)
     return theme.titled(figure, title + _message(rows, first, columns[first]), about, height)
 
@@ -220,8 +220,10 @@ def league_costs(table: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title_text="time of a training step, over Pre-LN's").update_yaxes(title_text="nats per token")
     figure.update_layout(showlegend=False, margin=dict(l=80, r=30, t=96, b=70))
     compared = rows[rows["says"].isin(SETS[:2])]
-    better = compared.loc[compared["scheme"] != BASELINE, "equal_compute"].dropna()
-    title = f"Loss against time: {(better > 0).sum()} of {len(better)} schemes end below Pre-LN at equal compute"
+    gained = compared.loc[compared["scheme"] != BASELINE, "equal_low"].dropna()
+    better = int((gained > 0).sum())
+    title = f"Loss against time: {better or 'none'} of {len(gained)} schemes ends below Pre-LN at equal compute"
+    title = title.replace("ends", "end") if better > 1 else title
     if compared.empty:
         title = f"Loss against time: {len(rows)} schemes with too few final runs to compare"
     about = "● not told from the best, ○ others · bars: of losses 95% intervals over seeds, of times as measured"

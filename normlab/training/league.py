@@ -48,7 +48,7 @@ def scheme_of(what: str) -> Scheme:
     path, is_file, name = what.rpartition(".py:")
     if not is_file:
         if ":" in what or what.endswith(".py"):
-            raise NormlabError(f"{what} names no norm: write FILE.py:NAME, of a subclass of normlab.norms.Norm in FILE.py")
+            raise NormlabError(f"{what} names no norm: write FILE.py:NAME, NAME a subclass of normlab.norms.Norm")
         return get_scheme(what)
     file = Path(f"{path}.py")
     if not file.is_file():

@@ -33,6 +33,7 @@ def table() -> pd.DataFrame:
     table["growth_at_0.002"], table["growth_at_0.004"] = [4.0, 2.0, 3.0, 1.5, NAN, NAN], [4.4, 2.2, 3.3, *[NAN] * 3]
     table["growth"] = table["growth_low"] = table["growth_high"] = [5.0, 2.5, 3.5, NAN, NAN, NAN]
     table["valley"], table["equal_compute"] = [4.0, 1.0, 4.0, 1.0, NAN, NAN], [NAN, -0.1, 0.02, NAN, NAN, NAN]
+    table["equal_low"] = table["equal_compute"] - 0.01
     for name, value in (("step_cost", 1.1), ("step_low", 1.0), ("step_high", 1.2)):
         table[name] = [NAN, value, value, NAN, NAN, NAN]
     return table.assign(tokens=6.1e6, search_tokens=2.05e6, trigram_loss=3.7, search_trigram_loss=3.7)
@@ -96,7 +97,7 @@ def test_a_search_alone_says_so_and_draws_no_final_runs(table):
 def test_growth_is_shown_at_rates_that_nearly_all_schemes_share(table):
     figure = FIGURES["league_growth"](table)
     assert {column for _, column, _ in drawn(figure)} == {"growth", "growth_at_0.002"}
-    assert figure.layout.title.text.endswith("1.5 (DyT) to 4 (Pre-LN), rate 0.002")
+    assert figure.layout.title.text.endswith("2.5 (Peri-LN) to 5 (Pre-LN), final runs")
 
 
 def test_rates_show_what_was_tried_and_what_happened(table):
@@ -112,7 +113,9 @@ def test_rates_show_what_was_tried_and_what_happened(table):
 def test_pre_ln_stands_at_its_own_time(table):
     figure = FIGURES["league_costs"](table)
     assert {trace.name: trace.x[0] for trace in figure.data} == {"Pre-LN": 1.0, "Peri-LN": 1.1, "LNS": 1.1}
-    assert figure.layout.title.text.endswith("1 of 2 schemes end below Pre-LN at equal compute")
+    assert figure.layout.title.text.endswith("1 of 2 schemes ends below Pre-LN at equal compute")
+    unsure = FIGURES["league_costs"](table.assign(equal_low=-0.1)).layout.title.text
+    assert unsure.endswith("none of 2 schemes ends below Pre-LN at equal compute")
 
 
 @pytest.mark.parametrize("name", ["league_losses", "league_rates"])
