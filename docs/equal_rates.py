@@ -2,7 +2,6 @@
 
 texts      every text by the name that marks it in the page
 compared   LNS over or minus Pre-LN: each quantity at each rate, and with each scheme at its better one
-picture    data/figures/skip_at_equal_rates.png
 deep       the quantities of one run, for any folder of runs of 16 blocks
 """
 
@@ -12,14 +11,12 @@ from collections.abc import Mapping
 from functools import cache
 
 import pandas as pd
-from findings import LNS, PRE_LN, ROOT, experiments, interval, runs, turned
+from findings import LNS, PRE_LN, experiments, interval, runs, turned
 from tables import table
 
 from normlab.analysis.decisions import ENOUGH
 from normlab.analysis.selection import one_precision, summarize
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
-from normlab.export import save_images
-from normlab.figures import by_layer
 
 FOLDER = "depth_and_rate"
 LOW, HIGH, BEST = 0.004, 0.008, "best"
@@ -142,15 +139,3 @@ def deep(folder: str) -> pd.DataFrame:
         jacobian=means["jacobian_identity"],
         skip=means["skip_delta_loss"],
     )
-
-
-def picture() -> None:
-    """Draw data/figures/skip_at_equal_rates.png: the cost of leaving out each block, at the lower rate."""
-    own = experiments(FOLDER)
-    figure = by_layer(own[own["lr"] == LOW], "skip_delta_loss", depth=16, log=True)
-    figure.update_layout(title_text=f"Loss added by leaving out one block: at rate {LOW:g} LNS's deep blocks add less")
-    save_images({"skip_at_equal_rates": figure}, ROOT / "data" / "figures")
-
-
-if __name__ == "__main__":
-    picture()

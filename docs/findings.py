@@ -357,7 +357,7 @@ def attention() -> dict[str, str]:
     }
     gains = _gains_of_eight()
     trained_gain = choose(runs(), depth=16).runs.query("scheme == 'lns_gain'").index
-    uniform = _entropy(runs()).loc[trained_gain].drop(columns=1).gt(UNIFORM).any()
+    uniform = entropy(runs()).loc[trained_gain].drop(columns=1).gt(UNIFORM).any()
     return {
         **{f"dead_{name}": words for name, words in found.items()},
         "dead_lns_gain_from": f"{uniform.idxmax()}",
@@ -369,7 +369,7 @@ def attention() -> dict[str, str]:
     }
 
 
-def _entropy(table: pd.DataFrame) -> pd.DataFrame:
+def entropy(table: pd.DataFrame) -> pd.DataFrame:
     """Entropy of attention at the end of training over the uniform one's: a row per run, a column per block."""
     rows = table.query("metric == 'attention_entropy' and mask == 'all' and step == step.max()")
     queries = np.arange(1, manifests("runs")[0]["config"]["block_length"] + 1)
@@ -379,7 +379,7 @@ def _entropy(table: pd.DataFrame) -> pd.DataFrame:
 def _uniform(table: pd.DataFrame, depth: int) -> pd.DataFrame:
     """Uniform attentions of the blocks after the first: how many, and in how many models, per scheme."""
     about = choose(table, depth=depth).runs
-    dead = _entropy(table).loc[about.index, list(range(2, depth + 1))] > UNIFORM
+    dead = entropy(table).loc[about.index, list(range(2, depth + 1))] > UNIFORM
     per_run = about.assign(dead=dead.sum(axis=1), models=dead.any(axis=1), attentions=depth - 1)
     counts = per_run.groupby("scheme").agg(
         depth=("depth", "first"),
@@ -395,14 +395,19 @@ def _uniform(table: pd.DataFrame, depth: int) -> pd.DataFrame:
 def _gains_of_eight() -> pd.DataFrame:
     """lambda before attention in blocks 2 to 8 of the BHyT and BHyT* of 8 blocks, and whether it is uniform."""
     gains = pd.read_csv(ROOT / "data" / "runs" / "lambda.csv").query("layer > 1")
-    entropy = _entropy(runs()).stack()
-    dead = entropy.loc[list(gains[["run", "layer"]].itertuples(index=False, name=None))].to_numpy() > UNIFORM
+    share = entropy(runs()).stack()
+    dead = share.loc[list(gains[["run", "layer"]].itertuples(index=False, name=None))].to_numpy() > UNIFORM
     return gains.assign(**{"lambda": gains["lambda"].abs(), "dead": dead}).sort_values("lambda")
+
+
+@cache
+def arm_of_gains() -> pd.DataFrame:
+    return decisions.dead_gains(runs("gains"), normlab.load_configs(ROOT / "data" / "gains"))
 
 
 def slower_gains() -> dict[str, str]:
     """Arm B: the two changes against unchanged models."""
-    arm = decisions.dead_gains(runs("gains"), normlab.load_configs(ROOT / "data" / "gains"))
+    arm = arm_of_gains()
     rows = [
         (title_of(r["scheme"]), r["change"], f"{r['uniform']} of {r['models']}", _change(r, "loss"), _change(r, "copy"))
         for _, r in arm.iterrows()
@@ -484,8 +489,8 @@ def warm_up() -> dict[str, str]:
         for name, rate in shown
     ]
     head = ("scheme", "rate", "warm-up of a tenth", "of three tenths", "full length")
-    entropy = manifests("runs/search")[0]["corpus"]["unigram_entropy"]
-    return {"unigram_loss": plain(entropy), "table_of_warm_up": table(head, rows)}
+    unigram = manifests("runs/search")[0]["corpus"]["unigram_entropy"]
+    return {"unigram_loss": plain(unigram), "table_of_warm_up": table(head, rows)}
 
 
 def groups() -> dict[str, str]:

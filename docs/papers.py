@@ -1,12 +1,12 @@
 """The numbers of docs/papers.md: figures and tables of two papers, theirs and ours side by side.
 
-texts     every text by the name that marks it in the page
-picture   data/figures/papers.png
+texts          every text by the name that marks it in the page
+with_numbers   the rows that data/figures/papers.png shows
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,17 +28,13 @@ from findings import (
     plain,
     signed,
 )
-from plotly.subplots import make_subplots
-from standings import scaled_lns, searched
+from standings import elsewhere, scaled_lns, searched
 from tables import table
 
 import normlab
 from normlab.analysis.decisions import BELOW
 from normlab.analysis.selection import summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
-from normlab.export import save_images
-from normlab.figures.draw import axis_bounds, interval_bars, mark, value_axis
-from normlab.figures.theme import titled
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING, NOT_PLANNED = "not comparable", "missing", "not planned"
@@ -47,6 +43,7 @@ EQUAL, IF_SO = " at equal rates", ", if the paper says so"
 NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
 SCALED_LNS = "lns_scaled_init"
+STALLED = ("post_rmsnorm", "minimax")  # at all rates of the search, and not at 0.001
 
 
 @dataclass(frozen=True)
@@ -91,48 +88,14 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
     return [row.verdict if isinstance(row.ours, str) else _verdict(next(found), row.lower) for row in rows]
 
 
-def picture() -> None:
-    """Draw data/figures/papers.png: the rows with a number of the paper and an interval of ours, on one scale."""
-    kinds = {"ratio": "size over Pre-LN's", "difference": "loss minus Pre-LN's, nats"}
-    rows = [
+def with_numbers() -> list[tuple[str, Row, str]]:
+    """(label, row, verdict) of the rows with a number of the paper and an interval of ours."""
+    return [
         (f"{row.where} ({paper}): {row.shows.partition(' minus')[0].partition(' over')[0]}", row, verdict)
         for paper, page in ((CURSE, curse_of_depth()), (BHYT_PAPER, bhyt()))
         for row, verdict in zip(page, _verdicts(page), strict=True)
         if row.published
     ]
-    groups = [[each for each in rows if each[1].ours["kind"] == kind] for kind in kinds]
-    figure = make_subplots(2, 1, row_heights=[len(group) for group in groups], vertical_spacing=0.24)
-    names = {
-        AGREES: ("agrees", "#009E73"),
-        CONTRADICTS: ("contradicts", "#D55E00"),
-        UNDECIDED: ("undecided", "#7a7f87"),
-    }
-    for place, (kind, group) in enumerate(zip(kinds, groups, strict=True), 1):
-        is_ratio, held = kind == "ratio", []
-        for label, row, verdict in group:
-            words, color = names[verdict]
-            middle, low, high = row.ours[["estimate", "low", "high"]]
-            bars = interval_bars(middle, low, high, color=color)
-            figure.add_scatter(
-                x=[middle], y=[label], error_x=bars, mode="markers", marker=mark(color, "circle"), row=place, col=1
-            )
-            theirs = dict(x=[*row.published], y=[label] * len(row.published))
-            figure.add_scatter(**theirs, mode="markers", marker=mark("black", "diamond-open", 8), row=place, col=1)
-            about = dict(xref="paper", x=1.0, xanchor="left", xshift=8, yref=f"y{place if place > 1 else ''}", y=label)
-            figure.add_annotation(text=words, showarrow=False, font=dict(size=13, color=color), **about)
-            held += [middle, low, high, *row.published]
-        none = 1.0 if is_ratio else 0.0
-        figure.add_vline(none, line=dict(color="black", width=1), row=place, col=1)
-        figure.update_xaxes(
-            value_axis(axis_bounds([none, *held], is_ratio), is_ratio), title_text=kinds[kind], row=place, col=1
-        )
-    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    figure.update_layout(showlegend=False, margin=dict(l=330, r=110, t=96, b=60))
-    agree, contradict, open_ = (sum(verdict == each for _, _, verdict in rows) for each in names)
-    title = f"Of {len(rows)} numbers of the papers ours agree with {agree} and contradict {contradict}; "
-    title += f"{open_} are undecided"
-    about = "◇ the paper's models, the smallest and the largest of its table · ● ours with 95% interval, far smaller"
-    save_images({"papers": titled(figure, title, about, 470)}, ROOT / "data" / "figures")
 
 
 def _in_words(row: pd.Series) -> str:
@@ -149,7 +112,7 @@ def _verdict(row: Any, lower: bool | None) -> str:
 
 
 def curse_of_depth() -> list[Row]:
-    scaled = _of_table(CURSE, "Table 6", SCALED_LNS, LNS)[-1][1]
+    scaled = _of_table(CURSE, "Table 6", SCALED_LNS, LNS)
     losses = against_pre_ln("loss", 16)
     ours, plan, verdict = _ours(SCALED_LNS, base=LNS)
     return [
@@ -206,7 +169,7 @@ def curse_of_depth() -> list[Row]:
             Row(
                 "Table 1",
                 f"loss of {title_of(scheme)} minus Pre-LN's",
-                " and ".join(f"{signed(gap, 3)} ({model[6:]})" for model, gap in _of_table(CURSE, "Table 1", scheme)),
+                _printed(_of_table(CURSE, "Table 1", scheme)),
                 *_ours(scheme, losses),
                 lower=scheme == LNS,
                 published=tuple(gap for _, gap in _of_table(CURSE, "Table 1", scheme)) if scheme == LNS else (),
@@ -216,15 +179,22 @@ def curse_of_depth() -> list[Row]:
         Row(
             "Table 6",
             "loss of LNS with scaled init, minus LNS's",
-            f"{signed(scaled, 3)} (130M)",
+            _printed(scaled),
             ours,
             ". ".join(filter(None, (f"LNS was not searched at 0.004; at 0.004 both: {scaled_lns()}", plan))),
             verdict,
-            lower=scaled < 0,
+            lower=scaled[-1][1] < 0,
         ),
         *(
-            Row("Table 6", f"loss of {title_of(name)} minus Pre-LN's", "no value at hand", *_ours(name, losses))
+            Row(
+                "Table 6",
+                f"loss of {title_of(name)} minus Pre-LN's",
+                _printed(gaps),
+                *_ours(name, losses),
+                lower=gaps[-1][1] < 0,
+            )
             for name in ("layer_scale", "skip_init")
+            for gaps in (_of_table(CURSE, "Table 6", name),)
         ),
     ]
 
@@ -280,7 +250,7 @@ def bhyt() -> list[Row]:
             Row(
                 "Table 1",
                 f"loss of {title_of(scheme)} minus Pre-LN's",
-                " and ".join(f"{signed(gap, 3)} ({model[6:]})" for model, gap in gaps),
+                _printed(gaps),
                 *_ours(scheme, losses),
                 lower=gaps[-1][1] < 0,
                 published=tuple(gap for _, gap in gaps) if scheme in losses.index else (),
@@ -318,7 +288,10 @@ def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -
         for which, end in ends
         if {scheme, base} <= set(end.index)
     ]
-    return "; ".join(parts) or "none", *_plan(scheme, base)
+    plan, verdict = _plan(scheme, base)
+    if scheme in STALLED:
+        plan = f"At 0.001, which the search left out: {signed(elsewhere(scheme) - searched()[base])}"
+    return "; ".join(parts) or "none", plan, verdict
 
 
 def _plan(scheme: str, base: str = PRE_LN) -> tuple[str, str]:
@@ -376,6 +349,10 @@ def _of_table(paper: str, where: str, scheme: str, base: str = PRE_LN) -> list[t
     return [(gaps.index[place], float(gaps.iloc[place])) for place in dict.fromkeys((0, len(gaps) - 1))]
 
 
+def _printed(gaps: Iterable[tuple[str, float]]) -> str:
+    return " and ".join(f"{signed(gap, 3)} ({model.removeprefix('Llama-')})" for model, gap in gaps)
+
+
 def _gain() -> pd.Series:
     """LNS's gain from 4 to 16 blocks minus Pre-LN's."""
     loss = chosen().pivot_table(index=["scheme", "seed"], columns="depth", values="eval_loss")
@@ -392,7 +369,3 @@ def _equal(quantity: str, what: str) -> tuple[pd.Series, str]:
     words += f"; each at the better one: {in_words(quantity, BEST)}"
     unequal = f"In older runs, LNS at {rates[LNS]:g} and Pre-LN at {rates[PRE_LN]:g}: {_in_words(gap)}"
     return compared().loc[(quantity, LOW)], f"{words}. {unequal}"
-
-
-if __name__ == "__main__":
-    picture()

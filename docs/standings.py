@@ -62,11 +62,13 @@ def texts() -> dict[str, str]:
         "table_of_checks": _checks(),
         **_large_logits(),
         "league_scaled_lns": scaled_lns(),
+        "league_post_ln": signed(elsewhere("post_rmsnorm") - searched()[BASELINE]),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
         "league_not_run": _listed(missing),
         "table_of_league": table(shown(league_table()), shown(league_table()).itertuples(index=False)),
         "table_of_league_rates": _rates(run),
+        "table_of_league_costs": _costs(run),
         "table_of_league_claims": _claims(),
         "table_of_predictions": _predictions(),
     }
@@ -86,19 +88,25 @@ def _between_won(run: pd.DataFrame) -> str:
 
 
 def _between(run: pd.DataFrame) -> str:
-    """The schemes that were tried between two rates of their search afterwards, with what that gave."""
-    losses = summarize(runs("between")).set_index("scheme")["eval_loss"]
-    lines = [
-        (row["title"], f"{row['rate']:g}", plain(row["search_loss"]), plain(loss), signed(loss - row["search_loss"]))
-        for row, loss in ((run.loc[name], losses[name]) for name in in_order(losses.index))
-    ]
-    return table(("scheme", "best rate of three", "its loss", f"at {BETWEEN:g}", "difference"), lines)
+    """The schemes that were tried at another rate than their search afterwards, with what that gave."""
+    tried = summarize(runs("between")).set_index("scheme")
+    lines = []
+    for name in in_order(tried.index):
+        row, (rate, loss) = run.loc[name], tried.loc[name, ["lr", "eval_loss"]]
+        before = (f"{row['rate']:g}", plain(row["search_loss"]))
+        lines.append((row["title"], *before, f"{rate:g}", plain(loss), signed(loss - row["search_loss"])))
+    return table(("scheme", "best rate of three", "its loss", "rate tried", "its loss", "difference"), lines)
 
 
 def scaled_lns() -> str:
     """LNS with scaled init minus LNS at the rate between, which LNS's search left out; one seed."""
-    between = summarize(runs("between")).set_index("scheme")["eval_loss"]
-    return signed(league_table().set_index("scheme").loc["lns_scaled_init", f"loss_at_{BETWEEN:g}"] - between["lns"])
+    scaled = league_table().set_index("scheme").loc["lns_scaled_init", f"loss_at_{BETWEEN:g}"]
+    return signed(scaled - elsewhere("lns"))
+
+
+def elsewhere(scheme: str) -> float:
+    """The loss of a scheme at the rate that its search left out."""
+    return float(summarize(runs("between")).set_index("scheme").loc[scheme, "eval_loss"])
 
 
 TWICE = "logits times 2"
@@ -218,6 +226,21 @@ def _rates(run: pd.DataFrame) -> str:
     rates = sorted(float(name.removeprefix("loss_at_")) for name in run if name.startswith("loss_at_"))
     lines = [(row["title"], row["says"], *(_tried(row, rate) for rate in rates)) for _, row in run.iterrows()]
     return table(("scheme", "set", *(f"rate {rate:g}" for rate in rates)), lines)
+
+
+def _costs(run: pd.DataFrame) -> str:
+    """What each scheme adds to Llama, and the time of a step; the cheapest first."""
+    run = run.sort_values("step_cost", kind="stable", key=lambda steps: steps.fillna(1.0))
+    columns = ("parameters", "operations", "bytes")
+    lines = [
+        (
+            row["title"],
+            *(f"{row[name]:,.0f}" for name in columns),
+            "" if np.isnan(row["step_cost"]) else plain(row["step_cost"]),
+        )
+        for _, row in run.iterrows()
+    ]
+    return table(("scheme", *columns, "step"), lines)
 
 
 def _tried(row: pd.Series, rate: float) -> str:

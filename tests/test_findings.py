@@ -16,7 +16,17 @@ from normlab.analysis.selection import summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-MODULES = ("equal_rates", "tables", "findings", "questions", "standings", "papers", "data_numbers", "generate")
+MODULES = (
+    "equal_rates",
+    "tables",
+    "findings",
+    "questions",
+    "standings",
+    "papers",
+    "pictures",
+    "data_numbers",
+    "generate",
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +122,11 @@ def test_what_the_league_says_of_single_changes(code):
     assert there["residual_dual", 0.002] < changed["residual_dual_normalized"] - 0.06
     assert changed["lns_logits"] > changed["pre_rmsnorm_logits"] + 0.06
     assert abs(changed["gatednorm_logits"] - changed["pre_rmsnorm_logits"]) < 0.06
+    other = {m["config"]["scheme"]: m for m in manifests("between")}
+    for name in ("post_rmsnorm", "minimax"):
+        assert other[name]["eval_loss"] < other[name]["bigram_loss"] - 0.06
+        assert all(loss > other[name]["bigram_loss"] for (scheme, _), loss in there.items() if scheme == name)
+    assert other["post_rmsnorm"]["eval_loss"] > there["pre_rmsnorm", 0.002] + 0.06
     assert there["gatednorm", 0.008] == pytest.approx(there["pre_rmsnorm", 0.002] - 0.2, abs=0.02)
     (ngpt,) = (m["eval_loss"] for m in short if m["config"]["scheme"] == "ngpt")
     assert ngpt < there["ngpt", 0.002] - 1
@@ -266,3 +281,16 @@ def test_an_interval_that_holds_no_effect_contradicts_no_paper(code):
         ("different", papers.AGREES),
     ):
         assert papers._verdict(pd.concat([row, pd.Series({"verdict": verdict})]), lower=False) == found
+
+
+def test_every_picture_of_a_page_is_drawn_and_shown(code):
+    pictures = code["pictures"]
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *DOCS.glob("*.md")))
+    files = {path.stem for path in (ROOT / "data" / "figures").glob("*.png")}
+    assert files == set(pictures.PICTURES) and all(f"figures/{name}.png" in pages for name in files)
+    figure = pictures.of_papers()
+    marks = [trace for trace in figure.data if trace.marker.symbol == "circle"]
+    rows = code["papers"].with_numbers()
+    assert sorted(trace.x[0] for trace in marks) == sorted(row.ours["estimate"] for _, row, _ in rows)
+    words = [verdict.strip("*") for _, _, verdict in rows]
+    assert f"contradict {words.count('contradicts')};" in figure.layout.title.text.replace("<br>", " ")

@@ -30,7 +30,7 @@ TEXT = ("bigram_loss", "trigram_loss")  # tell texts apart
 ALIKE = ["depth", "width", "steps", *TEXT]  # runs that differ in these are not of one league
 _NO_ROWS = pd.DataFrame(columns=["estimate", "low", "high"], dtype=float)
 STEPS = "steps.csv"  # of a folder of the league: `League.steps`
-WORDS = "deepest_trained"  # rows of `load_published` whose note is what a paper says
+WORDS = ("deepest_trained", "claim")  # rows of `load_published` whose note is what a paper says
 
 
 class League(NamedTuple):
@@ -282,8 +282,9 @@ def claims(published: pd.DataFrame) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for row in reported(published).itertuples():
         found.setdefault(row.scheme, []).append(row.says)
-    for row in published[published["metric"] == WORDS].dropna(subset="scheme").itertuples():
-        found.setdefault(str(row.scheme), []).append(f"{row.note} ({row.paper}, {row.arxiv})")
+    for row in published[published["metric"].isin(WORDS)].dropna(subset="scheme").itertuples():
+        source = ", ".join(part for part in (row.paper, row.arxiv) if pd.notna(part))
+        found.setdefault(str(row.scheme), []).append(f"{row.note} ({source})")
     return {scheme: "; ".join(words) for scheme, words in found.items()}
 
 

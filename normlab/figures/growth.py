@@ -222,7 +222,7 @@ def _ends_of(shown: Selection, metric: str) -> list[pd.DataFrame]:
 
 
 def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Metric) -> str:
-    """How many schemes differ from `base` after training; of single seeds the range of ratios to it.
+    """How many schemes are told from `base` after training; of single seeds the range of ratios to it.
 
     Of metrics that are no ratios, how many schemes rise.
     """
@@ -236,7 +236,7 @@ def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Me
     if tested.empty:
         return f": {least_and_most(found['estimate'])} of {theirs}"
     apart = int(judged(tested)["verdict"].eq(DIFFERENT).sum())
-    return f": {apart or 'none'} of {len(tested)} schemes {'differ' if apart > 1 else 'differs'} from {theirs}"
+    return f": {apart or 'none'} of {len(tested)} schemes {'are' if apart > 1 else 'is'} told from {theirs}"
 
 
 def _tick(shown: Selection, name: str) -> str:

@@ -149,7 +149,9 @@ def test_claims_have_their_source(table):
     claim = table.loc[LNS, "claim"]
     assert "−0.029 from RMSNorm (BHyT Table 1, Llama-1B)" in claim
     assert f"−{math.log(17.02 / 15.71):.3f} from Pre-LN (Curse of Depth Table 1, Llama-1B)" in claim
-    assert "polynomial" in claim and table.loc["seednorm", "claim"] == ""
+    assert "polynomial" in claim and table.loc["rmsnorm_gain", "claim"] == ""
+    assert table.loc["nanochat", "claim"].endswith("0.0039 at 20 (nanochat)")
+    assert table.loc["seednorm", "claim"].endswith("(SeeDNorm, 2510.22777)")
     assert table.loc["derf", "claim"] == "+0.000 from LN (Derf reported losses, GPT-2)"
     assert table.loc["post_rmsnorm", "predicted"] == "MLS-Bench: higher than Pre-LN"
 
