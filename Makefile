@@ -74,6 +74,7 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on the CPU; quiet machines only
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
+	$(BIN)/python -m benchmarks.scheme_steps --out $(OUT)/bench/steps.csv
 	$(BIN)/python -m benchmarks.probes --out $(OUT)/bench/probes_cpu.csv
 	$(BIN)/python -m benchmarks.observer --out $(OUT)/bench/observer_cpu.csv
 	$(BIN)/python -m benchmarks.clusters --out $(OUT)/bench/ray_workers.csv --cache-dir $(OUT)/cache

@@ -28,6 +28,7 @@ from findings import (
     plain,
     signed,
 )
+from questions import decided
 from standings import elsewhere, scaled_lns, searched
 from tables import table
 
@@ -38,7 +39,6 @@ from normlab.analysis.verdicts import DIFFERENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING, NOT_PLANNED = "not comparable", "missing", "not planned"
-RATES = "`depth_and_rate`: the same at equal rates, 4 seeds"
 EQUAL, IF_SO = " at equal rates", ", if the paper says so"
 NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
@@ -121,7 +121,7 @@ def curse_of_depth() -> list[Row]:
             "loss against a model's size, to 7B, with LNS and without",
             "no value at hand (the caption in the proceedings, as Fig. 4)",
             f"gain from 4 to 16 blocks, LNS minus Pre-LN: {interval(_gain(), sign=True)}",
-            f"Here depth grows, at one width. {RATES}",
+            f"Here depth grows, at one width. {_gain_at_equal_rates()}",
             verdict=NOT_COMPARABLE,
         ),
         Row(
@@ -358,6 +358,15 @@ def _gain() -> pd.Series:
     loss = chosen().pivot_table(index=["scheme", "seed"], columns="depth", values="eval_loss")
     gains = (loss[4] - loss[16]).dropna().rename("value").reset_index().assign(depth=16)
     return differences(gains, LNS, PRE_LN, "loss").iloc[0]
+
+
+def _gain_at_equal_rates() -> str:
+    """A4 in words, or what is planned."""
+    made = decided("A4")
+    if made.empty:
+        return "`depth_and_rate`: the same at equal rates, 4 seeds"
+    row = made.iloc[0]
+    return f"At equal rates, text read once, mean of {row['lr']}, {row['seeds']} seeds: {interval(row, sign=True)}"
 
 
 def _equal(quantity: str, what: str) -> tuple[pd.Series, str]:

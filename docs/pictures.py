@@ -190,7 +190,10 @@ def gains() -> go.Figure:
 def tanh() -> go.Figure:
     made = decided("C")
     panels = []
-    for is_ratio, axis in ((False, "loss, nats"), (True, "L2 norm of a token after the last block, ratio")):
+    for is_ratio, axis in (
+        (False, "loss with the tanh minus without, nats"),
+        (True, "L2 norm after the last block, with over without"),
+    ):
         own = made[made["quantity"].eq("L2 norm of a token") == is_ratio]
         lines = [Line(f"λ/κ = {row['g']:g}, {row['seeds']} seeds", row, row["verdict"]) for _, row in own.iterrows()]
         panels.append(Panel(axis, lines, is_ratio))

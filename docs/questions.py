@@ -58,8 +58,11 @@ PARTS = {
 
 def texts() -> dict[str, str]:
     answers = [(name, words, answer(name)) for name, (words, _) in QUESTIONS.items()]
-    published = decided("C").query("g == @decisions.GAINS[0]").set_index("quantity")
-    loss, stream = (published.loc[metric_row(name).label] for name in ("loss", "token_l2_mean"))
+    by_gain = decided("C").set_index(["g", "quantity"])
+    least, _, most = decisions.GAINS
+    loss, stream, far_loss, far_stream = (
+        by_gain.loc[(gain, metric_row(name).label)] for gain in (least, most) for name in ("loss", "token_l2_mean")
+    )
     growth = decided("A3").set_index("lr")
     files = decided("A1").iloc[0]
     return {
@@ -67,6 +70,9 @@ def texts() -> dict[str, str]:
         "growth_equal": interval(growth.loc[0.004]),
         "tanh_loss_eight": interval(loss, sign=True),
         "tanh_stream_eight": interval(stream),
+        "tanh_loss_five": interval(far_loss, sign=True),
+        "tanh_stream_five": interval(far_stream),
+        "tanh_seeds_five": f"{far_loss['seeds']}",
         "table_of_questions": table(("", "question", "answer"), answers),
         "table_of_equal_rates": _means(RATES, "lr", "rate"),
         "table_of_estimates": _estimates(("A1", "A2", "A3", "A4"), "lr", "rate"),

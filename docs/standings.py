@@ -229,7 +229,7 @@ def _rates(run: pd.DataFrame) -> str:
 
 
 def _costs(run: pd.DataFrame) -> str:
-    """What each scheme adds to Llama, and the time of a step; the cheapest first."""
+    """The cost that each scheme adds to Llama, and the time of a step; the cheapest first."""
     run = run.sort_values("step_cost", kind="stable", key=lambda steps: steps.fillna(1.0))
     columns = ("parameters", "operations", "bytes")
     lines = [

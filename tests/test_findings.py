@@ -235,8 +235,11 @@ def test_the_best_scheme_that_the_first_screen_names_is_that_of_the_league(code)
 
 
 def test_what_is_said_of_the_tanh_holds(code):
-    rows = code["questions"].decided("C").query("g == 0.2")
-    assert rows["seeds"].min() >= 4 and set(rows["verdict"]) == {"undecided"}
+    rows = code["questions"].decided("C")
+    own, far = (rows[rows["g"] == gain] for gain in (0.2, 5.0))
+    assert own["seeds"].min() >= 4 and set(own["verdict"]) == {"undecided"}
+    loss, stream = (row for _, row in far.iterrows())
+    assert loss["low"] > 0 and stream["high"] < 1 and set(far["verdict"]) == {"undecided"}
 
 
 def test_rates_and_quantities_with_different_answers_are_named(code, monkeypatch):

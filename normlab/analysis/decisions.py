@@ -351,7 +351,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
 
 def planned_finals() -> int:
-    """How many schemes the league plans to compare with Pre-LN: the family of these comparisons, run or not."""
+    """The number of schemes that the league plans to compare with Pre-LN: the family of these comparisons."""
     (plan,) = get_preset("league").parts
     return (plan.best or 0) + len(plan.always) - 1
 

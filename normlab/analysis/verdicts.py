@@ -155,7 +155,7 @@ def variance_over_seeds(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lower_quartile(variances: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """Of (k, ...) variances the one that has k // 4 of them below it: of up to three the smallest.
+    """The one of (k, ...) variances that has k // 4 of them below it: of up to three the smallest.
 
     Those without a degree of freedom do not count. The result is 0 if none counts.
     """

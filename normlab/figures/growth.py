@@ -222,9 +222,9 @@ def _ends_of(shown: Selection, metric: str) -> list[pd.DataFrame]:
 
 
 def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Metric) -> str:
-    """How many schemes are told from `base` after training; of single seeds the range of ratios to it.
+    """Count the schemes told from `base` after training; of single seeds the range of ratios to it.
 
-    Of metrics that are no ratios, how many schemes rise.
+    Of metrics that are no ratios, count the schemes that rise.
     """
     known = table.dropna(subset=["start", "end"])
     if not row.is_ratio or base not in known.index or len(known) < 2:
