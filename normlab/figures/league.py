@@ -186,45 +186,47 @@ def league_rates(table: pd.DataFrame) -> go.Figure:
     return theme.titled(figure, title, about, 110 + below + _ROW * max(len(rows), 4))
 
 
-@register("league_costs", "N4", "the league: loss against the time of a training step", reads="league")
+@register("league_costs", "N4", "the league: gain on Pre-LN in the same training time", reads="league")
 def league_costs(table: pd.DataFrame) -> go.Figure:
-    """Held-out loss of final runs against the time of a training step, over Pre-LN's. Both have intervals.
+    """Pre-LN's loss at the same compute minus a scheme's, with the time of a training step next to it.
+
+    Right of zero a scheme gains more than its steps cost. Intervals are of the loss alone.
 
     Args:
         table: of `normlab.analysis.league.standings`.
     """
-    rows = table.dropna(subset="loss").assign(step_cost=lambda t: t["step_cost"].mask(t["scheme"] == BASELINE, 1.0))
-    rows = rows.dropna(subset="step_cost")
+    rows = table.dropna(subset="equal_compute").sort_values("equal_compute", ascending=False).reset_index(drop=True)
     if rows.empty:
         raise NothingToShow(NO_FINALS)
     figure = go.Figure()
-    for row in rows.itertuples():
-        style = theme.style_of(row.scheme)
-        faded = theme.faded(style.color, 0.4)
+    for place, row in rows.iterrows():
+        style = theme.style_of(row["scheme"])
         figure.add_scatter(
-            x=[row.step_cost],
-            y=[row.loss],
-            error_x=interval_bars(row.step_cost, row.step_low, row.step_high, color=faded),
-            error_y=interval_bars(row.loss, row.loss_low, row.loss_high, color=faded),
-            mode="markers+text",
-            text=[f" {style.title}"],
-            textposition="top right",
-            textfont=dict(color=style.color),
-            marker=mark(style.color, _SYMBOLS[row.in_set]),
+            x=[row["equal_compute"]],
+            y=[place],
+            error_x=interval_bars(row["equal_compute"], row["equal_low"], row["equal_high"], color=style.color)
+            if math.isfinite(row["equal_low"])
+            else None,
+            mode="markers",
+            marker=mark(style.color, _SYMBOLS[row["in_set"]]),
             name=style.title,
-            hovertemplate=f"<b>{style.title}</b><br>x %{{x:.3f}}, %{{y:.3f}} nats<extra></extra>",
+            hovertemplate=f"<b>{style.title}</b><br>%{{x:+.3f}} nats, a step x {row['step_cost']:.2f}<extra></extra>",
         )
-    for axis, held in (("x", ("step_cost", "step_low", "step_high")), ("y", ("loss", "loss_low", "loss_high"))):
-        bounds = axis_bounds(rows[list(held)].to_numpy(float).ravel(), axis == "x", 0.12)
-        figure.update_layout({f"{axis}axis": value_axis(bounds, axis == "x")})
-    figure.update_xaxes(title_text="time of a training step, over Pre-LN's").update_yaxes(title_text="nats per token")
-    figure.update_layout(showlegend=False, margin=dict(l=80, r=30, t=96, b=70))
-    compared = rows[rows["says"].isin(SETS[:2])]
-    gained = compared.loc[compared["scheme"] != BASELINE, "equal_low"].dropna()
-    better = int((gained > 0).sum())
-    title = f"Loss against time: {better or 'none'} of {len(gained)} schemes ends below Pre-LN at equal compute"
-    title = title.replace("ends", "end") if better > 1 else title
-    if compared.empty:
-        title = f"Loss against time: {len(rows)} schemes with too few final runs to compare"
-    about = "● not told from the best, ○ others · bars: of losses 95% intervals over seeds, of times as measured"
-    return theme.titled(figure, title, about, 560)
+        beside(figure, place, 12, f"x {row['step_cost']:.2f}", style.color)
+    beside(figure, -1, 12, "<b>step</b>", theme.NEUTRAL)
+    figure.add_vline(0.0, line=dict(color=theme.style_of(BASELINE).color, width=1))
+    held = rows[["equal_compute", "equal_low", "equal_high"]].to_numpy(float).ravel()
+    figure.update_xaxes(
+        title_text="nats per token, at equal compute", **value_axis(axis_bounds([0.0, *held], False), False)
+    )
+    names = [theme.name_of(scheme) for scheme in rows["scheme"]]
+    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names, ticks="", range=[len(rows) - 0.4, -1.4])
+    figure.update_layout(showlegend=False, margin=dict(l=190, r=90, t=96, b=70))
+    tested = rows.dropna(subset="equal_low")
+    above = int((tested["equal_low"] > 0).sum())
+    found = f"above zero under {above or 'none'} of {len(tested)} schemes, each tested alone"
+    if tested.empty:
+        found = f"{len(rows)} schemes with too few final runs to compare"
+    title = f"Gain on Pre-LN in the same time: {found}"
+    about = "● not told from the best, ○ others · bars: 95% interval over seeds, of the loss alone"
+    return theme.titled(figure, title, about, 166 + _ROW * max(len(rows) + 1, 4))

@@ -33,7 +33,7 @@ def table() -> pd.DataFrame:
     table["growth_at_0.002"], table["growth_at_0.004"] = [4.0, 2.0, 3.0, 1.5, NAN, NAN], [4.4, 2.2, 3.3, *[NAN] * 3]
     table["growth"] = table["growth_low"] = table["growth_high"] = [5.0, 2.5, 3.5, NAN, NAN, NAN]
     table["valley"], table["equal_compute"] = [4.0, 1.0, 4.0, 1.0, NAN, NAN], [NAN, -0.1, 0.02, NAN, NAN, NAN]
-    table["equal_low"] = table["equal_compute"] - 0.01
+    table["equal_low"], table["equal_high"] = table["equal_compute"] - 0.01, table["equal_compute"] + 0.01
     for name, value in (("step_cost", 1.1), ("step_low", 1.0), ("step_high", 1.2)):
         table[name] = [NAN, value, value, NAN, NAN, NAN]
     return table.assign(tokens=6.1e6, search_tokens=2.05e6, trigram_loss=3.7, search_trigram_loss=3.7)
@@ -81,11 +81,12 @@ def test_too_few_final_runs_make_no_set(table):
     figure = FIGURES["league_losses"](one)
     assert figure.layout.title.text.endswith("3 with too few final runs to compare, 3.40 to 3.60 nats")
     assert "final runs: 6.10M tokens, 1 to 2 seeds" in words(figure)
-    assert FIGURES["league_costs"](one).layout.title.text.endswith("3 schemes with too few final runs to compare")
+    costs = FIGURES["league_costs"](one.assign(equal_low=NAN, equal_high=NAN))
+    assert costs.layout.title.text.replace("<br>", " ").endswith("2 schemes with too few final runs to compare")
 
 
 def test_a_search_alone_says_so_and_draws_no_final_runs(table):
-    none = dict.fromkeys(("loss", "loss_low", "loss_high", "growth", "step_cost", "tokens", "seeds"), NAN)
+    none = dict.fromkeys(("loss", "loss_low", "loss_high", "growth", "equal_compute", "tokens", "seeds"), NAN)
     searched = table.assign(**none, in_set=False, says=[*["only searched"] * 4, "diverged", "not run"])
     figure = FIGURES["league_losses"](searched)
     assert figure.layout.title.text.endswith("4 only searched, 3.90 to 4.40 nats")
@@ -110,12 +111,13 @@ def test_rates_show_what_was_tried_and_what_happened(table):
     assert "2 of 5 schemes have a second one" in figure.layout.title.text
 
 
-def test_pre_ln_stands_at_its_own_time(table):
+def test_the_gain_in_the_same_time_stands_with_the_time_of_a_step(table):
     figure = FIGURES["league_costs"](table)
-    assert {trace.name: trace.x[0] for trace in figure.data} == {"Pre-LN": 1.0, "Peri-LN": 1.1, "LNS": 1.1}
-    assert figure.layout.title.text.endswith("1 of 2 schemes ends below Pre-LN at equal compute")
+    assert [(trace.name, trace.x[0]) for trace in figure.data] == [("LNS", 0.02), ("Peri-LN", -0.1)]
+    assert [note.text for note in figure.layout.annotations].count("x 1.10") == 2
+    assert "above zero under 1 of 2 schemes" in figure.layout.title.text.replace("<br>", " ")
     unsure = FIGURES["league_costs"](table.assign(equal_low=-0.1)).layout.title.text
-    assert unsure.endswith("none of 2 schemes ends below Pre-LN at equal compute")
+    assert "under none of 2 schemes" in unsure.replace("<br>", " ")
 
 
 @pytest.mark.parametrize("name", ["league_losses", "league_rates"])
