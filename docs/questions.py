@@ -71,6 +71,7 @@ def texts() -> dict[str, str]:
         "tanh_loss_eight": interval(loss, sign=True),
         "tanh_stream_eight": interval(stream),
         "tanh_loss_five": interval(far_loss, sign=True),
+        "tanh_raises_five": interval(far_loss),
         "tanh_stream_five": interval(far_stream),
         "tanh_seeds_five": f"{far_loss['seeds']}",
         "table_of_questions": table(("", "question", "answer"), answers),
