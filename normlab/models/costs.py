@@ -91,10 +91,11 @@ SCALE = Cost(2.0, 1.0)  # or a sum with a scalar
 def _in_block(config: NormlabConfig) -> list[tuple[int, Cost]]:
     """(channels, cost) of what a scheme adds inside attention and MLP."""
     branches, inner, width = get_scheme(config.scheme).branches, config.intermediate_size, config.hidden_size
-    size = config.head_dim or width // config.num_attention_heads
-    queries, keys = size * config.num_attention_heads, size * config.num_key_value_heads
+    heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    size = config.head_dim or width // heads
+    queries, keys = size * heads, size * groups
     parts = (
-        (config.qk_norm.startswith("rms"), queries + keys, NORM),
+        ((config.qk_norm or "none").startswith("rms"), queries + keys, NORM),
         (branches.value_norm, keys, NORM),
         (branches.output_norm, queries + inner, NORM),
         (branches.spherical, queries + keys, UNIT),
