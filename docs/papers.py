@@ -366,7 +366,8 @@ def _gain_at_equal_rates() -> str:
     if made.empty:
         return "`depth_and_rate`: the same at equal rates, 4 seeds"
     row = made.iloc[0]
-    return f"At equal rates, text read once, mean of {row['lr']}, seeds so far {row['seeds']} of 4: {interval(row, sign=True)}"
+    where = f"At equal rates, text read once, mean of {row['lr']}, seeds so far {row['seeds']} of 4"
+    return f"{where}: {interval(row, sign=True)}"
 
 
 def _equal(quantity: str, what: str) -> tuple[pd.Series, str]:

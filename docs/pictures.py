@@ -198,7 +198,8 @@ def tanh() -> go.Figure:
         lines = [Line(f"λ/κ = {row['g']:g}, {row['seeds']} seeds", row, row["verdict"]) for _, row in own.iterrows()]
         panels.append(Panel(axis, lines, is_ratio))
     apart = int(made["verdict"].eq(DIFFERENT).sum())
-    title = f"BHyT* with its tanh against without: {apart or 'none'} of {len(made)} comparisons {'are' if apart > 1 else 'is'} different"
+    title = f"BHyT* with its tanh against without: {apart or 'none'} of {len(made)} comparisons "
+    title += "are different" if apart > 1 else "is different"
     return forest(title, "8 blocks, rate 0.008, 95% intervals", *panels)
 
 
