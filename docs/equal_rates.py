@@ -1,7 +1,8 @@
-"""LNS against Pre-LN at equal rates: the models of data/depth_and_rate that have 16 blocks.
+"""LNS against Pre-LN at equal rates: the models of data/depth_and_rate.
 
 texts      every text by the name that marks it in the page
-compared   LNS over or minus Pre-LN: each quantity at each rate, and with each scheme at its better one
+compared   LNS over or minus Pre-LN after 16 blocks: each quantity at each rate, and with each scheme at its better one
+deepened   the gain in loss from 4 to 16 blocks, at the same places
 deep       the quantities of one run, for any folder of runs of 16 blocks
 """
 
@@ -11,14 +12,15 @@ from collections.abc import Mapping
 from functools import cache
 
 import pandas as pd
-from findings import LNS, PRE_LN, experiments, interval, runs, turned
+from findings import LNS, PRE_LN, cell, experiments, interval, manifests, runs, turned
 from tables import table
 
 from normlab.analysis.decisions import ENOUGH
-from normlab.analysis.selection import one_precision, summarize
-from normlab.analysis.verdicts import DIFFERENT, differences, judged
+from normlab.analysis.selection import one_precision, summarize, title_of
+from normlab.analysis.verdicts import DIFFERENT, differences, judged, means
 
-FOLDER = "depth_and_rate"
+FOLDER, SHALLOW, DEEP = "depth_and_rate", 4, 16
+MINUS = "LNS minus Pre-LN"
 LOW, HIGH, BEST = 0.004, 0.008, "best"
 PLACES = {LOW: f"both at rate {LOW:g}", HIGH: f"both at {HIGH:g}", BEST: "each at its better one"}
 # Quantity -> its name on the page, and the metric that says whether it is compared as a ratio.
@@ -51,7 +53,8 @@ def texts() -> dict[str, str]:
             f"lns_size_{name}": interval(compared().loc[("size", rate)]),
             f"lns_skip_{name}_less": interval(turned(compared().loc[("skip", rate)])),
         }
-    dtypes = summarize(runs(FOLDER)).query("depth == 16")["dtype"]
+    dtypes = summarize(runs(FOLDER))["dtype"]
+    size = {manifest["config"]["depth"]: manifest["parameters"] for manifest in manifests(FOLDER)}
     best = {name: f"{rate:g}" for name, rate in best_rates(deep(FOLDER)).items()}
     return made | {
         "lns_best_rate": best[LNS],
@@ -62,6 +65,12 @@ def texts() -> dict[str, str]:
         "equal_bfloat16": f"{(dtypes == 'bfloat16').sum()} of {len(dtypes)}",
         "table_of_equal": _table({name: words for name, (words, _) in QUANTITIES.items()}),
         "table_of_first_screen": _table(FIRST_SCREEN),
+        "equal_gain_pre_ln": interval(deepened().loc[(LOW, PRE_LN)]),
+        "equal_minus_low": interval(deepened().loc[(LOW, MINUS)], sign=True),
+        "equal_minus_best": interval(deepened().loc[(BEST, MINUS)], sign=True),
+        "equal_shallow_low": interval(shallow_gap(), sign=True),
+        "equal_parameters": f"{size[DEEP] / size[SHALLOW]:.1f}",
+        "table_of_equal_gains": _gains(),
     }
 
 
@@ -102,6 +111,40 @@ def best_rates(values: pd.DataFrame) -> pd.Series:
     losses = values.groupby(["scheme", "lr"])["loss"].agg(["mean", "size"])
     losses = losses.loc[losses["size"] >= ENOUGH, "mean"].unstack()
     return losses.idxmin(axis=1)
+
+
+@cache
+def deepened() -> pd.DataFrame:
+    """Held-out loss of 4 blocks minus that of 16: each scheme's, and LNS's minus Pre-LN's.
+
+    The rows of a place are one family. At the better rate each depth of a scheme has its own.
+    """
+    about = one_precision(summarize(runs(FOLDER))).rename(columns={"eval_loss": "loss"})
+    best = pd.concat({depth: best_rates(own) for depth, own in about.groupby("depth")})
+    own = {rate: about[about["lr"] == rate] for rate in (LOW, HIGH)}
+    own[BEST] = about[about["lr"] == [best.get(place) for place in zip(about["depth"], about["scheme"], strict=True)]]
+    rows = []
+    for place, here in own.items():
+        losses = here.pivot(index=["scheme", "seed"], columns="depth", values="loss")
+        gain = (losses[SHALLOW] - losses[DEEP]).dropna().rename("value").reset_index().assign(depth=DEEP)
+        found = pd.concat([means(gain, "loss"), differences(gain, LNS, PRE_LN, "loss")], ignore_index=True)
+        kind = [MINUS if b == PRE_LN else a for a, b in found.reindex(columns=["a", "b"]).itertuples(index=False)]
+        rows.append(judged(found).assign(place=place, what=kind))
+    return pd.concat(rows).set_index(["place", "what"])
+
+
+def shallow_gap() -> pd.Series:
+    """LNS's loss minus Pre-LN's, of 4 blocks at the lower rate; a comparison alone."""
+    about = one_precision(summarize(runs(FOLDER))).query("depth == @SHALLOW and lr == @LOW")
+    return differences(about.assign(value=about["eval_loss"]), LNS, PRE_LN, "loss").iloc[0]
+
+
+def _gains() -> str:
+    rows = [
+        (what if what == MINUS else title_of(what), *(cell(deepened().loc[(place, what)]) for place in PLACES))
+        for what in (PRE_LN, LNS, MINUS)
+    ]
+    return table(("gain in loss from 4 to 16 blocks", *PLACES.values()), rows)
 
 
 def _difference(values: pd.DataFrame, quantity: str) -> pd.DataFrame:

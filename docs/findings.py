@@ -162,7 +162,6 @@ def depth() -> dict[str, str]:
         depth: next(m["parameters"] for m in manifests("runs") if m["config"]["depth"] == depth) for depth in (4, 16)
     }
     return {
-        "gain_pre_ln": interval(gains.loc[PRE_LN]),
         "gain_lns_minus_pre_ln": interval(pair(paired, LNS, PRE_LN), sign=True),
         **{f"gain_few_{name}": signed(few.set_index("scheme")["gain"][title_of(name)]) for name in (PRE_LN, LNS)},
         "parameters_16_over_4": plain(size[16] / size[4], 1),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from equal_rates import BEST, HIGH, LOW, QUANTITIES, compared, deep, in_words
+from equal_rates import BEST, HIGH, LOW, MINUS, QUANTITIES, compared, deep, deepened, in_words
 from findings import (
     LNS,
     PRE_LN,
@@ -361,13 +361,11 @@ def _gain() -> pd.Series:
 
 
 def _gain_at_equal_rates() -> str:
-    """A4 in words, or what is planned."""
-    made = decided("A4")
-    if made.empty:
-        return "`depth_and_rate`: the same at equal rates, 4 seeds"
-    row = made.iloc[0]
-    where = f"At equal rates, text read once, mean of {row['lr']}, seeds so far {row['seeds']} of 4"
-    return f"{where}: {interval(row, sign=True)}"
+    """A4's difference, and that at the lower rate."""
+    row = decided("A4").iloc[0]
+    where = f"At equal rates, text read once, mean of {row['lr']}"
+    at_low = f"at 0.004 alone {interval(deepened().loc[(LOW, MINUS)], sign=True)}"
+    return f"{where}: {interval(row, sign=True)}; {at_low}"
 
 
 def _equal(quantity: str, what: str) -> tuple[pd.Series, str]:

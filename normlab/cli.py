@@ -306,7 +306,7 @@ def _league(
     tiny: Annotated[
         bool, flag("with --add: in a minute, to see that it trains; its numbers mean nothing"), SWITCH
     ] = False,
-    out: Annotated[str, flag("directory for the runs of --add, beside those of the table")] = "league",
+    out: Annotated[str, flag("directory for the runs of --add, shown with those of the table")] = "league",
     csv: Annotated[str | None, flag("write the whole table to this CSV file")] = None,
     workers: Annotated[Whole | None, flag("runs at once; default 2")] = None,
     threads: Annotated[Whole | None, flag("CPU threads a run; default cores/workers")] = None,

@@ -209,6 +209,18 @@ def test_what_is_said_of_equal_rates_holds(code):
     assert (dtypes.nunique() == 1).all(), "a pair has one precision"
 
 
+def test_what_is_said_of_depth_at_equal_rates_holds(code):
+    """A4: LNS gains more at the lower rate, and not in the mean of both."""
+    gains, (planned,) = code["equal_rates"].deepened(), code["questions"].decided("A4").itertuples()
+    assert gains["seeds"].min() >= 4 and planned.verdict == "undecided"
+    more = gains.xs("LNS minus Pre-LN", level="what")
+    assert more["verdict"].to_dict() == {0.004: "different", 0.008: "undecided", "best": "undecided"}
+    assert more["estimate"].min() > 0 and gains.loc[(0.004, "pre_rmsnorm"), "verdict"] == "different"
+    of_pre_ln = gains.xs("pre_rmsnorm", level="what")
+    widths = of_pre_ln["high"] - of_pre_ln["low"]
+    assert widths[0.008] > 4 * widths[0.004], "it scatters"
+
+
 def test_the_rates_that_the_first_screen_names_are_those_of_the_runs(code):
     in_league = code["findings"].league_table().set_index("scheme")["rate"]
     assert in_league["bhyt"] == 0.016 and in_league["pre_rmsnorm"] == 0.002

@@ -271,9 +271,8 @@ def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     if "when" in rows:
         table["when"] = rows["when"]
     table["ratio" if not sign else "difference"] = [number(value) for value in rows["estimate"]]
-    table["95% interval"] = [
-        "none" if math.isnan(row.low) else f"[{number(row.low)}, {number(row.high)}]" for row in rows.itertuples()
-    ]
+    ends = [f"[{number(row.low)},\N{NO-BREAK SPACE}{number(row.high)}]" for row in rows.itertuples()]
+    table["95% interval"] = ["none" if math.isnan(low) else text for low, text in zip(rows["low"], ends, strict=True)]
     table["seeds"] = rows["seeds"]
     for name in more:
         table[name] = rows[name].round(3)

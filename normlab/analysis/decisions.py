@@ -256,7 +256,7 @@ def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.D
     """C: BHyT* minus BHyT without tanh at each g = lambda/kappa, in loss and in the stream after the last block.
 
     Holm over both quantities and three gains, run or not. Different at g = 0.2: the bound matters as published.
-    Different at g = 5 only: it matters where it acts.
+    Different at g = 5 only: it matters where it acts. No words were fixed for other outcomes; they are named.
 
     Args:
         configs: of `normlab.load_configs`, for the same runs.
@@ -280,6 +280,8 @@ def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.D
             words = f"incomplete: {len(here)} of {len(GAINS)} gains"
         elif apart == {GAINS[2]}:
             words = "the bound matters where it acts"
+        elif apart:
+            words = "not foreseen: different at g = " + " and ".join(f"{g:g}" for g in sorted(apart))
         says.append(_if_enough(words, seeds) if row.g == GAINS[0] else "")
     return _tidy(table, says, ["g"])
 

@@ -336,7 +336,8 @@ def _ours(scheme: pd.Series, base: pd.Series) -> str:
 def printed(table: pd.DataFrame) -> str:
     """The schemes with final runs, then those with a search alone, then a line with those that were not run."""
     missing = table.loc[table["says"] == NOT_RUN, "title"]
-    parts = [part.to_string(index=False) for part in (shown(table), shown(table, final=False)) if len(part)]
+    tables = (part.replace("\N{NO-BREAK SPACE}", " ", regex=True) for part in (shown(table), shown(table, final=False)))
+    parts = [part.to_string(index=False) for part in tables if len(part)]
     return "\n\n".join([*parts, f"not run: {'; '.join(missing)}"] if len(missing) else parts)
 
 
@@ -388,5 +389,5 @@ def _number(value: float, sign: str = "", digits: int = 2) -> str:
 
 
 def _interval(estimate: float, low: float, high: float, sign: str = "") -> str:
-    ends = "" if pd.isna(low) else f" [{_number(low)}, {_number(high)}]"
+    ends = "" if pd.isna(low) else f" [{_number(low)},\N{NO-BREAK SPACE}{_number(high)}]"
     return _number(estimate, sign) + ends
