@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 
 import pandas as pd
-from findings import LNS, PRE_LN, cell, experiments, interval, manifests, runs, turned
+from findings import LNS, PRE_LN, cell, experiments, interval, manifests, plain, runs, turned
 from tables import table
 
 from normlab.analysis.decisions import ENOUGH
@@ -20,6 +20,7 @@ from normlab.analysis.selection import one_precision, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged, means
 
 FOLDER, SHALLOW, DEEP = "depth_and_rate", 4, 16
+EARLY = 1000  # of 6,000 steps
 MINUS = "LNS minus Pre-LN"
 LOW, HIGH, BEST = 0.004, 0.008, "best"
 PLACES = {LOW: f"both at rate {LOW:g}", HIGH: f"both at {HIGH:g}", BEST: "each at its better one"}
@@ -71,6 +72,7 @@ def texts() -> dict[str, str]:
         "equal_shallow_low": interval(shallow_gap(), sign=True),
         "equal_parameters": f"{size[DEEP] / size[SHALLOW]:.1f}",
         "table_of_equal_gains": _gains(),
+        **first_block(),
     }
 
 
@@ -131,6 +133,28 @@ def deepened() -> pd.DataFrame:
         kind = [MINUS if b == PRE_LN else a for a, b in found.reindex(columns=["a", "b"]).itertuples(index=False)]
         rows.append(judged(found).assign(place=place, what=kind))
     return pd.concat(rows).set_index(["place", "what"])
+
+
+def first_block() -> dict[str, str]:
+    """LNS over Pre-LN before and after the MLP of block 1, early in training, and in this MLP's matrices."""
+    matrices = [over_pre_ln(f"mlp.{name}_proj.weight", "parameter_rms")["estimate"] for name in ("gate", "up", "down")]
+    return {
+        "first_mlp_in": interval(over_pre_ln("mlp_norm_in", "token_l2_mean")),
+        "first_early": interval(over_pre_ln("block_out", "token_l2_mean", EARLY)),
+        "first_matrices_low": plain(min(matrices)),
+        "first_matrices_high": plain(max(matrices)),
+    }
+
+
+@cache
+def over_pre_ln(site: str, metric: str, step: int | None = None) -> pd.Series:
+    """A size at block 1 of 16, LNS's over Pre-LN's at the lower rate: after a step, by default the last."""
+    about = one_precision(summarize(runs(FOLDER))).query("depth == @DEEP and lr == @LOW")
+    rows = runs(FOLDER).query(
+        "run in @about.index and site == @site and metric == @metric and layer == 1 and mask == 'all'"
+    )
+    here = rows[rows["step"] == (rows["step"].max() if step is None else step)].set_index("run")["value"]
+    return differences(about.assign(value=here), LNS, PRE_LN, "token_l2_mean").iloc[0]
 
 
 def shallow_gap() -> pd.Series:

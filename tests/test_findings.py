@@ -209,6 +209,16 @@ def test_what_is_said_of_equal_rates_holds(code):
     assert (dtypes.nunique() == 1).all(), "a pair has one precision"
 
 
+def test_block_1_is_where_the_streams_part(code):
+    """Equal before its MLP, apart after it, and not by the size of its matrices."""
+    over = code["equal_rates"].over_pre_ln
+    assert 0.95 < over("mlp_norm_in", "token_l2_mean")["estimate"] < 1.1
+    early, last = (over("block_out", "token_l2_mean", step) for step in (1000, None))
+    assert early["high"] < 0.5 and abs(early["estimate"] / last["estimate"] - 1) < 0.1
+    matrices = [over(f"mlp.{name}_proj.weight", "parameter_rms")["estimate"] for name in ("gate", "up", "down")]
+    assert 2 * last["estimate"] < min(matrices) < max(matrices) < 1
+
+
 def test_what_is_said_of_depth_at_equal_rates_holds(code):
     """A4: LNS gains more at the lower rate, and not in the mean of both."""
     gains, (planned,) = code["equal_rates"].deepened(), code["questions"].decided("A4").itertuples()

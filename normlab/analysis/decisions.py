@@ -281,7 +281,7 @@ def tanh(runs: pd.DataFrame, configs: pd.DataFrame, kappa: float = 10.0) -> pd.D
         elif apart == {GAINS[2]}:
             words = "the bound matters where it acts"
         elif apart:
-            words = "not foreseen: different at g = " + " and ".join(f"{g:g}" for g in sorted(apart))
+            words = f"different at g = {' and '.join(f'{g:g}' for g in sorted(apart))}, for which no words were fixed"
         says.append(_if_enough(words, seeds) if row.g == GAINS[0] else "")
     return _tidy(table, says, ["g"])
 

@@ -238,7 +238,7 @@ def test_b_says_what_is_missing_and_what_was_not_ill():
         ({0.2}, "the bound matters as published"),
         ({0.2, 5.0}, "the bound matters as published"),
         ({5.0}, "the bound matters where it acts"),
-        ({1.0, 5.0}, "not foreseen: different at g = 1 and 5"),
+        ({1.0, 5.0}, "different at g = 1 and 5, for which no words were fixed"),
         (set(), "undecided"),
     ],
 )
