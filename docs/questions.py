@@ -23,6 +23,7 @@ from normlab.training.grids import planned
 from normlab.training.presets import get_preset
 
 RATES, GAINS, TANH, LEAGUE = "depth_and_rate", "gains", "tanh", "league"  # presets, and their folders in data/
+GAIN_WORDS = ("own", "one", "five")  # g of `decisions.GAINS`: BHyT's own, 1 and 5
 NOT_BEGUN, NOT_THERE = "not begun", "incomplete: the runs that decide are missing"
 
 
@@ -59,21 +60,18 @@ PARTS = {
 def texts() -> dict[str, str]:
     answers = [(name, words, answer(name)) for name, (words, _) in QUESTIONS.items()]
     by_gain = decided("C").set_index(["g", "quantity"])
-    least, _, most = decisions.GAINS
-    loss, stream, far_loss, far_stream = (
-        by_gain.loc[(gain, metric_row(name).label)] for gain in (least, most) for name in ("loss", "token_l2_mean")
+    loss, stream = (
+        {gain: by_gain.loc[(g, metric_row(name).label)] for gain, g in zip(GAIN_WORDS, decisions.GAINS, strict=True)}
+        for name in ("loss", "token_l2_mean")
     )
     growth = decided("A3").set_index("lr")
     files = decided("A1").iloc[0]
     return {
         "a1_files": f"[{plain(files['files_low'], 3)}, {plain(files['files_high'], 3)}]",
         "growth_equal": interval(growth.loc[0.004]),
-        "tanh_loss_eight": interval(loss, sign=True),
-        "tanh_stream_eight": interval(stream),
-        "tanh_loss_five": interval(far_loss, sign=True),
-        "tanh_raises_five": interval(far_loss),
-        "tanh_stream_five": interval(far_stream),
-        "tanh_seeds_five": f"{far_loss['seeds']}",
+        **{f"tanh_loss_{gain}": interval(row, sign=True) for gain, row in loss.items()},
+        **{f"tanh_stream_{gain}": interval(row) for gain, row in stream.items()},
+        "tanh_raises_one": interval(loss["one"]),
         "table_of_questions": table(("", "question", "answer"), answers),
         "table_of_equal_rates": _means(RATES, "lr", "rate"),
         "table_of_estimates": _estimates(("A1", "A2", "A3", "A4"), "lr", "rate"),

@@ -258,10 +258,13 @@ def test_the_best_scheme_that_the_first_screen_names_is_that_of_the_league(code)
 
 def test_what_is_said_of_the_tanh_holds(code):
     rows = code["questions"].decided("C")
-    own, far = (rows[rows["g"] == gain] for gain in (0.2, 5.0))
-    assert own["seeds"].min() >= 4 and set(own["verdict"]) == {"undecided"}
-    loss, stream = (row for _, row in far.iterrows())
-    assert loss["low"] > 0 and stream["high"] < 1 and set(far["verdict"]) == {"different"} and far["seeds"].min() >= 4
+    assert rows["seeds"].min() >= 4 and set(rows.loc[rows["g"] == 0.2, "verdict"]) == {"undecided"}
+    losses, streams = (part.set_index("g") for _, part in rows.groupby("quantity", sort=False))
+    for gain in (1.0, 5.0):
+        assert set(rows.loc[rows["g"] == gain, "verdict"]) == {"different"}
+        assert losses.loc[gain, "low"] > 0 and streams.loc[gain, "high"] < 1
+    assert losses["estimate"].is_monotonic_increasing and streams["estimate"].is_monotonic_decreasing
+    assert 0.4 < streams.loc[1.0, "estimate"] < 0.6, "it halves the stream"
 
 
 def test_rates_and_quantities_with_different_answers_are_named(code, monkeypatch):
