@@ -1,8 +1,8 @@
 """LNS against Pre-LN at equal rates: the models of data/depth_and_rate.
 
 texts      every text by the name that marks it in the page
-compared   LNS over or minus Pre-LN after 16 blocks: each quantity at each rate, and with each scheme at its better one
-deepened   the gain in loss from 4 to 16 blocks, at the same places
+compared   LNS over or minus Pre-LN after 16 blocks: each quantity at each rate, and with each scheme at its best one
+deepened   the gain in loss from 4 to 16 blocks, where both depths have runs
 deep       the quantities of one run, for any folder of runs of 16 blocks
 """
 
@@ -22,8 +22,9 @@ from normlab.analysis.verdicts import DIFFERENT, differences, judged, means
 FOLDER, SHALLOW, DEEP = "depth_and_rate", 4, 16
 EARLY = 1000  # of 6,000 steps
 MINUS = "LNS minus Pre-LN"
-LOW, HIGH, BEST = 0.004, 0.008, "best"
-PLACES = {LOW: f"both at rate {LOW:g}", HIGH: f"both at {HIGH:g}", BEST: "each at its better one"}
+LOWEST, LOW, HIGH, BEST = 0.001, 0.004, 0.008, "best"
+RATES = (LOWEST, LOW, HIGH)  # LOWEST with 16 blocks only
+PLACES = {**{rate: f"both at rate {rate:g}" for rate in RATES}, BEST: "each at its best"}
 # Quantity -> its name on the page, and the metric that says whether it is compared as a ratio.
 QUANTITIES = {
     "loss": ("held-out loss, nats", "loss"),
@@ -47,7 +48,7 @@ FIRST_SCREEN = {
 
 def texts() -> dict[str, str]:
     made = {}
-    for name, rate in (("low", LOW), ("high", HIGH)):
+    for name, rate in (("lowest", LOWEST), ("low", LOW), ("high", HIGH)):
         made |= {
             f"lns_loss_{name}": in_words("loss", rate),
             f"lns_first_{name}": interval(compared().loc[("first", rate)]),
@@ -97,7 +98,7 @@ def compared() -> pd.DataFrame:
     """LNS against Pre-LN; the quantities of a place are one family, a column of the page's table."""
     values = deep(FOLDER)
     best = best_rates(values)
-    own = {rate: values[values["lr"] == rate] for rate in (LOW, HIGH)}
+    own = {rate: values[values["lr"] == rate] for rate in RATES}
     own[BEST] = values[values["lr"] == values["scheme"].map(best)]
     rows = [
         judged(pd.concat([_difference(here, quantity) for quantity in QUANTITIES], ignore_index=True)).assign(
@@ -119,7 +120,7 @@ def best_rates(values: pd.DataFrame) -> pd.Series:
 def deepened() -> pd.DataFrame:
     """Held-out loss of 4 blocks minus that of 16: each scheme's, and LNS's minus Pre-LN's.
 
-    The rows of a place are one family. At the better rate each depth of a scheme has its own.
+    The rows of a place are one family. At the best rate each depth of a scheme has its own.
     """
     about = one_precision(summarize(runs(FOLDER))).rename(columns={"eval_loss": "loss"})
     best = pd.concat({depth: best_rates(own) for depth, own in about.groupby("depth")})
@@ -164,11 +165,12 @@ def shallow_gap() -> pd.Series:
 
 
 def _gains() -> str:
+    places = (LOW, HIGH, BEST)
     rows = [
-        (what if what == MINUS else title_of(what), *(cell(deepened().loc[(place, what)]) for place in PLACES))
+        (what if what == MINUS else title_of(what), *(cell(deepened().loc[(place, what)]) for place in places))
         for what in (PRE_LN, LNS, MINUS)
     ]
-    return table(("gain in loss from 4 to 16 blocks", *PLACES.values()), rows)
+    return table(("gain in loss from 4 to 16 blocks", *(PLACES[place] for place in places)), rows)
 
 
 def _difference(values: pd.DataFrame, quantity: str) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from equal_rates import BEST, HIGH, LOW, MINUS, QUANTITIES, compared, deep, deepened, in_words
+from equal_rates import BEST, LOW, LOWEST, MINUS, QUANTITIES, RATES, compared, deep, deepened, in_words
 from findings import (
     LNS,
     PRE_LN,
@@ -39,7 +39,7 @@ from normlab.analysis.verdicts import DIFFERENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING, NOT_PLANNED = "not comparable", "missing", "not planned"
-EQUAL, IF_SO = " at equal rates", ", if the paper says so"
+IF_SO = ", if the paper says so"
 NOT_CHECKED = "**not checked against the paper**"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
 SCALED_LNS = "lns_scaled_init"
@@ -131,7 +131,7 @@ def curse_of_depth() -> list[Row]:
             *_equal("angle", "Mean angle over blocks 9 to 15 as a share of π, LNS minus Pre-LN"),
             lower=False,
             words=in_words("angle", LOW),
-            scope=EQUAL + IF_SO,
+            scope=_rates("angle") + IF_SO,
         ),
         Row(
             "Fig. 5",
@@ -139,7 +139,7 @@ def curse_of_depth() -> list[Row]:
             f"no value at hand; {NOT_CHECKED}: notes of others name only LLaMA2-7B, a Pre-LN model",
             *_equal("jacobian", "Mean distance over blocks 9 to 15, LNS minus Pre-LN"),
             lower=False,
-            scope=EQUAL + IF_SO,
+            scope=_rates("jacobian") + IF_SO,
         ),
         Row(
             "Fig. 7",
@@ -147,7 +147,7 @@ def curse_of_depth() -> list[Row]:
             "no value at hand; by the caption in v1 (Fig. 4) deep layers contribute",
             *_equal("skip", "Mean cost over blocks 9 to 15, LNS minus Pre-LN"),
             lower=False,
-            scope=EQUAL,
+            scope=_rates("skip"),
         ),
         Row(
             "Fig. 7",
@@ -155,15 +155,15 @@ def curse_of_depth() -> list[Row]:
             'no value at hand; "more balanced"',
             *_equal("spread", "Standard deviation over mean of the costs of blocks 2 to 15, LNS over Pre-LN"),
             lower=True,
-            scope=EQUAL,
+            scope=_rates("spread"),
         ),
         Row(
             "Fig. 9",
             "the variance of the stream grows less over the blocks under LNS",
             "no value at hand; so says the caption of v1's Fig. 1",
-            *_equal("growth", "Variance after block 16 over that after block 1, LNS over Pre-LN"),
+            *_equal("growth", "Variance after block 16 over that after block 1, LNS over Pre-LN", LOWEST),
             lower=True,
-            scope=EQUAL,
+            scope=_rates("growth", LOWEST),
         ),
         *(
             Row(
@@ -209,8 +209,9 @@ def bhyt() -> list[Row]:
         for scheme in (LNS, PERI, "dyt", BHYT):
             found = scheme in ours.index
             plan, verdict = ("", "") if found else _plan(scheme)
+            quantity = "size" if metric == "token_l2_mean" else "variance"
             if scheme == LNS:
-                value, *why = _equal("size" if metric == "token_l2_mean" else "variance", "Text read once")
+                value, *why = _equal(quantity, "Text read once")
             elif found:
                 value, why = ours.loc[scheme], ["Each at its own rate"]
             else:
@@ -225,7 +226,7 @@ def bhyt() -> list[Row]:
                     ". ".join(filter(None, why)),
                     verdict,
                     lower=True,
-                    scope=EQUAL if scheme == LNS else "",
+                    scope=_rates(quantity) if scheme == LNS else "",
                     published=(own[scheme] / own[PRE_LN],) if found else (),
                 )
             )
@@ -271,8 +272,8 @@ def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -
     if losses is not None and scheme in losses.index:
         why = [words for words in ("16 blocks, each at its own rate", _league_says(scheme, "loss")) if words]
         if scheme == LNS:
-            rates = (f"{in_words('loss', rate)} at {rate:g}" for rate in (LOW, HIGH))
-            best = f"each at the better of these {in_words('loss', BEST)}"
+            rates = (f"{in_words('loss', rate)} at {rate:g}" for rate in RATES)
+            best = f"each at the best of these {in_words('loss', BEST)}"
             why.append(f"16 blocks, 4 seeds, text read once, both at one rate: {', '.join(rates)}; {best}")
         return losses.loc[scheme], ". ".join(why), ""
     if final is not None:
@@ -368,12 +369,22 @@ def _gain_at_equal_rates() -> str:
     return f"{where}: {interval(row, sign=True)}; {at_low}"
 
 
-def _equal(quantity: str, what: str) -> tuple[pd.Series, str]:
-    """LNS against Pre-LN at the lower of two equal rates; in words what it is, the higher rate, and the older runs."""
+def _equal(quantity: str, what: str, at: float = LOW) -> tuple[pd.Series, str]:
+    """LNS against Pre-LN at one of three equal rates; in words it, the others, and the older runs.
+
+    The middle rate, but growth is judged at the lowest, as A3 was planned.
+    """
     older = deep("runs").query("run in @chosen().index")
     rates = older.groupby("scheme")["lr"].first()
     gap = differences(older.assign(value=older[quantity]), LNS, PRE_LN, QUANTITIES[quantity][1]).iloc[0]
-    words = f"{what}, both at rate {LOW:g}; at {HIGH:g}: {in_words(quantity, HIGH)}"
-    words += f"; each at the better one: {in_words(quantity, BEST)}"
+    others = "; ".join(f"at {rate:g}: {in_words(quantity, rate)}" for rate in RATES if rate != at)
+    words = f"{what}, both at rate {at:g}; {others}; each at its best: {in_words(quantity, BEST)}"
     unequal = f"In older runs, LNS at {rates[LNS]:g} and Pre-LN at {rates[PRE_LN]:g}: {_in_words(gap)}"
-    return compared().loc[(quantity, LOW)], f"{words}. {unequal}"
+    return compared().loc[(quantity, at)], f"{words}. {unequal}"
+
+
+def _rates(quantity: str, at: float = LOW) -> str:
+    """The scope of a verdict: all equal rates if each of their intervals is on one side, else the rate it is of."""
+    own = compared().loc[quantity].loc[list(RATES)]
+    none = 1.0 if own["kind"].iloc[0] == "ratio" else 0.0
+    return " at equal rates" if (own["low"] > none).all() or (own["high"] < none).all() else f" at rate {at:g}"

@@ -69,6 +69,7 @@ def texts() -> dict[str, str]:
     return {
         "a1_files": f"[{plain(files['files_low'], 3)}, {plain(files['files_high'], 3)}]",
         "growth_equal": interval(growth.loc[0.004]),
+        "growth_lowest": interval(growth.loc[0.001]),
         **{f"tanh_loss_{gain}": interval(row, sign=True) for gain, row in loss.items()},
         **{f"tanh_stream_{gain}": interval(row) for gain, row in stream.items()},
         "tanh_raises_one": interval(loss["one"]),

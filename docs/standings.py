@@ -37,7 +37,6 @@ def csv() -> str:
 def texts() -> dict[str, str]:
     run = league_table()[league_table()["says"] != NOT_RUN]
     half = (run["minus_high"] - run["minus_low"]).dropna() / 2
-    missing = league_table().loc[league_table()["says"] == NOT_RUN, "title"]
     compared = run[run["p"].notna()]
     spent = [m["measured"]["wall_s"] for folder in ("league", "league/search", "between") for m in manifests(folder)]
     return {
@@ -56,7 +55,6 @@ def texts() -> dict[str, str]:
         "league_at_shared": _at_shared(run.set_index("title")[f"loss_at_{SHARED:g}"]),
         "league_edges": _edges(run),
         "league_lead": _lead(run.set_index("scheme")),
-        "league_fewer_rates": _listed(run.loc[run["says"] == UNFINISHED, "title"]),
         "league_between": _between_won(run),
         "table_of_between": _between(run.set_index("scheme")),
         "table_of_checks": _checks(),
@@ -65,7 +63,6 @@ def texts() -> dict[str, str]:
         "league_post_ln": signed(elsewhere("post_rmsnorm") - searched()[BASELINE]),
         "league_runs": f"{len(spent)}",
         "league_hours": plain(sum(spent) / 3600, 1),
-        "league_not_run": _listed(missing),
         "table_of_league": table(shown(league_table()), shown(league_table()).itertuples(index=False)),
         "table_of_league_rates": _rates(run),
         "table_of_league_costs": _costs(run),
