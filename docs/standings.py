@@ -51,7 +51,8 @@ def texts() -> dict[str, str]:
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
         "league_files_half": plain(((run["files_high"] - run["files_low"]) / 2).median()),
-        "league_seeds_apart": plain(summarize(league().finals).groupby("scheme")["eval_loss"].agg(np.ptp).max()),
+        "league_seeds_apart": plain(seeds_apart().max()),
+        "league_seeds_apart_of": title_of(seeds_apart().idxmax()),
         "league_at_shared": _at_shared(run.set_index("title")[f"loss_at_{SHARED:g}"]),
         "league_edges": _edges(run),
         "league_lead": _lead(run.set_index("scheme")),
@@ -69,6 +70,11 @@ def texts() -> dict[str, str]:
         "table_of_league_claims": _claims(),
         "table_of_predictions": _predictions(),
     }
+
+
+def seeds_apart() -> pd.Series:
+    """The largest loss of a scheme's final runs minus the smallest; indexed by scheme."""
+    return summarize(league().finals).groupby("scheme")["eval_loss"].agg(np.ptp)
 
 
 def _seeds(run: pd.DataFrame) -> str:
@@ -162,8 +168,12 @@ def _large_logits() -> dict[str, str]:
     lower = searched()[lambda losses: losses < ends[BASELINE]].sort_values()
     final = large[BASELINE, long]
     end, finals = final["after"].mean(), league_table().set_index("scheme")["loss"].sort_values()
+    several = league_table().query("seeds > 1").set_index("scheme")
+    best = several["loss"].idxmin()
     return {
-        "league_best_lead": interval(turned(league_minus("loss").loc["gatednorm"])),
+        "league_best": title_of(best),
+        "league_best_step": plain(several.loc[best, "step_cost"]),
+        "league_best_lead": interval(turned(league_minus("loss").loc[best])),
         "checks_final_below": ", ".join(map(title_of, finals.index[finals < end])) or "none",
         "checks_below": ", ".join(map(title_of, lower.index)) or "none",
         "checks_final": interval(turned(_difference(BASELINE, final))),

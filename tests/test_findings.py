@@ -112,28 +112,29 @@ def test_the_words_of_the_findings_hold(code):
 
 
 def test_what_the_league_says_of_single_changes(code):
-    """Single seeds: differences above what a seed moves."""
-    manifests = code["findings"].manifests
+    """Single seeds: differences above what a seed moves, and below where the page says that one seed tells nothing."""
+    manifests, apart = code["findings"].manifests, code["standings"].seeds_apart().max()
     there = {(m["config"]["scheme"], m["config"]["lr"]): m["eval_loss"] for m in manifests("league/search")}
     short, long = ([m for m in manifests("checks") if m["config"]["steps"] == steps] for steps in (2000, 6000))
     changed = {m["config"]["scheme"].rpartition("_")[0]: m["eval_loss"] for m in short}
-    assert changed["pre_rmsnorm_logits"] < there["pre_rmsnorm", 0.002] - 0.06
-    assert abs(changed["residual_dual_normalized"] - changed["pre_rmsnorm_large"]) < 0.06
-    assert there["residual_dual", 0.002] < changed["residual_dual_normalized"] - 0.06
-    assert changed["lns_logits"] > changed["pre_rmsnorm_logits"] + 0.06
-    assert abs(changed["gatednorm_logits"] - changed["pre_rmsnorm_logits"]) < 0.06
+    assert changed["pre_rmsnorm_logits"] < there["pre_rmsnorm", 0.002] - apart
+    assert abs(changed["residual_dual_normalized"] - changed["pre_rmsnorm_large"]) < apart
+    assert there["residual_dual", 0.002] < changed["residual_dual_normalized"] - apart
+    for name in ("lns", "gatednorm", "bhyt"):
+        assert abs(changed[f"{name}_logits"] - changed["pre_rmsnorm_logits"]) < apart
     other = {m["config"]["scheme"]: m for m in manifests("between")}
     for name in ("post_rmsnorm", "minimax"):
-        assert other[name]["eval_loss"] < other[name]["bigram_loss"] - 0.06
+        assert other[name]["eval_loss"] < other[name]["bigram_loss"] - apart
         assert all(loss > other[name]["bigram_loss"] for (scheme, _), loss in there.items() if scheme == name)
-    assert other["post_rmsnorm"]["eval_loss"] > there["pre_rmsnorm", 0.002] + 0.06
+    assert other["post_rmsnorm"]["eval_loss"] > there["pre_rmsnorm", 0.002]
     assert there["gatednorm", 0.008] == pytest.approx(there["pre_rmsnorm", 0.002] - 0.2, abs=0.02)
     (ngpt,) = (m["eval_loss"] for m in short if m["config"]["scheme"] == "ngpt")
     assert ngpt < there["ngpt", 0.002] - 1
     assert {m["config"]["scheme"].rpartition("_")[0] for m in long} == {"pre_rmsnorm_logits"}
     losses = pd.DataFrame([(m["config"]["scheme"], m["config"]["seed"], m["eval_loss"]) for m in manifests("league")])
     several = losses.groupby(0)[2].agg(["mean", "size"]).query("size > 1")["mean"]
-    assert sum(m["eval_loss"] for m in long) / len(long) < several.min(), "as much as the best of several final runs"
+    lower = several.index[several < sum(m["eval_loss"] for m in long) / len(long)]
+    assert set(lower) <= {"block_attn_residuals"}, "as much as the best of several final runs but one"
 
 
 def test_what_the_sections_say_of_single_runs(code):
@@ -253,11 +254,6 @@ def test_what_is_said_of_uniform_attention_holds(code):
     assert at_low.loc["bhyt", ["lr", "models", "seeds"]].tolist() == [0.004, 3, 3]
     gains = findings._gains_of_eight().query("dead")["lambda"]
     assert len(gains) == 4 and (gains.nsmallest(3) < 0.25).all() and gains.max() > 1
-
-
-def test_the_best_scheme_that_the_first_screen_names_is_that_of_the_league(code):
-    table = code["findings"].league_table()
-    assert table[table["seeds"] > 1].sort_values("loss")["scheme"].iloc[0] == "gatednorm"
 
 
 def test_what_is_said_of_the_tanh_holds(code):
