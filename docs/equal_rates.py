@@ -15,15 +15,18 @@ import pandas as pd
 from findings import LNS, PRE_LN, cell, experiments, interval, manifests, plain, runs, turned
 from tables import table
 
+from normlab.analysis.compare import last_values
 from normlab.analysis.decisions import ENOUGH
-from normlab.analysis.selection import one_precision, summarize, title_of
+from normlab.analysis.selection import Selection, one_precision, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged, means
 
 FOLDER, SHALLOW, DEEP = "depth_and_rate", 4, 16
 EARLY = 1000  # of 6,000 steps
 MINUS = "LNS minus Pre-LN"
+MATRICES = ("gate", "up", "down")
 LOWEST, LOW, HIGH, BEST = 0.001, 0.004, 0.008, "best"
 RATES = (LOWEST, LOW, HIGH)  # LOWEST with 16 blocks only
+NAMED = {"lowest": LOWEST, "low": LOW, "high": HIGH, "best": BEST}  # in the names of texts
 PLACES = {**{rate: f"both at rate {rate:g}" for rate in RATES}, BEST: "each at its best"}
 # Quantity -> its name on the page, and the metric that says whether it is compared as a ratio.
 QUANTITIES = {
@@ -48,7 +51,7 @@ FIRST_SCREEN = {
 
 def texts() -> dict[str, str]:
     made = {}
-    for name, rate in (("lowest", LOWEST), ("low", LOW), ("high", HIGH)):
+    for name, rate in list(NAMED.items())[:-1]:
         made |= {
             f"lns_loss_{name}": in_words("loss", rate),
             f"lns_first_{name}": interval(compared().loc[("first", rate)]),
@@ -73,6 +76,7 @@ def texts() -> dict[str, str]:
         "equal_shallow_low": interval(shallow_gap(), sign=True),
         "equal_parameters": f"{size[DEEP] / size[SHALLOW]:.1f}",
         "table_of_equal_gains": _gains(),
+        **{f"unseen_gap_{name}": interval(unseen_gap().loc[place], 3, sign=True) for name, place in NAMED.items()},
         **first_block(),
     }
 
@@ -138,24 +142,36 @@ def deepened() -> pd.DataFrame:
 
 def first_block() -> dict[str, str]:
     """LNS over Pre-LN before and after the MLP of block 1, early in training, and in this MLP's matrices."""
-    matrices = [over_pre_ln(f"mlp.{name}_proj.weight", "parameter_rms")["estimate"] for name in ("gate", "up", "down")]
-    return {
-        "first_mlp_in": interval(over_pre_ln("mlp_norm_in", "token_l2_mean")),
-        "first_early": interval(over_pre_ln("block_out", "token_l2_mean", EARLY)),
-        "first_matrices_low": plain(min(matrices)),
-        "first_matrices_high": plain(max(matrices)),
-    }
+    made = {}
+    for name, rate in list(NAMED.items())[:-1]:
+        made[f"first_mlp_in_{name}"] = interval(over_pre_ln("mlp_norm_in", "token_l2_mean", rate))
+        made[f"first_early_{name}"] = interval(over_pre_ln("block_out", "token_l2_mean", rate, EARLY))
+        sizes = sorted(over_pre_ln(f"mlp.{own}_proj.weight", "parameter_rms", rate)["estimate"] for own in MATRICES)
+        made[f"first_matrices_{name}"] = f"{plain(sizes[0])} to {plain(sizes[-1])}"
+    return made
 
 
 @cache
-def over_pre_ln(site: str, metric: str, step: int | None = None) -> pd.Series:
-    """A size at block 1 of 16, LNS's over Pre-LN's at the lower rate: after a step, by default the last."""
-    about = one_precision(summarize(runs(FOLDER))).query("depth == @DEEP and lr == @LOW")
+def over_pre_ln(site: str, metric: str, rate: float, step: int | None = None) -> pd.Series:
+    """A size at block 1 of 16, LNS's over Pre-LN's at one rate: after a step, by default the last."""
+    about = one_precision(summarize(runs(FOLDER))).query("depth == @DEEP and lr == @rate")
     rows = runs(FOLDER).query(
         "run in @about.index and site == @site and metric == @metric and layer == 1 and mask == 'all'"
     )
     here = rows[rows["step"] == (rows["step"].max() if step is None else step)].set_index("run")["value"]
     return differences(about.assign(value=here), LNS, PRE_LN, "token_l2_mean").iloc[0]
+
+
+@cache
+def unseen_gap() -> pd.DataFrame:
+    """LNS minus Pre-LN of held-out minus seen loss, 16 blocks; one row per place, the equal rates one family."""
+    about = one_precision(summarize(runs(FOLDER))).query("depth == @DEEP")
+    seen = last_values(Selection(runs(FOLDER), about), "seen_loss").set_index("run")["value"]
+    values = about.assign(value=about["eval_loss"] - seen)
+    best = best_rates(deep(FOLDER))
+    rows = [differences(values[values["lr"] == rate], LNS, PRE_LN, "loss") for rate in RATES]
+    own = differences(values[values["lr"] == values["scheme"].map(best)], LNS, PRE_LN, "loss")
+    return pd.concat([judged(pd.concat(rows)), judged(own)]).assign(place=[*RATES, BEST]).set_index("place")
 
 
 def shallow_gap() -> pd.Series:

@@ -215,13 +215,25 @@ def test_what_is_said_of_equal_rates_holds(code):
 
 
 def test_block_1_is_where_the_streams_part(code):
-    """Equal before its MLP, apart after it, and not by the size of its matrices."""
-    over = code["equal_rates"].over_pre_ln
-    assert 0.95 < over("mlp_norm_in", "token_l2_mean")["estimate"] < 1.1
-    early, last = (over("block_out", "token_l2_mean", step) for step in (1000, None))
+    """At the lower rates equal before its MLP, apart after it, and not by the size of its matrices."""
+    equal = code["equal_rates"]
+    over = equal.over_pre_ln
+    for rate in (equal.LOWEST, equal.LOW):
+        assert 0.95 < over("mlp_norm_in", "token_l2_mean", rate)["estimate"] < 1.1
+    assert (
+        over("mlp_norm_in", "token_l2_mean", equal.HIGH)["high"] < over("block_out", "token_l2_mean", equal.HIGH)["low"]
+    )
+    assert 0.9 < over("attn_norm_in", "token_l2_mean", equal.HIGH)["estimate"] < 1.1
+    early, last = (over("block_out", "token_l2_mean", equal.LOW, step) for step in (1000, None))
     assert early["high"] < 0.5 and abs(early["estimate"] / last["estimate"] - 1) < 0.1
-    matrices = [over(f"mlp.{name}_proj.weight", "parameter_rms")["estimate"] for name in ("gate", "up", "down")]
+    assert over("block_out", "token_l2_mean", equal.LOWEST, 1000)["low"] > 0.5
+    matrices = [over(f"mlp.{name}_proj.weight", "parameter_rms", equal.LOW)["estimate"] for name in equal.MATRICES]
     assert 2 * last["estimate"] < min(matrices) < max(matrices) < 1
+
+
+def test_the_gap_at_equal_rates_is_as_the_page_says(code):
+    verdicts = code["equal_rates"].unseen_gap()["verdict"].to_dict()
+    assert verdicts == {0.001: "undecided", 0.004: "equivalent", 0.008: "different", "best": "equivalent"}
 
 
 def test_what_is_said_of_depth_at_equal_rates_holds(code):
