@@ -25,8 +25,8 @@ EARLY = 1000  # of 6,000 steps
 MINUS = "LNS minus Pre-LN"
 MATRICES = ("gate", "up", "down")
 LOWEST, LOW, HIGH, BEST = 0.001, 0.004, 0.008, "best"
-RATES = (LOWEST, LOW, HIGH)  # LOWEST with 16 blocks only
-NAMED = {"lowest": LOWEST, "low": LOW, "high": HIGH, "best": BEST}  # in the names of texts
+NAMED = {"lowest": LOWEST, "low": LOW, "high": HIGH}  # in the names of texts; LOWEST has 16 blocks only
+RATES = tuple(NAMED.values())
 PLACES = {**{rate: f"both at rate {rate:g}" for rate in RATES}, BEST: "each at its best"}
 # Quantity -> its name on the page, and the metric that says whether it is compared as a ratio.
 QUANTITIES = {
@@ -51,12 +51,15 @@ FIRST_SCREEN = {
 
 def texts() -> dict[str, str]:
     made = {}
-    for name, rate in list(NAMED.items())[:-1]:
+    for name, rate in NAMED.items():
         made |= {
             f"lns_loss_{name}": in_words("loss", rate),
             f"lns_first_{name}": interval(compared().loc[("first", rate)]),
             f"lns_size_{name}": interval(compared().loc[("size", rate)]),
             f"lns_skip_{name}_less": interval(turned(compared().loc[("skip", rate)])),
+            f"unseen_gap_{name}": interval(unseen_gap().loc[rate], 3, sign=True),
+            f"first_mlp_in_{name}": interval(over_pre_ln("mlp_norm_in", "token_l2_mean", rate)),
+            f"first_early_{name}": interval(over_pre_ln("block_out", "token_l2_mean", rate, EARLY)),
         }
     dtypes = summarize(runs(FOLDER))["dtype"]
     size = {manifest["config"]["depth"]: manifest["parameters"] for manifest in manifests(FOLDER)}
@@ -76,8 +79,8 @@ def texts() -> dict[str, str]:
         "equal_shallow_low": interval(shallow_gap(), sign=True),
         "equal_parameters": f"{size[DEEP] / size[SHALLOW]:.1f}",
         "table_of_equal_gains": _gains(),
-        **{f"unseen_gap_{name}": interval(unseen_gap().loc[place], 3, sign=True) for name, place in NAMED.items()},
-        **first_block(),
+        "unseen_gap_best": interval(unseen_gap().loc[BEST], 3, sign=True),
+        "first_matrices_low": _matrices(LOW),
     }
 
 
@@ -101,16 +104,19 @@ def in_words(quantity: str, place: float | str) -> str:
 def compared() -> pd.DataFrame:
     """LNS against Pre-LN; the quantities of a place are one family, a column of the page's table."""
     values = deep(FOLDER)
-    best = best_rates(values)
-    own = {rate: values[values["lr"] == rate] for rate in RATES}
-    own[BEST] = values[values["lr"] == values["scheme"].map(best)]
     rows = [
         judged(pd.concat([_difference(here, quantity) for quantity in QUANTITIES], ignore_index=True)).assign(
             quantity=list(QUANTITIES), place=place
         )
-        for place, here in own.items()
+        for place, here in _at_places(values).items()
     ]
     return pd.concat(rows).set_index(["quantity", "place"])
+
+
+def _at_places(values: pd.DataFrame) -> dict[float | str, pd.DataFrame]:
+    """The rows of runs of 16 blocks at each equal rate, and those of each scheme at its best one."""
+    best = values["scheme"].map(best_rates(deep(FOLDER)))
+    return {**{rate: values[values["lr"] == rate] for rate in RATES}, BEST: values[values["lr"] == best]}
 
 
 def best_rates(values: pd.DataFrame) -> pd.Series:
@@ -140,15 +146,10 @@ def deepened() -> pd.DataFrame:
     return pd.concat(rows).set_index(["place", "what"])
 
 
-def first_block() -> dict[str, str]:
-    """LNS over Pre-LN before and after the MLP of block 1, early in training, and in this MLP's matrices."""
-    made = {}
-    for name, rate in list(NAMED.items())[:-1]:
-        made[f"first_mlp_in_{name}"] = interval(over_pre_ln("mlp_norm_in", "token_l2_mean", rate))
-        made[f"first_early_{name}"] = interval(over_pre_ln("block_out", "token_l2_mean", rate, EARLY))
-        sizes = sorted(over_pre_ln(f"mlp.{own}_proj.weight", "parameter_rms", rate)["estimate"] for own in MATRICES)
-        made[f"first_matrices_{name}"] = f"{plain(sizes[0])} to {plain(sizes[-1])}"
-    return made
+def _matrices(rate: float) -> str:
+    """The smallest and the largest of LNS's matrices of the MLP of block 1, over Pre-LN's."""
+    sizes = [over_pre_ln(f"mlp.{name}_proj.weight", "parameter_rms", rate)["estimate"] for name in MATRICES]
+    return f"{plain(min(sizes))} to {plain(max(sizes))}"
 
 
 @cache
@@ -167,11 +168,9 @@ def unseen_gap() -> pd.DataFrame:
     """LNS minus Pre-LN of held-out minus seen loss, 16 blocks; one row per place, the equal rates one family."""
     about = one_precision(summarize(runs(FOLDER))).query("depth == @DEEP")
     seen = last_values(Selection(runs(FOLDER), about), "seen_loss").set_index("run")["value"]
-    values = about.assign(value=about["eval_loss"] - seen)
-    best = best_rates(deep(FOLDER))
-    rows = [differences(values[values["lr"] == rate], LNS, PRE_LN, "loss") for rate in RATES]
-    own = differences(values[values["lr"] == values["scheme"].map(best)], LNS, PRE_LN, "loss")
-    return pd.concat([judged(pd.concat(rows)), judged(own)]).assign(place=[*RATES, BEST]).set_index("place")
+    places = _at_places(about.assign(value=about["eval_loss"] - seen))
+    *equal, own = (differences(here, LNS, PRE_LN, "loss") for here in places.values())
+    return pd.concat([judged(pd.concat(equal)), judged(own)]).assign(place=list(places)).set_index("place")
 
 
 def shallow_gap() -> pd.Series:
