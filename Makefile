@@ -84,7 +84,7 @@ bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on 
 # With the packages that are there, PYTHON's if it is given: a GPU machine has its own torch and often no network.
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 
-gpu: ## on a CUDA machine: measure the kernels against every installed peer, then test them; MINUTES=8 stops in time
+gpu: ## on a CUDA machine: test the kernels, then measure them against every installed peer; MINUTES=8 stops in time
 	PYTHONPATH="$(CURDIR)/kernels:$(CURDIR)" $(GPU_PYTHON) kernels/benchmarks/run.py --tests \
 	  $(if $(MINUTES),--minutes $(MINUTES)) --out $(OUT)/bench
 

@@ -1,4 +1,4 @@
-"""Measure the kernels against every installed peer, on a GPU or a CPU, in the order of importance; then test them.
+"""Test the compiled kernels, then measure them against every installed peer, in the order of importance.
 
     PYTHONPATH=kernels:. python3 kernels/benchmarks/run.py --out data/bench              # a GPU, `make gpu` does it
     python kernels/benchmarks/run.py --device cpu --sections rows --out data/bench
@@ -181,7 +181,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=SECTIONS, help="or none")
     parser.add_argument("--minutes", type=float, default=60.0, help="to measure and test for, at most")
     parser.add_argument("--again", action="store_true", help="also what this code measured well before on this device")
-    parser.add_argument("--tests", action="store_true", help="then the tests of the compiled kernels")
+    parser.add_argument(
+        "--tests", action="store_true", help="first the tests of the compiled kernels, for at most half the time"
+    )
     parser.add_argument("--commit", default="", help="where this is not a git checkout")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tables")
     options = parser.parse_args(arguments)
@@ -195,16 +197,12 @@ def main(arguments: list[str] | None = None) -> int:
     if missing := [name for name in OPTIONAL if importlib.util.find_spec(name) is None]:
         print(f"missing, and left out with a note where it is needed: {', '.join(missing)}", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    end = BEGAN + 60 * options.minutes
+    seconds, status = 60 * options.minutes, DONE
     rows = plan(device.kind, tuple(options.sections))
-    status = measure_all(device, rows, options.out, end - time.monotonic(), options.again, options.commit)
     if options.tests:
-        left = end - time.monotonic()
-        if left < 30:
-            print("no time is left for the tests; they alone: --sections --tests")
-        else:
-            status = max(status, run_tests(options.out, left))
-    return status
+        status = run_tests(options.out, seconds / 2 if rows else seconds)
+    left = BEGAN + seconds - time.monotonic()
+    return max(status, measure_all(device, rows, options.out, left, options.again, options.commit))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ TAGS = {
     "exact_bound": "with the tanh and without, on the exact statistic",
     "small_gain": "small gains that can die: trained slower, and with normalized queries",
     "rates": "compared at equal rates and depths",
+    "wide": "at four times the width",
     "trained_gain": "LNS's factor as the start of a gain",
     "always_final": "in the league's final at any rank",
     "timed": "its training step is timed against the baseline's",

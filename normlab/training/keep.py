@@ -56,7 +56,10 @@ def _keep(run: runs.Run, config: TrainConfig, out: Path, cache_dir: str | Path |
         raise NormlabError(f"{run.name} was trained on another text than this machine's {config.corpus}")
     shutil.rmtree(folder, ignore_errors=True)
     NormlabForCausalLM.from_pretrained(run.path, dtype=torch.bfloat16).save_pretrained(folder)
-    corpus.tokenizer().save_pretrained(folder)
+    tokenizer = corpus.tokenizer()
+    tokenizer.save_pretrained(folder)
+    # Without blanks and line breaks, which are more than half of the file that transformers saves.
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     blocks = corpus.measured_on(config).eval
     save_file({"blocks": torch.from_numpy(blocks).to(torch.int32)}, folder / BLOCKS)
     rounded = NormlabForCausalLM.from_pretrained(folder, dtype=torch.float32)

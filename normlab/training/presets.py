@@ -173,6 +173,14 @@ PRESETS = {
             fields=_ONE_PASS,
         ),
         Preset(
+            # For a GPU: five schemes at four times the width, on the same text. Steps are as many, and as large.
+            "gpu",
+            parts=(Part({16: 2}, tagged("wide"), variants=_at_rates(1e-3, 4e-3)),),
+            rate=1e-3,  # every variant has its own
+            fields=_ONE_PASS
+            | {"width": 512, "heads": 8, "kv_heads": 4, "intermediate": 1408, "compile": False, "checkpoint_every": 0},
+        ),
+        Preset(
             "tanh",
             parts=(
                 Part(
