@@ -1,6 +1,6 @@
-"""Simulate how often the intervals and sets of `normlab.analysis.verdicts` hold the truth, as two Markdown tables.
+"""Simulate how often the intervals and sets of `normlab.analysis.verdicts` hold the truth; write docs/statistics.md.
 
-    python docs/coverage.py
+    python docs/coverage.py   # `make findings` calls it
 
 Intervals: each family has eight schemes of equal means. Seven are compared with the first. Seeds move all schemes
 together by ten times the noise. The noise is normal with a standard deviation of 1. The second scheme may differ: it
@@ -12,8 +12,13 @@ which are spread evenly over six standard deviations of the noise.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pandas as pd
+from generate import filled
 from scipy import stats
+from tables import table
 
 from normlab.analysis.verdicts import (
     holm,
@@ -78,32 +83,67 @@ def sets(values: np.ndarray) -> dict[str, np.ndarray]:
     return result
 
 
-def table_of_sets() -> None:
-    head = ("schemes", "noise", "rule", "least often held", "schemes in the set")
-    print("\n| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    for schemes in (4, 8, 15):
-        spread = np.linspace(0.0, 6.0, schemes)[:, None, None]
-        for kind in ("equal", "second scatters threefold", "half scatter threefold", "second has two groups"):
-            values = noise(kind, (schemes, 3, FAMILIES_OF_SETS), np.random.default_rng(0))
-            apart = sets(values + spread)
-            for rule, held in sets(values).items():
-                size = apart[rule].sum(axis=0).mean()
-                print(f"| {schemes} | {kind} | {rule} | {held.mean(axis=1).min():.1%} | {size:.1f} |")
-
-
-def main() -> None:
-    head = ("seeds", "noise", "rule", "second scheme", "its half-width", "others", "their half-width", "false family")
-    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+def intervals() -> pd.DataFrame:
+    """`seeds noise rule second half others others_half false`: a row per simulated number of seeds, noise and rule."""
+    rows = []
     for seeds in (3, 4):
         for kind in ("equal", "second scatters threefold", "second has two groups"):
             random = np.random.default_rng(0)
             values = noise(kind, (SCHEMES, seeds, FAMILIES), random) + 10 * random.normal(size=(seeds, FAMILIES))
             for rule, (holds, half, p) in rules(values).items():
                 false = np.mean([(holm(family) < 0.05).any() for family in p.T])
-                cells = [f"{holds[0].mean():.1%}", f"{half[0].mean():.2f}"]
-                cells += [f"{holds[1:].mean():.1%}", f"{half[1:].mean():.2f}", f"{false:.1%}"]
-                print("| " + " | ".join([str(seeds), kind, rule, *cells]) + " |")
-    table_of_sets()
+                means = holds[0].mean(), half[0].mean(), holds[1:].mean(), half[1:].mean()
+                rows.append((seeds, kind, rule, *means, false))
+    return pd.DataFrame(rows, columns=["seeds", "noise", "rule", "second", "half", "others", "others_half", "false"])
+
+
+def set_sizes() -> pd.DataFrame:
+    """`schemes noise rule held size`: how often a set keeps the scheme that it loses most often, and its mean size."""
+    rows = []
+    for schemes in (4, 8, 15):
+        spread = np.linspace(0.0, 6.0, schemes)[:, None, None]
+        for kind in ("equal", "second scatters threefold", "half scatter threefold", "second has two groups"):
+            values = noise(kind, (schemes, 3, FAMILIES_OF_SETS), np.random.default_rng(0))
+            apart = sets(values + spread)
+            for rule, held in sets(values).items():
+                rows.append((schemes, kind, rule, held.mean(axis=1).min(), apart[rule].sum(axis=0).mean()))
+    return pd.DataFrame(rows, columns=["schemes", "noise", "rule", "held", "size"])
+
+
+def texts() -> dict[str, str]:
+    """Every number of the page by the name that marks it."""
+    made, kept = intervals(), set_sizes()
+    ours, pooled = (made[made["rule"] == rule].set_index(["noise", "seeds"]) for rule in ("ours", "pooled"))
+    own, together = (kept[kept["rule"] == rule].set_index(["noise", "schemes"]) for rule in ("ours", "pooled"))
+    longer = (ours["half"] / pooled["half"])["equal"]
+    alike, grouped = ours.loc["equal", ["second", "others"]].stack(), ours.loc["second has two groups", "second"]
+    kept_grouped = own.loc["second has two groups", "held"]
+    return {
+        "table_of_intervals": table(
+            ("seeds", "noise", "rule", "second scheme", "its half-width", "others", "their half-width", "false family"),
+            (
+                (*place, f"{second:.1%}", f"{half:.2f}", f"{others:.1%}", f"{others_half:.2f}", f"{false:.1%}")
+                for *place, second, half, others, others_half, false in made.itertuples(index=False)
+            ),
+        ),
+        "table_of_sets": table(
+            ("schemes", "noise", "rule", "least often held", "schemes in the set"),
+            ((*place, f"{held:.1%}", f"{size:.1f}") for *place, held, size in kept.itertuples(index=False)),
+        ),
+        "pooled_holds": f"{pooled.loc['second scatters threefold', 'second'].min():.0%}",
+        "alike_hold": f"{alike.min():.0%} to {alike.max():.0%}",
+        "longer": f"{longer.min():.1f} to {longer.max():.1f}",
+        "grouped_hold": f"{grouped.min():.0%} to {grouped.max():.0%}",
+        "set_of_fifteen": f"{own.loc[('equal', 15), 'size']:.0f}",
+        "set_grouped_4": f"{kept_grouped[4]:.1%}",
+        "set_grouped_8": f"{kept_grouped[8]:.1%}",
+        "pooled_loses": f"{1 - together['held'].min():.0%}",
+    }
+
+
+def main() -> None:
+    page = Path(__file__).parent / "statistics.md"
+    page.write_text(filled(page.read_text(encoding="utf-8"), texts(), page.name), encoding="utf-8")
 
 
 if __name__ == "__main__":
