@@ -1,9 +1,10 @@
 """LNS against Pre-LN at equal rates: the models of data/depth_and_rate.
 
-texts      every text by the name that marks it in the page
-compared   LNS over or minus Pre-LN after 16 blocks: each quantity at each rate, and with each scheme at its best one
-deepened   the gain in loss from 4 to 16 blocks, where both depths have runs
-deep       the quantities of one run, for any folder of runs of 16 blocks
+texts          every text by the name that marks it in the page
+compared       LNS over or minus Pre-LN after 16 blocks: each quantity at each rate, and each scheme at its best
+deepened       the gain in loss from 4 to 16 blocks, where both depths have runs
+trained_gain   LNS with a trained gain against LNS at one rate
+deep           the quantities of one run, for any folder of runs of 16 blocks
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from collections.abc import Mapping
 from functools import cache
 
 import pandas as pd
-from findings import LNS, PRE_LN, cell, experiments, interval, manifests, plain, runs, turned
+from findings import LNS, PRE_LN, UNIFORM, cell, entropy, experiments, interval, manifests, plain, runs, turned
 from tables import table
 
 from normlab.analysis.compare import last_values
 from normlab.analysis.decisions import ENOUGH
 from normlab.analysis.selection import Selection, one_precision, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged, means
+from normlab.schemes import tagged
 
 FOLDER, SHALLOW, DEEP = "depth_and_rate", 4, 16
 EARLY = 1000  # of 6,000 steps
 MINUS = "LNS minus Pre-LN"
+(TRAINED_GAIN,) = tagged("trained_gain")
 MATRICES = ("gate", "up", "down")
 LOWEST, LOW, HIGH, BEST = 0.001, 0.004, 0.008, "best"
 NAMED = {"lowest": LOWEST, "low": LOW, "high": HIGH}  # in the names of texts; LOWEST has 16 blocks only
@@ -81,6 +84,11 @@ def texts() -> dict[str, str]:
         "table_of_equal_gains": _gains(),
         "unseen_gap_best": interval(unseen_gap().loc[BEST], 3, sign=True),
         "first_matrices_low": _matrices(LOW),
+        "trained_gain_loss": interval(trained_gain().loc["loss"], sign=True),
+        "trained_gain_size": interval(trained_gain().loc["size"]),
+        "trained_gain_skip": interval(trained_gain().loc["skip"], sign=True),
+        "trained_gain_dead": _uniform_attentions(TRAINED_GAIN),
+        "fixed_gain_dead": _uniform_attentions(LNS),
     }
 
 
@@ -188,8 +196,23 @@ def _gains() -> str:
     return table(("gain in loss from 4 to 16 blocks", *(PLACES[place] for place in places)), rows)
 
 
-def _difference(values: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    return differences(values.assign(value=values[quantity]), LNS, PRE_LN, QUANTITIES[quantity][1])
+def _difference(values: pd.DataFrame, quantity: str, a: str = LNS, b: str = PRE_LN) -> pd.DataFrame:
+    return differences(values.assign(value=values[quantity]), a, b, QUANTITIES[quantity][1])
+
+
+@cache
+def trained_gain() -> pd.DataFrame:
+    """LNS with a trained gain against LNS, 16 blocks at the higher rate: the quantities are one family."""
+    here = deep(FOLDER).query("lr == @HIGH")
+    rows = pd.concat([_difference(here, quantity, TRAINED_GAIN, LNS) for quantity in FIRST_SCREEN])
+    return judged(rows).assign(quantity=list(FIRST_SCREEN)).set_index("quantity")
+
+
+def _uniform_attentions(scheme: str) -> str:
+    """In how many models of 16 blocks at the higher rate a block after the first has a uniform attention."""
+    about = one_precision(summarize(runs(FOLDER))).query("scheme == @scheme and depth == @DEEP and lr == @HIGH")
+    dead = entropy(runs(FOLDER)).loc[about.index].drop(columns=1).gt(UNIFORM).any(axis=1)
+    return f"{dead.sum()} of {len(dead)}"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Write data/league.csv, and every number of README.md, data/README.md and docs/{findings,league,compare,papers}.md.
+"""Write data/league.csv, and every number of the pages of `PAGES`.
 
 `make findings` calls it.
 
@@ -6,7 +6,7 @@
     python docs/generate.py --check   change nothing; exit code 1 and a diff if a page is out of date
 
 A page marks a generated text by comments, which GitHub and Sphinx hide: `<!-- name -->text<!-- / -->`.
-The texts are made from shipped tables, by docs/{findings,equal_rates,questions,standings,papers,data_numbers}.py.
+The texts are made from shipped tables, by the modules of docs/ that `pages` names.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import data_numbers  # noqa: E402
 import equal_rates  # noqa: E402
 import findings  # noqa: E402
+import kernel_times  # noqa: E402
 import papers  # noqa: E402
 import questions  # noqa: E402
 import standings  # noqa: E402
 import tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "data/README.md", "README.md")
+PAGES = (
+    "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/extend/kernel.md",
+    "data/README.md", "README.md",
+)  # fmt: skip
 MARKED = re.compile(r"<!-- (\w+) -->(.*?)<!-- / -->", re.DOTALL)
 
 
@@ -50,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """The pages with the numbers of the shipped tables, and the league as a table."""
-    parts = (findings, equal_rates, questions, standings, papers, data_numbers)
+    parts = (findings, equal_rates, questions, standings, papers, kernel_times, data_numbers)
     texts = {name: text for part in parts for name, text in part.texts().items()}
     texts["site_names"] = tables.site_names()
     written = {"data/league.csv": standings.csv()}

@@ -10,13 +10,14 @@ from functools import cache
 
 import numpy as np
 import pandas as pd
-from findings import ROOT, experiments, interval, league, manifests, plain, runs
+from findings import GAIN_CONTROL, ROOT, experiments, interval, league, manifests, plain, runs
 from tables import table
 
 import normlab
 from normlab.analysis import decisions
 from normlab.analysis.compare import last_values
 from normlab.analysis.selection import Selection, in_order, mean_of, summarize, title_of
+from normlab.analysis.verdicts import differences, judged
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 from normlab.training.grids import planned
@@ -73,6 +74,8 @@ def texts() -> dict[str, str]:
         **{f"tanh_loss_{gain}": interval(row, sign=True) for gain, row in loss.items()},
         **{f"tanh_stream_{gain}": interval(row) for gain, row in stream.items()},
         "tanh_raises_one": interval(loss["one"]),
+        "control_loss": interval(control().loc["loss"], sign=True),
+        "control_stream": interval(control().loc["token_l2_mean"]),
         "table_of_questions": table(("", "question", "answer"), answers),
         "table_of_equal_rates": _means(RATES, "lr", "rate"),
         "table_of_estimates": _estimates(("A1", "A2", "A3", "A4"), "lr", "rate"),
@@ -80,6 +83,16 @@ def texts() -> dict[str, str]:
         "table_of_tanh_estimates": _estimates(("C",), "g", "g"),
         "table_of_hours": _hours(),
     }
+
+
+@cache
+def control() -> pd.DataFrame:
+    """BHyT without tanh at its own g, minus or over the gain control, which has no lambda: one family of two."""
+    about, gains = summarize(runs(TANH)), decisions.start_gains(_configs(TANH))
+    about = about[gains[about.index].eq(decisions.GAINS[0]) | about["scheme"].eq(GAIN_CONTROL)]
+    values = {name: last_values(Selection(runs(TANH), about), name) for name in ("loss", "token_l2_mean")}
+    rows = [differences(own, decisions.UNBOUNDED, GAIN_CONTROL, name) for name, own in values.items()]
+    return judged(pd.concat(rows)).set_index("metric")
 
 
 @cache

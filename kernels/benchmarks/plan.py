@@ -39,21 +39,18 @@ OTHER_SHAPES = [
 ]
 CPU_SHAPES = ((1024, 128), (1024, 512), (4096, 2048))
 # Launches other than those chosen: fields of `choices.Launch` and `choices.LinearLaunch` that are changed.
-BACKWARD_LAUNCHES = ("", "stages=1", "stages=3", "resident_warps=8", "resident_warps=32")
-BACKWARD_WARPS = {2048: ("warps=2", "warps=8"), 4096: ("warps=4", "warps=16"), 8192: ("warps=8", "warps=32")}
-TILE_LAUNCHES = ("", "stages=3", "block=2048", "block=2048 stages=3", "block=2048 warps=8", "block=4096 warps=8")
-WIDE_LAUNCHES = (  # one pass over rows that are split otherwise
-    ("forward", 32_768, "whole=1 block=32768 warps=32"),
-    ("backward", 16_384, "whole=1 block=16384 warps=16"),
-    ("backward", 16_384, "whole=1 block=16384 warps=32"),
-)
-LINEAR_LAUNCHES = (
-    "",
-    "flatten=1",
-    "from_residual=1 stages=3",
-    "flatten=1 from_residual=1 stages=3",
-    "block_m=128 block_n=128 slices=2 warps=4 stages=3 programs=2",
-)
+BACKWARD_LAUNCHES = ("", "stages=1", "stages=2", "resident_warps=8", "resident_warps=32")
+BACKWARD_TILES = {
+    1024: ("rows=1 warps=4", "rows=2 warps=4"),
+    2048: ("rows=1 warps=4", "warps=4"),
+    4096: ("warps=4", "warps=16"),
+    8192: ("warps=8", "warps=32", "whole=0 block=1024 warps=4"),
+    16_384: ("whole=1 block=16384 rows=1 warps=16", "whole=1 block=16384 rows=1 warps=32"),
+}
+TILE_LAUNCHES = ("", "stages=2", "block=1024 rows=2", "block=2048 rows=1", "block=2048 warps=8", "block=4096 warps=8")
+_TWO_PROGRAMS = "block_m=128 block_n=128 slices=2 warps=4 stages=3 programs=2"
+LINEAR_LAUNCHES = ("", "flatten=1", "from_residual=1 stages=3", _TWO_PROGRAMS, f"{_TWO_PROGRAMS} from_residual=1")
+LINEAR_ROWS = (16_384, 8192, 32_768, 4096)
 FUSED, UNFUSED = "linear_add_bhyt", "addmm + bhyt_carried"
 LINEAR = (UNFUSED, FUSED, "addmm + rms_norm", "addmm + F.rms_norm", "addmm", "linear_add_dyt")
 DECODED = ("rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "add_bhyt_carried")
@@ -118,21 +115,17 @@ def _norms_on_cpu() -> Iterator[Planned]:
 
 
 def _launches() -> Iterator[Planned]:
-    for width, warps in BACKWARD_WARPS.items():
-        functions, launches = ("bhyt", "rms_norm", "add_bhyt", "layer_norm"), (*BACKWARD_LAUNCHES, *warps)
-        where, priority = [(16_384, width)], 0 if width < 8192 else 1
+    for width, tiles in BACKWARD_TILES.items():
+        functions, launches = ("bhyt", "rms_norm", "add_bhyt", "layer_norm"), (*BACKWARD_LAUNCHES, *tiles)
+        where, priority = [(16_384, width)], 0 if width in (2048, 4096, 8192) else 1
         yield from _all("launch", where, functions, ["backward"], launches=launches, priority=priority)
-    yield from _all("launch", CLAIMED[1:2], ("dyt", "derf"), ["backward"], launches=TILE_LAUNCHES, priority=0)
-    for direction, width, launch in WIDE_LAUNCHES:
-        yield from _all("launch", [(4096, width)], ("rms_norm", "bhyt"), [direction], launches=("", launch))
+    yield from _all("launch", CLAIMED[:2], ("dyt", "derf"), ["backward"], launches=TILE_LAUNCHES, priority=0)
 
 
-def _linear(shapes: Iterable[tuple[int, int]]) -> Iterator[Planned]:
-    for shape in shapes:
-        claimed = shape in CLAIMED[:2] or shape == (256, 256)
-        for name in LINEAR:
-            launches = LINEAR_LAUNCHES if name == FUSED and claimed else ("",)
-            yield from _all("linear", [shape], [name], peers=[""], launches=launches, priority=0 if claimed else 3)
+def _linear(shapes: Iterable[tuple[int, int]], priority: int) -> Iterator[Planned]:
+    for shape, name in product(shapes, LINEAR):
+        launches = LINEAR_LAUNCHES if name == FUSED and priority == 0 else ("",)
+        yield from _all("linear", [shape], [name], peers=[""], launches=launches, priority=priority)
 
 
 def _decode(width: int, *peers: str) -> Iterator[Planned]:
@@ -179,11 +172,11 @@ def plan(kind: str, sections: tuple[str, ...] = SECTIONS) -> list[Planned]:
     """The rows for a device of that kind, "cuda" or "cpu", in the order they are measured; the first of two equal
     ones."""
     if kind == "cpu":
-        found = [*_norms_on_cpu(), *_linear([(256, 256)]), *_decode(128, "normlab", "eager", "torch")]
+        found = [*_norms_on_cpu(), *_linear([(256, 256)], 0), *_decode(128, "normlab", "eager", "torch")]
         found += [*_host(), *_compiled(), *_models()]
     else:
         decode = _decode(4096, "normlab", "released", "torch", "liger", "quack", "eager")
-        linear = _linear(product((16_384, 8192), (2048, 4096, 1024, 8192)))
+        linear = [*_linear(product(LINEAR_ROWS, (2048, 4096)), 0), *_linear(product((16_384, 8192), (1024, 8192)), 3)]
         found = [*_norms_on_gpu(), *_launches(), *linear, *decode, *_models()]
     unique = dict.fromkeys(row for row in found if row.section in sections)
     return sorted(unique, key=lambda row: (row.priority, SECTIONS.index(row.section)))

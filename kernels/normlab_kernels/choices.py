@@ -2,17 +2,17 @@
 
 Nothing is tuned at run time.
 
-The thresholds rest on counting, not on timing (nothing here has been timed on a GPU):
+The thresholds were counted first and then timed on an H200 (`data/bench/launch_nvidia_h200.csv`):
 
 * A thread holds 8 to 32 elements of each operand. So a 16-bit row is read in 16-byte pieces with two to four in flight.
-* Narrow rows share a program. It has at least 2,048 elements forward (1,024 backward) to hide its latency.
+* Narrow rows share a program. It has at least 2,048 elements forward, 2,048 or 4,096 backward, to hide its latency.
 * Forward, a row up to 32,768 wide stays in registers, at most 32 elements per thread.
 * Backward keeps x, the gradient, the weight and the weight-gradient sum. At 8,192 columns the ahead-of-time builds for
   sm_80 and sm_90 do not spill; wider ones do.
 * With a direction there are three vectors and three sums. A thread has half the elements, so that as many warps share a
   multiprocessor, and rows at most 4,096 columns (8,192 spill 80 bytes).
-* Backward, a loop's next rows are fetched to shared memory. Up to 4,096 columns that is two tiles ahead (3 stages):
-  three fp32 operands take 98 KB there. Beyond, it is one tile ahead.
+* Backward, a loop's next rows are fetched to shared memory, two tiles ahead (3 stages) where a row has at most 16 KB:
+  three operands take 98 KB there. At 8,192 columns in 16 bits that is 1.2 to 1.6 times as fast as one tile ahead.
 * Wider rows are split over programs: reductions first, then column tiles. The row is read twice.
 """
 
@@ -73,16 +73,22 @@ def forward(width: int, reduces: bool) -> Launch:
 
 
 @functools.cache
-def backward(width: int, has_statistic: bool, has_direction: bool = False) -> Launch:
+def backward(width: int, has_statistic: bool, has_direction: bool = False, itemsize: int = 2) -> Launch:
     """The backward kernel, whose programs walk over many rows: whole ones where a statistic ties them together and a
-    program can hold them. Tiles are twice as wide without a statistic, so that more bytes are on their way (with one,
-    LayerNorm with the addition spills)."""
+    program can hold them. Without a statistic a row of 2,048 columns is halved, so that fewer programs share a column
+    and fewer partial rows are summed.
+
+    Args:
+        itemsize: bytes of one of x's numbers.
+    """
     registers = 2 if has_direction else 1  # of an element, against those of other functions
     whole = has_statistic and width <= MAX_BACKWARD_WIDTH // registers
-    tile = TILE_WIDTH if has_statistic else 2 * TILE_WIDTH
+    tile = TILE_WIDTH if has_statistic else min(2 * TILE_WIDTH, max(TILE_WIDTH, width // 2))
     block = power_of_two(width if whole else min(tile, width))
-    rows = max(1, min(8, 1024 // block))
-    return Launch(block, rows, _warps(block * rows * registers, 16), whole, stages=3 if block <= 4096 else 2)
+    elements = 1024 if has_direction else 4096 if has_statistic else 2048  # of a tile, at least
+    rows = max(1, min(8, elements // block))
+    stages = 3 if block * itemsize <= 16_384 else 2
+    return Launch(block, rows, _warps(block * rows * registers, 16), whole, stages=stages)
 
 
 @functools.cache
@@ -172,9 +178,14 @@ class FusionWin:
     launch: LinearLaunch
 
 
-# Nothing has been timed yet, so no call is fused unless it asks to be; `kernels/benchmarks/run.py` prints what belongs
-# here.
-FUSION_WINS: tuple[FusionWin, ...] = ()
+# What `kernels/benchmarks/run.py` prints of `data/bench/linear_nvidia_h200.csv`.
+FUSION_WINS = (
+    FusionWin(
+        "NVIDIA H200", 2048, 2048, 4096,
+        LinearLaunch(128, 128, 64, slices=2, warps=4, stages=3, programs=2, from_residual=True),
+    ),
+    FusionWin("NVIDIA H200", 4096, 4096, 16_384, replace(HOPPER_LINEAR, stages=3, from_residual=True)),
+)  # fmt: skip
 
 
 def fusion_win(device: str, rows: int, width: int, inner: int) -> FusionWin | None:

@@ -129,7 +129,7 @@ def launch_backward(
     dx, *gradients, dms = made = _gradients(x, weight, bias, scale, shift, direction, wants)
     if rows == 0:
         return dx, *(None if g is None else g.zero_() for g in gradients), dms
-    chosen = choices.backward(width, ms is not None, direction is not None)
+    chosen = choices.backward(width, ms is not None, direction is not None, x.element_size())
     (x_, stride_x), (grad_, stride_grad), (grad_sum, stride_sum) = _rows(x), _rows(grad), _rows(grad_sum)
     weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), spec.eps, 1.0 / spec.kappa
     columns = -(-width // chosen.block)

@@ -47,7 +47,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
         def poisoned(*args: object, made: Callable[..., torch.Tensor] = empty, **kwargs: object) -> torch.Tensor:
             tensor = made(*args, **kwargs)
             if tensor.is_floating_point() and not torch.compiler.is_compiling():
-                tensor.fill_(float("nan"))
+                with torch.no_grad():  # a checkpoint on a GPU makes a leaf that requires a gradient
+                    tensor.fill_(float("nan"))
             return tensor
 
         monkeypatch.setattr(torch, empty.__name__, poisoned)

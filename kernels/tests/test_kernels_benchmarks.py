@@ -241,6 +241,12 @@ def test_the_fusion_line_asks_for_the_fewest_rows_from_which_a_launch_always_gai
     assert "rows=512" in said and "flatten=True" in said and said.count("FusionWin(") == 1
 
 
+def test_the_fused_product_is_taken_where_the_shipped_table_says() -> None:
+    table = tables.Table(Path(__file__).parents[2] / "data" / "bench" / "linear_nvidia_h200.csv")
+    said = run.fusion_line(SimpleNamespace(name="NVIDIA H200"), table.rows.values())
+    assert said == f"for choices.FUSION_WINS: {run.choices.FUSION_WINS}"
+
+
 def test_any_number_of_formulas_can_be_compiled_one_after_another() -> None:
     """PyTorch refuses the ninth version of one piece of code, and the formulas are one."""
     for name in plan.PEERS["compile"]:

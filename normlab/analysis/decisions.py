@@ -430,9 +430,10 @@ def _mean_over(values: pd.DataFrame, rates: Sequence[float]) -> pd.DataFrame:
 
 
 def _at_each(values: pd.DataFrame, by: str, a: str, b: str, metric: str) -> pd.DataFrame:
-    """Scheme a minus scheme b at each value of the column `by`; the floor is taken over all of them."""
-    pool = values.assign(group=values[by])
-    _require(pool["scheme"], a, b)
+    """Scheme a minus scheme b at each value of the column `by`. The floor is taken over these pairs alone, however many
+    other schemes ran."""
+    _require(values["scheme"], a, b)
+    pool = values[values["scheme"].isin([a, b])].assign(group=values[by])
     rows = [
         differences(own, a, b, metric, pool=pool).assign(**{by: place})
         for place, own in pool.groupby("group")
