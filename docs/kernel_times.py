@@ -1,4 +1,4 @@
-"""What the kernels reach on a GPU: the numbers of docs/extend/kernel.md.
+"""The kernels' times on a GPU: the numbers of docs/extend/kernel.md.
 
 texts   every text by the name that marks it in the page
 """
@@ -39,7 +39,9 @@ def texts() -> dict[str, str]:
 @cache
 def times(section: str) -> pd.DataFrame:
     """A table of kernels/benchmarks/run.py."""
-    return pd.read_csv(ROOT / "data" / "bench" / f"{section}_{DEVICE}.csv").fillna({"launch": ""})
+    return pd.read_csv(ROOT / "data" / "bench" / f"{section}_{DEVICE}.csv", dtype={"launch": "string"}).fillna(
+        {"launch": ""}
+    )
 
 
 def _shares() -> str:

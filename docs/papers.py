@@ -387,7 +387,7 @@ def _equal(quantity: str, what: str, at: float = LOW) -> tuple[pd.Series, str]:
 
 
 def _faster(section: str, peer: str) -> pd.DataFrame:
-    """How much faster BHyT with our kernel is than a peer's RMSNorm on a GPU, `ratio low high` in percent by batch."""
+    """BHyT's speed with our kernel over a peer's RMSNorm on a GPU, `ratio low high` in percent by batch."""
     times = pd.read_csv(ROOT / "data" / "bench" / f"{section}_nvidia_h200.csv").set_index("rows").sort_index()
     bhyt = times.query("function == 'bhyt' and peer == 'normlab'")
     baseline = times.query("function == 'pre_rmsnorm' and peer == @peer")["ratio"] if peer != "normlab" else 1.0

@@ -209,8 +209,13 @@ def test_what_is_said_of_equal_rates_holds(code):
     early, jacobian = (answers.loc[name] for name in ("skip cost, sum of blocks 2-8", "Jacobian, mean of blocks 9-15"))
     assert (early["estimate"] > 0).all() and early["verdict"].tolist() == ["undecided", "different", "undecided"]
     assert (jacobian["high"] < 0).all() and set(jacobian["verdict"]) == {"different"}
-    dtypes = summarize(code["findings"].runs("depth_and_rate")).groupby(["depth", "lr", "seed"])["dtype"]
-    assert (dtypes.nunique() == 1).all(), "a pair has one precision"
+    about = summarize(code["findings"].runs("depth_and_rate"))
+    pairs = about[about["scheme"].isin(["lns", "pre_rmsnorm"])]
+    assert (pairs.groupby(["depth", "lr", "seed"])["dtype"].nunique() == 1).all(), "a pair has one precision"
+    freed = about[about["scheme"] == "lns_gain"]
+    assert len(freed) == 4 and set(freed["dtype"]) == {"bfloat16"}
+    assert equal.trained_gain()["verdict"].to_dict() == {"loss": "undecided", "size": "different", "skip": "undecided"}
+    assert questions.control()["verdict"].to_dict() == {"loss": "undecided", "token_l2_mean": "different"}
 
 
 def test_block_1_is_where_the_streams_part(code):

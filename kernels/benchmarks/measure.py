@@ -108,8 +108,8 @@ class Device:
     def copy_microseconds(self, size: int) -> float:
         """Microseconds of a copy of random data that reads and writes `size` bytes together.
 
-        From a gigabyte on an H200 copies at two thirds of its speed, which no kernel does. So of more than half a
-        gigabyte a part is copied.
+        From a gigabyte on an H200 copies at two thirds of its speed, which no kernel does. So at most half a gigabyte
+        is copied, and the time of more is computed from that.
         """
         part = min(size, LARGEST_COPY)
 

@@ -75,7 +75,7 @@ def forward(width: int, reduces: bool) -> Launch:
 @functools.cache
 def backward(width: int, has_statistic: bool, has_direction: bool = False, itemsize: int = 2) -> Launch:
     """The backward kernel, whose programs walk over many rows: whole ones where a statistic ties them together and a
-    program can hold them. Without a statistic a row of 2,048 columns is halved, so that fewer programs share a column
+    program can hold them. Rows of 2,048 columns without a statistic are halved, so that fewer programs share a column
     and fewer partial rows are summed.
 
     Args:

@@ -17,6 +17,7 @@ from normlab.errors import NormlabError
 
 OWN = "normlab"  # the peer that is ours
 SAME_TIME = 1.5  # calls of the same bytes count as equally quick up to this factor: a busy machine's noise
+COPY_NOISE = 1.02  # shares of the copy rate up to this are one: a copy's own time varies
 NEAR_COPY = 0.5  # share of the copy rate above which traffic counts as what sets the time
 _CALL = ["device", "function", "peer", "pass", "rows", "width", "dtype"]
 _BUILD = ["target", "function", "direction", "width", "dtype"]
@@ -122,7 +123,8 @@ def same_bytes(times: pd.DataFrame) -> pd.DataFrame:
 def traffic(times: pd.DataFrame) -> pd.DataFrame:
     """Does the traffic set the time? One row per device.
 
-    `below_floor` of `times` are quicker than a copy of what must move: the count is wrong or a cache helped.
+    `below_floor` of `times` are quicker than a copy of what must move, by more than `COPY_NOISE`: the count is wrong or
+    a cache helped.
     `share_low` to `share_high`: our share of the copy rate. `factor`: the largest between calls of the same bytes.
     `sets_time`: that factor is below `SAME_TIME`, and every share above `NEAR_COPY`.
     """
@@ -130,7 +132,7 @@ def traffic(times: pd.DataFrame) -> pd.DataFrame:
     for device, rows in times.groupby("device"):
         share = _own(rows)["share_of_copy"]
         factor = float(pairs.loc[pairs["device"] == device, "factor"].max()) if len(pairs) else float("nan")
-        row = {"device": device, "times": len(rows), "below_floor": int((rows["share_of_copy"] > 1).sum())}
+        row = {"device": device, "times": len(rows), "below_floor": int((rows["share_of_copy"] > COPY_NOISE).sum())}
         row |= {"share_low": share.min(), "share_high": share.max(), "factor": factor}
         found.append(row | {"sets_time": bool(factor < SAME_TIME and share.min() > NEAR_COPY)})
     return pd.DataFrame(found)
