@@ -33,18 +33,28 @@ class KernelTimes(PlotWidget):
         if times.empty:
             raise NormlabError("the table has no times: make gpu, or kernels/benchmarks/run.py --device cpu")
         self.times = times
-        calls, shapes = (list(dict.fromkeys(times[name])) for name in ("function", "shape"))
+        calls = list(dict.fromkeys(times["function"]))
         if call is not None and call not in calls:
             raise NormlabError(f"no call {call!r} in the table, which has: {', '.join(calls)}")
         self.device = widgets.Dropdown(options=sorted(times["device"].unique()), description="device")
         self.call = widgets.Dropdown(options=calls, value=call or calls[-1], description="call")
-        self.shape = widgets.Dropdown(options=shapes, value=shapes[-1], description="rows x width")
+        self.shape = widgets.Dropdown(description="rows x width")
         self.part = widgets.Dropdown(options=_PASSES, description="pass")
+        self._offer()
+        self.device.observe(self._offer, names="value")
         controls = [self.device, self.call, self.shape, self.part]
         row = widgets.HBox(controls, layout=widgets.Layout(flex_flow="row wrap"))
         super().__init__(self._drawing, row)
         for control in controls:
             control.observe(self.redraw, names="value")
+
+    def _offer(self, *_: object) -> None:
+        """Offer what was timed on the device: its shapes and calls. What was chosen stays, or else it is the last."""
+        own = self.times[self.times["device"] == self.device.value]
+        for control, column in ((self.shape, "shape"), (self.call, "function")):
+            options, chosen = list(dict.fromkeys(own[column])), control.value
+            control.options = options
+            control.value = chosen if chosen in options else options[-1]
 
     def _drawing(self, theme: str) -> go.Figure:
         chosen = {"device": self.device, "function": self.call, "shape": self.shape, "pass": self.part}
