@@ -31,7 +31,7 @@ import tables  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/extend/kernel.md",
-    "data/README.md", "README.md",
+    "kernels/README.md", "data/README.md", "README.md",
 )  # fmt: skip
 MARKED = re.compile(r"<!-- (\w+) -->(.*?)<!-- / -->", re.DOTALL)
 

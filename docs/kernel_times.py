@@ -31,6 +31,14 @@ def texts() -> dict[str, str]:
     return {
         "kernel_software": f"PyTorch {about['torch']}, Triton {about['triton']}",
         "table_of_shares": _shares(),
+        "compiled_carried": plain(_own("bhyt_carried", "forward", "compile").loc[WIDTHS[0], "share_of_copy"]),
+        "compiled_isru": plain(_own("isru", "forward", "compile").loc[WIDTHS[0], "share_of_copy"]),
+        "share_seed_norm": _range("seed_norm", "backward"),
+        "share_row_moments": _range("row_moments", "forward"),
+        "share_rms_forward": _range("rms_norm", "forward"),
+        "share_rms_backward": _range("rms_norm", "backward"),
+        "host_ours": f"{_own('rms_norm', 'forward')['host_microseconds'].median():.0f}",
+        "host_torch": f"{_own('rms_norm', 'forward', 'torch')['host_microseconds'].median():.0f}",
         "staged_gain": f"{plain(gained.min(), 1)} to {plain(gained.max(), 1)}",
         **{f"fused_gain_{win.width}": _fused(win.width) for win in FUSION_WINS},
     }
@@ -42,6 +50,17 @@ def times(section: str) -> pd.DataFrame:
     return pd.read_csv(ROOT / "data" / "bench" / f"{section}_{DEVICE}.csv", dtype={"launch": "string"}).fillna(
         {"launch": ""}
     )
+
+
+def _own(function: str, direction: str, peer: str = "normlab") -> pd.DataFrame:
+    """A peer's rows of a function and pass, by width."""
+    asked = "rows == @ROWS and function == @function and `pass` == @direction and peer == @peer"
+    return times("rows").query(asked).set_index("width").loc[lambda rows: rows.index.isin(WIDTHS)]
+
+
+def _range(function: str, direction: str) -> str:
+    share = _own(function, direction)["share_of_copy"]
+    return f"{plain(share.min())} to {plain(share.max())}"
 
 
 def _shares() -> str:
