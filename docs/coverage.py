@@ -70,7 +70,7 @@ def rules(values: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def sets(values: np.ndarray) -> dict[str, np.ndarray]:
-    """By rule: whether each scheme is not told from the best, (schemes, families)."""
+    """By rule: whether each scheme may be the best, (schemes, families)."""
     schemes, seeds = values.shape[:2]
     pairs = values[:, None] - values
     own = pairs.var(axis=2, ddof=1)

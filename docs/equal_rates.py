@@ -18,7 +18,7 @@ from tables import table
 
 from normlab.analysis.compare import last_values
 from normlab.analysis.decisions import ENOUGH
-from normlab.analysis.selection import Selection, one_precision, summarize, title_of
+from normlab.analysis.selection import Selection, mean_of, one_precision, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged, means
 from normlab.schemes import tagged
 
@@ -74,6 +74,7 @@ def texts() -> dict[str, str]:
         "lns_size_best": interval(compared().loc[("size", BEST)]),
         "lns_lead_high": interval(turned(compared().loc[("loss", HIGH)])),
         "equal_bfloat16": f"{(dtypes == 'bfloat16').sum()} of {len(dtypes)}",
+        "table_of_rates_and_streams": _streams(),
         "table_of_equal": _table({name: words for name, (words, _) in QUANTITIES.items()}),
         "table_of_first_screen": _table(FIRST_SCREEN),
         "equal_gain_pre_ln": interval(deepened().loc[(LOW, PRE_LN)]),
@@ -99,6 +100,20 @@ def _table(names: Mapping[str, str]) -> str:
         cells = [(in_words(quantity, place), compared().loc[(quantity, place), "verdict"]) for place in PLACES]
         rows.append((words, *(f"**{text}**" if verdict == DIFFERENT else text for text, verdict in cells)))
     return table(("LNS against Pre-LN", *PLACES.values()), rows)
+
+
+def _streams() -> str:
+    """The stream of 16 blocks and the loss at each rate: geometric means over seeds, of the loss the mean."""
+    values = deep(FOLDER)
+    rows = []
+    for scheme in (PRE_LN, LNS):
+        for rate in RATES:
+            own = values.query("scheme == @scheme and lr == @rate")
+            first, last = (mean_of(own[name], "token_l2_mean") for name in ("first", "size"))
+            rows.append((title_of(scheme), f"{rate:g}", plain(first, 1), plain(last, 1), plain(last / first, 1),
+                         plain(own["loss"].mean())))  # fmt: skip
+    head = ("scheme", "rate", "L2 norm after block 1", "after block 16", "the second over the first", "loss")
+    return table(head, rows)
 
 
 def in_words(quantity: str, place: float | str) -> str:

@@ -20,7 +20,7 @@ from normlab.analysis.compare import compare, compare_variants, last_values
 from normlab.analysis.league import League, load, standings
 from normlab.analysis.notebook_tables import curse_of_depth as rates
 from normlab.analysis.selection import Selection, choose, in_order, summarize, title_of
-from normlab.analysis.verdicts import DIFFERENT, differences, judged
+from normlab.analysis.verdicts import DIFFERENT, differences, fisher, judged
 from normlab.models import NormlabConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,6 +132,14 @@ def league_minus(column: str, base: str = PRE_LN) -> pd.DataFrame:
     metric = "loss" if column in ("gap", "seen_loss") else column
     rows = [differences(values, name, base, metric) for name in in_order(values["scheme"]) if name != base]
     return judged(pd.concat(rows, ignore_index=True), family=decisions.planned_finals()).set_index("a")
+
+
+@cache
+def bhyt_of_four(metric: str) -> pd.Series:
+    """BHyT against Pre-LN in the league's final runs and one more seed of each, corrected as in the league."""
+    table = pd.concat([league().finals, runs("fourth_seed")], ignore_index=True)
+    values = last_values(Selection(table, summarize(table)), metric)
+    return judged(differences(values, BHYT, PRE_LN, metric), family=decisions.planned_finals()).iloc[0]
 
 
 def pairs(values: pd.DataFrame, a: str, b: str, column: str = "value") -> pd.DataFrame:
@@ -311,11 +319,13 @@ def stream() -> dict[str, str]:
     ]
     return {
         "bhyt_loss": interval(losses.loc[BHYT]),
-        "league_bhyt_stream": interval(sizes_league.loc[BHYT]),
+        "four_bhyt_stream": interval(bhyt_of_four("token_l2_mean")),
         "league_bhyt_growth": interval(in_league.loc[BHYT].rename(ends)),
         "league_pre_ln_growth": interval(in_league.loc[PRE_LN].rename(ends)),
         "league_lns_stream": interval(sizes_league.loc[LNS]),
-        "league_bhyt_loss": interval(league_minus("loss").loc[BHYT], sign=True),
+        "four_bhyt_loss": interval(bhyt_of_four("loss"), sign=True),
+        "peri_highest": plain(one_rate.loc["peri_ln"].max()),
+        "peri_lowest": plain(one_rate.loc["peri_ln"].min()),
         "table_of_one_rate": table(("scheme", *(f"rate {rate:g}" for rate in one_rate)), one_rate_rows),
         "bhyt_stream_low_rate": interval(low),
         "bhyt_loss_low_rate": interval(pair(rate_of_pre_ln("loss"), BHYT, PRE_LN), sign=True),
@@ -351,14 +361,15 @@ def attention() -> dict[str, str]:
     ]
     deep = tables[0].set_index("scheme")
     found = {
-        name: "{models} of {seeds}".format(**deep.loc[list(schemes), ["models", "seeds"]].sum())
+        name: deep.loc[list(schemes), ["models", "seeds"]].sum().tolist()
         for name, schemes in (("models", SMALL_GAIN), ("models_other", (PRE_LN, LNS)), ("pre_ln", (PRE_LN,)))
     }
     gains = _gains_of_eight()
     trained_gain = choose(runs(), depth=16).runs.query("scheme == 'lns_gain'").index
     uniform = entropy(runs()).loc[trained_gain].drop(columns=1).gt(UNIFORM).any()
     return {
-        **{f"dead_{name}": words for name, words in found.items()},
+        **{f"dead_{name}": f"{models} of {seeds}" for name, (models, seeds) in found.items()},
+        "dead_p": f"{fisher(*found['models'], *found['models_other']):.1g}",
         "dead_lns_gain_from": f"{uniform.idxmax()}",
         "dead_lns_gain_start": plain(1 / math.sqrt(uniform.idxmax())),
         "dead_lambda": listed(gains[gains["dead"]]["lambda"]),
@@ -408,7 +419,14 @@ def slower_gains() -> dict[str, str]:
     """Arm B: the two changes against unchanged models."""
     arm = arm_of_gains()
     rows = [
-        (title_of(r["scheme"]), r["change"], f"{r['uniform']} of {r['models']}", _change(r, "loss"), _change(r, "copy"))
+        (
+            title_of(r["scheme"]),
+            r["change"],
+            f"{r['uniform']} of {r['models']}",
+            "" if math.isnan(r["p"]) else f"{r['p']:.2g}",
+            _change(r, "loss"),
+            _change(r, "copy"),
+        )
         for _, r in arm.iterrows()
     ]
     before = arm[arm["change"] == decisions.UNCHANGED].set_index("scheme")["uniform"]
@@ -418,7 +436,7 @@ def slower_gains() -> dict[str, str]:
         "gains_dead_control": f"{before['rmsnorm_gain']} of 6",
         "gains_qk_bhyt_exact": _change(by_head.loc["bhyt_exact"], "loss").strip("*"),
         "gains_qk_control": _change(by_head.loc["rmsnorm_gain"], "loss").strip("*"),
-        "table_of_gains": table(("scheme", "change", "models with one", "loss", "loss on copied text"), rows),
+        "table_of_gains": table(("scheme", "change", "models with one", "p", "loss", "loss on copied text"), rows),
     }
 
 

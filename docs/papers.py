@@ -20,6 +20,7 @@ from findings import (
     ROOT,
     against_pre_ln,
     at_one_rate,
+    bhyt_of_four,
     chosen,
     interval,
     league,
@@ -39,10 +40,11 @@ from normlab.analysis.verdicts import DIFFERENT, differences, judged
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING, NOT_PLANNED = "not comparable", "missing", "not planned"
-IF_SO = ", if the paper says so"
-NOT_CHECKED = "**not checked against the paper**"
+IF_SO = "If the paper says so, our runs contradict it"
+NOT_CHECKED = "no value at hand, and not checked that the paper says so"
 CURSE, BHYT_PAPER, BHYT, PERI = "Curse of Depth", "BHyT", "bhyt", "peri_ln"
 SCALED_LNS = "lns_scaled_init"
+ANGLE, DISTANCE = "Mean angle over blocks 9 to 15 as a share of π", "Mean distance over blocks 9 to 15"
 STALLED = ("post_rmsnorm", "minimax")  # at all rates of the search, and not at 0.001
 
 
@@ -50,7 +52,7 @@ STALLED = ("post_rmsnorm", "minimax")  # at all rates of the search, and not at 
 class Row:
     """A figure or table of a paper.
 
-    ours: a row of `differences`, or words. words: for that row, by default with two digits.
+    ours: a row of `differences`, or words.
     lower: True if the paper's value is below its base's, None for no direction.
     verdict: by default what `ours` and `lower` say. scope: what limits it.
     published: the paper's numbers on the scale of `ours`.
@@ -63,7 +65,6 @@ class Row:
     why: str
     verdict: str = ""
     lower: bool | None = None
-    words: str = ""
     scope: str = ""
     published: tuple[float, ...] = ()
 
@@ -75,7 +76,7 @@ def texts() -> dict[str, str]:
 def _table(rows: Sequence[Row]) -> str:
     lines = []
     for row, verdict in zip(rows, _verdicts(rows), strict=True):
-        ours = row.ours if isinstance(row.ours, str) else row.words or _in_words(row.ours)
+        ours = row.ours if isinstance(row.ours, str) else _in_words(row.ours)
         scope = row.scope if verdict in (AGREES, CONTRADICTS) else ""
         lines.append((row.where, row.shows, row.theirs, ours, verdict + scope, row.why))
     return table(("in the paper", "shows", "theirs", "ours", "", "why, and what is planned"), lines)
@@ -113,7 +114,6 @@ def _verdict(row: Any, lower: bool | None) -> str:
 
 def curse_of_depth() -> list[Row]:
     scaled = _of_table(CURSE, "Table 6", SCALED_LNS, LNS)
-    losses = against_pre_ln("loss", 16)
     ours, plan, verdict = _ours(SCALED_LNS, base=LNS)
     return [
         Row(
@@ -127,19 +127,18 @@ def curse_of_depth() -> list[Row]:
         Row(
             "Fig. 3",
             "deep blocks turn the stream more under LNS",
-            f"no value at hand; {NOT_CHECKED}",
-            *_equal("angle", "Mean angle over blocks 9 to 15 as a share of π, LNS minus Pre-LN"),
-            lower=False,
-            words=in_words("angle", LOW),
-            scope=_rates("angle") + IF_SO,
+            NOT_CHECKED,
+            in_words("angle", LOW),
+            f"{IF_SO}{_rates('angle')}. {_equal('angle', f'{ANGLE}, LNS minus Pre-LN')[1]}",
+            verdict=MISSING,
         ),
         Row(
             "Fig. 5",
             "Jacobians of deep blocks are further from the identity under LNS",
-            f"no value at hand; {NOT_CHECKED}: notes of others name only LLaMA2-7B, a Pre-LN model",
-            *_equal("jacobian", "Mean distance over blocks 9 to 15, LNS minus Pre-LN"),
-            lower=False,
-            scope=_rates("jacobian") + IF_SO,
+            f"{NOT_CHECKED}: notes of others name only LLaMA2-7B, a Pre-LN model",
+            in_words("jacobian", LOW),
+            f"{IF_SO}{_rates('jacobian')}. {_equal('jacobian', f'{DISTANCE}, LNS minus Pre-LN')[1]}",
+            verdict=MISSING,
         ),
         Row(
             "Fig. 7",
@@ -170,7 +169,7 @@ def curse_of_depth() -> list[Row]:
                 "Table 1",
                 f"loss of {title_of(scheme)} minus Pre-LN's",
                 _printed(_of_table(CURSE, "Table 1", scheme)),
-                *_ours(scheme, losses),
+                *_ours(scheme),
                 lower=scheme == LNS,
                 published=tuple(gap for _, gap in _of_table(CURSE, "Table 1", scheme)) if scheme == LNS else (),
             )
@@ -190,7 +189,7 @@ def curse_of_depth() -> list[Row]:
                 "Table 6",
                 f"loss of {title_of(name)} minus Pre-LN's",
                 _printed(gaps),
-                *_ours(name, losses),
+                *_ours(name),
                 lower=gaps[-1][1] < 0,
             )
             for name in ("layer_scale", "skip_init")
@@ -205,18 +204,20 @@ def bhyt() -> list[Row]:
     rows = []
     for metric, what in (("token_l2_mean", "L2 norm of a token"), ("feature_var_mean", "variance of the stream")):
         own = plots[plots["metric"] == metric].set_index("scheme")["value"]
-        ours = against_pre_ln(metric, 16)
         for scheme in (LNS, PERI, "dyt", BHYT):
-            found = scheme in ours.index
+            final = _league(scheme, metric)
+            found = final is not None
             plan, verdict = ("", "") if found else _plan(scheme)
             quantity = "size" if metric == "token_l2_mean" else "variance"
             if scheme == LNS:
                 value, *why = _equal(quantity, "Text read once")
+                why.append(_league_says(scheme, metric))
             elif found:
-                value, why = ours.loc[scheme], ["Each at its own rate"]
+                value = final
+                why = [f"After the last block in the league: {_league_rates(scheme)}", _older(scheme, metric)]
             else:
-                value, why = "none at 16 blocks", []
-            why += [_league_says(scheme, metric), *_at_one_rate(scheme, metric), plan]
+                value, why = "none with several seeds", []
+            why += [*_at_one_rate(scheme, metric), plan]
             rows.append(
                 Row(
                     "Fig. 3",
@@ -238,16 +239,19 @@ def bhyt() -> list[Row]:
     ):
         theirs = " and ".join(f"+{gain[f'{what}_speed_gain_percent']:g}% ({name})" for name, gain in versions)
         own = _faster(section, "normlab")
-        ours = (f"{signed(r['ratio'], 1)}% [{plain(r['low'], 1)}, {plain(r['high'], 1)}]" for _, r in own.iterrows())
         over = {
             name: ", ".join(f"{signed(value, 1)}%" for value in _faster(section, peer)["ratio"])
             for peer, name in (("torch", "PyTorch's RMSNorm"), ("eager", "its formula in eager PyTorch"))
         }
+        drift = _faster(section, "normlab", of=PRE_LN)
         why = f"{of}, 16 blocks, 2,048 wide, on one H200; both with our kernels, in turn; intervals over steps. "
+        why += f"RMSNorm against itself: {_percent(drift)}; a difference as small is no verdict. "
         why += ". ".join(f"Over {name}: {value}" for name, value in over.items())
-        verdict = AGREES if own["low"].min() > 0 else CONTRADICTS if own["high"].max() < 0 else UNDECIDED
-        rows.append(Row("Fig. 4", f"speed of {what} over RMSNorm", theirs, ", ".join(ours), why, verdict=verdict))
-    losses = against_pre_ln("loss", 16)
+        beyond = max(0.0, *drift["high"]), min(0.0, *drift["low"])
+        verdict = (
+            AGREES if own["low"].min() > beyond[0] else CONTRADICTS if own["high"].max() < beyond[1] else UNDECIDED
+        )
+        rows.append(Row("Fig. 4", f"speed of {what} over RMSNorm", theirs, _percent(own), why, verdict=verdict))
     for scheme in (LNS, PERI, "dyt", BHYT):
         gaps = _of_table(BHYT_PAPER, "Table 1", scheme)
         rows.append(
@@ -255,9 +259,9 @@ def bhyt() -> list[Row]:
                 "Table 1",
                 f"loss of {title_of(scheme)} minus Pre-LN's",
                 _printed(gaps),
-                *_ours(scheme, losses),
+                *_ours(scheme),
                 lower=gaps[-1][1] < 0,
-                published=tuple(gap for _, gap in gaps) if scheme in losses.index else (),
+                published=tuple(gap for _, gap in gaps) if _league(scheme, "loss") is not None else (),
             )
         )
     gap = _of_table(BHYT_PAPER, "Table 3", BHYT, PERI)[-1][1]
@@ -266,21 +270,21 @@ def bhyt() -> list[Row]:
     return rows
 
 
-def _ours(scheme: str, losses: pd.DataFrame | None = None, base: str = PRE_LN) -> tuple[pd.Series | str, str, str]:
+def _ours(scheme: str, base: str = PRE_LN) -> tuple[pd.Series | str, str, str]:
     """Our loss minus the base's, what it rests on, and the verdict where no interval gives it.
 
-    It rests on `losses` of three seeds at 16 blocks, else on the league's final runs, else on single seeds.
+    LNS's against Pre-LN's rests on the runs at equal rates. Others rest on the league's final runs, else on single
+    seeds. Older runs and what else there is stand in the words.
     """
     final = _league(scheme, "loss", base)
-    if losses is not None and scheme in losses.index:
-        why = [words for words in ("16 blocks, each at its own rate", _league_says(scheme, "loss")) if words]
-        if scheme == LNS:
-            rates = (f"{in_words('loss', rate)} at {rate:g}" for rate in RATES)
-            best = f"each at the best of these {in_words('loss', BEST)}"
-            why.append(f"16 blocks, 4 seeds, text read once, both at one rate: {', '.join(rates)}; {best}")
-        return losses.loc[scheme], ". ".join(why), ""
+    if (scheme, base) == (LNS, PRE_LN):
+        rates = ", ".join(f"{in_words('loss', rate)} at {rate:g}" for rate in RATES)
+        why = f"16 blocks, 4 seeds, text read once, each at the best of three rates; both at one: {rates}"
+        also = (_league_says(scheme, "loss"), _older(scheme, "loss"))
+        return compared().loc[("loss", BEST)], ". ".join([why, *also]), ""
     if final is not None:
-        return final, "the league: 8 blocks, each at its own rate", ""
+        why = f"The league: {_league_rates(scheme)}"
+        return final, ". ".join(filter(None, (why, _older(scheme, "loss")))), ""
     first = _final_runs().query("seed == 0").set_index("scheme")["eval_loss"]
     is_final = {scheme, base} <= set(first.index)
     ends = (
@@ -310,7 +314,9 @@ def _final_runs() -> pd.DataFrame:
 
 
 def _league(scheme: str, metric: str, base: str = PRE_LN) -> pd.Series | None:
-    """A scheme against the base in the league's final runs; None without several seeds of both."""
+    """A scheme against the base in the league's final runs; None without several seeds of both. BHyT has four."""
+    if (scheme, base) == (BHYT, PRE_LN):
+        return bhyt_of_four(metric)
     rows = league_minus(metric, base)
     return rows.loc[scheme] if scheme in rows.index and np.isfinite(rows.loc[scheme, "low"]) else None
 
@@ -319,9 +325,22 @@ def _league_says(scheme: str, metric: str) -> str:
     row = _league(scheme, metric)
     if row is None:
         return ""
-    rates = league_table().set_index("scheme")["rate"]
-    where = f"8 blocks, text read once, at {rates[scheme]:g} and Pre-LN at {rates[PRE_LN]:g}"
-    return f"The league, {where}: {_in_words(row)}, *{row['verdict']}*"
+    return f"The league, {_league_rates(scheme)}: {_in_words(row)}, *{row['verdict']}*"
+
+
+def _league_rates(scheme: str) -> str:
+    of = league_table().set_index("scheme")
+    rates, seeds = of["rate"], 4 if scheme == BHYT else of.loc[scheme, "seeds"]
+    return f"8 blocks, {seeds:g} seeds, text read once, at {rates[scheme]:g} and Pre-LN at {rates[PRE_LN]:g}"
+
+
+def _older(scheme: str, metric: str) -> str:
+    """A sentence on a scheme against Pre-LN in the older runs of 16 blocks; empty without one."""
+    rows = against_pre_ln(metric, 16)
+    if scheme not in rows.index:
+        return ""
+    row = rows.loc[scheme]
+    return f"In older runs, 16 blocks, each at its own rate: {_in_words(row)}, *{row['verdict']}*"
 
 
 def _at_one_rate(scheme: str, metric: str) -> Iterator[str]:
@@ -386,13 +405,19 @@ def _equal(quantity: str, what: str, at: float = LOW) -> tuple[pd.Series, str]:
     return compared().loc[(quantity, at)], f"{words}. {unequal}"
 
 
-def _faster(section: str, peer: str) -> pd.DataFrame:
-    """BHyT's speed with our kernel over a peer's RMSNorm on a GPU, `ratio low high` in percent by batch."""
+def _percent(gains: pd.DataFrame) -> str:
+    return ", ".join(
+        f"{signed(row['ratio'], 1)}% [{plain(row['low'], 1)}, {plain(row['high'], 1)}]" for _, row in gains.iterrows()
+    )
+
+
+def _faster(section: str, peer: str, of: str = BHYT) -> pd.DataFrame:
+    """A scheme's speed with our kernel over a peer's RMSNorm on a GPU, `ratio low high` in percent by batch."""
     times = pd.read_csv(ROOT / "data" / "bench" / f"{section}_nvidia_h200.csv").set_index("rows").sort_index()
-    bhyt = times.query("function == 'bhyt' and peer == 'normlab'")
+    own = times.query("function == @of and peer == 'normlab'")
     baseline = times.query("function == 'pre_rmsnorm' and peer == @peer")["ratio"] if peer != "normlab" else 1.0
     ends = {"ratio": "ratio", "low": "ratio_high", "high": "ratio_low"}  # a faster step takes less
-    return pd.DataFrame({name: 100 * (baseline / bhyt[column] - 1) for name, column in ends.items()})
+    return pd.DataFrame({name: 100 * (baseline / own[column] - 1) for name, column in ends.items()})
 
 
 def _rates(quantity: str, at: float = LOW) -> str:

@@ -44,7 +44,7 @@ QUESTIONS: dict[str, tuple[str, Callable[[], pd.DataFrame]]] = {
     "B": ("Is there a cure of uniform attention?", lambda: decisions.dead_gains(runs(GAINS), _configs(GAINS))),
     "C": ("Does BHyT's tanh matter?", lambda: decisions.tanh(runs(TANH), _configs(TANH))),
     "D": (
-        "Which schemes are not told from the best?",
+        "Which schemes may be the best (are not told from it)?",
         lambda: decisions.league(league().finals, league().search),
     ),
 }
@@ -56,6 +56,7 @@ PARTS = {
     "D, search": (LEAGUE, "search", f"{LEAGUE}/search", 10),
     "D, final runs": (LEAGUE, "runs", LEAGUE, 13),
 }
+BEYOND = ("between", "checks", "fourth_seed", "mixing")  # folders of runs that were chosen after a look at the search
 
 
 def texts() -> dict[str, str]:
@@ -148,14 +149,27 @@ def _estimates(names: Iterable[str], at: str, head: str) -> str:
 
 
 def _hours() -> str:
-    rows = []
+    rows, beyond = [], [manifest for folder in BEYOND for manifest in _finished(folder)]
     for part, (preset, stage, folder, hours) in PARTS.items():
-        spent = [manifest["measured"]["wall_s"] / 3600 for manifest in _finished(folder)]
         most = sum(what == stage for what, _ in planned(get_preset(preset)))
-        rows.append((part, f"`{preset}`", len(spent), most, hours, sum(spent)))
-    rows.append(("together", "", *(sum(row[at] for row in rows) for at in range(2, 6))))
-    lines = [(*row[:-1], plain(row[-1], 1)) for row in rows]
-    return table(("part", "preset", "runs", "of at most", "hours planned", "hours so far"), lines)
+        there = _finished(folder)
+        own = [manifest for manifest in there if _is_planned(manifest, folder)]
+        beyond += [manifest for manifest in there if not _is_planned(manifest, folder)]
+        rows.append((part, f"`{preset}`", len(own), most, hours, _spent(own)))
+    rows.append(("beyond the plan", "", len(beyond), "", "", _spent(beyond)))
+    together = (sum(row[at] for row in rows if row[at] != "") for at in range(2, 6))
+    lines = [(*row[:-1], plain(row[-1], 1)) for row in (*rows, ("together", "", *together))]
+    return table(("part", "preset", "runs", "of at most", "hours planned", "hours spent"), lines)
+
+
+def _is_planned(manifest: dict, folder: str) -> bool:
+    """All but the league's final runs of a scheme that has only one."""
+    seeds = summarize(league().finals).groupby("scheme")["seed"].nunique()
+    return folder != LEAGUE or seeds[manifest["config"]["scheme"]] > 1
+
+
+def _spent(of: Iterable[dict]) -> float:
+    return sum(manifest["measured"]["wall_s"] for manifest in of) / 3600
 
 
 def _finished(folder: str) -> list[dict]:

@@ -48,6 +48,7 @@ def texts() -> dict[str, str]:
         "league_seeds": _seeds(run),
         "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
         "league_out": ", ".join(compared.loc[~compared["in_set"], "title"]) or "none",
+        "league_out_originally": _out_originally(compared["scheme"]),
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
         "league_files_half": plain(((run["files_high"] - run["files_low"]) / 2).median()),
@@ -75,6 +76,18 @@ def texts() -> dict[str, str]:
 def seeds_apart() -> pd.Series:
     """The largest loss of a scheme's final runs minus the smallest; indexed by scheme."""
     return summarize(league().finals).groupby("scheme")["eval_loss"].agg(np.ptp)
+
+
+def _out_originally(schemes: pd.Series) -> str:
+    """The schemes that are out by the rule that was fixed beforehand: each pair's own variance, not below the floor."""
+    finals = last_values(Selection(league().finals, summarize(league().finals)), "loss").query("scheme in @schemes")
+    out = []
+    for scheme in schemes:
+        rows = pd.concat([differences(finals, scheme, other, "loss") for other in schemes if other != scheme])
+        p = rows.loc[rows["estimate"] > 0, "p"].min() / 2
+        if p * (len(schemes) - 1) < 0.05:
+            out.append(title_of(scheme))
+    return ", ".join(out) or "none"
 
 
 def _seeds(run: pd.DataFrame) -> str:

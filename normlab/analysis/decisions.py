@@ -6,7 +6,7 @@ growth_curve   A3  does the stream of Pre-LN grow as in the papers, where LNS's 
 depth_gain     A4  does LNS gain more from depth than Pre-LN?
 dead_gains     B   what keeps attention from becoming uniform?
 tanh           C   does BHyT's bound matter?
-league         D   which schemes are not told from the best?
+league         D   which schemes may be the best?
 predictions    D   what others found, checked here
 
 Runs are those of the presets `depth_and_rate` (A), `gains` (B), `tanh` (C) and `league` (D). Each function reads
@@ -295,7 +295,7 @@ def start_gains(configs: pd.DataFrame, kappa: float = 10.0) -> pd.Series:
 
 
 def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
-    """D: which schemes are not told from the best, as a set and not as ranks.
+    """D: which schemes may be the best, as a set and not as ranks.
 
     A scheme is out of the set if some other one is better with p < 0.05
     (`normlab.analysis.verdicts.worse_than_some`). The set holds the best scheme with probability 0.95. It takes two
@@ -337,7 +337,7 @@ def league(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
                 "p": p.get(scheme, math.nan),
             }
         if scheme in p:
-            row["says"] = "not told from the best" if row["in_set"] else "worse than the best"
+            row["says"] = "may be the best" if row["in_set"] else "not the best"
         elif scheme in means.index:
             row["says"] = LOST if means.loc[scheme, "count"] < means.loc[scheme, "size"] else "too few final runs"
         elif not rates.is_whole(tried.to_dict()):

@@ -124,7 +124,7 @@ def _runs_at(places: Iterable[str | Path]) -> pd.DataFrame:
 def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     """The league as a table, one row per scheme of the registry and of the runs, best first.
 
-    `says` is "not told from the best", "worse than the best", "too few final runs", "a final run diverged",
+    `says` is "may be the best", "not the best", "too few final runs", "a final run diverged",
     "below at 2M tokens", "only searched", "search unfinished", "diverged" or "not run".
     Intervals are 95% intervals over seeds. Values are of the final runs, except those of the search.
 
@@ -353,7 +353,7 @@ def shown(table: pd.DataFrame, final: bool = True) -> pd.DataFrame:
         "set": run["says"],
         "loss": [_interval(row.loss, row.loss_low, row.loss_high) for row in run.itertuples()],
         "minus Pre-LN": [_interval(row.minus, row.minus_low, row.minus_high, "+") for row in run.itertuples()],
-        "seen": run["seen_loss"].map(_number),
+        "on seen text": run["seen_loss"].map(_number),
         "at 2M tokens": run["search_loss"].map(lambda loss: DIVERGED if loss == math.inf else _number(loss)),
         "rate": [_rate(row, run) for _, row in run.iterrows()],
         "valley": [_valley(row.valley, row.valley_most) for row in run.itertuples()],
@@ -363,7 +363,9 @@ def shown(table: pd.DataFrame, final: bool = True) -> pd.DataFrame:
         ],
         "deep cost": run.get("deep_cost", pd.Series(math.nan, run.index)).map(_number),
         "step": run["step_cost"].map(_number),
-        "equal compute": [_interval(row.equal_compute, row.equal_low, row.equal_high, "+") for row in run.itertuples()],
+        "gain at equal compute": [
+            _interval(row.equal_compute, row.equal_low, row.equal_high, "+") for row in run.itertuples()
+        ],
     }
     return pd.DataFrame(columns).loc[:, lambda text: (text != "").any()]
 

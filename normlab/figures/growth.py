@@ -212,7 +212,9 @@ def growth_before_after(
         layers = ", ".join(str(layer) for layer in sorted(points["layer"].unique()))
         footnote(figure, f"published: ratio in another model after its layer {layers}: {published_source(points)}.")
     title = f"{row.label[0].upper()}{row.label[1:]} after the last layer{_end(table, pairs['after'], base, row)}"
-    about = f"{shown.describe()} · ○ step 0, ● after training"
+    about = f"{shown.describe()} · ○ step 0, ● after training" + " · clearly: after Holm's correction" * (
+        "clearly" in title
+    )
     return theme.titled(figure, title, about, 180 + 20 * bool(len(printed)) + _ROW * (len(table) + 1))
 
 
@@ -222,7 +224,7 @@ def _ends_of(shown: Selection, metric: str) -> list[pd.DataFrame]:
 
 
 def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Metric) -> str:
-    """Count the schemes told from `base` after training; of single seeds the range of ratios to it.
+    """Count the schemes that differ from `base` after training; of single seeds the range of ratios to it.
 
     Of metrics that are no ratios, count the schemes that rise.
     """
@@ -232,11 +234,12 @@ def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Me
     found = pd.DataFrame({name: pair for name, pair in pairs.items() if name in known.index}).T.infer_objects()
     if not np.isfinite(found["estimate"]).any():
         return ""
-    theirs, tested = f"{theme.style_of(base).title}'s when trained", found.dropna(subset="p")
+    title, tested = theme.style_of(base).title, found.dropna(subset="p")
     if tested.empty:
-        return f": {least_and_most(found['estimate'])} of {theirs}"
+        return f": {least_and_most(found['estimate'])} of {title}'s when trained"
     apart = int(judged(tested)["verdict"].eq(DIFFERENT).sum())
-    return f": {apart or 'none'} of {len(tested)} schemes {'are' if apart > 1 else 'is'} told from {theirs}"
+    differ = "differ" if apart > 1 else "differs"
+    return f": {apart or 'none'} of {len(tested)} schemes clearly {differ} from {title} when trained"
 
 
 def _tick(shown: Selection, name: str) -> str:

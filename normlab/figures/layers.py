@@ -19,7 +19,7 @@ from normlab.analysis.selection import (
 from normlab.analysis.verdicts import means
 from normlab.errors import NormlabError
 from normlab.figures import theme
-from normlab.figures.draw import add_line, axis_bounds, finite, panels, value_axis, whole
+from normlab.figures.draw import add_line, axis_bounds, finite, least_and_most, panels, value_axis, whole
 from normlab.figures.registry import register
 
 # metric -> (title, axis)
@@ -58,8 +58,9 @@ def by_layer(
 ) -> go.Figure:
     """One number per layer, one panel per scheme: the mean over seeds with its interval; each seed is a dot.
 
-    All panels have the same axis. The grey line in each is the first scheme's. The title says at which layer the mean
-    is largest. Intervals are those of `means`, the schemes shown at a layer being one family.
+    All panels have the same axis. The grey line in each is the first scheme's. The title gives the mean of the deeper
+    half without the last layer, of the schemes where it is least and most. Intervals are those of `means`, the schemes
+    shown at a layer being one family.
 
     Args:
         experiments: table of `normlab.load_experiments`.
@@ -79,7 +80,8 @@ def by_layer(
     rows, about = _of_depth(experiments, metric, part, depth)
     if rows.empty:
         raise NothingToShow(f"No run measured {metric} ({PARTS[part]}).")
-    table = means(rows.assign(depth=rows["layer"].astype(int)), metric).rename(columns={"a": "scheme"})
+    measured = means(rows.assign(depth=rows["layer"].astype(int)), metric).rename(columns={"a": "scheme"})
+    table = measured.sort_values("depth")
     remarks = ["dots are seeds, shaded: 95% interval"] if rows["seed"].nunique() > 1 else []
     lowest = -math.inf
     if log:  # a line to what a logarithm does not have would fall out of the figure
@@ -90,7 +92,6 @@ def by_layer(
         rows = rows[visible]
         if (table["low"] < lowest).any():
             remarks.append("intervals are cut at the axis")
-    table = table.sort_values("depth")
     drawn = [*rows["value"], *(end for side in ("estimate", "low", "high") for end in table[side] if end >= lowest)]
     bounds = axis_bounds(drawn if log else [0.0, *drawn], log) or (-1.0, 1.0)
     bottom = 10 ** bounds[0] if log else -math.inf
@@ -118,16 +119,17 @@ def by_layer(
     figure.update_layout(showlegend=False, margin=_MARGIN)
     height = inner + _MARGIN["t"] + _MARGIN["b"]
     subtitle = about + ("<br>" + " · ".join(remarks) if remarks else "")
-    return theme.titled(figure, f"{title}: {_largest(table, word)}", subtitle, height)
+    return theme.titled(figure, f"{title}: {_of_deeper_half(measured, word)}", subtitle, height)
 
 
-def _largest(table: pd.DataFrame, word: str) -> str:
-    """At which layer the mean is largest, for most schemes."""
-    known = table.dropna(subset="estimate")
-    layers = known.loc[known.groupby("scheme")["estimate"].idxmax(), "depth"]
-    layer, count = int(layers.mode().iloc[0]), int((layers == layers.mode().iloc[0]).sum())
-    under = f" under {count} of {len(layers)} schemes" if len(layers) > 1 else ""
-    return f"most {'after' if word == 'layer' else 'at'} {word} {layer}{under}"
+def _of_deeper_half(table: pd.DataFrame, word: str) -> str:
+    """The mean over the deeper half of the layers without the last, of the schemes where it is least and most."""
+    last = int(table["depth"].max())
+    first = last // 2 + 1
+    through = max(first, last - 1)
+    deeper = table[table["depth"].between(first, through)].groupby("scheme")["estimate"].mean()
+    where = f"mean of {word}s {first} to {through}" if through > first else f"{word} {first}"
+    return f"{where}, {least_and_most(deeper)}"
 
 
 def _add_scheme(figure: go.Figure, means: pd.DataFrame, dots: pd.DataFrame, metric: str, cell: dict) -> None:

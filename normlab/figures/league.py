@@ -22,7 +22,7 @@ from normlab.figures.registry import register
 from normlab.schemes import BASELINE
 
 NO_FINALS = "No final run of the league in this table: these are made after the search."
-SETS = ("not told from the best", "worse than the best", "too few final runs", LOST, "only searched", BELOW,
+SETS = ("may be the best", "not the best", "too few final runs", LOST, "only searched", BELOW,
         UNFINISHED)  # fmt: skip
 # quantity -> (title, axis, whether it is a ratio)
 QUANTITIES = {
@@ -31,13 +31,13 @@ QUANTITIES = {
     "deep_cost": ("Loss added by leaving out each deep block but the last", "sum of nats per token", False),
 }
 _TRIGRAMS = {"loss": "trigram_loss", "search_loss": "search_trigram_loss"}
-_SYMBOLS = {True: "circle", False: "circle-open"}  # whether a scheme is not told from the best
+_SYMBOLS = {True: "circle", False: "circle-open"}  # whether a scheme may be the best
 _ROW = 23  # pixels of a scheme
 _LETTERS = 95  # of a line below the axes: what a notebook shows there on a small screen
 _WORST = 0.5  # nats above a scheme's best loss from which colours no longer differ
 
 
-@register("league_losses", "N4", "the league: losses in sets that are not told apart", reads="league", quantity="loss")
+@register("league_losses", "N4", "the league: which schemes may be the best", reads="league", quantity="loss")
 @register("league_growth", "N4", "the league: growth of the stream", reads="league", quantity="growth")
 @register("league_deep_cost", "N4", "the league: what leaving out deep blocks costs", reads="league",
           quantity="deep_cost")  # fmt: skip
@@ -75,7 +75,7 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
     figure.update_yaxes(tickvals=rows["position"].tolist(), ticktext=names, ticks="", range=[bottom + 0.6, -0.6])
     below = _name_missing(figure, table)
     figure.update_layout(showlegend=False, margin=dict(l=190, r=30, t=116, b=below))
-    about = "● not told from the best, ○ others · bars: 95% interval over seeds"
+    about = "● may be the best, ○ others · bars: 95% interval over seeds"
     about += " · dotted: a trigram model of the text" * (quantity == "loss")
     first = quantity if quantity in columns else next(iter(columns))  # growth is that of models that have learned
     height = 116 + below + _ROW * max(bottom, 3)
@@ -120,7 +120,7 @@ def _add_column(figure: go.Figure, rows: pd.DataFrame, name: str, ends: list[pd.
 def _message(rows: pd.DataFrame, name: str, words: str) -> str:
     compared = rows["says"].isin(SETS[:2]).sum()
     if name == "loss" and compared:
-        return f": {rows['in_set'].sum()} of {compared} schemes are not told from the best"
+        return f": {rows['in_set'].sum()} of {compared} schemes may be the best"
     values = rows.set_index("scheme")[name].astype(float)
     values = values[np.isfinite(values)].sort_values()
     if name in ("loss", "search_loss"):
@@ -228,5 +228,5 @@ def league_costs(table: pd.DataFrame) -> go.Figure:
     if tested.empty:
         found = f"{len(rows)} schemes with too few final runs to compare"
     title = f"Gain on Pre-LN in the same time: {found}"
-    about = "● not told from the best, ○ others · bars: 95% interval over seeds, of the loss alone"
+    about = "● may be the best, ○ others · bars: 95% interval over seeds, of the loss alone"
     return theme.titled(figure, title, about, 166 + _ROW * max(len(rows) + 1, 4))

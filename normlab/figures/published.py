@@ -109,7 +109,7 @@ def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) 
     figure.update_annotations(font=dict(size=13))
     figure.update_layout(legend=dict(x=1.01, y=1, xanchor="left"), margin=dict(l=150, r=230, t=132, b=60))
     subtitle = f"ours: {shown.describe()}<br>sizes at one learning rate where schemes of a depth share one"
-    subtitle += " · told: by the interval of our deepest models"
+    subtitle += " · differs: by the interval of our deepest models"
     if any(ratio > _edge(quantity) for quantity, ratio in zip(table["quantity"], table["ratio"], strict=True)):
         subtitle += f" · ▶ more than {BROKEN['perplexity']:g} times the base's perplexity: did not train"
     title = f"Ratios to {theme.style_of(BASE).title}: {_agreement(table)}"
@@ -127,8 +127,8 @@ def _agreement(table: pd.DataFrame) -> str:
     below, above = both["our_high"] < 1, both["our_low"] > 1
     same = ((both["ratio"] < 1) & below | (both["ratio"] > 1) & above).sum()
     if not (told := (below | above).sum()):
-        return f"none of ours with a published one is told from 1, of {len(both)}"
-    return f"where ours is told from 1, {same} of {told} published ones lie on its side"
+        return f"none of ours with a published one differs from 1, of {len(both)}"
+    return f"where ours differs from 1, {same} of {told} published ones lie on its side"
 
 
 def _positions(table: pd.DataFrame, schemes: list[str]) -> tuple[dict[str, float], float]:

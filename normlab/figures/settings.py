@@ -69,7 +69,7 @@ def variant_differences(table: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title_text=words, **value_axis(bounds, is_ratio))
     figure.update_layout(showlegend=False, margin=dict(l=250, r=300, t=100, b=62))
     told = f"{(table['verdict'] == DIFFERENT).sum()} of {len(table)} {'ratios' if is_ratio else 'differences'}"
-    title = f"{a.title} against {b.title}, {metric.label}: {told} are told from {neutral:g}"
+    title = f"{a.title} against {b.title}, {metric.label}: {told} clearly differ from {neutral:g}"
     about = f"paired by seed · 95% interval · Holm over {len(table)} · {theme.VERDICT_KEY}"
     return theme.titled(figure, title, about, 190 + _ROW * (positions[-1] + 1))
 

@@ -43,7 +43,8 @@ def scheme_of(what: str) -> Scheme:
 
     Raises:
         NormlabError: an unknown scheme, or a file or a name that is not there. A file that does not run. A norm that
-            does not keep shape and type, whose output or gradient is not finite, or that mixes tokens.
+            does not keep shape and type, whose output or gradient is not finite, or that mixes tokens. A scheme whose
+            model does so.
     """
     path, is_file, name = what.rpartition(".py:")
     if not is_file:
@@ -57,6 +58,8 @@ def scheme_of(what: str) -> Scheme:
     found = _executed(file, f"normlab_league_{digest}").get(name)
     if isinstance(found, Scheme):
         row = replace(found, name=f"{found.name}_{digest}")
+        if row.name not in SCHEMES:
+            _try_model(row, what)
     elif isinstance(found, type) and issubclass(found, Norm):
         _try(found, what)
         snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
@@ -106,6 +109,32 @@ def _try(kind: type[Norm], what: str) -> None:
             raise NormlabError(f"{what} makes numbers or gradients of {given} that are not finite")
         if not torch.allclose(alone, y[:1, :2], rtol=1e-2, atol=1e-4):
             raise NormlabError(f"{what} mixes tokens, so a model would see the text that it predicts: norm each alone")
+
+
+def _try_model(row: Scheme, what: str) -> None:
+    """Refuse a scheme whose model fails, or could see the text that it predicts."""
+    from normlab.models import NormlabConfig, NormlabForCausalLM  # here, because it loads transformers
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    ids = torch.arange(48).reshape(2, 24) % 32
+    SCHEMES[row.name] = row
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model = NormlabForCausalLM(NormlabConfig(scheme=row.name, **sizes)).eval()
+            for parameter in model.parameters():  # a branch that starts at zero would show nothing
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            logits, alone = model(ids).logits[:1, :12], model(ids[:1, :12]).logits
+    except Exception as error:
+        raise NormlabError(f"{what} makes no model: {in_one_line(error)}") from error
+    finally:
+        del SCHEMES[row.name]
+    if not logits.isfinite().all():
+        raise NormlabError(f"{what} makes logits that are not finite")
+    if not torch.allclose(logits, alone, rtol=1e-2, atol=1e-3):
+        raise NormlabError(f"{what} mixes tokens, so a model would see the text that it predicts: treat each alone")
 
 
 def require_comparable(

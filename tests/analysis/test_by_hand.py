@@ -1,4 +1,4 @@
-"""Intervals of the shipped runs once more, from their files by pandas and scipy alone.
+"""Intervals of the shipped runs once more, from their file by pyarrow, pandas and scipy alone.
 
 Nothing of `normlab` computes the expected values, so a wrong rule in it cannot agree with itself.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from scipy import stats
 
@@ -16,18 +18,18 @@ import normlab
 from normlab.analysis.compare import compare
 
 RUNS = Path(__file__).resolve().parents[2] / "data" / "runs"
+PACKED = pyarrow.parquet.read_table(RUNS / "packed_runs.parquet")
 Interval = tuple[float, float, float]
 
 
 @pytest.fixture(scope="module")
 def manifests() -> pd.DataFrame:
-    """One row per run: folder, scheme, depth, seed and held-out loss."""
-    found = {path.parent: json.loads(path.read_text(encoding="utf-8")) for path in RUNS.glob("*/manifest.json")}
+    """One row per run: its layer statistics, scheme, depth, seed and held-out loss."""
     rows = [
-        [path, *(m["config"][name] for name in ("scheme", "depth", "seed")), m["eval_loss"]]
-        for path, m in found.items()
+        [stats, *(m["config"][name] for name in ("scheme", "depth", "seed")), m["eval_loss"]]
+        for stats, m in zip(PACKED["stats"], map(json.loads, PACKED["manifest"].to_pylist()), strict=True)
     ]
-    return pd.DataFrame(rows, columns=["path", "scheme", "depth", "seed", "loss"])
+    return pd.DataFrame(rows, columns=["stats", "scheme", "depth", "seed", "loss"])
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +67,14 @@ def test_differences_of_losses(runs, manifests, depth):
 
 
 def test_ratios_of_sizes(runs, manifests):
-    def size(path: Path) -> float:
-        rows = pd.read_parquet(path / "stats.parquet").query("site == 'block_out' and metric == 'token_l2_mean'")
+    def size(table: pa.ListScalar) -> float:
+        rows = pa.Table.from_struct_array(table.values).to_pandas()
+        rows = rows.query("site == 'block_out' and metric == 'token_l2_mean'")
         last = rows.query("layer == 16 and mask == 'all' and step == step.max()")
         return float(np.log(last["value"].item()))
 
     here = manifests[manifests["depth"] == 16]
-    table = cells(here.assign(size=here["path"].map(size)), "size")
+    table = cells(here.assign(size=here["stats"].map(size)), "size")
     for scheme in ("lns", "bhyt"):
         row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=16).iloc[0]
         assert interval_of(row) == pytest.approx(np.exp(paired(table, scheme, "pre_rmsnorm")))

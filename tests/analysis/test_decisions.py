@@ -273,7 +273,7 @@ def test_d_a_set_of_the_best_and_what_is_below_it():
     table = decisions.league(finals.frame(), search.frame()).set_index("scheme")
     assert table["in_set"].to_dict() == {PRE: True, LNS: True, "bhyt": False, "mhc": False, "keel": False, "dyt": False}
     words = {
-        "bhyt": "worse than the best",
+        "bhyt": "not the best",
         "mhc": "too few final runs",
         "keel": "search unfinished",
         "dyt": "only searched",
@@ -293,8 +293,8 @@ def test_d_a_scheme_that_lost_a_final_run_is_in_no_set():
     table = decisions.league(runs, runs.iloc[:0]).set_index("scheme")
     assert table["says"].to_dict() == {
         "bhyt": decisions.LOST,
-        PRE: "not told from the best",
-        LNS: "worse than the best",
+        PRE: "may be the best",
+        LNS: "not the best",
     }
     assert math.isnan(table.loc["bhyt", "p"])
 
@@ -373,7 +373,7 @@ def test_d_two_final_runs_of_one_seed_are_one_seed_and_a_seed_of_one_scheme_alon
         warnings.simplefilter("error")
         table = decisions.league(runs, runs.iloc[:0]).set_index("scheme")
     assert table.loc["bhyt", "says"] == "too few final runs" and table.loc["bhyt", "seeds"] == 1
-    assert table.loc[LNS, "says"] == "not told from the best"
+    assert table.loc[LNS, "says"] == "may be the best"
     with pytest.raises(NormlabError, match="Several runs of bhyt at depth 8, seed 7"):
         decisions.league(finals.frame(), runs.iloc[:0])
 

@@ -9,6 +9,7 @@ from scipy import stats
 
 from normlab import NormlabError
 from normlab.analysis.claims import depth_use
+from normlab.figures import theme
 from normlab.figures.layers import BY_PAIR, PARTS, by_layer, by_pair
 from normlab.figures.report import layer_heatmap
 
@@ -54,10 +55,14 @@ def test_every_scheme_has_a_panel_with_the_first_scheme_in_grey(measured):
     assert figure.layout.yaxis.range == figure.layout.yaxis2.range, "one axis for all"
 
 
-def test_the_title_says_where_the_mean_is_largest(measured):
+def test_the_title_gives_the_mean_of_the_deeper_half_without_the_last_layer(measured):
     rows = measured[measured["metric"].eq("skip_delta_loss") & measured["depth"].eq(4)].assign(value=1.0)
-    rows.loc[rows["layer"] == 3, "value"] = 2.0
-    assert by_layer(rows).layout.title.text.endswith(": most at block 3 under 2 of 2 schemes")
+    rows.loc[(rows["layer"] == 3) & (rows["scheme"] == SCHEMES[1]), "value"] = 2.0
+    low, high = (theme.style_of(name).title for name in SCHEMES)
+    assert by_layer(rows).layout.title.text.endswith(f": block 3, 1 ({low}) to 2 ({high})")
+    deeper = [rows, rows.assign(layer=rows["layer"] + 4, value=rows["layer"])]
+    title = by_layer(pd.concat(deeper).assign(depth=8)).layout.title.text
+    assert title.replace("<br>", " ").endswith(f": mean of blocks 5 to 7, 2 ({high}) to 2 ({low})")
 
 
 def test_an_interval_that_a_log_axis_cannot_hold_is_cut_at_the_axis_and_said_to_be(measured):

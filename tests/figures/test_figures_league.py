@@ -9,9 +9,9 @@ import pytest
 from normlab.figures import FIGURES
 
 SAYS = {
-    "pre_rmsnorm": "not told from the best",
-    "peri_ln": "worse than the best",
-    "lns": "not told from the best",
+    "pre_rmsnorm": "may be the best",
+    "peri_ln": "not the best",
+    "lns": "may be the best",
     "dyt": "below at 2M tokens",
     "none": "diverged",
     "mhc": "not run",
@@ -22,9 +22,9 @@ NAN, INF = math.nan, math.inf
 
 @pytest.fixture
 def table() -> pd.DataFrame:
-    """LNS has a higher mean than Peri-LN and is not told from the best, as its seeds scatter."""
+    """LNS has a higher mean than Peri-LN and may be the best, as its seeds scatter."""
     table = pd.DataFrame({"scheme": list(SAYS), "title": list(TITLES.values()), "says": list(SAYS.values())})
-    table["in_set"] = table["says"] == "not told from the best"
+    table["in_set"] = table["says"] == "may be the best"
     table["loss"], table["seeds"] = [3.4, 3.5, 3.6, NAN, NAN, NAN], [3, 3, 3, NAN, NAN, NAN]
     table["loss_low"], table["loss_high"] = table["loss"] - 0.1, table["loss"] + 0.1
     table["search_loss"] = [3.9, 4.0, 4.1, 4.4, INF, NAN]
@@ -57,7 +57,7 @@ def test_losses_stand_in_sets_and_not_in_ranks(table):
         ("lns", "loss", "circle"),
         ("peri_ln", "loss", "circle-open"),
     ]
-    assert figure.layout.title.text.endswith("2 of 3 schemes are not told from the best")
+    assert figure.layout.title.text.endswith("2 of 3 schemes may be the best")
     assert ("dyt", "search_loss", "circle-open") in drawn(figure) and "none" not in {mark[0] for mark in drawn(figure)}
     assert "Diverged: No norm<br>Not run: mHC" in words(figure) and "<b>below at 2M tokens</b>" in words(figure)
     (low,) = (trace.error_x.arrayminus[0] for trace in figure.data if trace.meta == final_meta("lns"))

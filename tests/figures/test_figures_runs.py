@@ -110,7 +110,7 @@ def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     words = [a.text for a in figure.layout.annotations]
     assert "0.28" in words and any(w.startswith("0.169 [") for w in words) and "0.20" in words
     title = figure.layout.title.text.replace("<br>", " ")
-    assert title == "L2 norm of a token after the last layer: 3 of 3 schemes are told from Pre-LN's when trained"
+    assert title == "L2 norm of a token after the last layer: 3 of 3 schemes clearly differ from Pre-LN when trained"
     one = growth_before_after(choose(table().query("seed == 0"), schemes=["pre_rmsnorm", "bhyt"])).layout.title.text
     assert "(BHyT) to " in one and one.replace("<br>", " ").endswith("of Pre-LN's when trained")
     assert any("layer 16: BHyT Figure 3, Llama-1B, read off the plot ±10%" in w for w in words)

@@ -56,9 +56,9 @@ def test_conditions_are_named_grouped_and_judged_together(sweep):
     heads = [note.text for note in figure.layout.annotations if note.text.startswith("<b>")]
     assert heads == [f"<b>{group}</b>" for group in gain.GROUPS] and len(figure.data) == len(size)
     told = (size["verdict"] == "different").sum()
-    assert figure.layout.title.text.endswith(f"L2 norm of a token: {told} of 5 ratios are told from 1") and told
+    assert figure.layout.title.text.endswith(f"L2 norm of a token: {told} of 5 ratios clearly differ from 1") and told
     loss = gain.conditions(*sweep, "bhyt", "bhyt_linear")
-    assert "0 of 5 differences are told from 0" in variant_differences(loss).layout.title.text
+    assert "0 of 5 differences clearly differ from 0" in variant_differences(loss).layout.title.text
     table = gain.verdicts([loss, size])
     assert table.shape == (5, 6) and table.iloc[1, 5].startswith("different")
 

@@ -65,6 +65,23 @@ def test_minimax_starts_as_deepnorm_does():
             assert_bits(layer.get_submodule(name).weight, same.get_submodule(name).weight)
 
 
+def test_nanochats_scalars_start_by_depth():
+    """Its code: the stream's factor falls from 1.15 in the first layer to 1.05 in the last, the embedding's from 0.2 to
+    0.05."""
+    rules = [layer.attn_residual for layer in fresh_model("nanochat", num_hidden_layers=3).model.layers]
+    assert [rule.keep.item() for rule in rules] == pytest.approx([1.15, 1.10, 1.05])
+    assert [rule.embedding.item() for rule in rules] == pytest.approx([0.2, 0.125, 0.05])
+
+
+def test_a_residual_gate_starts_half_open():
+    """Muse Spark's code: s = sigmoid(0) = 1/2 in every channel, so the stream keeps sqrt(3/4) of itself."""
+    for layer in fresh_model("residual_gate").model.layers:
+        for rule in (layer.attn_residual, layer.mlp_residual):
+            one = torch.ones(rule.gate.numel())
+            joined = (rule.join(x, f, lambda y: y, one) for x, f in ((one, 0 * one), (0 * one, one)))
+            assert [y.mean().item() for y in joined] == pytest.approx([math.sqrt(3 / 4), 1 / 2])
+
+
 def test_completeps_scores_are_divided_by_the_heads_width():
     model = fresh_model("complete_p", num_hidden_layers=6)
     assert {layer.self_attn.scaling for layer in model.model.layers} == {1 / 8}

@@ -33,6 +33,13 @@ class MeanAbsNorm(Norm):
 '''
 
 
+ROW = """
+from normlab.schemes import Scheme
+from normlab.schemes.scheme import PERI
+ROW = Scheme("mine", "Mine", "f", "me", lambda site: MeanAbsNorm(site.width), "norm", layout=PERI)
+"""
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[Path]:
     """A norm of one's own, in 17 lines. What it adds to the registry goes again."""
@@ -60,11 +67,17 @@ def test_a_class_in_a_file_is_a_scheme_with_this_norm_everywhere(file):
 
 
 def test_a_scheme_in_a_file_may_say_more_than_a_norm(file):
-    row = "\nfrom normlab.schemes import Scheme\nfrom normlab.schemes.scheme import PERI\n"
-    row += 'ROW = Scheme("mine", "Mine", "f", "me", lambda site: MeanAbsNorm(site.width), "norm", layout=PERI)\n'
-    file.write_text(MY_NORM + row)
+    file.write_text(MY_NORM + ROW)
     found = league.scheme_of(f"{file}:ROW")
-    assert found.name.startswith("mine_") and found.layout.attn_out is not None
+    assert found.name.startswith("mine_") and found.layout.attn_out is not None and SCHEMES[found.name] is found
+    for of_tokens in ("mean((-1, -2),", "mean((0, -1),"):
+        file.write_text(MY_NORM.replace("mean(-1,", of_tokens) + ROW)
+        with pytest.raises(NormlabError, match="ROW mixes tokens"):
+            league.scheme_of(f"{file}:ROW")
+    file.write_text(MY_NORM + ROW.replace("site.width", "site.length"))
+    with pytest.raises(NormlabError, match="ROW makes no model: AttributeError"):
+        league.scheme_of(f"{file}:ROW")
+    assert [name for name in SCHEMES if name.startswith("mine_")] == [found.name]
 
 
 def test_a_file_may_have_dataclasses(file):
@@ -103,10 +116,13 @@ def test_it_is_searched_and_trained_as_the_others_are(file, text, cache, tmp_pat
         "league", (Part({2: 2}, ("pre_rmsnorm",), best=1),), LeagueSearch((0.002, 0.008), (2,), {"seed": 9}), fields
     )
     monkeypatch.setattr(league, "in_processes", here)
-    result = league.enter(f"{file}:MeanAbsNorm", tmp_path / "out", preset, cache_dir=cache, progress=False)
-    (name,) = {run.manifest["config"]["scheme"] for run in result.runs}
-    assert name == league.scheme_of(f"{file}:MeanAbsNorm").name and not result.failures
-    assert len(result.runs) == 2 and len(runs.find_runs(tmp_path / "out" / store.SEARCH)) == 3
+    monkeypatch.setattr("normlab.training.presets.get_preset", lambda name: preset)
+    options = ["--out", str(tmp_path / "out"), "--cache-dir", str(cache), "--quiet"]
+    assert cli.main(["league", "--add", f"{file}:MeanAbsNorm", *options]) == 0
+    assert "MeanAbsNorm" in capsys.readouterr().out
+    finals, search = (runs.find_runs(place) for place in (tmp_path / "out", tmp_path / "out" / store.SEARCH))
+    (name,) = {runs.read_manifest(path)["config"]["scheme"] for path in finals}
+    assert name == league.scheme_of(f"{file}:MeanAbsNorm").name and (len(finals), len(search)) == (2, 3)
     there = [tmp_path / "out", tmp_path / "absent"]
     league.require_comparable(preset, there, cache)
     (tmp_path / "other.txt").write_text(text.read_text() + "more\n")
