@@ -58,6 +58,7 @@ def texts() -> dict[str, str]:
         made |= {
             f"lns_loss_{name}": in_words("loss", rate),
             f"lns_first_{name}": interval(compared().loc[("first", rate)]),
+            f"lns_first_{name}_alone": plain(compared().loc[("first", rate), "estimate"]),
             f"lns_size_{name}": interval(compared().loc[("size", rate)]),
             f"lns_skip_{name}_less": interval(turned(compared().loc[("skip", rate)])),
             f"unseen_gap_{name}": interval(unseen_gap().loc[rate], 3, sign=True),
@@ -103,17 +104,29 @@ def _table(names: Mapping[str, str]) -> str:
 
 
 def _streams() -> str:
-    """The stream of 16 blocks and the loss at each rate: geometric means over seeds, of the loss the mean."""
-    values = deep(FOLDER)
+    """The stream of 16 blocks early and late, and the loss, at each rate: geometric means, of the loss the mean."""
+    about = one_precision(summarize(runs(FOLDER))).query("depth == @DEEP")
+    sizes = runs(FOLDER).query("site == 'block_out' and mask == 'all' and metric == 'token_l2_mean'")
+    by_layer = sizes.pivot_table(index=["run", "step"], columns="layer", values="value", observed=True)
     rows = []
     for scheme in (PRE_LN, LNS):
         for rate in RATES:
-            own = values.query("scheme == @scheme and lr == @rate")
-            first, last = (mean_of(own[name], "token_l2_mean") for name in ("first", "size"))
-            rows.append((title_of(scheme), f"{rate:g}", plain(first, 1), plain(last, 1), plain(last / first, 1),
-                         plain(own["loss"].mean())))  # fmt: skip
-    head = ("scheme", "rate", "L2 norm after block 1", "after block 16", "the second over the first", "loss")
-    return table(head, rows)
+            own = about.query("scheme == @scheme and lr == @rate")
+            cells = []
+            for step in (EARLY, sizes["step"].max()):
+                here = by_layer.loc[[(run, step) for run in own.index]]
+                first, last = (mean_of(here[layer], "token_l2_mean") for layer in (1, DEEP))
+                cells += [plain(first, 1), plain(last / first, 1)]
+            rows.append((title_of(scheme), f"{rate:g}", *cells, plain(own["eval_loss"].mean())))
+    head = (
+        "scheme",
+        "rate",
+        f"block 1 after {EARLY:,} steps",
+        "block 16 over it",
+        "block 1 at the end",
+        "block 16 over it",
+    )
+    return table((*head, "loss"), rows)
 
 
 def in_words(quantity: str, place: float | str) -> str:

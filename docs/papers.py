@@ -421,7 +421,7 @@ def _faster(section: str, peer: str, of: str = BHYT) -> pd.DataFrame:
 
 
 def _rates(quantity: str, at: float = LOW) -> str:
-    """The scope of a verdict: all equal rates if each of their intervals is on one side, else the rate it is of."""
+    """The scope of a verdict: all equal rates if each is different to one side, else the rate it is of."""
     own = compared().loc[quantity].loc[list(RATES)]
-    none = 1.0 if own["kind"].iloc[0] == "ratio" else 0.0
-    return " at equal rates" if (own["low"] > none).all() or (own["high"] < none).all() else f" at rate {at:g}"
+    sides = own["estimate"].gt(1.0 if own["kind"].iloc[0] == "ratio" else 0.0)
+    return " at equal rates" if own["verdict"].eq(DIFFERENT).all() and sides.nunique() == 1 else f" at rate {at:g}"

@@ -16,7 +16,7 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.decisions import UNFINISHED, predictions
 from normlab.analysis.league import NOT_RUN, against_papers, shown
 from normlab.analysis.selection import Selection, in_order, summarize, title_of
-from normlab.analysis.verdicts import differences
+from normlab.analysis.verdicts import DIFFERENT, differences
 from normlab.schemes import BASELINE
 from normlab.training.grids import CLEARLY
 
@@ -55,11 +55,14 @@ def texts() -> dict[str, str]:
         "league_seeds_apart": plain(seeds_apart().max()),
         "league_seeds_apart_of": title_of(seeds_apart().idxmax()),
         "league_at_shared": _at_shared(run.set_index("title")[f"loss_at_{SHARED:g}"]),
+        "league_different": ", ".join(run.loc[run["verdict"].eq(DIFFERENT), "title"]) or "none",
+        "ngpt_best": plain(searched()["ngpt"]),
         "league_edges": _edges(run),
         "league_lead": _lead(run.set_index("scheme")),
         "league_between": _between_won(run),
         "table_of_between": _between(run.set_index("scheme")),
         "table_of_checks": _checks(),
+        "table_of_mixing": _mixing(),
         **_large_logits(),
         "league_scaled_lns": scaled_lns(),
         "league_post_ln": signed(elsewhere("post_rmsnorm") - searched()[BASELINE]),
@@ -114,6 +117,26 @@ def _between(run: pd.DataFrame) -> str:
     return table(("scheme", "best rate of three", "its loss", "rate tried", "its loss", "difference"), lines)
 
 
+def _mixing() -> str:
+    """The mixing of hyper-connections before training and after: medians over sublayers, and ranges."""
+    rows = runs("mixing")
+    columns = {
+        "M from the identity": "mixing_from_identity",
+        "from uniform": "mixing_from_uniform",
+        "likeness of streams": "stream_cosine",
+    }
+    lines = []
+    for scheme in in_order(rows["scheme"].unique()):
+        for step, when in ((0, "before training"), (rows["step"].max(), "after")):
+            own = rows[(rows["scheme"] == scheme) & (rows["step"] == step) & (rows["mask"] == "all")]
+            cells = []
+            for metric in columns.values():
+                values = own.loc[own["metric"] == metric, "value"]
+                cells.append(f"{plain(values.median())} ({plain(values.min())} to {plain(values.max())})")
+            lines.append((title_of(scheme), when, *cells))
+    return table(("scheme", "", *columns), lines)
+
+
 def scaled_lns() -> str:
     """LNS with scaled init minus LNS at the rate between, which LNS's search left out; one seed."""
     scaled = league_table().set_index("scheme").loc["lns_scaled_init", f"loss_at_{BETWEEN:g}"]
@@ -126,6 +149,7 @@ def elsewhere(scheme: str) -> float:
 
 
 TWICE = "logits times 2"
+EQUAL = {"equal_compute": "estimate", "equal_low": "low", "equal_high": "high"}
 # A scheme of data/checks/*.py, without the file's hash -> the league's scheme, and what is changed.
 CHANGED = {
     "pre_rmsnorm_large": (BASELINE, "embeddings times √d"),
@@ -185,6 +209,7 @@ def _large_logits() -> dict[str, str]:
     best = several["loss"].idxmin()
     return {
         "league_best": title_of(best),
+        "league_best_equal": interval(several.loc[best].rename(EQUAL), sign=True),
         "league_best_step": plain(several.loc[best, "step_cost"]),
         "league_best_lead": interval(turned(league_minus("loss").loc[best])),
         "checks_final_below": ", ".join(map(title_of, finals.index[finals < end])) or "none",

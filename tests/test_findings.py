@@ -114,6 +114,18 @@ def test_the_words_of_the_findings_hold(code):
     assert losses.loc["lns_gain", "high"] < 0
 
 
+def test_what_is_said_of_mixed_streams_holds(code):
+    """mHC's matrix hardly leaves its start, that of hyper-connections moves further; the streams stay alike."""
+    rows = code["findings"].runs("mixing").query("mask == 'all' and metric != 'loss'")
+    medians = rows.groupby(["scheme", "metric", "step"], observed=True)["value"].median().unstack()
+    moved = (medians[2000] - medians[0]).unstack("metric")["mixing_from_identity"]
+    assert abs(moved["mhc"]) < 0.02 and moved["hyper_connections"] > 0.1
+    assert (medians.xs("stream_cosine", level="metric")[2000] > 0.95).all()
+    farthest = rows.query("metric == 'mixing_from_identity' and scheme == 'hyper_connections'")
+    assert farthest.loc[farthest["value"].idxmax(), "layer"] == 1
+    assert all(m["eval_loss"] > m["trigram_loss"] for m in code["findings"].manifests("mixing"))
+
+
 def test_what_the_league_says_of_single_changes(code):
     """Single seeds: differences above what a seed moves, and below where the page says that one seed tells nothing."""
     manifests, apart = code["findings"].manifests, code["standings"].seeds_apart().max()
@@ -203,6 +215,13 @@ def test_what_is_said_of_equal_rates_holds(code):
         loss.loc[0.008, "verdict"] == "different"
         and found.loc[("size", 0.004), "estimate"] > 0.9 * found.loc[("first", 0.004), "estimate"]
     ), "most of it is there after block 1"
+    lines = [line.strip("| ").split(" | ") for line in equal.texts()["table_of_rates_and_streams"].splitlines()[2:]]
+    for pre_ln in (True, False):  # each column at the rates 0.001, 0.004 and 0.008
+        early, grown, _, at_end, losses = zip(
+            *(map(float, cells) for scheme, _, *cells in lines if (scheme == "Pre-LN") == pre_ln), strict=True
+        )
+        assert early[0] < early[1] < early[2] and grown[0] > max(grown[1:]) and losses[0] > losses[1]
+        assert at_end[0] > 1.3 * max(at_end[1:]) if pre_ln else max(at_end) < 1.05 * min(at_end)
     growth = questions.decided("A3").set_index("lr")
     assert (growth["low"] > 1).all() and growth.loc[0.001, "says"] == "not paper-like"
     held_out, seen = (row for _, row in questions.decided("A1").iterrows())
