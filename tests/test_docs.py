@@ -166,6 +166,21 @@ def test_a_broken_link_is_found(tmp_path, site_code):
     assert found == [("a.html", "b.html#there"), ("b.html", "gone.png"), ("b.html", "a.html#gone")]
 
 
+def test_links_to_a_heading_name_one_of_its_page():
+    """Spelled as GitHub and MyST do. The slow test of the built site checks the links of all kinds."""
+    places = {}
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("kernels/*.md"), *ROOT.glob("data/*.md"), *DOCS.rglob("*.md")):
+        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        places[path] = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    links = [
+        (page, (page.parent / target).resolve() if target else page, place)
+        for page in places
+        for target, place in re.findall(r"\]\(([\w./-]*\.md)?#([^)]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 40
+    assert [(page.name, place) for page, target, place in links if place not in places[target]] == []
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path, site_code):
     """All but the notebooks' pages, which `make site` executes: here their places are empty."""

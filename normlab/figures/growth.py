@@ -212,9 +212,8 @@ def growth_before_after(
         layers = ", ".join(str(layer) for layer in sorted(points["layer"].unique()))
         footnote(figure, f"published: ratio in another model after its layer {layers}: {published_source(points)}.")
     title = f"{row.label[0].upper()}{row.label[1:]} after the last layer{_end(table, pairs['after'], base, row)}"
-    about = f"{shown.describe()} · ○ step 0, ● after training" + " · clearly: after Holm's correction" * (
-        "clearly" in title
-    )
+    about = f"{shown.describe()} · ○ step 0, ● after training"
+    about += " · clearly: after Holm's correction" * ("clearly" in title)
     return theme.titled(figure, title, about, 180 + 20 * bool(len(printed)) + _ROW * (len(table) + 1))
 
 
