@@ -110,7 +110,7 @@ def answer(name: str) -> str:
     """The decision, in the words that were fixed. Where it differs, the rate or the quantity is named."""
     made = decided(name)
     if name == "D":
-        return ", ".join(map(title_of, made.loc[made["in_set"], "scheme"]))
+        return "; ".join(map(title_of, made.loc[made["in_set"], "scheme"]))
     made = made[made["says"] != ""]
     if made["says"].nunique() > 1:
         where = made["lr"].map("at rate {:g}".format) if "lr" in made else "(" + made["quantity"] + ")"

@@ -6,6 +6,8 @@ texts   every text by the name that marks it in the page
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pandas as pd
 from findings import interval, league, league_minus, league_table, manifests, plain, runs, signed, turned
@@ -46,8 +48,8 @@ def texts() -> dict[str, str]:
         "league_whole": f"{(run['says'] != UNFINISHED).sum()}",
         "league_finals": f"{run['loss'].notna().sum()}",
         "league_seeds": _seeds(run),
-        "league_set": ", ".join(compared.loc[compared["in_set"], "title"]) or "none",
-        "league_out": ", ".join(compared.loc[~compared["in_set"], "title"]) or "none",
+        "league_set": _listed(compared.loc[compared["in_set"], "title"]),
+        "league_out": _listed(compared.loc[~compared["in_set"], "title"]),
         "league_out_originally": _out_originally(compared["scheme"]),
         "league_compared": f"{len(compared)}",
         "league_half_width": plain(half.median()),
@@ -55,7 +57,7 @@ def texts() -> dict[str, str]:
         "league_seeds_apart": plain(seeds_apart().max()),
         "league_seeds_apart_of": title_of(seeds_apart().idxmax()),
         "league_at_shared": _at_shared(run.set_index("title")[f"loss_at_{SHARED:g}"]),
-        "league_different": ", ".join(run.loc[run["verdict"].eq(DIFFERENT), "title"]) or "none",
+        "league_different": _listed(run.loc[run["verdict"].eq(DIFFERENT), "title"]),
         "ngpt_best": plain(searched()["ngpt"]),
         "league_edges": _edges(run),
         "league_lead": _lead(run.set_index("scheme")),
@@ -90,7 +92,7 @@ def _out_originally(schemes: pd.Series) -> str:
         p = rows.loc[rows["estimate"] > 0, "p"].min() / 2
         if p * (len(schemes) - 1) < 0.05:
             out.append(title_of(scheme))
-    return ", ".join(out) or "none"
+    return _listed(out)
 
 
 def _seeds(run: pd.DataFrame) -> str:
@@ -212,8 +214,8 @@ def _large_logits() -> dict[str, str]:
         "league_best_equal": interval(several.loc[best].rename(EQUAL), sign=True),
         "league_best_step": plain(several.loc[best, "step_cost"]),
         "league_best_lead": interval(turned(league_minus("loss").loc[best])),
-        "checks_final_below": ", ".join(map(title_of, finals.index[finals < end])) or "none",
-        "checks_below": ", ".join(map(title_of, lower.index)) or "none",
+        "checks_final_below": _listed(map(title_of, finals.index[finals < end])),
+        "checks_below": _listed(map(title_of, lower.index)),
         "checks_final": interval(turned(_difference(BASELINE, final))),
         "checks_final_loss": plain(end),
         "checks_logits": ", ".join(f"{title_of(name)} {plain(ends[name])}" for name in sorted(ends, key=ends.get)),
@@ -249,7 +251,8 @@ def _edges(run: pd.DataFrame) -> str:
     return _listed(run.loc[(_rates_tried(run) > 2) & ~run["inside"].eq(True), "title"])
 
 
-def _listed(titles: pd.Series) -> str:
+def _listed(titles: Iterable[str]) -> str:
+    """Titles in a sentence. Some have a comma."""
     return "; ".join(titles) or "none"
 
 

@@ -181,7 +181,7 @@ def test_questions_are_answered_in_the_words_that_were_fixed(code):
     """A question without runs has no answer, and one without four seeds says so."""
     questions = code["questions"]
     assert questions.answer("B") == "undecided: not every unchanged model has a uniform attention"
-    assert "LNS" in questions.answer("D").split(", ")
+    assert "LNS" in questions.answer("D").split("; ")
     for name in ("A1", "A2", "A3", "A4", "C"):
         rows = questions.decided(name)
         if rows["seeds"].max() >= 4:
