@@ -58,7 +58,6 @@ def texts() -> dict[str, str]:
         made |= {
             f"lns_loss_{name}": in_words("loss", rate),
             f"lns_first_{name}": interval(compared().loc[("first", rate)]),
-            f"lns_first_{name}_alone": plain(compared().loc[("first", rate), "estimate"]),
             f"lns_size_{name}": interval(compared().loc[("size", rate)]),
             f"lns_skip_{name}_less": interval(turned(compared().loc[("skip", rate)])),
             f"unseen_gap_{name}": interval(unseen_gap().loc[rate], 3, sign=True),

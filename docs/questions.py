@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import pandas as pd
-from findings import GAIN_CONTROL, ROOT, experiments, interval, league, manifests, plain, runs
+from findings import GAIN_CONTROL, ROOT, experiments, interval, league, league_table, manifests, plain, runs
 from tables import table
 
 import normlab
@@ -164,8 +164,7 @@ def _hours() -> str:
 
 def _is_planned(manifest: dict, folder: str) -> bool:
     """All but the league's final runs of a scheme that has only one."""
-    seeds = summarize(league().finals).groupby("scheme")["seed"].nunique()
-    return folder != LEAGUE or seeds[manifest["config"]["scheme"]] > 1
+    return folder != LEAGUE or league_table().set_index("scheme").loc[manifest["config"]["scheme"], "seeds"] > 1
 
 
 def _spent(of: Iterable[dict]) -> float:

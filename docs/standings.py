@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 from findings import interval, league, league_minus, league_table, manifests, plain, runs, signed, turned
+from scipy import stats
 from tables import table
 
 import normlab
@@ -18,7 +19,7 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.decisions import UNFINISHED, predictions
 from normlab.analysis.league import NOT_RUN, against_papers, shown
 from normlab.analysis.selection import Selection, in_order, summarize, title_of
-from normlab.analysis.verdicts import DIFFERENT, differences
+from normlab.analysis.verdicts import DIFFERENT, differences, lower_quartile, pair_variances, variance_over_seeds
 from normlab.schemes import BASELINE
 from normlab.training.grids import CLEARLY
 
@@ -85,14 +86,13 @@ def seeds_apart() -> pd.Series:
 
 def _out_originally(schemes: pd.Series) -> str:
     """The schemes that are out by the rule that was fixed beforehand: each pair's own variance, not below the floor."""
-    finals = last_values(Selection(league().finals, summarize(league().finals)), "loss").query("scheme in @schemes")
-    out = []
-    for scheme in schemes:
-        rows = pd.concat([differences(finals, scheme, other, "loss") for other in schemes if other != scheme])
-        p = rows.loc[rows["estimate"] > 0, "p"].min() / 2
-        if p * (len(schemes) - 1) < 0.05:
-            out.append(title_of(scheme))
-    return _listed(out)
+    finals = last_values(Selection(league().finals, summarize(league().finals)), "loss")
+    values = finals.pivot_table(index="scheme", columns="seed", values="value").loc[schemes].to_numpy()
+    count, seeds = values.shape
+    gaps = (values[:, None] - values).reshape(-1, seeds)
+    variance = np.maximum(variance_over_seeds(gaps)[0], lower_quartile(*pair_variances(values)))
+    p = stats.t.sf(gaps.mean(axis=1) / np.sqrt(variance / seeds), seeds - 1).reshape(count, count)
+    return _listed(map(title_of, schemes[p.min(axis=1) * (count - 1) < 0.05]))
 
 
 def _seeds(run: pd.DataFrame) -> str:
