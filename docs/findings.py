@@ -57,6 +57,12 @@ def manifests(folder: str) -> list[dict]:
     return [normlab.runs.read_run(path).manifest for path in normlab.runs.find_runs(ROOT / "data" / folder)]
 
 
+def learned(folder: str) -> str:
+    """Count the runs of a folder that end below a trigram model of their text."""
+    about = summarize(runs(folder))
+    return f"{(about['eval_loss'] < about['trigram_loss']).sum()} of {len(about)}"
+
+
 def signed(value: float, digits: int = 2) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
@@ -432,6 +438,7 @@ def slower_gains() -> dict[str, str]:
     before = arm[arm["change"] == decisions.UNCHANGED].set_index("scheme")["uniform"]
     by_head = arm[arm["change"] == "qk-norm by head"].set_index("scheme")
     return {
+        "gains_learned": learned("gains"),
         "gains_dead_bhyt_exact": f"{before['bhyt_exact']} of 6",
         "gains_dead_control": f"{before['rmsnorm_gain']} of 6",
         "gains_qk_bhyt_exact": _change(by_head.loc["bhyt_exact"], "loss").strip("*"),
@@ -458,6 +465,7 @@ def tanh() -> dict[str, str]:
     by = ["width", "outlier_channels", "lam_input", "gamma0"]
     found = compare_variants(grid, configs, BHYT, "bhyt_linear", by, "token_l2_mean").set_index(by)
     return {
+        "tanh_learned": learned("tanh"),
         "tanh_loss": interval(loss, sign=True),
         "tanh_stream": interval(size),
         "tanh_small_gain": interval(found.loc[(128, 0, 2.0, 1.0)]),

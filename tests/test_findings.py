@@ -114,6 +114,16 @@ def test_the_words_of_the_findings_hold(code):
     assert losses.loc["lns_gain", "high"] < 0
 
 
+def test_what_is_said_of_models_that_have_not_learned_holds(code):
+    def configs(folder: str, learned: bool) -> list[dict]:
+        found = code["findings"].manifests(folder)
+        return [m["config"] for m in found if (m["eval_loss"] < m["trigram_loss"]) == learned]
+
+    (other,) = configs("tanh", learned=False)
+    assert (other["scheme"], other["model"]["lam_input"] / 10) == ("bhyt_exact", 5)
+    assert {config["model"]["qk_norm"] for config in configs("gains", learned=True)} == {"rms_head"}
+
+
 def test_what_is_said_of_mixed_streams_holds(code):
     """mHC's matrix hardly leaves its start, that of hyper-connections moves further; the streams stay alike."""
     rows = code["findings"].runs("mixing").query("mask == 'all' and metric != 'loss'")
