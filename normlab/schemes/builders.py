@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normlab.norms import BHyT, Derf, DyT, NoNorm, Norm, RMSNorm, TaperNorm
+from normlab.norms import BHyT, Derf, DyT, GatedNorm, NoNorm, Norm, RMSNorm, TaperNorm
 from normlab.residuals import Residual
 from normlab.residuals.single import LearnedScale, NormalizedInput, Scaled
 from normlab.residuals.streams import (
@@ -82,6 +82,11 @@ def dyt(site: NormSite) -> Norm:
 
 def derf(site: NormSite) -> Norm:
     return Derf(site.width, alpha=1.0 if site.config.alpha0 is None else site.config.alpha0)
+
+
+def gated(site: NormSite) -> Norm:
+    """GatedNorm, whose matrix starts as those of the model do."""
+    return of(GatedNorm, std=site.config.initializer_range)(site)
 
 
 # kappa in block l is kappa l^power.

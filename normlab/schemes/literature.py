@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from normlab.norms import CRMSNorm, DyISRU, GatedNorm, PowerNorm, ScaleNorm, SeeDNorm, UnifiedNorm
+from normlab.norms import CRMSNorm, DyISRU, PowerNorm, ScaleNorm, SeeDNorm, UnifiedNorm
 from normlab.residuals import single, streams
 from normlab.schemes import builders as b
 from normlab.schemes.scheme import OUT, PERI, POST, PRE, PRE_AND_POST, WITHOUT, Branches, Ends, Layout, Scheme
@@ -35,7 +35,7 @@ ROWS = (
            "Self-Rescaled Dynamic Normalization (2510.22777)",
            norm=b.of(SeeDNorm), family="norm", decayed=frozenset({"alpha", "beta"})),
     Scheme("gatednorm", "GatedNorm", "x + f(N(x) sigmoid(U silu(D N(x))))", "GatedNorm (2601.22966)",
-           norm=b.of(GatedNorm), family="norm", decayed=frozenset({"down", "up"}), tags="wide"),
+           norm=b.gated, family="norm", decayed=frozenset({"down", "up"}), tags="wide"),
     Scheme("pre_crmsnorm", "Pre-CRMSNorm", "x + f(g x/sqrt((sum x^2 + (sum x)^2)/(d+1)))",
            "Pre-RMSNorm and Pre-CRMSNorm Transformers (2305.14858)",
            norm=b.of(CRMSNorm), family="norm"),

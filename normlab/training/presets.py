@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from normlab.errors import NormlabError
 from normlab.schemes import GAIN_CONTROL, SCHEMES, tagged
+from normlab.training.config import INIT_STD
 from normlab.training.grids import LeagueSearch, Part, Preset, Search, Variant
 
 
@@ -57,6 +59,16 @@ _ONE_PASS: dict[str, Any] = {
 
 
 _FAR = tuple(name for name in SCHEMES if name not in tagged("quadratic"))
+
+
+def init_std(width: int) -> float:
+    """0.02 sqrt(1024/width): initial weights that keep a matrix's gain as it is at the widths that models are
+    published with. 0.057 at 128."""
+    return round(INIT_STD * math.sqrt(1024 / width), 3)
+
+
+def _of(scheme: str, *rates: float, **fields: Any) -> tuple[Variant, ...]:
+    return tuple(Variant({"lr": rate, **fields}, (scheme,)) for rate in rates)
 
 
 def _at_rates(*rates: float) -> tuple[Variant, ...]:
@@ -173,12 +185,39 @@ PRESETS = {
             fields=_ONE_PASS,
         ),
         Preset(
-            # For a GPU: five schemes at four times the width, on the same text. Steps are as many, and as large.
+            # For a quarter of an hour of one GPU, each part of use alone: benchmarks/gpu_runs.py.
             "gpu",
-            parts=(Part({16: 2}, tagged("wide"), variants=_at_rates(1e-3, 4e-3)),),
-            rate=1e-3,  # every variant has its own
-            fields=_ONE_PASS
-            | {"width": 512, "heads": 8, "kv_heads": 4, "intermediate": 1408, "compile": False, "checkpoint_every": 0},
+            parts=(
+                Part({24: 1}, variants=(*_of("pre_rmsnorm", 2e-3, 4e-3), *_of("lns", 2e-3), *_of("bhyt", 4e-3),
+                                        *_of(GAIN_CONTROL, 4e-3), *_of("dyt", 1e-3, warmup=0.3))),
+                Part({24: 1}, variants=(*_of("lns", 4e-3, 1e-3), *_of("pre_rmsnorm", 1e-3), *_of("bhyt", 2e-3),
+                                        *_of(GAIN_CONTROL, 2e-3), *_of("dyt", 5e-4, warmup=0.3))),
+                Part({6: 1}, variants=(*_of("pre_rmsnorm", 2e-3, 4e-3), *_of("lns", 2e-3, 4e-3), *_of("bhyt", 4e-3),
+                                       *_of("dyt", 1e-3, warmup=0.3))),
+                Part({24: 2}, variants=(*_of("pre_rmsnorm", 2e-3), *_of("lns", 2e-3))),
+            ),
+            rate=2e-3,  # every variant has its own
+            fields=_TRAINED
+            | {
+                "width": 512,
+                "heads": 8,
+                "kv_heads": 4,
+                "intermediate": 1408,
+                "init_std": init_std(512),
+                "corpus": "packages",
+                "block_length": 256,
+                "batch_size": 32,
+                "steps": 1200,
+                "clip": 5.0,
+                "dtype": "bfloat16",
+                "compile": False,  # it would take longer than it saves
+                "store_all": True,
+                "probe_every": 600,
+                "eval_every": 600,
+                "eval_blocks": 128,
+                "experiment_blocks": 8,
+                "checkpoint_every": 0,
+            },
         ),
         Preset(
             "tanh",
