@@ -176,6 +176,15 @@ def over_depth(sublayer: Sublayer) -> Residual:
     return Scaled(add=base_depth_over(sublayer.config))
 
 
+def over_root_count(sublayer: Sublayer) -> Residual:
+    """sqrt((k-1)/k) x + f/sqrt(k), k = 2 at the first sublayer (Beam).
+
+    So the stream is the sum of the embeddings and of all branches so far, over the root of their number.
+    """
+    count = sublayer.index + 2
+    return Scaled(keep=math.sqrt((count - 1) / count), add=math.sqrt(1 / count))
+
+
 def layer_scale(sublayer: Sublayer) -> Residual:
     """One factor per channel from 0.1 up to 18 layers, 1e-5 up to 24, and 1e-6 beyond (2103.17239)."""
     start = next(start for deepest, start in ((18, 0.1), (24, 1e-5), (math.inf, 1e-6)) if sublayer.depth <= deepest)

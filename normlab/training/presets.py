@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.schemes import GAIN_CONTROL, SCHEMES, tagged
+from normlab.schemes import BASELINE, DEFAULT, DYT, GAIN_CONTROL, LNS, SCHEMES, tagged
 from normlab.training.config import INIT_STD
-from normlab.training.grids import LeagueSearch, Part, Preset, Search, Variant
+from normlab.training.grids import LeagueSearch, Part, Preset, Reported, Search, Variant
 
 
 def _scaled_lambda(scale: float, gamma0: float | None = None, schemes: tuple[str, ...] = (), **more: Any) -> Variant:
@@ -17,6 +17,12 @@ def _scaled_lambda(scale: float, gamma0: float | None = None, schemes: tuple[str
     start = 1 / scale if gamma0 is None else gamma0
     model = {"lam_input": 2.0 * scale, "lam_post": 1.0 * scale, "gamma0": start, "carried": "exact"}
     return Variant({"model": model, **more}, schemes)
+
+
+def init_std(width: int) -> float:
+    """0.02 sqrt(1024/width): initial weights that keep a matrix's gain as it is at the widths that models are
+    published with. 0.057 at 128."""
+    return round(INIT_STD * math.sqrt(1024 / width), 3)
 
 
 # Two coordinates of the embeddings start 50 times as large as the others: |x|/rms there is 8, as large as it can be.
@@ -58,13 +64,26 @@ _ONE_PASS: dict[str, Any] = {
 }
 
 
+# One recipe for all that is compared: one pass over a text that is split by file, gains at the whole rate, initial
+# weights that fit the width. bfloat16, because runs in two precisions are up to 0.04 nats apart.
+_RECIPE: dict[str, Any] = {
+    **_TRAINED,
+    "corpus": "packages",
+    "init_std": init_std(128),
+    "clip": 5.0,
+    "dtype": "bfloat16",
+    "store_all": True,
+}
+_MAIN = tagged("main")
+_OTHERS = tuple(name for name in tagged("contender") if name not in _MAIN)
+_WARMED_UP = tagged("warmed_up")
+_WARM_UP = (
+    Variant(schemes=tuple(name for name in (*_MAIN, *_OTHERS) if name not in _WARMED_UP)),
+    Variant({"warmup": 0.3}, _WARMED_UP),
+)
+
+
 _FAR = tuple(name for name in SCHEMES if name not in tagged("quadratic"))
-
-
-def init_std(width: int) -> float:
-    """0.02 sqrt(1024/width): initial weights that keep a matrix's gain as it is at the widths that models are
-    published with. 0.057 at 128."""
-    return round(INIT_STD * math.sqrt(1024 / width), 3)
 
 
 def _of(scheme: str, *rates: float, **fields: Any) -> tuple[Variant, ...]:
@@ -179,6 +198,32 @@ PRESETS = {
             fields=_ONE_PASS,
         ),
         Preset(
+            # Which initial weights the recipe has: decided on the baseline alone, by the validation loss.
+            "pilot",
+            parts=(
+                Part({8: 1}, (BASELINE,), variants=tuple(Variant({"init_std": std}) for std in (0.04, 0.057, 0.08))),
+            ),
+            rate=4e-3,
+            fields=_RECIPE,
+        ),
+        Preset(
+            "grid",
+            parts=(
+                Part({8: 1}, (*_MAIN, *_OTHERS), variants=_WARM_UP, kept=(8,)),
+                Part({8: 1}, (DEFAULT,), variants=(Variant({"lr": 8e-3, "model": {"lam_last": 10.0}}),), kept=(8,)),
+                Part({8: 4}, _MAIN),
+                Part({16: 1}, _MAIN, kept=(16,)),
+                Part({16: 4}, _MAIN),
+                Part({4: 1}, _MAIN, kept=(4,)),
+                Part({4: 4}, _MAIN),
+                Part({8: 4}, tagged("exact_bound"), variants=(_scaled_lambda(5.0),), rate_of=tagged("exact_bound")[0]),
+                Part({16: 4}, _MAIN, variants=_at_rates(4e-3)),
+                Part({8: 4}, _OTHERS, variants=_WARM_UP, best=4),
+            ),
+            rate=Reported((2e-3, 4e-3, 8e-3), (4, 8, 16)),
+            fields=_RECIPE,
+        ),
+        Preset(
             "league",
             parts=(Part({8: 3}, tuple(SCHEMES), kept=(8,), best=12, always=tagged("always_final")),),
             rate=LeagueSearch((2e-3, 8e-3), (8,), _CHOOSING | {"probe_every": 2000}),
@@ -188,13 +233,36 @@ PRESETS = {
             # For a quarter of an hour of one GPU, each part of use alone: benchmarks/gpu_runs.py.
             "gpu",
             parts=(
-                Part({24: 1}, variants=(*_of("pre_rmsnorm", 2e-3, 4e-3), *_of("lns", 2e-3), *_of("bhyt", 4e-3),
-                                        *_of(GAIN_CONTROL, 4e-3), *_of("dyt", 1e-3, warmup=0.3))),
-                Part({24: 1}, variants=(*_of("lns", 4e-3, 1e-3), *_of("pre_rmsnorm", 1e-3), *_of("bhyt", 2e-3),
-                                        *_of(GAIN_CONTROL, 2e-3), *_of("dyt", 5e-4, warmup=0.3))),
-                Part({6: 1}, variants=(*_of("pre_rmsnorm", 2e-3, 4e-3), *_of("lns", 2e-3, 4e-3), *_of("bhyt", 4e-3),
-                                       *_of("dyt", 1e-3, warmup=0.3))),
-                Part({24: 2}, variants=(*_of("pre_rmsnorm", 2e-3), *_of("lns", 2e-3))),
+                Part(
+                    {24: 1},
+                    variants=(
+                        *_of(BASELINE, 2e-3, 4e-3),
+                        *_of(LNS, 2e-3),
+                        *_of(DEFAULT, 4e-3),
+                        *_of(GAIN_CONTROL, 4e-3),
+                        *_of(DYT, 1e-3, warmup=0.3),
+                    ),
+                ),
+                Part(
+                    {24: 1},
+                    variants=(
+                        *_of(LNS, 4e-3, 1e-3),
+                        *_of(BASELINE, 1e-3),
+                        *_of(DEFAULT, 2e-3),
+                        *_of(GAIN_CONTROL, 2e-3),
+                        *_of(DYT, 5e-4, warmup=0.3),
+                    ),
+                ),
+                Part(
+                    {6: 1},
+                    variants=(
+                        *_of(BASELINE, 2e-3, 4e-3),
+                        *_of(LNS, 2e-3, 4e-3),
+                        *_of(DEFAULT, 4e-3),
+                        *_of(DYT, 1e-3, warmup=0.3),
+                    ),
+                ),
+                Part({24: 2}, variants=(*_of(BASELINE, 2e-3), *_of(LNS, 2e-3))),
             ),
             rate=2e-3,  # every variant has its own
             fields=_TRAINED
