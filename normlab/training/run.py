@@ -264,8 +264,7 @@ def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, 
     """The finished run. NormlabError if it is damaged, or not the run that `config` asks for."""
     run = runs.read_run(final)
     require_same(run.manifest, config, manifest["corpus"])
-    if final.exists() and not (final / store.STATS).is_file():
-        raise NormlabError(f"run {final}: {store.STATS} is missing; delete the run and train it again")
+    run.table()  # raises if it cannot be read
     shutil.rmtree(work, ignore_errors=True)
     return run
 
