@@ -140,8 +140,8 @@ class Run:
     def status(self) -> str:
         """ "finished", "diverged" or "not_learned".
 
-        diverged: the loss became non-finite. not_learned: the last eval loss is not below `trigram_loss`. In runs of
-        schema version 1: not below the unigram entropy.
+        diverged: the loss became non-finite. not_learned: the last eval loss is not below every model that only counts
+        (unigram entropy, `bigram_loss`, `trigram_loss`). In runs of schema version 1: below the unigram entropy.
         """
         return self.manifest["status"]
 

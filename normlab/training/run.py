@@ -296,7 +296,7 @@ def _results(training: Training, measurements: Measurements, diverged: bool) -> 
     if diverged or (loss is not None and not math.isfinite(loss)):
         status, loss = runs.DIVERGED, None
     else:
-        learned = loss is None or loss < count_losses["trigram_loss"]
+        learned = loss is None or loss < min(training.corpus.unigram_entropy, *count_losses.values())
         status = runs.FINISHED if learned else runs.NOT_LEARNED
     tokens = training.done * config.tokens_per_step
     facts = training.model.config.to_diff_dict()
