@@ -187,7 +187,7 @@ Whole = Annotated[int, WHOLE]
 @command("train", "normlab.training.run")
 def _train(
     *,
-    config: Annotated[_fields_of("training.config:TrainConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    config: Annotated[_fields_of("training.config:TrainConfig") | None, Parameter(name="*")] = None,  # type: ignore
     from_manifest: Annotated[str | None, flag("repeat the run of this manifest.json or run directory")] = None,
     follow: Annotated[
         bool,
@@ -535,7 +535,7 @@ def _remove_norms(
     model: Annotated[str, flag("a Llama, a run that kept its weights, or a model that comes with normlab")],
     /,
     *,
-    config: Annotated[_fields_of("experimental.norm_removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    config: Annotated[_fields_of("experimental.norm_removal:RemovalConfig") | None, Parameter(name="*")] = None,  # type: ignore
     out: Annotated[str, flag("folder for the model and its losses; the same command resumes in it")],
     cache_dir: Cache = None,
     quiet: Quiet = False,
