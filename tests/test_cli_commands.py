@@ -47,7 +47,7 @@ def test_an_unreadable_place_is_one_line(text, refused, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_flag_that_may_be_left_out_has_a_type_for_that(name):
-    """Newer Pythons let no reader take `= None` for `| None`: without a flag, the command would refuse its own default."""
+    """Newer Pythons do not read `= None` as `| None`: without a flag, the command would refuse its own default."""
     act = COMMANDS[name].act
     hints = get_type_hints(act)
     for parameter in inspect.signature(act).parameters.values():
