@@ -12,15 +12,16 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-# One stamp for each set of extras, out of date when pyproject.toml changes.
+# One stamp for each set of extras, out of date when pyproject.toml or constraints.txt changes. A fresh machine gets the
+# versions that the tests have passed with.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "normlab needs Python 3.11 or newer; point to one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 1; }
 
-$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e '.[$*]'
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$*]'
 	@touch $@
 
 reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the notebooks on it, write them as HTML to build/

@@ -180,6 +180,7 @@ def _fields_of(path: str) -> Any:
 
 RUNS = "directory of runs, or an address that fsspec knows, such as s3://..."
 Quiet = Annotated[bool, flag("no progress bar"), SWITCH]
+AnySize = Annotated[bool, flag("build a model that its config.json makes far larger than its files"), SWITCH]
 Cache = Annotated[str | None, flag("directory for prepared corpora; default: the user's cache directory")]
 Whole = Annotated[int, WHOLE]
 
@@ -187,7 +188,7 @@ Whole = Annotated[int, WHOLE]
 @command("train", "normlab.training.run")
 def _train(
     *,
-    config: Annotated[_fields_of("training.config:TrainConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    config: Annotated[_fields_of("training.config:TrainConfig") | None, Parameter(name="*")] = None,  # type: ignore
     from_manifest: Annotated[str | None, flag("repeat the run of this manifest.json or run directory")] = None,
     follow: Annotated[
         bool,
@@ -463,6 +464,7 @@ def _probe(
     out: Annotated[str | None, flag("directory for tables and report; default: named for the model")] = None,
     length: Annotated[Whole, flag("tokens per row")] = 256,
     rows: Annotated[Whole, flag("rows at most")] = 16,
+    any_size: AnySize = False,
     quiet: Quiet = False,
 ) -> int:
     """Measure the layers of any model on texts or images."""
@@ -471,6 +473,7 @@ def _probe(
     models = [model] if against is None else [model, against]
     names = revisions.split(",") if revisions else ()
     options: dict[str, Any] = {"out": out, "length": length, "rows": rows, "device": device, "dtype": dtype}
+    options["any_size"] = any_size
     print(probe_report(models, text, revisions=names, progress=not quiet, **options))
     return 0
 
@@ -488,12 +491,14 @@ def _diff(
     out: Annotated[str | None, flag("directory for the page and the table; default: none")] = None,
     length: Annotated[Whole, flag("tokens per row")] = 64,
     rows: Annotated[Whole, flag("rows at most")] = 4,
+    any_size: AnySize = False,
     quiet: Quiet = False,
 ) -> int:
     """Name the first block and site at which two models part, and why."""
     from normlab.report.difference import difference_report
 
     options: dict[str, Any] = {"length": length, "rows": rows, "gradients": gradients, "dtype": dtype, "device": device}
+    options["any_size"] = any_size
     print(difference_report(a, b, text, out=out, **options))
     return 0
 
@@ -535,7 +540,7 @@ def _remove_norms(
     model: Annotated[str, flag("a Llama, a run that kept its weights, or a model that comes with normlab")],
     /,
     *,
-    config: Annotated[_fields_of("experimental.norm_removal:RemovalConfig"), Parameter(name="*")] = None,  # type: ignore[valid-type]
+    config: Annotated[_fields_of("experimental.norm_removal:RemovalConfig") | None, Parameter(name="*")] = None,  # type: ignore
     out: Annotated[str, flag("folder for the model and its losses; the same command resumes in it")],
     cache_dir: Cache = None,
     quiet: Quiet = False,

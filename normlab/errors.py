@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import reprlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 ANSWER_SECONDS = 20.0  # what a connection waits for an answer
@@ -105,6 +108,55 @@ def require_fit(source: object, info: dict[str, Any], counts: Callable[[str], bo
         if names:
             more = f" and {len(names) - 1} more" if names[1:] else ""
             raise NormlabError(f"{source}: {problem} {names[0]}{more}; give weights and config.json of one model")
+
+
+MOST_BLOCKS = 2_000
+IS_DEPTH = re.compile(r"(layers?|blocks|depth)$")
+
+
+@contextmanager
+def of_its_files_size(source: object, config: Mapping[str, Any], any_size: bool = False) -> Iterator[None]:
+    """Refuse a model, while it is built, that its configuration makes deeper or larger than its files show.
+
+    Parts are counted as they are built, before weights are read. A quantized weight takes a byte for up to 8 numbers,
+    and each weight has its name in the file.
+
+    Args:
+        source: folder or hub name. The size of files on the hub is not known here.
+        config: what its config.json says.
+        any_size: refuse nothing.
+
+    Raises:
+        NormlabError: more than `MOST_BLOCKS` blocks, or far more than the folder's files can hold.
+    """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    if any_size:
+        yield
+        return
+    remedy = "give a model and its own config.json, or any_size=True (--any-size) to build it"
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    depths = [(value, name) for part in parts for name, value in part.items() if IS_DEPTH.search(str(name))]
+    for blocks, name in depths:
+        if isinstance(blocks, int) and blocks > MOST_BLOCKS:
+            raise NormlabError(f"{source}: {name} is {blocks:,}, more than {MOST_BLOCKS:,}: {remedy}")
+    folder = Path(str(source))
+    held = sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else math.inf
+    numbers, tensors = 8 * held + 2**20, held / 32 + 1_000
+    built = {"numbers": 0, "tensors": 0}
+
+    def count(module: Any, name: str, parameter: Any) -> None:
+        if parameter is not None and parameter.is_meta:
+            built["numbers"] += parameter.numel()
+            built["tensors"] += 1
+            if built["numbers"] > numbers or built["tensors"] > tensors:
+                raise NormlabError(f"{source}: config.json makes a far larger model than the files hold: {remedy}")
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 # What a value must be, by pydantic's name of the fault.

@@ -1,113 +1,247 @@
 """Many finished runs in one file, a row per run: `packed_runs.parquet` in a folder, in place of the runs' directories.
 
-names, manifest, table   the runs of a folder's file, and what each holds
-holds                    whether a path, folder / run, is one of them
-pack                     write the file, and delete the directories: `python -m normlab.packed FOLDER ...`
-add                      add what a sweep has finished: `python -m normlab.packed --from SWEEP FOLDER`
+Pack, opened   the runs of a folder's file, as it was when it was opened
+holds          whether a path, folder / run, is one of them
+read_table     a table in a run's own directory, under the same schema and limits
+pack           write the file, and delete the directories: `python -m normlab.packed FOLDER ...`
+add            add what a sweep has finished: `python -m normlab.packed --from SWEEP FOLDER`
 
 A run keeps its path, folder / run: what reads a directory of runs reads the file too. Columns: `run`, `manifest` (the
-text of manifest.json), `stats` and `experiments` (the rows of these tables). Weights are not packed.
+text of manifest.json), `stats` and `experiments` (the rows of these tables, `TABLES`). Weights are not packed.
+
+A file may be a stranger's: its sizes are looked at before it is unpacked, and each run that cannot be read has a line.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-import shutil
 import sys
-from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
-from normlab.errors import NormlabError, first_line
+from normlab.errors import NormlabError, fail, first_line
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow
+    from pyarrow.parquet import ParquetFile
 
 FILE = "packed_runs.parquet"
-_TABLES = ("stats", "experiments")
+MANIFEST = "manifest.json"
+# Columns of each table of a run, by Arrow's names of types.
+TABLES: dict[str, dict[str, str]] = {
+    "stats": {
+        "step": "int64",
+        "tokens": "int64",
+        "split": "large_string",
+        "site": "large_string",
+        "layer": "int64",
+        "metric": "large_string",
+        "mask": "large_string",
+        "value": "double",
+    },
+    "experiments": {
+        "metric": "large_string",
+        "part": "large_string",
+        "layer": "int64",
+        "other": "int64",
+        "value": "double",
+        "standard_error": "double",
+    },
+}
+MAY_BE_MISSING = {"layer", "other", "value", "standard_error"}
+LONGEST_NAME = 200  # of sites and metrics
+# A file unpacks to so many bytes, or so many times its own size. Files that sweeps wrote reach 26 times.
+UNPACKED_BYTES, UNPACKED_TIMES = 2**26, 100
+_COLUMNS = ("run", "manifest", *TABLES)
+_IN_PANDAS = {"int64": "int64", "large_string": "str", "double": "float64"}
 
 
-def names(folder: Path) -> list[str]:
-    """The packed runs of a folder; none without the file."""
-    return list(_manifests(folder, _changed(folder)))
+# --- reading ---
+
+
+class Pack:
+    """The packed runs of a folder. The file is read into memory, so another process may replace or delete it.
+
+    unreadable: a line for each row that is no run, or column that is unknown.
+
+    NormlabError: the file cannot be read. FileNotFoundError: there is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._columns: dict[str, Any] = {}
+        with self._named():
+            self._file = _parquet(folder / FILE)
+            self._known = self._file.schema_arrow.names
+            runs = self._column("run").to_pylist()
+        self._rows: dict[str, list[int]] = {}
+        strange = []
+        for row, name in enumerate(runs):
+            if _is_name(name):
+                self._rows.setdefault(name, []).append(row)
+            else:
+                strange.append(f"{name!r:.80} is no name of a run")
+        strange += [f"column {name!r:.80} is unknown" for name in self._known if name not in _COLUMNS]
+        self.unreadable = [f"{folder / FILE}: {line}" for line in strange]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._rows)
+
+    def manifest(self, run: str) -> str:
+        """The text of a run's manifest."""
+        with self._named(run):
+            text = self._column("manifest")[self._row(run)].as_py()
+            if not isinstance(text, str):
+                raise ValueError(f"{MANIFEST} is missing")
+            return text
+
+    def table(self, run: str, name: str) -> pd.DataFrame | None:
+        """A run's `stats` or `experiments`; None if it has none."""
+        import pyarrow as pa
+
+        if name not in self._known:
+            return None
+        with self._named(run):
+            rows = self._column(name)
+            if not pa.types.is_list(rows.type) or not pa.types.is_struct(rows.type.value_type):
+                raise ValueError(f"{name} is of another type")
+            of_run = rows[self._row(run)]
+            return _frame(pa.Table.from_struct_array(of_run.values), name) if of_run.is_valid else None
+
+    def _row(self, run: str) -> int:
+        first, *more = self._rows[run]
+        if more:
+            raise ValueError(f"{len(more) + 1} runs have this name")
+        return first
+
+    def _column(self, name: str) -> Any:
+        if name not in self._columns:
+            self._columns[name] = _read(self._file, [name])[name].combine_chunks()
+        return self._columns[name]
+
+    @contextmanager
+    def _named(self, run: str = "") -> Iterator[None]:
+        """NormlabError naming the file, and the run if it is about one."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # pyarrow raises several kinds, OSError among them
+            what = f"run {self.folder / run}: {FILE}" if run else self.folder / FILE
+            raise NormlabError(f"{what} cannot be read ({first_line(error)}): fetch it again") from error
+
+
+def opened(folder: Path) -> Pack | None:
+    """The packed runs of a folder; None without the file. NormlabError: it cannot be read."""
+    try:
+        return Pack(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def holds(path: Path) -> bool:
-    return path.name in _manifests(path.parent, _changed(path.parent))
+    pack = opened(path.parent)
+    return pack is not None and path.name in pack.names
 
 
-def manifest(path: Path) -> str:
-    """The text of a packed run's manifest."""
-    return _manifests(path.parent, _changed(path.parent))[path.name]
+def read_table(path: Path, name: str) -> pd.DataFrame:
+    """A table in a run's own directory. FileNotFoundError without one; ValueError for other columns or types."""
+    return _frame(_read(_parquet(path)), name)
 
 
-def table(path: Path, name: str) -> pd.DataFrame | None:
-    """A packed run's `stats` or `experiments`; None if it has none."""
-    found = _table(path, name)
-    return None if found is None else found.to_pandas()
+def _is_name(name: Any) -> bool:
+    """True for the name of a folder here, and of nothing elsewhere."""
+    return isinstance(name, str) and PureWindowsPath(name).parts == (name,) and name != ".." and "\0" not in name
 
 
-def _table(path: Path, name: str) -> pyarrow.Table | None:
+def _parquet(path: Path) -> ParquetFile:
+    """A file in memory, not unpacked yet. ValueError: it would take far more memory than its size lets expect."""
+    import pyarrow
+    from pyarrow import parquet
+
+    content = path.read_bytes()
+    footer = parquet.read_metadata(pyarrow.BufferReader(content))
+    leaves = [footer.schema.column(place) for place in range(footer.num_columns)]
+    columns = [footer.row_group(g).column(c) for g in range(footer.num_row_groups) for c in range(footer.num_columns)]
+    unpacked = sum(abs(column.total_uncompressed_size) + 8 * abs(column.num_values) for column in columns)
+    if unpacked > max(UNPACKED_BYTES, UNPACKED_TIMES * len(content)):
+        raise ValueError(f"its {len(content):,} bytes unpack to {unpacked:,}")
+    # A text that is repeated is kept once, in memory as in the file.
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    buffer = pyarrow.BufferReader(content)
+    return parquet.ParquetFile(buffer, read_dictionary=texts, page_checksum_verification=True)
+
+
+def _read(file: ParquetFile, columns: list[str] | None = None) -> pyarrow.Table:
+    table = file.read(columns=columns)
+    table.validate(full=True)
+    return table
+
+
+def _frame(table: pyarrow.Table, name: str) -> pd.DataFrame:
+    """A run's table as pandas has it. ValueError: other columns or types, or an entry is missing."""
     import pyarrow as pa
-    import pyarrow.parquet as parquet
 
-    folder = path.parent
-    if name not in parquet.read_schema(folder / FILE).names:  # no run has it
-        return None
-    rows, metadata = _rows(folder, name, _changed(folder))
-    of_run = rows[names(folder).index(path.name)]
-    if not of_run.is_valid:
-        return None
-    return pa.Table.from_struct_array(of_run.values).replace_schema_metadata({b"pandas": metadata})
-
-
-def _changed(folder: Path) -> int:
-    """The time at which the file was written; 0 without one."""
-    file = folder / FILE
-    return file.stat().st_mtime_ns if file.is_file() else 0
-
-
-@lru_cache
-def _manifests(folder: Path, changed: int) -> dict[str, str]:
-    if not changed:
-        return {}
-    columns = _read(folder, ["run", "manifest"]).to_pydict()
-    return dict(zip(columns["run"], columns["manifest"], strict=True))
+    kinds = TABLES[name]
+    if table.column_names != list(kinds):
+        raise ValueError(f"it has columns {table.column_names}")
+    for column, kind in kinds.items():
+        values = table[column]
+        given = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+        is_text = pa.types.is_string(given) or pa.types.is_large_string(given)
+        if is_text != (kind == "large_string") and not pa.types.is_null(given):
+            raise ValueError(f"its column {column} is of type {given}")
+        if values.null_count and column not in MAY_BE_MISSING:
+            raise ValueError(f"its column {column} has an empty entry")
+        if is_text and any(_longest(part) > LONGEST_NAME for part in values.chunks):
+            raise ValueError(f"its column {column} has a name of more than {LONGEST_NAME} letters")
+    in_pandas = {column: _IN_PANDAS[kind] for column, kind in kinds.items()}
+    in_pandas |= {column: "Int64" for column in MAY_BE_MISSING if in_pandas.get(column) == "int64"}
+    return table.cast(pa.schema(kinds)).replace_schema_metadata(None).to_pandas().astype(in_pandas)
 
 
-@lru_cache(maxsize=2)
-def _rows(folder: Path, name: str, changed: int) -> tuple[pyarrow.ListArray, bytes]:
-    """A column of tables, and the pandas metadata of each of them."""
-    read = _read(folder, [name])
-    return read[name].combine_chunks(), read.schema.metadata[name.encode()]
+def _longest(texts: Any) -> int:
+    import pyarrow.compute as pc
+
+    return pc.max(pc.utf8_length(getattr(texts, "dictionary", texts))).as_py() or 0
 
 
-def _read(folder: Path, columns: list[str]) -> pyarrow.Table:
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_table(folder / FILE, columns=columns)
-    except Exception as error:  # pyarrow raises several kinds, OSError among them
-        raise NormlabError(f"{folder / FILE} cannot be read ({first_line(error)}): fetch it again") from error
+# --- writing ---
 
 
 def pack(folder: Path) -> Path:
-    """Write the runs directly in a folder as its `packed_runs.parquet`, read it back, and delete their directories.
+    """Write the runs directly in a folder into its `packed_runs.parquet`, and delete the directories that it read back.
 
-    NormlabError: there is no run, one keeps its weights, or the folder has such a file.
+    A killed call is finished by the next one.
+
+    Raises:
+        NormlabError: there is no run; or a directory is no run, keeps its weights, or has another file in it. Nothing
+            is deleted then.
     """
-    directories = sorted(path.parent for path in folder.glob("*/manifest.json"))
-    if not directories:
-        raise NormlabError(f"{folder} has no run to pack")
-    if names(folder):
-        raise NormlabError(f"{folder / FILE} exists: pack into a folder without it")
-    if kept := [path for path in directories if (path / "model.safetensors").is_file()]:
-        raise NormlabError(f"{kept[0]} keeps its weights: only runs without are packed")
-    _write(folder, directories)
-    for path in directories:
-        shutil.rmtree(path)
+    with _alone(folder):
+        there = opened(folder)
+        done = [] if there is None else [folder / name for name in there.names if (folder / name).is_dir()]
+        found = sorted({*done, *(path.parent for path in folder.glob(f"*/{MANIFEST}"))})
+        if not found and there is None:
+            raise NormlabError(f"{folder} has no run to pack")
+        for path in found:
+            _require_only_a_run(path)
+        if new := [path for path in found if path not in done]:
+            _write(folder, there, new)
+        whole = Pack(folder)
+        for path in found:
+            _require_packed(path, whole)
+        for path in found:
+            for name in _FILES:  # the manifest first: a directory that has one is whole
+                (path / name).unlink(missing_ok=True)
+            with suppress(OSError):  # something else was put there meanwhile, and stays
+                path.rmdir()
     return folder / FILE
 
 
@@ -118,34 +252,107 @@ def add(sweep: Path, folder: Path) -> list[Path]:
     """
     written = []
     for place in (".", "search", "finals"):
-        found = {path.parent.name: path.parent for path in sweep.glob(f"{place}/*/manifest.json")}
-        if found:
-            there = {name: folder / place / name for name in names(folder / place)}
-            written.append(_write(folder / place, [path for _, path in sorted((there | found).items())]))
+        if found := sorted(path.parent for path in sweep.glob(f"{place}/*/{MANIFEST}")):
+            (folder / place).mkdir(parents=True, exist_ok=True)
+            with _alone(folder / place):
+                written.append(_write(folder / place, opened(folder / place), found))
     return written
 
 
-def _write(folder: Path, runs: Sequence[Path]) -> Path:
-    """Write directories of runs, and runs packed before, as the file of a folder, and read it back."""
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
+_FILES = (MANIFEST, *(f"{name}.parquet" for name in TABLES))
 
-    folder.mkdir(parents=True, exist_ok=True)
-    columns: dict[str, Any] = {
-        "run": [path.name for path in runs],
-        "manifest": [
-            manifest(path) if holds(path) else (path / "manifest.json").read_text(encoding="utf-8") for path in runs
-        ],
-    }
-    metadata = {}
-    for name in _TABLES:
-        tables = [_table(path, name) if holds(path) else _stored(path / f"{name}.parquet") for path in runs]
-        if (first := next((t for t in tables if t is not None), None)) is not None:
-            columns[name] = _lists(tables, first.schema.remove_metadata())
-            metadata[name.encode()] = first.schema.metadata[b"pandas"]
-    whole = pa.table(columns).replace_schema_metadata(metadata)
-    leaves = [f"{name}.list.element" for name in _TABLES if name in columns]
-    others = [f"{leaf}.{field.name}" for leaf in leaves for field in _struct(whole, leaf) if field.name != "value"]
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """NormlabError: another process packs in this folder."""
+    from filelock import FileLock, Timeout
+
+    lock = folder / f".{FILE}.lock"
+    try:
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    except Timeout:
+        raise NormlabError(f"another process packs the runs of {folder}: wait for it") from None
+
+
+def _require_only_a_run(path: Path) -> None:
+    """NormlabError if a directory holds anything that is not packed."""
+    if path.is_symlink():
+        raise NormlabError(f"{path} is a link: only a run's own directory is packed")
+    names = sorted(entry.name for entry in path.iterdir())
+    if "model.safetensors" in names:
+        raise NormlabError(f"{path} keeps its weights: only runs without are packed")
+    if other := [name for name in names if name not in _FILES or not (path / name).is_file()]:
+        raise NormlabError(f"{path} has {other[0]}, which is not packed: move it elsewhere")
+
+
+def _require_packed(path: Path, pack: Pack) -> None:
+    """NormlabError if a directory has a file that the pack has otherwise."""
+    for name in _FILES:
+        if not (path / name).is_file():
+            continue
+        if name == MANIFEST:
+            same = _text(path) == pack.manifest(path.name)
+        else:
+            table = pack.table(path.name, name.removesuffix(".parquet"))
+            same = table is not None and table.equals(_stored(path, name.removesuffix(".parquet")))
+        if not same:
+            raise NormlabError(f"{path / name} is not as {FILE} has it: nothing was deleted; remove one of the two")
+
+
+def _text(path: Path) -> str:
+    """A run's manifest. NormlabError: it is none."""
+    try:
+        text = (path / MANIFEST).read_bytes().decode("utf-8")
+        if json.loads(text)["run"]:
+            return text
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise NormlabError(f"{path / MANIFEST} is no run's: nothing was packed")
+
+
+def _stored(path: Path, name: str) -> pd.DataFrame | None:
+    """A table of a run; None if it has no experiments. NormlabError: it cannot be read."""
+    try:
+        return read_table(path / f"{name}.parquet", name)
+    except FileNotFoundError:
+        if name == "stats":
+            raise NormlabError(f"{path} has no {name}.parquet: it is no finished run, and nothing was packed") from None
+        return None
+    except Exception as error:  # pyarrow raises several kinds, OSError among them
+        raise NormlabError(f"{path / name}.parquet cannot be read ({first_line(error)}): nothing was packed") from None
+
+
+def _write(folder: Path, there: Pack | None, new: Sequence[Path]) -> Path:
+    """Write the runs packed before and those of new directories, which replace them, as the file of a folder.
+
+    NormlabError: what was packed before cannot be read as a whole; or the file does not read back as it was written.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if there is not None and there.unreadable:
+        raise NormlabError(f"{there.unreadable[0]}: nothing was written, as it would be lost")
+    runs: dict[str, tuple[str, dict[str, pd.DataFrame | None]]] = {}
+    if there is not None:
+        for name in set(there.names) - {path.name for path in new}:
+            runs[name] = there.manifest(name), {table: there.table(name, table) for table in TABLES}
+    for path in new:
+        runs[path.name] = _text(path), {table: _stored(path, table) for table in TABLES}
+    order = sorted(runs)
+    columns: dict[str, Any] = {"run": order, "manifest": [runs[name][0] for name in order]}
+    for table, kinds in TABLES.items():
+        schema = pa.schema(kinds)
+        frames = [runs[name][1][table] for name in order]
+        if any(frame is not None for frame in frames):
+            columns[table] = _lists([None if f is None else pa.Table.from_pandas(f, schema) for f in frames], schema)
+    whole = pa.table(columns)
+    leaves = {table: f"{table}.list.element" for table in TABLES if table in columns}
+    numbers = [f"{leaf}.value" for leaf in leaves.values()]
+    others = [f"{leaf}.{name}" for table, leaf in leaves.items() for name in TABLES[table] if name != "value"]
     staged = folder / f".{FILE}.writing"
     parquet.write_table(
         whole,
@@ -154,41 +361,51 @@ def _write(folder: Path, runs: Sequence[Path]) -> Path:
         compression_level=19,
         row_group_size=len(whole),
         use_dictionary=others,
-        column_encoding={f"{leaf}.value": "BYTE_STREAM_SPLIT" for leaf in leaves},
+        column_encoding=dict.fromkeys(numbers, "BYTE_STREAM_SPLIT"),
+        write_page_checksum=True,
     )
     if not parquet.read_table(staged).equals(whole):
         raise NormlabError(f"{staged} does not read back as it was written; nothing was deleted")
-    with staged.open("rb+") as file:
-        os.fsync(file.fileno())
+    sync(staged)
     staged.replace(folder / FILE)
+    sync(folder)
     return folder / FILE
 
 
-def _stored(file: Path) -> pyarrow.Table | None:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_table(file) if file.is_file() else None
-
-
-def _struct(whole: pyarrow.Table, leaf: str) -> pyarrow.StructType:
-    return whole.schema.field(leaf.partition(".")[0]).type.value_type
+def sync(path: Path) -> None:
+    """Have the operating system write a file or a directory to disk now."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory to sync it
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _lists(tables: Sequence[pyarrow.Table | None], schema: pyarrow.Schema) -> pyarrow.ListArray:
     """One list of rows per run; null for a run without the table."""
     import pyarrow as pa
 
-    rows = [t.cast(schema).to_struct_array().combine_chunks() for t in tables if t is not None]
-    ends, end = [], 0
-    for t in tables:
-        ends.append(end)
-        end += 0 if t is None else len(t)
-    missing = pa.array([t is None for t in tables])
-    return pa.ListArray.from_arrays(pa.array([*ends, end], pa.int32()), pa.concat_arrays(rows), mask=missing)
+    ends = [0, *itertools.accumulate(0 if table is None else len(table) for table in tables)]
+    rows = pa.concat_tables([schema.empty_table(), *(table for table in tables if table is not None)])
+    missing = pa.array([table is None for table in tables])
+    rows = rows.replace_schema_metadata(None).to_struct_array().combine_chunks()
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), rows, mask=missing)
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        if arguments[:1] == ["--from"] and len(arguments) == 3:
+            print(*add(*map(Path, arguments[1:])), sep="\n")
+        elif arguments and not arguments[0].startswith("-"):
+            print(*(pack(Path(argument)) for argument in arguments), sep="\n")
+        else:
+            raise NormlabError("give folders of runs to pack, or --from SWEEP FOLDER")
+    except NormlabError as error:
+        return fail(str(error))
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--from"]:
-        print(*add(*map(Path, sys.argv[2:])), sep="\n")
-    else:
-        print(*[pack(Path(argument)) for argument in sys.argv[1:]], sep="\n")
+    sys.exit(main(sys.argv[1:]))

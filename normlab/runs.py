@@ -20,9 +20,10 @@ How runs are written: `normlab.store`. Many of them in one file: `normlab.packed
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -59,7 +60,7 @@ class Row(NamedTuple):
 RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status", "dtype"]
 STATS_COLUMNS = list(Row._fields)
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
-EXPERIMENT_COLUMNS = ["metric", "part", "layer", "other", "value", "standard_error"]
+EXPERIMENT_COLUMNS = list(packed.TABLES["experiments"])
 
 
 class _Part(BaseModel):
@@ -123,10 +124,14 @@ class _FirstManifest(_Manifest):
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run: its directory and its manifest."""
+    """One finished run: its directory and its manifest.
+
+    pack: what its tables are read from, if it is packed and the file is open.
+    """
 
     path: Path
     manifest: dict[str, Any]
+    pack: packed.Pack | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -136,8 +141,8 @@ class Run:
     def status(self) -> str:
         """ "finished", "diverged" or "not_learned".
 
-        diverged: the loss became non-finite. not_learned: the last eval loss is not below `trigram_loss`. In runs of
-        schema version 1: not below the unigram entropy.
+        diverged: the loss became non-finite. not_learned: the last eval loss is not below every model that only counts
+        (unigram entropy, `bigram_loss`, `trigram_loss`). In runs of schema version 1: below the unigram entropy.
         """
         return self.manifest["status"]
 
@@ -167,10 +172,6 @@ class Run:
         stats = self._read(STATS)
         if stats is None:
             raise _unreadable(self.path, STATS, "it is missing")
-        if list(stats.columns) != STATS_COLUMNS:
-            raise NormlabError(
-                f"run {self.path}: {STATS} has columns {list(stats.columns)}; delete the run and train it again"
-            )
         if stats.empty:
             raise _unreadable(self.path, STATS, "it has no row")
         step, tokens = int(stats["step"].max()), int(stats["tokens"].max())
@@ -192,16 +193,17 @@ class Run:
 
     def _read(self, file: str) -> pd.DataFrame | None:
         """A table of the run; None if it has none of that name."""
-        import pandas as pd
-
-        if packed.holds(self.path):
-            return packed.table(self.path, file.removesuffix(".parquet"))
-        if not (self.path / file).is_file():
-            return None
+        name, pack = file.removesuffix(".parquet"), self.pack
         try:
-            return pd.read_parquet(self.path / file)
+            if pack is None:
+                return packed.read_table(self.path / file, name)
+        except FileNotFoundError:
+            if (self.path / MANIFEST).exists():
+                return None
+            pack = packed.opened(self.path.parent)  # perhaps since the manifest was read
         except Exception as error:  # pyarrow raises several kinds, OSError among them
             raise _unreadable(self.path, file, first_line(error)) from error
+        return pack.table(self.path.name, name) if pack is not None and self.path.name in pack.names else None
 
     def _keys(self) -> dict[str, Any]:
         config = {"dtype": "float32"} | self.manifest["config"]  # manifests without the field are of float32 runs
@@ -262,13 +264,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         NormlabError: no manifest, another schema version, or a damaged one. The line names file and field.
     """
-    file, is_packed = folder / MANIFEST, packed.holds(folder)
-    if not (is_packed or file.is_file()):
-        raise NormlabError(f"{folder} holds no run: {MANIFEST} is missing")
     try:
-        manifest = json.loads(packed.manifest(folder) if is_packed else file.read_text(encoding="utf-8"))
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        pack = packed.opened(folder.parent)
+        if pack is None or folder.name not in pack.names:
+            raise NormlabError(f"{folder} holds no run: {MANIFEST} is missing") from None
+        text = pack.manifest(folder.name)
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, MANIFEST, first_line(error)) from error
+    return _manifest(folder, text)
+
+
+def _manifest(folder: Path, text: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(text)
         version = manifest["schema"]
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unreadable(folder, MANIFEST, first_line(error)) from error
     if version not in (1, SCHEMA_VERSION):
         raise NormlabError(
@@ -307,6 +319,11 @@ def read_run(path: str | Path) -> Run:
     return Run(path, manifest)
 
 
+def _run(path: Path, pack: packed.Pack | None) -> Run:
+    """`read_run` of a run in an open file, or in a directory."""
+    return read_run(path) if pack is None else Run(path, _manifest(path, pack.manifest(path.name)), pack)
+
+
 def _check_length(path: Path) -> None:
     """Find a truncated safetensors file, which says its own length, without reading the weights."""
     from safetensors import safe_open
@@ -329,20 +346,49 @@ def _unreadable(folder: Path, file: str, reason: str) -> NormlabError:
 def find_runs(root: str | Path) -> list[Path]:
     """Directories of finished runs at or below `root`, sorted, without those of `.partial`, `search` and `finals`.
 
-    Runs at an address are copied from there, without weights.
+    Runs at an address are copied from there, without weights. A file of packed runs that cannot be read is named in a
+    warning and left out. NormlabError: it is the only one.
     """
+    found, errors = _found(root)
+    if errors and not found:
+        raise NormlabError(errors[0])
+    for line in errors:
+        warnings.warn(f"left out: {line}", stacklevel=2)
+    return sorted(found)
+
+
+def _found(root: str | Path) -> tuple[dict[Path, packed.Pack | None], list[str]]:
+    """The runs that `find_runs` finds, with the file that they are packed in, and a line for what cannot be read."""
     if is_address(root):
-        return Remote(root).fetch_tables()
-    root = Path(root)
-    if packed.holds(root):
-        return [root]
-    if not root.exists():
-        raise NormlabError(f"{root} does not exist")
-    if (root / MANIFEST).exists():
-        return [root]
-    found = [path.parent for path in root.rglob(MANIFEST)]
-    found += [path.parent / name for path in root.rglob(packed.FILE) for name in packed.names(path.parent)]
-    return sorted({path for path in found if not NOT_REPORTED & set(path.relative_to(root).parts)})
+        files = Remote(root).fetch_tables()
+    else:
+        root = Path(root)
+        files = [root / MANIFEST] if (root / MANIFEST).is_file() else list(_files_below(root))
+        if not files and packed.holds(root):
+            return {root: None}, []
+        if not root.exists():
+            raise NormlabError(f"{root} does not exist")
+    found: dict[Path, packed.Pack | None] = {}
+    errors: list[str] = []
+    for file in files:
+        folder = file.parent
+        if file.name == MANIFEST:
+            found[folder] = None
+            continue
+        try:
+            if (pack := packed.opened(folder)) is not None:
+                found |= {folder / name: pack for name in pack.names if found.get(folder / name, pack) is pack}
+                errors += pack.unreadable
+        except NormlabError as error:
+            errors.append(str(error))
+    return found, errors
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Manifests and files of packed runs. A folder that another process deletes meanwhile holds none."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - NOT_REPORTED)
+        yield from (Path(folder) / name for name in (packed.FILE, MANIFEST) if name in files)
 
 
 def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
@@ -352,15 +398,20 @@ def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
     is left.
     """
     roots = [path] if isinstance(path, str | Path) else list(path)
-    directories = [run for root in roots for run in find_runs(root)]
+    directories: dict[Path, packed.Pack | None] = {}
+    errors: list[str] = []
+    for root in roots:
+        found, unreadable = _found(root)
+        directories |= {directory: found[directory] for directory in sorted(found)}
+        errors += unreadable
     places = ", ".join(map(str, roots))
-    if not directories:
+    if not directories and not errors:
         raise NormlabError(f"no runs in {places}; make some with `normlab sweep --preset tiny --out DIR`")
-    whole, errors = {}, []
+    whole: dict[Path, Any] = {}
     where: dict[str, Path] = {}
-    for directory in dict.fromkeys(directories):
+    for directory, pack in directories.items():
         try:
-            run = read_run(directory)
+            run = _run(directory, pack)
             if run.name in where:
                 raise NormlabError(f"{directory}, as {where[run.name]} is the same run")
             whole[directory] = read(run)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PARTIAL, SEARCH, FINALS = ".partial", "search", "finals"
 NOT_REPORTED = {PARTIAL, SEARCH, FINALS}
-MANIFEST, STATS, EXPERIMENTS = "manifest.json", "stats.parquet", "experiments.parquet"
+MANIFEST, STATS, EXPERIMENTS = packed.MANIFEST, "stats.parquet", "experiments.parquet"
 LISTED = "files.json"
 PUBLISHED_LAST = (MANIFEST, LISTED)  # of a run, of a checkpoint
 SLOWEST = 1e5  # bytes per second of a transfer; a slower one is given up
@@ -104,7 +104,10 @@ class Remote:
         return self._get("", inside(self.copy, self.root.name or "run"), self._sizes(""))
 
     def fetch_tables(self) -> list[Path]:
-        """Tables and manifests of all runs below this address, as `find_runs` finds them."""
+        """Copy tables and manifests of all runs below this address, as `find_runs` finds them.
+
+        Returns the copies' manifests, and files of packed runs.
+        """
         sizes = self._sizes("")
         if not sizes:
             raise NormlabError(f"{self.address} does not exist, or is empty")
@@ -117,7 +120,7 @@ class Remote:
         for folder, files in tables.items():
             if MANIFEST in files or packed.FILE in files:
                 copy = self._get(folder, self.copy / folder, files)
-                found += [copy] if MANIFEST in files else [copy / name for name in packed.names(copy)]
+                found += [copy / name for name in (MANIFEST, packed.FILE) if name in files]
         return found
 
     def fetch(self, run: str) -> None:
@@ -331,11 +334,11 @@ def write_stats(path: Path, frame: pd.DataFrame) -> None:
 def publish(staged: Path, final: Path) -> None:
     """Sync `staged` to disk and rename it to `final`, whole or not at all. What is there is replaced."""
     for path in (*staged.rglob("*"), staged):
-        _fsync(path)
+        packed.sync(path)
     if final.exists():
         shutil.rmtree(final)
     os.rename(staged, final)
-    _fsync(final.parent)
+    packed.sync(final.parent)
 
 
 @contextmanager
@@ -383,13 +386,3 @@ def full_disk_named(root: Path) -> Iterator[None]:
                 f"cannot write to {root}: {reason} and start again: runs resume from their checkpoints"
             ) from error
         raise
-
-
-def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory to sync it
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,18 +1,19 @@
 """The command line: what it runs, and one line with exit code 2 for everything that cannot be done."""
 
 import errno
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from training_helpers import TINY, tiny, write_run, write_text
 
 import normlab
 from normlab import runs
-from normlab.cli import main
+from normlab.cli import COMMANDS, main
 from normlab.training import sweep as sweep_module
 
 TINY_FLAGS = [item for name, value in TINY.items() for item in ("--" + name.replace("_", "-"), str(value))]
@@ -42,6 +43,16 @@ def test_an_unreadable_place_is_one_line(text, refused, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", denied)
     assert "Permission denied: /some/where" in refused(*_train(text))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_flag_that_may_be_left_out_has_a_type_for_that(name):
+    """Newer Pythons do not read `= None` as `| None`: without a flag, the command would refuse its own default."""
+    act = COMMANDS[name].act
+    hints = get_type_hints(act)
+    for parameter in inspect.signature(act).parameters.values():
+        if parameter.default is None:
+            assert type(None) in get_args(hints[parameter.name]), parameter.name
 
 
 # --- what it does ---
@@ -123,7 +134,7 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(text, capsys, mo
 )
 def test_a_command_loads_only_what_it_needs_to_refuse(arguments, unneeded, line, tmp_path):
     code = (
-        f"import sys; from normlab.cli import main; code = main({arguments});"
+        f"import sys; from normlab.cli import COMMANDS, main; code = main({arguments});"
         f"sys.exit(f'loaded {{found}}' if (found := {unneeded} & set(sys.modules)) else code)"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

@@ -1,6 +1,7 @@
 """Declarations about the package agree (dependencies, extras, citation), and importing it is quiet."""
 
 import ast
+import itertools
 import json
 import re
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import normlab
 from normlab import training
@@ -163,3 +166,16 @@ def test_importing_any_module_changes_no_setting_and_prints_nothing():
         "print(json.dumps([pair for pair in zip(before, after) if pair[0] != pair[1]]))"
     )
     assert json.loads(python(code)) == []
+
+
+def test_the_versions_that_are_tested_lie_in_the_ranges_that_the_package_takes():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines if not line.startswith("#"))
+    wanted = [*PYPROJECT["project"]["dependencies"], *itertools.chain(*EXTRAS.values()), *KERNELS["dependencies"]]
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "normlab":
+            assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+    assert "-c constraints.txt" in (ROOT / "Makefile").read_text() and "-c constraints.txt" in str(
+        yaml.safe_load((ROOT / "environment.yml").read_text())
+    )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,31 @@ def test_the_programs_of_these_tests_would_run(tmp_path):
     loaded: Any = torch.load(tmp_path / "file", weights_only=False)
     loaded.close()
     assert (tmp_path / "victim").exists()
+
+
+LARGER = {
+    "a million blocks": {"num_hidden_layers": 10**6},
+    "too many blocks for its file": {"num_hidden_layers": 1999},
+    "a vocabulary for its file": {"vocab_size": 2**31},
+    "a width for its file": {"hidden_size": 2**20},
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("case", LARGER)
+def test_a_model_far_larger_than_its_files_is_not_built(case, read, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | LARGER[case]))
+    began = time.process_time()
+    with pytest.raises(NormlabError, match=r"any_size=True .--any-size. to build it") as caught:
+        read(str(folder))
+    assert "\n" not in str(caught.value) and time.process_time() - began < 20
+
+
+def test_a_model_of_any_size_is_built_if_that_is_asked_for(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**17}))
+    with pytest.raises(NormlabError, match="far larger model than the files hold"):
+        normlab.load_model(folder)
+    with pytest.raises(NormlabError, match="another shape"):  # built, and its weights are those of a smaller one
+        normlab.load_model(folder, any_size=True)

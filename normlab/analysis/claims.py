@@ -25,6 +25,7 @@ from normlab.analysis.selection import (
     choose,
     depths_of_most,
     experiments_of,
+    has_learned,
     in_order,
     of_one_setting,
     summarize,
@@ -40,7 +41,7 @@ MOMENTS = (("before training", 0), ("after training", None))
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
-    """Count the runs below the trigram, one row per scheme and depth.
+    """Count the runs below the trigram and all other models that only count, one row per scheme and depth.
 
     Returns:
         Columns `scheme depth seeds below_trigram eval_loss trigram_loss`. The loss is the mean over the seeds, in nats
@@ -48,7 +49,7 @@ def learned(runs: pd.DataFrame) -> pd.DataFrame:
         it then.
     """
     about = choose(runs, depth=None).runs
-    about = about.assign(below=about["eval_loss"] < about["trigram_loss"])
+    about = about.assign(below=has_learned(about))
     table = about.groupby(["scheme", "depth"]).agg(
         seeds=("seed", "nunique"),
         below_trigram=("below", "sum"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.selection import DIVERGED, Selection, checked, choose, in_order, summarize
+from normlab.analysis.selection import DIVERGED, Selection, checked, chosen, in_order, summarize
 from normlab.analysis.verdicts import LEVEL, differences, in_words, judged
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
@@ -221,7 +221,7 @@ def _select(
                 f"no run of {name!r} in the table, which has: {', '.join(in_order(known)) or 'no run at all'}"
             )
     # Among all schemes, so that rates and widths are those that figures show.
-    return choose(runs, depth, width, same_rate=same_rate)
+    return chosen(runs, depth, width, same_rate=same_rate)
 
 
 def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:

@@ -28,6 +28,7 @@ from normlab.analysis.compare import last_values
 from normlab.analysis.selection import (
     Selection,
     experiments_of,
+    has_learned,
     in_order,
     of_one_setting,
     one_precision,
@@ -451,10 +452,10 @@ def _require(schemes: Iterable[str], *needed: str) -> None:
 
 
 def _unlearned(runs: pd.DataFrame, depths: Sequence[int], rates: Sequence[float]) -> str:
-    """A sentence where runs that a row compares are not below the trigram: they say nothing of depth."""
+    """A sentence where runs that a row compares have not learned: they say nothing of depth."""
     about = summarize(runs)
     about = about[about["scheme"].isin([PRE_LN, LNS]) & about["depth"].isin(depths) & about["lr"].isin(rates)]
-    count = int((~(about["eval_loss"] < about["trigram_loss"])).sum())
+    count = int((~has_learned(about)).sum())
     return f"nothing: {count} of {len(about)} runs have not learned" if count else ""
 
 

@@ -146,6 +146,11 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     return about.astype({"scheme": str, "status": str, "dtype": str})
 
 
+def has_learned(about: pd.DataFrame) -> pd.Series:
+    """True for runs of `summarize` that end below every model that only counts; False without a trigram's loss."""
+    return about["trigram_loss"].notna() & (about["eval_loss"] < about[list(NGRAM_LOSSES)].min(axis=1))
+
+
 @dataclass(frozen=True)
 class Selection:
     """The rows that a figure shows, and the summary of the runs they come from."""
@@ -251,9 +256,29 @@ def choose(
         same_rate: at each depth show all schemes at one learning rate, if all were run with it.
 
     Raises:
-        NothingToShow: one sentence with the reason, and what there is instead.
+        NothingToShow: one sentence with the reason, and what there is instead. Runs of one depth that were measured on
+            several texts are not shown together.
         NormlabError: a table without the columns of `normlab.load_runs`.
     """
+    selection = chosen(runs, depth, width, schemes, same_rate)
+    for at, here in selection.runs.groupby("depth"):
+        for column in ("unigram_entropy", "bigram_loss"):
+            if len(texts := here[column].dropna().round(6).unique()) > 1:
+                raise NothingToShow(
+                    f"The runs of depth {at} were measured on {len(texts)} texts or in other tokens ({column} "
+                    f"{', '.join(f'{value:.3f}' for value in sorted(texts))}): keep those of one."
+                )
+    return selection
+
+
+def chosen(
+    runs: pd.DataFrame,
+    depth: int | str | None = "deepest",
+    width: int | None = None,
+    schemes: Sequence[str] | None = None,
+    same_rate: bool = False,
+) -> Selection:
+    """`choose`, of any texts."""
     about = summarize(runs)
     if about.empty:
         raise NothingToShow("The table is empty: no run has been trained yet.")

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normlab.errors import NormlabError, first_line, in_one_line, loads_quietly, require_fit, without_bars
+from normlab.errors import (
+    NormlabError,
+    first_line,
+    in_one_line,
+    loads_quietly,
+    of_its_files_size,
+    require_fit,
+    without_bars,
+)
 from normlab.models.config import NormlabConfig
 from normlab.models.model import NormlabForCausalLM
 from normlab.release import shipped, shipped_models
@@ -43,31 +51,32 @@ AUTO_MAP = {
 }
 
 
-def load_model(name: str | Path, **kwargs: Any) -> NormlabForCausalLM:
+def load_model(name: str | Path, *, any_size: bool = False, **kwargs: Any) -> NormlabForCausalLM:
     """Load a trained model in evaluation mode.
 
     Args:
         name: a model that comes with normlab (the folders of data/models: "pre_rmsnorm-d8"), or the folder of a run
             that kept its weights.
+        any_size: build it even if its configuration makes it far larger than its files.
         kwargs: for `from_pretrained`. `dtype` is float32 by default.
 
     Raises:
         NormlabError: no such model here, weights that do not fit its configuration, or its release cannot be reached.
     """
-    return load_whole(model_folder(name), **{"dtype": torch.float32, **kwargs})
+    return load_whole(model_folder(name), any_size=any_size, **{"dtype": torch.float32, **kwargs})
 
 
-def load_whole(folder: Path, **kwargs: Any) -> NormlabForCausalLM:
+def load_whole(folder: Path, any_size: bool = False, **kwargs: Any) -> NormlabForCausalLM:
     """`NormlabForCausalLM.from_pretrained` in evaluation mode.
 
     Raises:
         NormlabError: not a model of normlab's, or a weight is missing, unexpected or unreadable.
     """
     try:
-        kind = NormlabConfig.get_config_dict(folder)[0].get("model_type")
-        if kind != NormlabConfig.model_type:
+        config = NormlabConfig.get_config_dict(folder)[0]
+        if (kind := config.get("model_type")) != NormlabConfig.model_type:
             raise NormlabError(f"{folder} holds a {kind} model, not one of normlab's: name a run that kept its weights")
-        with loads_quietly(), without_bars():
+        with loads_quietly(), without_bars(), of_its_files_size(folder, config, any_size):
             loaded: Any = NormlabForCausalLM.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )

@@ -73,15 +73,15 @@ def _device(environment: Mapping[str, str]) -> str:
 
 
 def _learned(counts: pd.DataFrame) -> str:
-    """The number of runs below the trigram, and the schemes with runs above it."""
+    """The number of runs that have learned, and the schemes with runs that have not."""
     if counts["trigram_loss"].isna().all():
         return "These runs do not know the loss of a trigram model, so nothing says which of them have learned."
     total, below = counts["seeds"].sum(), counts["below_trigram"].sum()
-    text = f"{below} of {total} runs have learned: their loss is below that of a trigram model of the same text"
-    text += f" ({counts['trigram_loss'].mean():.2f} nats per token)."
+    text = f"{below} of {total} runs have learned: their loss is below those of a unigram, a bigram and a trigram "
+    text += f"model of the same text (the trigram's is {counts['trigram_loss'].mean():.2f} nats per token)."
     others = counts[counts["below_trigram"] < counts["seeds"]]
     names = "; ".join(f"{title_of(row.scheme)} at {row.depth} layers" for row in others.itertuples())
-    return f"{text} Above it: {names}. Conclude nothing from their losses." if names else text
+    return f"{text} Others: {names}. Conclude nothing from their losses." if names else text
 
 
 def _in_order(schemes: pd.Series, values: pd.Series) -> str:

@@ -32,6 +32,7 @@ def probe_report(
     rows: int = 16,
     device: str | None = None,
     dtype: str | None = None,
+    any_size: bool = False,
     progress: bool = True,
 ) -> str:
     """Measure a model layer by layer: a language model on a text file, a model of images on a folder of them.
@@ -58,7 +59,7 @@ def probe_report(
         out: directory; default `probe-<model name>`.
         length, rows: the first `rows` pieces of `length` tokens are used, or the first `rows` images. Both are less if
             the text or the model's context is shorter.
-        device, dtype: as `normlab.report.inputs.load` takes them; "auto" spreads the model over devices.
+        device, dtype, any_size: as `normlab.report.inputs.load` takes them; "auto" spreads the model over devices.
         progress: show progress bars.
 
     Returns:
@@ -100,7 +101,7 @@ def probe_report(
         for one in models:
             for revision in named:
                 held.clear()
-                held.append(load(one, tokenizer, revision=revision, device=device, dtype=dtype))
+                held.append(load(one, tokenizer, revision=revision, device=device, dtype=dtype, any_size=any_size))
                 for path in paths:
                     yield {"model": _name(one), "revision": revision, "text": path.name}, held, path
 

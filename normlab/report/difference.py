@@ -25,6 +25,7 @@ def difference_report(
     gradients: bool = False,
     dtype: str | None = None,
     device: str | None = None,
+    any_size: bool = False,
     out: str | Path | None = None,
 ) -> Difference:
     """Compare models `a` and `b` on a text (`normlab.diff`). Into `out` go `report.html` and `difference.csv`.
@@ -35,6 +36,7 @@ def difference_report(
         text: a UTF-8 text file; its first `rows` pieces of `length` tokens are used.
         gradients: also compare the gradients that arrive at the blocks' inputs.
         dtype: in which the arrays of a file were computed.
+        any_size: as `normlab.report.inputs.load` takes it.
         out: a directory; default: nothing is written.
 
     Raises:
@@ -47,11 +49,11 @@ def difference_report(
     if is_file and gradients:
         raise NormlabError("gradients are compared between two models: leave out --gradients")
     computed_in = None if dtype is None else float_type(dtype)
-    loaded = load(a, device=device)
+    loaded = load(a, device=device, any_size=any_size)
     if loaded.task != "causal":
         raise NormlabError(f"{a} is a {loaded.task} model: this compares causal language models")
     batch = {"input_ids": torch.cat([part["input_ids"] for part in batches(loaded, text, length, rows)])}
-    other: Any = b if is_file else load(b, loaded.reader, device=device).model
+    other: Any = b if is_file else load(b, loaded.reader, device=device, any_size=any_size).model
     result = diff(loaded.model, other, batch, gradients=gradients, dtype=computed_in)
     if out is not None:
         write_difference(result, Path(out), f"{Path(a).name} and {Path(b).name}")

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from normlab.errors import NormlabError, first_line, hub_or_cache, in_one_line, loads_quietly, require_fit
+from normlab.errors import (
+    NormlabError,
+    first_line,
+    hub_or_cache,
+    in_one_line,
+    loads_quietly,
+    of_its_files_size,
+    require_fit,
+)
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASKED_SHARE = 0.15  # of the tokens of a masked language model's batch, as BERT was trained
@@ -53,6 +61,7 @@ def load(
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    any_size: bool = False,
 ) -> Loaded:
     """A model and its tokenizer or image processor, in evaluation mode.
 
@@ -62,6 +71,7 @@ def load(
         device: "cpu", "cuda:1" ..., or "auto" to spread it over all devices (needs accelerate). Default: a GPU when
             there is one.
         dtype: "bfloat16" ...; default: as saved.
+        any_size: build it even if its configuration makes it far larger than its files.
 
     Raises:
         NormlabError: nothing of that name can be loaded; weights that do not fit the configuration; an unknown dtype
@@ -83,13 +93,14 @@ def load(
     wanted = "auto" if dtype is None else float_type(dtype)
     try:
         with hub_or_cache(source):
-            config = transformers.AutoConfig.from_pretrained(source, **options)
-            task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
-            auto = getattr(transformers, TASKS[task][0])
-            how: dict[str, Any] = {"dtype": wanted, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            how |= {"device_map": "auto"} if device == "auto" else {}
-            loaded: Any
-            with loads_quietly():
+            written, _ = transformers.PretrainedConfig.get_config_dict(source, **options)
+            with loads_quietly(), of_its_files_size(source, written, any_size):
+                config = transformers.AutoConfig.from_pretrained(source, **options)
+                task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
+                auto = getattr(transformers, TASKS[task][0])
+                how: dict[str, Any] = {"dtype": wanted, "output_loading_info": True, "ignore_mismatched_sizes": True}
+                how |= {"device_map": "auto"} if device == "auto" else {}
+                loaded: Any
                 loaded, info = auto.from_pretrained(source, **how, **options)
             require_fit(source, info, _of_a_block)
             if reader is None:

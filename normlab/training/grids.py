@@ -306,11 +306,16 @@ class Preset:
         return configs
 
     def entered(self, part: Part, depth: int, choices: Choices) -> Sequence[str]:
-        """The schemes of a part that are trained at a depth, given the choices."""
+        """The schemes of a part that are trained at a depth, given the choices.
+
+        The best are known once all have a choice.
+        """
         if part.best is None:
             return part.schemes
         chosen = {scheme: self.choice_for(scheme, depth, choices) for scheme in part.schemes}
         losses = {s: choice.loss for s, choice in chosen.items() if choice is not None and s not in part.always}
+        if None in chosen.values():
+            return part.always
         best = sorted(losses, key=losses.__getitem__)[: part.best]
         return [s for s in part.schemes if s in part.always or s in best]
 
@@ -350,10 +355,14 @@ def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
 def _searched(
     preset: Preset, search: Search, part: Part, pairs: Sequence[Pair], train: Train, more: Mapping[str, Any]
 ) -> dict[Pair, Choice]:
-    """Search for all pairs at once, so that workers have something to do. A pair without results gets no choice."""
+    """Search for all pairs at once, so that workers have something to do.
+
+    A pair of which a trial or a final is missing gets no choice: without it another rate might be chosen.
+    """
     grids = [(*pair, setting) for pair in pairs for setting in range(len(search.settings(pair[0])))]
     tried: dict[Grid, set[float]] = {grid: set() for grid in grids}
     results: list[Result] = []
+    undecided: set[Pair] = set()
     wanted = [Trial(*grid, lr) for grid in grids for lr in search.rates]
     while wanted:
         configs = [preset.trial(part, trial, **more) for trial in wanted]
@@ -364,12 +373,20 @@ def _searched(
             tried[trial.grid].add(trial.lr)
             if config.run_id in losses:
                 results.append(Result(losses[config.run_id], trial))
+            else:
+                undecided.add(trial.pair)
         wanted = []
         for grid in grids:
+            if grid[:2] in undecided:
+                continue
             lr = search.next_rate({trial.lr: loss for loss, trial in results if trial.grid == grid})
             if lr is not None and lr not in tried[grid]:
                 wanted.append(Trial(*grid, lr))
-    finalists = {pair: search.finalists([one for one in results if one.trial.pair == pair]) for pair in pairs}
+    finalists = {
+        pair: search.finalists([one for one in results if one.trial.pair == pair])
+        for pair in pairs
+        if pair not in undecided
+    }
     finals = {
         result.trial: preset.trial(part, result.trial, final=True, **more)
         for near in finalists.values()
@@ -377,12 +394,13 @@ def _searched(
         for result in near
     }
     final_losses = train(Stage("finals", list(finals.values()))) or {}
+    undecided |= {trial.pair for trial, config in finals.items() if config.run_id not in final_losses}
 
     def final_loss(result: Result) -> float:
         config = finals.get(result.trial)
-        return math.inf if config is None else final_losses.get(config.run_id, math.inf)
+        return math.inf if config is None else final_losses[config.run_id]
 
-    best = [min(near, key=final_loss) for near in finalists.values() if near]
+    best = [min(near, key=final_loss) for pair, near in finalists.items() if pair not in undecided]
     return {trial.pair: Choice(trial.lr, search.settings(trial.scheme)[trial.setting], loss) for loss, trial in best}
 
 

@@ -264,8 +264,7 @@ def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, 
     """The finished run. NormlabError if it is damaged, or not the run that `config` asks for."""
     run = runs.read_run(final)
     require_same(run.manifest, config, manifest["corpus"])
-    if final.exists() and not (final / store.STATS).is_file():
-        raise NormlabError(f"run {final}: {store.STATS} is missing; delete the run and train it again")
+    run.table()  # raises if it cannot be read
     shutil.rmtree(work, ignore_errors=True)
     return run
 
@@ -297,7 +296,7 @@ def _results(training: Training, measurements: Measurements, diverged: bool) -> 
     if diverged or (loss is not None and not math.isfinite(loss)):
         status, loss = runs.DIVERGED, None
     else:
-        learned = loss is None or loss < count_losses["trigram_loss"]
+        learned = loss is None or loss < min(training.corpus.unigram_entropy, *count_losses.values())
         status = runs.FINISHED if learned else runs.NOT_LEARNED
     chosen_by = measurements.log.last("validation_loss", "eval")
     tokens = training.done * config.tokens_per_step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class SweepResult:
 
     runs: all finished ones in the sweep's order. Those of the search are in `out`/search and `out`/finals instead.
     failures: run id -> one line with the reason.
-    choices: learning rate and settings by scheme and searched depth, if the preset searched for them.
+    choices: learning rate and settings by scheme and searched depth, if the preset searched for them. A search of which
+        a run failed has none, and its runs are not trained.
     """
 
     out: str | Path
@@ -84,7 +86,12 @@ def sweep(
         preset = get_preset(what) if isinstance(what, str) else what
         fields: dict[str, Any] = {"threads": threads, "keep_weights": False}
         job.expect(planned(preset, **fields))
-        return job.result(walk(preset, job.train, **fields))
+        choices = walk(preset, job.train, **fields)
+        for scheme, depth in dict.fromkeys(pair for part in preset.parts for pair in preset.searched(part)):
+            if (scheme, depth) not in choices:
+                reason = f"{scheme} at depth {depth}: no rate was chosen, as a run of its search failed; start again"
+                warnings.warn(reason, stacklevel=2)
+        return job.result(choices)
 
 
 class _Job:

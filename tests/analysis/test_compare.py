@@ -150,6 +150,8 @@ def test_runs_of_another_text_are_not_compared():
     other["value"] = other["value"].mask(other["metric"] == "unigram_entropy", 4.95)
     with pytest.raises(NormlabError, match="bhyt and lns read another text or have another tokenizer .* and 4.950"):
         compare(pd.concat([one_run("bhyt"), other], ignore_index=True), "bhyt", "lns")
+    three = pd.concat([one_run("bhyt"), one_run("dyt"), other], ignore_index=True)
+    assert compare(three, "bhyt", "dyt")["estimate"].notna().all(), "a third scheme's text is not theirs"
 
 
 def test_runs_of_other_held_out_text_or_of_more_tokens_in_as_many_steps_are_not_compared():

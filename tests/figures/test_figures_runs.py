@@ -6,6 +6,7 @@ import plotly.graph_objects as go
 import pytest
 from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, lines, one_run, table, text_of
 
+from normlab.analysis import claims
 from normlab.analysis.compare import compare
 from normlab.analysis.published import load_published
 from normlab.analysis.selection import choose
@@ -230,3 +231,15 @@ def test_the_window_of_a_curve_is_in_steps_whatever_was_logged():
         (line,) = lines(figure, scheme="lns", split="train")
         assert len(line.y) == count and "mean of the last 20 steps" in text_of(figure)
         assert line.y[-1] == pytest.approx(np.arange(600, 580, -every).mean() / 100)
+
+
+def test_runs_of_two_texts_are_not_drawn_or_averaged_together():
+    other = one_run("lns")
+    other["value"] = other["value"].mask(other["metric"] == "unigram_entropy", 4.95)
+    mixed = pd.concat([one_run("bhyt"), other, one_run("lns", depth=2)], ignore_index=True)
+    for figure in (loss_curves, layer_growth, depth_scaling):
+        (said,) = figure(mixed).layout.annotations
+        assert "The runs of depth 4 were measured on 2 texts" in said.text.replace("<br>", " ")
+    with pytest.raises(NormlabError, match="on 2 texts or in other tokens .unigram_entropy 4.950, .*keep those"):
+        claims.losses(mixed)
+    assert loss_curves(mixed[mixed["depth"] == 2]).data

@@ -33,6 +33,8 @@ TINY: dict[str, Any] = dict(
     dtype="float32",
 )
 
+CONFIG = {"scheme": "bhyt", "depth": 1, "width": 8, "seed": 0, "lr": 0.1}
+
 
 def write_text(path: Path, paragraphs: int = 300) -> Path:
     """A .txt corpus of short paragraphs, the same every time."""
@@ -60,6 +62,26 @@ def write_files(path: Path, rows: list[tuple], **manifest: Any) -> None:
         "measured": {"wall_s": 0.0, "tokens_per_s": 1.0},
     }
     store.write_json(path / runs.MANIFEST, {**content, **manifest})
+
+
+def make_run(root: Path, name: str = "bhyt-a", **manifest: Any) -> Path:
+    """A finished run written by hand, with weights."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from normlab import runs
+
+    path = root / name
+    path.mkdir(parents=True)
+    rows = [(step, 10 * step, "train", "model", None, "loss", "all", 5.0 - step) for step in range(1, 4)]
+    rows += [
+        (3, 30, "probe", "block_out", layer, "token_l2_mean", mask, layer + 0.5)
+        for layer in (0, 1)
+        for mask in ("all", "no_first")
+    ]
+    save_file({"weight": np.zeros((8, 8), dtype=np.float32)}, path / runs.WEIGHTS)
+    write_files(path, rows, **{"run": name, "config": CONFIG, **manifest})
+    return path
 
 
 def write_run(

@@ -1,36 +1,20 @@
-"""The net: what must stay as it is, bit for bit, while the library is rewritten inside."""
+"""The net: names, flags, files, formats and run ids that stay as they are while the library is rewritten inside.
+
+No number is recorded: its last bits are the processor's. Values are compared within one process, or with a formula in
+float64 (`tests/helpers/reference_schemes.py`).
+"""
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
-import net_curves
 import net_parts
-from net_compare import interpreter, machine
 
-
-class Part(NamedTuple):
-    """record: what is so now. environment: what its last bits depend on. tolerance: of its numbers in another one."""
-
-    record: Callable[[], net_parts.Json]
-    environment: Callable[[], dict[str, str]] = dict
-    tolerance: float = 0.0
-
-
-EPS = 2.0**-23  # of float32: norms take their statistics in it, whatever the input
-PARTS = {
-    "run_ids": Part(net_parts.run_ids),
-    "help": Part(net_parts.command_help, interpreter),
-    "public_names": Part(net_parts.public_names),
-    "written_run": Part(net_parts.written_run),
-    "architectures": Part(net_parts.architectures),
-    "norms": Part(net_parts.norm_values, machine, 8 * EPS),
-    "schemes": Part(net_parts.schemes, machine, 64 * EPS),
+PARTS: dict[str, Callable[[], net_parts.Json]] = {
+    "run_ids": net_parts.run_ids,
+    "help": net_parts.command_help,
+    "public_names": net_parts.public_names,
+    "written_run": net_parts.written_run,
+    "architectures": net_parts.architectures,
+    "norms": net_parts.norm_tensors,
+    "schemes": net_parts.scheme_tensors,
 }
-# Tolerances are three times and more what the AVX512, AVX2 and SSE kernels of one processor differ by: at most 0.5 EPS
-# (norms), 12 EPS (schemes), 6 EPS (float32 curves), and 0.31 of the rounding of bfloat16, 2^-8.
-CURVE_TOLERANCES = {"float32": 64 * EPS, "bfloat16": 2.0**-8}
-CURVES = {
-    curve.name: Part(partial(net_curves.trained, curve), machine, CURVE_TOLERANCES[curve.dtype])
-    for curve in net_curves.CURVES
-}
+WORDED = {"help"}  # texts that depend on the environment

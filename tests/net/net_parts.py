@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import hashlib
 import importlib
 import inspect
 import io
@@ -255,86 +254,35 @@ NORMS = {
     "UnifiedNorm": lambda d: norms.UnifiedNorm(d),
     "NoNorm": lambda d: norms.NoNorm(),
 }
-SHAPE = (1, 3, 4)
+WIDTH = 4
 
 
-def norm_values() -> Json:
-    """Every norm in float64: parameters, output and gradients, before and after steps; with a given mean square."""
-    return {name: _norm_values(make(SHAPE[-1]).double().train()) for name, make in NORMS.items()}
+def norm_tensors() -> Json:
+    """Every norm's tensors by name, with their shapes."""
+    return {name: _tensors(make(WIDTH)) for name, make in NORMS.items()}
 
 
-def _norm_values(norm: Any) -> Json:
-    with torch.no_grad():
-        for index, tensor in enumerate(norm.state_dict().values()):
-            tensor.copy_(0.75 + fixed(tuple(tensor.shape), 11 + index) / 4)
-    x = fixed(SHAPE, 0).requires_grad_()
-    found: Json = {"tensors": {key: list(value.shape) for key, value in norm.state_dict().items()}}
-    found["at step 0"] = _value_and_gradients(norm, norm(x), x)
-    for step in range(1, 6):
-        norm.at_step(step, 8)
-        norm(x + step).sum().backward()
-    found["after 5 of 8 steps"] = _value_and_gradients(norm, norm(x), x)
-    if norm.takes_mean_square:
-        given = fixed((*SHAPE[:-1], 1), 5).abs() + 0.5
-        found["given a mean square"] = _value_and_gradients(norm, norm(x, mean_square=given), x)
-        found["mean square"] = norm(x, return_mean_square=True)[1].flatten().tolist()
-    s, y = norm.add(x, fixed(SHAPE, 3))
-    return found | {"add": [*s.flatten().tolist(), *y.flatten().tolist()]}
-
-
-def _value_and_gradients(norm: nn.Module, y: Tensor, x: Tensor) -> dict[str, list[float]]:
-    leaves = {"x": x} | {name: p for name, p in norm.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad((y * fixed(SHAPE, 7)).sum(), list(leaves.values()), allow_unused=True)
-    named = {f"d {name}": g for name, g in zip(leaves, gradients, strict=True) if g is not None}
-    return {name: value.flatten().tolist() for name, value in ({"y": y} | named).items()}
-
-
-def fixed(shape: tuple[int, ...], start: int) -> Tensor:
-    """Numbers in [-3, 3] that float32 holds exactly, from no random generator."""
-    count = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
-    return ((count * 37 + start * 17) % 97 - 48).div(16).reshape(shape)
-
-
-def schemes() -> Json:
-    """Every scheme at a tiny size: the state dict, the trained and decayed tensors, loss and gradients."""
+def scheme_tensors() -> Json:
+    """Every scheme's tensors by name at a tiny size: shape and type, and whether they are trained and decayed."""
     return {name: _scheme(name) for name in normlab.SCHEMES}
 
 
 def _scheme(name: str) -> Json:
-    torch.manual_seed(0)
     sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, pad_token_id=0)
-    model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme=name, **sizes, **heads)).train()
-    start = digest(model)
-    with torch.no_grad():  # off the start, where many gains are 1 and many gradients 0
-        for tensor in model.state_dict().values():
-            tensor.mul_(1 + torch.rand_like(tensor) / 4).add_(torch.rand_like(tensor) / 50)
-    ids = torch.randint(1, 61, (2, 9))
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-    decayed = set(model.decay_parameter_names())
-    return {
-        "tensors": {key: _tensor(value, key in trained, key in decayed) for key, value in model.state_dict().items()},
-        "loss": [loss.item()],
-        "gradients": [0.0 if p.grad is None else p.grad.double().norm().item() for p in trained.values()],
-        "bits": [start, digest(model, gradients=True)],
-    }
+    model = normlab.NormlabForCausalLM(normlab.NormlabConfig(scheme=name, **sizes, **heads))
+    return _tensors(model, set(model.decay_parameter_names()))
+
+
+def _tensors(module: nn.Module, decayed: set[str] | frozenset[str] = frozenset()) -> Json:
+    trained = {key for key, p in module.named_parameters() if p.requires_grad}
+    return {key: _tensor(value, key in trained, key in decayed) for key, value in module.state_dict().items()}
 
 
 def _tensor(value: Tensor, trained: bool, decayed: bool) -> str:
     shape = "x".join(map(str, value.shape)) or "scalar"
     kind = "" if value.dtype == torch.float32 else f" {value.dtype}".replace("torch.", "")
     return shape + kind + ("" if trained else " buffer") + (" decayed" if decayed else "")
-
-
-def digest(model: nn.Module, gradients: bool = False) -> str:
-    """A hash of the names and bits of a model's tensors in their order, or of its parameters' gradients."""
-    found = hashlib.sha256()
-    named = {k: p.grad for k, p in model.named_parameters()} if gradients else model.state_dict()
-    for name, tensor in named.items():
-        found.update(name.encode() + (b"" if tensor is None else tensor.contiguous().numpy().tobytes()))
-    return found.hexdigest()[:16]
 
 
 # --- architectures ---

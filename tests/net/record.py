@@ -1,8 +1,7 @@
 """Record the net's snapshots anew.
 
-    python tests/net/record.py                 every cheap part: under two minutes
-    python tests/net/record.py curves          the twelve training curves
-    python tests/net/record.py norms schemes   these parts
+    python tests/net/record.py                all parts
+    python tests/net/record.py help schemes   these parts
 
 Read the diff of tests/net/snapshots/ before you commit it: every line of it is a change that a user can see.
 """
@@ -14,20 +13,15 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / name) for name in ("", "kernels")]
 
-import torch  # noqa: E402
-from net import CURVES, PARTS  # noqa: E402
-from net_compare import machine, write  # noqa: E402
+from net import PARTS, WORDED  # noqa: E402
+from net_compare import environment, write  # noqa: E402
 
 
 def main(names: list[str]) -> None:
-    torch.set_num_threads(1)
-    if unknown := set(names) - {*PARTS, "curves"}:
-        sys.exit(f"unknown part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}, curves")
+    if unknown := set(names) - {*PARTS}:
+        sys.exit(f"unknown part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     for name in names or PARTS:
-        if name == "curves":
-            path = write(name, machine(), {curve: part.record() for curve, part in CURVES.items()})
-        else:
-            path = write(name, PARTS[name].environment(), PARTS[name].record())
+        path = write(name, environment() if name in WORDED else {}, PARTS[name]())
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 

@@ -63,6 +63,15 @@ def test_who_has_not_learned_is_named(tmp_path):
     assert said["Learned"].startswith(f"{below} of 6 runs have learned")
     assert "BHyT at 2 layers" in said["Learned"] and "3 seeds per scheme" in said["Trust"]
     assert "nothing says which" in findings(known(runs, trigram=None))["Learned"]
+    assert findings(known(runs, corpus={"unigram_entropy": 1.0}))["Learned"].startswith("0 of 6 runs have learned")
+
+
+def test_runs_of_two_texts_are_not_summed_up(tmp_path):
+    runs = write_runs(tmp_path, schemes=["pre_rmsnorm", "lns", "bhyt"], depths=(2,), seeds=[0])
+    path = next(runs.glob(f"bhyt*/{MANIFEST}"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"corpus": {"unigram_entropy": 4.95}}))
+    with pytest.raises(NormlabError, match="depth 2 were measured on 2 texts"):
+        findings(runs)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))

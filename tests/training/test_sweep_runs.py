@@ -61,7 +61,8 @@ def test_a_failing_run_is_reported_and_stops_no_other(configs, tmp_path, monkeyp
 def test_a_scheme_whose_search_failed_is_left_out_of_the_grid(text, tmp_path, monkeypatch):
     fake = InProcess(failing=lambda config: config.scheme == "lns")
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
-    result = quiet_sweep(small_preset(text), tmp_path)
+    with pytest.warns(UserWarning, match="lns at depth 2: no rate was chosen"):
+        result = quiet_sweep(small_preset(text), tmp_path)
     assert {run.manifest["config"]["scheme"] for run in result.runs} == {"bhyt"}
     assert len(result.failures) == 3
 

@@ -184,3 +184,20 @@ def test_killed_inside_a_checkpoint_write_a_run_ends_as_if_never_killed(where, c
     assert not (out / config.run_id).exists()
     _finish(config, out, cache)
     _assert_equal(runs.read_run(out / config.run_id), undisturbed[0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scheme": "tapernorm"},
+        {"scheme": "complete_p", "dtype": "bfloat16"},
+        {"scheme": "dyt", "dtype": "bfloat16", "accumulate": 2},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.values())),
+)
+def test_a_run_that_is_stopped_and_resumed_has_the_bits_of_one_that_was_not(fields, text, go, stop, tmp_path):
+    config = tiny(text, **fields)
+    stop(config, tmp_path / "stopped", 5)
+    resumed = go(config, tmp_path / "stopped")
+    assert resumed.manifest["measured"]["resumed_from_step"] == 5
+    _assert_equal(resumed, go(config, tmp_path / "whole"))

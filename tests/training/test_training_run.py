@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,6 +13,7 @@ from training_helpers import WORDS, tiny
 
 from normlab import runs
 from normlab.schemes import STUDIED
+from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order, optimizer_of, refresh_interval
@@ -190,6 +192,16 @@ def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text, go, tmp_path):
     assert run.status == "not_learned"
     assert run.eval_loss > run.manifest["trigram_loss"]
     assert set(run.table().status) == {"not_learned"}
+
+
+def test_a_loss_above_the_unigram_entropy_is_not_learned_even_below_a_trigram_of_a_tiny_text(
+    text, corpus, go, tmp_path, monkeypatch
+):
+    worse = replace(corpus, ngram_losses=corpus.ngram_losses + 10.0)
+    monkeypatch.setattr(run_module, "corpus_of", lambda *_: worse)
+    run = go(tiny(text, lr=1e-9, steps=2), tmp_path)
+    assert run.manifest["corpus"]["unigram_entropy"] < run.eval_loss < run.manifest["trigram_loss"]
+    assert run.status == "not_learned"
 
 
 @pytest.mark.slow
