@@ -54,10 +54,14 @@ def test_the_releases_that_are_named_are_those_of_the_extra():
 
 
 def test_a_carried_cache_stands_for_packages_that_are_not_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "PACKAGES", {"mpmath": source.PACKAGES["mpmath"]})
-    spec = CorpusSpec("packages", vocab_size=300)
+    def missing():
+        raise NormlabError("needs a package")
+
+    words = [{"key": f"a/{number}.py", "text": f"x{number} = {number} + y\n" * 20} for number in range(200)]
+    monkeypatch.setitem(source.SOURCES, "packages", lambda: iter(words))
+    spec = CorpusSpec("packages", vocab_size=300, block_length=16)
     carried = carry(spec, tmp_path)
-    monkeypatch.setattr(source, "PACKAGES", {"no-such-package": "1.0"})
+    monkeypatch.setitem(source.SOURCES, "packages", missing)
     found = corpus_of(spec, tmp_path)
     assert found.identity() == carried.identity() and (found.train == carried.train).all()
 
