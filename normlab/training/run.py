@@ -133,8 +133,9 @@ def train_from_manifest(path: str | Path, out: str | Path = "runs", **options: A
     Options are those of `train`. NormlabError if the corpus or tokenizer of this machine differs from the manifest's:
     the numbers could not be the same.
     """
-    path = Path(path)
-    manifest = runs.read_run(path.parent if path.name == store.MANIFEST else path).manifest
+    if not store.is_address(path) and Path(path).name == store.MANIFEST:
+        path = Path(path).parent
+    manifest = runs.read_run(path).manifest
     config = TrainConfig.from_dict(manifest["config"])
     corpus = corpus_of(config, options.get("cache_dir"), options.get("progress", True))
     require_same(manifest, config, corpus.identity())
