@@ -98,6 +98,7 @@ class _Manifest(_Part):
     eval_loss: Loss | None
     bigram_loss: Loss | None
     trigram_loss: Loss | None
+    validation_loss: Loss | None = None
     config: _Config
     corpus: _Corpus
     measured: _Measured
@@ -149,6 +150,13 @@ class Run:
     def eval_loss(self) -> float:
         """Held-out loss after the last step, in nats per token; NaN for a diverged run."""
         return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
+
+    @property
+    def choice_loss(self) -> float:
+        """The loss that learning rates are chosen by: on the half "validation" where the run reports "test", if it was
+        measured; else `eval_loss`."""
+        loss = self.manifest.get("validation_loss")
+        return self.eval_loss if loss is None else loss
 
     def table(self) -> pd.DataFrame:
         """The rows of this run in the long table (columns COLUMNS).

@@ -126,7 +126,7 @@ class SeeDNorm(Norm):
 class GatedNorm(Norm):
     """``y = n * sigmoid(W_up silu(W_down n))`` with ``n = gamma * x / sqrt(mean(x^2) + eps)``.
 
-    W_up starts at 0, so the gate starts at 1/2. W_down starts N(0, 0.02) under a forked RNG, so other weights do not
+    W_up starts at 0, so the gate starts at 1/2. W_down starts N(0, std) under a forked RNG, so other weights do not
     change. These starts are ours.
 
     gamma = ``weight`` has shape ``(d,)``, W_down = ``down`` ``(r, d)`` and W_up = ``up`` ``(d, r)``.
@@ -135,6 +135,7 @@ class GatedNorm(Norm):
         hidden_size: d.
         eps: added to the mean square.
         rank: r.
+        std: standard deviation of W_down at the start.
 
     Source: GatedNorm (2601.22966).
     """
@@ -143,9 +144,9 @@ class GatedNorm(Norm):
     down: nn.Parameter
     up: nn.Parameter
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, *, rank: int = 16) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, rank: int = 16, std: float = 0.02) -> None:
         super().__init__(hidden_size)
-        self.eps, self.rank = eps, rank
+        self.eps, self.rank, self.std = eps, rank, std
         self.operations = 6.0 + 4.0 * rank
         self.add_parameter("weight", hidden_size, 1.0)
         self.add_parameter("down", (rank, hidden_size), 0.0)
@@ -155,7 +156,7 @@ class GatedNorm(Norm):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         with torch.random.fork_rng(devices=[]):
-            nn.init.normal_(self.down, std=0.02)
+            nn.init.normal_(self.down, std=self.std)
 
     def starting_map(self) -> StartingMap:
         return StartingMap(gain=0.5, eps=self.eps)

@@ -242,6 +242,8 @@ _ROWS = (
            "loss on seen text", "nats per token", *AMOUNT, "model", "model"),
     Metric("copy_loss", "loss on the second copy of 32 rows of random tokens, the copy's first token aside",
            "loss on copied tokens", "nats per token", *AMOUNT, "model", "model"),
+    Metric("validation_loss", "loss on held-out files that choose learning rates, where others are reported",
+           "validation loss", "nats per token", *AMOUNT, "model", "model"),
     Metric("file_loss", "loss on the tokens of one held-out file; the site is its path",
            "loss on a file", "nats per token", *AMOUNT, "model", "model"),
     Metric("file_tokens", "labels that `file_loss` is the mean over",

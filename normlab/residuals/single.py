@@ -13,7 +13,7 @@ class Scaled(Residual):
     """``norm(keep * x + add * f)`` with two constants.
 
     DeepNorm (2203.00555): keep = (2L)^(1/4) for a decoder of L layers. Keel (2601.19895): keep = 2L. CompleteP
-    (2505.01618): add = 2/L.
+    (2505.01618): add = 2/L. Beam: sqrt((k-1)/k) and sqrt(1/k) at the (k-1)th sublayer.
     """
 
     operations = 2.0

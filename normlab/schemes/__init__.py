@@ -32,6 +32,7 @@ SCHEMES: dict[str, Scheme] = {row.name: row for row in (*core.ROWS, *literature.
 STUDIED = tuple(row.name for row in core.ROWS)  # of the shipped runs
 BASELINE = "pre_rmsnorm"  # what the others are compared with: stock Llama
 DEFAULT = "bhyt"  # of `normlab train`
+LNS, DYT = "lns", "dyt"  # with BHyT the three that the project is about
 GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it
 REMOVABLE = "tapernorm"  # its norms can each become a fixed gain
 
@@ -53,6 +54,9 @@ TAGS = {
     "wide": "at four times the width",
     "trained_gain": "LNS's factor as the start of a gain",
     "always_final": "in the league's final at any rank",
+    "contender": "the grid of runs under one recipe",
+    "main": "that grid's seeds and depths",
+    "warmed_up": "its paper asks for a long warm-up",
     "timed": "its training step is timed against the baseline's",
 }
 
@@ -75,8 +79,10 @@ __all__ = [
     "BASELINE",
     "CORRECTIONS",
     "DEFAULT",
+    "DYT",
     "GAIN_CONTROL",
     "KAPPA_POWERS",
+    "LNS",
     "PARTS",
     "QK_NORMS",
     "REMOVABLE",

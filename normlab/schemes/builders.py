@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normlab.norms import BHyT, Derf, DyT, NoNorm, Norm, RMSNorm, TaperNorm
+from normlab.norms import BHyT, Derf, DyT, GatedNorm, NoNorm, Norm, RMSNorm, TaperNorm
 from normlab.residuals import Residual
 from normlab.residuals.single import LearnedScale, NormalizedInput, Scaled
 from normlab.residuals.streams import (
@@ -82,6 +82,11 @@ def dyt(site: NormSite) -> Norm:
 
 def derf(site: NormSite) -> Norm:
     return Derf(site.width, alpha=1.0 if site.config.alpha0 is None else site.config.alpha0)
+
+
+def gated(site: NormSite) -> Norm:
+    """GatedNorm, whose matrix starts as those of the model do."""
+    return of(GatedNorm, std=site.config.initializer_range)(site)
 
 
 # kappa in block l is kappa l^power.
@@ -169,6 +174,15 @@ def keel(sublayer: Sublayer) -> Residual:
 
 def over_depth(sublayer: Sublayer) -> Residual:
     return Scaled(add=base_depth_over(sublayer.config))
+
+
+def over_root_count(sublayer: Sublayer) -> Residual:
+    """sqrt((k-1)/k) x + f/sqrt(k), k = 2 at the first sublayer (Beam).
+
+    So the stream is the sum of the embeddings and of all branches so far, over the root of their number.
+    """
+    count = sublayer.index + 2
+    return Scaled(keep=math.sqrt((count - 1) / count), add=math.sqrt(1 / count))
 
 
 def layer_scale(sublayer: Sublayer) -> Residual:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from normlab.norms import CRMSNorm, DyISRU, GatedNorm, PowerNorm, ScaleNorm, SeeDNorm, UnifiedNorm
+from normlab.norms import CRMSNorm, DyISRU, PowerNorm, ScaleNorm, SeeDNorm, UnifiedNorm
 from normlab.residuals import single, streams
 from normlab.schemes import builders as b
 from normlab.schemes.scheme import OUT, PERI, POST, PRE, PRE_AND_POST, WITHOUT, Branches, Ends, Layout, Scheme
@@ -18,7 +18,7 @@ _QK = "attention is not uniform at the start where queries and keys are normaliz
 ROWS = (
     Scheme("derf", "Derf", "x + f(g erf(a x + s) + b), embeddings times sqrt(d)",
            "Stronger Normalization-Free Transformers (2512.10938)",
-           norm=b.derf, family="norm", ends=Ends(embedding_scale=math.sqrt)),
+           norm=b.derf, family="norm", tags="contender", ends=Ends(embedding_scale=math.sqrt)),
     Scheme("dyisru", "DyISRU", "x + f(g sqrt(d) x/sqrt(b + x^2)), embeddings times sqrt(d)",
            "The mathematical relationship between layer normalization and dynamic activation functions (2503.21708)",
            norm=lambda site: DyISRU(site.width), family="norm", ends=Ends(embedding_scale=math.sqrt)),
@@ -35,7 +35,7 @@ ROWS = (
            "Self-Rescaled Dynamic Normalization (2510.22777)",
            norm=b.of(SeeDNorm), family="norm", decayed=frozenset({"alpha", "beta"})),
     Scheme("gatednorm", "GatedNorm", "x + f(N(x) sigmoid(U silu(D N(x))))", "GatedNorm (2601.22966)",
-           norm=b.of(GatedNorm), family="norm", decayed=frozenset({"down", "up"}), tags="wide"),
+           norm=b.gated, family="norm", decayed=frozenset({"down", "up"}), tags="wide contender"),
     Scheme("pre_crmsnorm", "Pre-CRMSNorm", "x + f(g x/sqrt((sum x^2 + (sum x)^2)/(d+1)))",
            "Pre-RMSNorm and Pre-CRMSNorm Transformers (2305.14858)",
            norm=b.of(CRMSNorm), family="norm"),
@@ -71,7 +71,7 @@ ROWS = (
            norm=b.rms, family="residual", layout=POST, init=b.block_over_depth,
            residual=lambda s: single.BlockInput(s.width, last=s.part == "mlp")),
     Scheme("deepnorm", "DeepNorm", "N((2L)^(1/4) x + f(x)), Xavier times (8L)^(-1/4)", "DeepNet (2203.00555)",
-           norm=b.rms, family="depth", tags="extreme", layout=POST, residual=b.deepnorm,
+           norm=b.rms, family="depth", tags="extreme contender", layout=POST, residual=b.deepnorm,
            init=b.xavier(lambda depth: (8 * depth) ** -0.25), unpredicted=_XAVIER),
     Scheme("keel", "Keel", "N'(2L x + f(N(x))); the first block without 2L and its first N'", "Keel (2601.19895)",
            norm=b.rms, family="depth", tags="extreme", layout=PRE_AND_POST,
@@ -130,7 +130,7 @@ ROWS = (
     Scheme("block_attn_residuals", "Block attention residuals",
            "f(N(sum softmax(q.N(v)) v)), v the embeddings and the outputs summed in eight blocks of layers",
            "Attention Residuals (2603.15031)",
-           norm=b.rms, family="streams", residual=b.over_blocks, leave=b.over_blocks_end, tags="wide"),
+           norm=b.rms, family="streams", residual=b.over_blocks, leave=b.over_blocks_end, tags="wide contender"),
     Scheme("residual_gate", "Residual gate",
            "sqrt(1 - s^2) x + s N'(f(N(x))), s a channel's sigmoid, N' without gain; normalized embeddings",
            "Muse Spark's code in transformers",
@@ -149,5 +149,8 @@ ROWS = (
            "Deep Delta Learning (2601.00417)",
            norm=b.rms, family="residual", residual=lambda s: single.Delta(s.width),
            unpredicted="what it adds has unit length, whatever the branch's size: no variance of the branch says it"),
+    Scheme("beam", "Beam", "sqrt((k-1)/k) x + N'(f(N(x)))/sqrt(k), sublayers counted by k from 2",
+           "Beam's code in transformers",
+           norm=b.rms, family="depth", tags="contender", layout=PERI, residual=b.over_root_count),
 )
 # fmt: on

@@ -38,6 +38,8 @@ AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
 # Values of fields that a manifest may lack. Run ids leave out fields that have these values.
 FORMER_DEFAULTS = {"dtype": "float32"}
+# Standard deviation of the initial weights, as models around 1,024 wide are published with it.
+INIT_STD = 0.02
 # Model fields that a run sets, and the fields that decide them. No option contradicts what a table shows.
 SET_BY = {
     "scheme": "scheme",
@@ -46,6 +48,7 @@ SET_BY = {
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
     "intermediate_size": "intermediate",
+    "initializer_range": "init_std",
     "train_seq_len": "block_length",
     "bos_token_id": "tokenizer",
     "eos_token_id": "tokenizer",
@@ -178,6 +181,9 @@ class TrainConfig:
     heads: int | None = setting(None, "attention heads; default width/32", at_least(1))
     kv_heads: int | None = setting(None, "key-value heads; default half of the heads", at_least(1))
     intermediate: int | None = setting(None, "MLP width; default 8/3 of the width, rounded to 32", at_least(1, 2**20))
+    init_std: float | None = setting(
+        None, "standard deviation of initial matrices and embeddings; default 0.02, for widths of about 1,024", POSITIVE
+    )
     model: Mapping[str, Any] = setting(dict, "a further NormlabConfig field, such as lam_input=3.0; may be repeated")
     weight_decay: float = setting(0.1, "AdamW's, for what the scheme decays", NOT_NEGATIVE)
     warmup: float = setting(0.1, "share of the steps in which the learning rate rises", SHARE)
@@ -288,6 +294,7 @@ class TrainConfig:
             "heads": heads,
             "kv_heads": self.kv_heads or max(1, heads // 2),
             "intermediate": self.intermediate or max(32, round(self.width * 8 / 3 / 32) * 32),
+            "init_std": None if self.init_std == INIT_STD else self.init_std,
             "model": dict(self.model),
             "outlier_size": self.outlier_size if self.outlier_channels else 1.0,
             "probe_also": ",".join(sorted(also)),
@@ -385,6 +392,7 @@ class TrainConfig:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "intermediate_size": self.intermediate,
+            "initializer_range": INIT_STD if self.init_std is None else self.init_std,
             "max_position_embeddings": self.block_length,
             "train_seq_len": self.block_length,
             "tie_word_embeddings": True,

@@ -3,7 +3,7 @@
 `Preset`    a sweep: its parts, its learning rates, and fields that all its runs share
 `Part`      schemes x depths x seeds x variants
 `Variant`   a change to runs
-`Search`    how learning rates are found; `LeagueSearch`: a short one, equal for all schemes
+`Search`    how learning rates are found; `LeagueSearch`: a short one for all; `Reported`: by the runs themselves
 `Choice`    what a search settled on
 `walk`      hands a preset's runs to whoever trains them, stage by stage; `planned` lists them
 """
@@ -44,6 +44,7 @@ class Part:
         variants: of every run. By default each is trained once, unchanged.
         kept: depths whose seed 0 keeps its weights.
         best: train only that many schemes, the best of the search, and `always`.
+        rate_of: the scheme whose learning rate all of the part take; by default each its own.
     """
 
     depths: Mapping[int, int]
@@ -52,6 +53,7 @@ class Part:
     kept: tuple[int, ...] = ()
     best: int | None = None
     always: tuple[str, ...] = ()
+    rate_of: str | None = None
 
     def __post_init__(self) -> None:
         for scheme in self.schemes:
@@ -128,6 +130,11 @@ class Search:
     finals: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def stage(self) -> str:
+        """What its trials are: "search", or "runs" where they are reported themselves."""
+        return "search"
+
+    @property
     def foreseen(self) -> tuple[float, ...]:
         """Rates to count on before anything is known."""
         return self.rates
@@ -196,6 +203,29 @@ class LeagueSearch(Search):
 
 
 @dataclass(frozen=True)
+class Reported(Search):
+    """Every scheme at each of three rates, by runs that are reported themselves, and at a fourth beyond a best edge.
+
+    Trials are seed 0 of the preset's runs. The rate is chosen by `Run.choice_loss`.
+    """
+
+    @property
+    def stage(self) -> str:
+        return "runs"
+
+    def settings(self, scheme: str) -> tuple[Mapping[str, Any], ...]:
+        return ({},)
+
+    def next_rate(self, losses: Mapping[float, float]) -> float | None:
+        tried = sorted(losses)
+        if tried != sorted(self.rates):
+            return None
+        best = min(tried, key=lambda rate: (losses[rate], rate))
+        beyond = {tried[0]: tried[0] ** 2 / tried[1], tried[-1]: tried[-1] ** 2 / tried[-2]}
+        return float(f"{beyond[best]:.3g}") if best in beyond and math.isfinite(losses[best]) else None
+
+
+@dataclass(frozen=True)
 class Preset:
     """A sweep: its parts one after another, each after the search for the learning rates that it needs.
 
@@ -254,7 +284,7 @@ class Preset:
         assert isinstance(self.rate, Search)
         variant = next(v for v in part.variants if trial.scheme in (v.schemes or part.schemes))
         setting = self.rate.settings(trial.scheme)[trial.setting]
-        fields = {**more, "keep_weights": False}
+        fields = {**more, "keep_weights": self.rate.stage == "runs" and trial.depth in part.kept}
         for above in (variant.fields, setting, self.rate.fields, self.rate.finals if final else {}):
             fields = merged(fields, above)
         return self.config(trial.scheme, trial.depth, 0, trial.lr, fields)
@@ -268,7 +298,7 @@ class Preset:
             entered = self.entered(part, depth, choices)
             for variant in part.variants:
                 for scheme in variant.schemes or part.schemes:
-                    choice = self.choice_for(scheme, depth, choices)
+                    choice = self.choice_for(part.rate_of or scheme, depth, choices)
                     if scheme in entered and choice is not None:
                         keep = {"keep_weights": seed == 0 and depth in part.kept}
                         fields = merged(merged({**more, **keep}, choice.fields), variant.fields)
@@ -336,7 +366,7 @@ def _searched(
     wanted = [Trial(*grid, lr) for grid in grids for lr in search.rates]
     while wanted:
         configs = [preset.trial(part, trial, **more) for trial in wanted]
-        losses = train(Stage("search", configs))
+        losses = train(Stage(search.stage, configs))
         if losses is None:
             return _foreseen(preset, search, part, grids, train, more)
         for trial, config in zip(wanted, configs, strict=True):
@@ -380,7 +410,7 @@ def _foreseen(
     """Before anything is known: the other rates to count on, and the middle one for every pair."""
     rates = sorted(search.foreseen)
     others = [Trial(*grid, lr) for grid in grids for lr in rates if lr not in search.rates]
-    train(Stage("search", [preset.trial(part, trial, **more) for trial in others]))
+    train(Stage(search.stage, [preset.trial(part, trial, **more) for trial in others]))
     return {(scheme, depth): Choice(rates[len(rates) // 2]) for scheme, depth, _ in grids}
 
 
@@ -389,6 +419,11 @@ def planned(preset: Preset, **more: Any) -> list[tuple[str, TrainConfig]]:
 
     Rates to be found are taken in the middle of the grid. A search may grow its grid and hold finals.
     """
-    plan: list[tuple[str, TrainConfig]] = []
-    walk(preset, lambda stage: plan.extend((stage.what, config) for config in stage.configs), **more)
-    return plan
+    plan: dict[tuple[str, str], TrainConfig] = {}
+
+    def note(stage: Stage) -> None:
+        for config in stage.configs:
+            plan.setdefault((stage.what, config.run_id), config)
+
+    walk(preset, note, **more)
+    return [(what, config) for (what, _), config in plan.items()]

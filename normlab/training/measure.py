@@ -14,6 +14,7 @@ With `store_all` a run also has these rows:
 | `uniform_attention` | probe | model | block | of layer statistics |
 | `copy_loss` | probe | model | - | of layer statistics |
 | `seen_loss` | probe | model | - | the last |
+| `validation_loss`, of runs that report the half "test" | eval | model | - | the last |
 | `file_loss`, `file_tokens` | eval | a held-out file's path | - | the last |
 
 Definitions are in `normlab.probes.ALL_METRICS`. The mean of `file_loss`, weighted by `file_tokens`, is the last
@@ -126,6 +127,9 @@ class Measurements:
         if step == self.config.last_step:
             seen = seen_blocks(self.config, self.corpus.train)
             self.log.add(step, "probe", "seen_loss", token_losses(model, seen, self.batch_size).mean())
+            if self.config.held_out == "test":
+                others = self.corpus.spread(self.config.eval_blocks, "validation")
+                self.log.add(step, "eval", "validation_loss", mean_token_loss(model, others, self.batch_size))
             self._file_losses(model, step)
 
     def _uniform_attention(self, step: int) -> Iterator[tuple[str, int | None, str, float]]:

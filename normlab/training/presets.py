@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from normlab.errors import NormlabError
-from normlab.schemes import GAIN_CONTROL, SCHEMES, tagged
-from normlab.training.grids import LeagueSearch, Part, Preset, Search, Variant
+from normlab.schemes import BASELINE, DEFAULT, DYT, GAIN_CONTROL, LNS, SCHEMES, tagged
+from normlab.training.config import INIT_STD
+from normlab.training.grids import LeagueSearch, Part, Preset, Reported, Search, Variant
 
 
 def _scaled_lambda(scale: float, gamma0: float | None = None, schemes: tuple[str, ...] = (), **more: Any) -> Variant:
@@ -15,6 +17,12 @@ def _scaled_lambda(scale: float, gamma0: float | None = None, schemes: tuple[str
     start = 1 / scale if gamma0 is None else gamma0
     model = {"lam_input": 2.0 * scale, "lam_post": 1.0 * scale, "gamma0": start, "carried": "exact"}
     return Variant({"model": model, **more}, schemes)
+
+
+def init_std(width: int) -> float:
+    """0.02 sqrt(1024/width): initial weights that keep a matrix's gain as it is at the widths that models are
+    published with. 0.057 at 128."""
+    return round(INIT_STD * math.sqrt(1024 / width), 3)
 
 
 # Two coordinates of the embeddings start 50 times as large as the others: |x|/rms there is 8, as large as it can be.
@@ -56,7 +64,30 @@ _ONE_PASS: dict[str, Any] = {
 }
 
 
+# One recipe for all that is compared: one pass over a text that is split by file, gains at the whole rate, initial
+# weights that fit the width. bfloat16, because runs in two precisions are up to 0.04 nats apart.
+_RECIPE: dict[str, Any] = {
+    **_TRAINED,
+    "corpus": "packages",
+    "init_std": init_std(128),
+    "clip": 5.0,
+    "dtype": "bfloat16",
+    "store_all": True,
+}
+_MAIN = tagged("main")
+_OTHERS = tuple(name for name in tagged("contender") if name not in _MAIN)
+_WARMED_UP = tagged("warmed_up")
+_WARM_UP = (
+    Variant(schemes=tuple(name for name in (*_MAIN, *_OTHERS) if name not in _WARMED_UP)),
+    Variant({"warmup": 0.3}, _WARMED_UP),
+)
+
+
 _FAR = tuple(name for name in SCHEMES if name not in tagged("quadratic"))
+
+
+def _of(scheme: str, *rates: float, **fields: Any) -> tuple[Variant, ...]:
+    return tuple(Variant({"lr": rate, **fields}, (scheme,)) for rate in rates)
 
 
 def _at_rates(*rates: float) -> tuple[Variant, ...]:
@@ -167,18 +198,94 @@ PRESETS = {
             fields=_ONE_PASS,
         ),
         Preset(
+            # Which initial weights the recipe has: decided on the baseline alone, by the validation loss.
+            "pilot",
+            parts=(
+                Part({8: 1}, (BASELINE,), variants=tuple(Variant({"init_std": std}) for std in (0.04, 0.057, 0.08))),
+            ),
+            rate=4e-3,
+            fields=_RECIPE,
+        ),
+        Preset(
+            "grid",
+            parts=(
+                Part({8: 1}, (*_MAIN, *_OTHERS), variants=_WARM_UP, kept=(8,)),
+                Part({8: 1}, (DEFAULT,), variants=(Variant({"lr": 8e-3, "model": {"lam_last": 10.0}}),), kept=(8,)),
+                Part({8: 4}, _MAIN),
+                Part({16: 1}, _MAIN, kept=(16,)),
+                Part({16: 4}, _MAIN),
+                Part({4: 1}, _MAIN, kept=(4,)),
+                Part({4: 4}, _MAIN),
+                Part({8: 4}, tagged("exact_bound"), variants=(_scaled_lambda(5.0),), rate_of=tagged("exact_bound")[0]),
+                Part({16: 4}, _MAIN, variants=_at_rates(4e-3)),
+                Part({8: 4}, _OTHERS, variants=_WARM_UP, best=4),
+            ),
+            rate=Reported((2e-3, 4e-3, 8e-3), (4, 8, 16)),
+            fields=_RECIPE,
+        ),
+        Preset(
             "league",
             parts=(Part({8: 3}, tuple(SCHEMES), kept=(8,), best=12, always=tagged("always_final")),),
             rate=LeagueSearch((2e-3, 8e-3), (8,), _CHOOSING | {"probe_every": 2000}),
             fields=_ONE_PASS,
         ),
         Preset(
-            # For a GPU: five schemes at four times the width, on the same text. Steps are as many, and as large.
+            # For a quarter of an hour of one GPU, each part of use alone: benchmarks/gpu_runs.py.
             "gpu",
-            parts=(Part({16: 2}, tagged("wide"), variants=_at_rates(1e-3, 4e-3)),),
-            rate=1e-3,  # every variant has its own
-            fields=_ONE_PASS
-            | {"width": 512, "heads": 8, "kv_heads": 4, "intermediate": 1408, "compile": False, "checkpoint_every": 0},
+            parts=(
+                Part(
+                    {24: 1},
+                    variants=(
+                        *_of(BASELINE, 2e-3, 4e-3),
+                        *_of(LNS, 2e-3),
+                        *_of(DEFAULT, 4e-3),
+                        *_of(GAIN_CONTROL, 4e-3),
+                        *_of(DYT, 1e-3, warmup=0.3),
+                    ),
+                ),
+                Part(
+                    {24: 1},
+                    variants=(
+                        *_of(LNS, 4e-3, 1e-3),
+                        *_of(BASELINE, 1e-3),
+                        *_of(DEFAULT, 2e-3),
+                        *_of(GAIN_CONTROL, 2e-3),
+                        *_of(DYT, 5e-4, warmup=0.3),
+                    ),
+                ),
+                Part(
+                    {6: 1},
+                    variants=(
+                        *_of(BASELINE, 2e-3, 4e-3),
+                        *_of(LNS, 2e-3, 4e-3),
+                        *_of(DEFAULT, 4e-3),
+                        *_of(DYT, 1e-3, warmup=0.3),
+                    ),
+                ),
+                Part({24: 2}, variants=(*_of(BASELINE, 2e-3), *_of(LNS, 2e-3))),
+            ),
+            rate=2e-3,  # every variant has its own
+            fields=_TRAINED
+            | {
+                "width": 512,
+                "heads": 8,
+                "kv_heads": 4,
+                "intermediate": 1408,
+                "init_std": init_std(512),
+                "corpus": "packages",
+                "block_length": 256,
+                "batch_size": 32,
+                "steps": 1200,
+                "clip": 5.0,
+                "dtype": "bfloat16",
+                "compile": False,  # it would take longer than it saves
+                "store_all": True,
+                "probe_every": 600,
+                "eval_every": 600,
+                "eval_blocks": 128,
+                "experiment_blocks": 8,
+                "checkpoint_every": 0,
+            },
         ),
         Preset(
             "tanh",

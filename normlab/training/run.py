@@ -299,12 +299,14 @@ def _results(training: Training, measurements: Measurements, diverged: bool) -> 
     else:
         learned = loss is None or loss < min(training.corpus.unigram_entropy, *count_losses.values())
         status = runs.FINISHED if learned else runs.NOT_LEARNED
+    chosen_by = measurements.log.last("validation_loss", "eval")
     tokens = training.done * config.tokens_per_step
     facts = training.model.config.to_diff_dict()
     return {
         "status": status,
         "eval_loss": loss,
         **count_losses,
+        **({} if chosen_by is None or diverged else {"validation_loss": chosen_by}),
         "steps": training.done,
         "tokens": tokens,
         "epochs": None if config.stream else tokens / training.corpus.train_tokens,

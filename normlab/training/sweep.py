@@ -120,7 +120,7 @@ class _Job:
         folder = FOLDERS[stage.what]
         self._train(stage.configs, self.root if folder is None else store.child(self.root, folder))
         names = [config.run_id for config in stage.configs if config.run_id in self.done]
-        losses = {name: self.done[name].eval_loss for name in names}
+        losses = {name: self.done[name].choice_loss for name in names}
         return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
 
     def _train(self, configs: Sequence[TrainConfig], root: str | Path) -> None:

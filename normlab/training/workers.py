@@ -140,6 +140,13 @@ def _start_worker(prepare: Callable[[], Any] | None) -> None:
     """Let Ctrl-C end a worker without a traceback, and end it with its parent. Warnings take one line."""
     warnings.showwarning = show_warning  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
+    if prepare is not None:
+        prepare()
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it ends, whatever it is doing."""
     parent: Any = multiprocessing.parent_process()
 
     def follow() -> None:
@@ -147,8 +154,6 @@ def _start_worker(prepare: Callable[[], Any] | None) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-    if prepare is not None:
-        prepare()
 
 
 # --- clusters ---

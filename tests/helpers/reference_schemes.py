@@ -269,6 +269,12 @@ def peri(m, x, f, name, part, layer):
     return x + m.norm(f(m.norm(x, f"{name}.{PERI_IN[part]}")), f"{name}.{OUT[part]}")
 
 
+def beam(m, x, f, name, part, layer):
+    k = 2 * layer + (part == "mlp")
+    update = m.norm(f(m.norm(x, f"{name}.{PERI_IN[part]}")), f"{name}.{OUT[part]}")
+    return (math.sqrt(k - 1) * x + update) / math.sqrt(k)
+
+
 def reordered(m, x, f, name, part, layer):
     return x + m.norm(f(x), f"{name}.{OUT[part]}")
 
@@ -353,6 +359,7 @@ JOINS = {
     "post_rmsnorm": post,
     "mix_ln": mix,
     "peri_ln": peri,
+    "beam": beam,
     "none": none,
     "residual_gate": residual_gate,
     "minimax": minimax,

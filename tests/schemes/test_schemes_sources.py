@@ -82,6 +82,22 @@ def test_a_residual_gate_starts_half_open():
             assert [y.mean().item() for y in joined] == pytest.approx([math.sqrt(3 / 4), 1 / 2])
 
 
+def test_beams_weights_are_those_of_its_code():
+    beam = pytest.importorskip("transformers.models.beam.modeling_beam", reason="transformers 5.24 and newer")
+    x, f = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0)).unbind(0)
+    for place, layer in enumerate(fresh_model("beam").model.layers):
+        for rule, count in ((layer.attn_residual, 2 * (place + 1)), (layer.mlp_residual, 2 * (place + 1) + 1)):
+            assert torch.allclose(rule.join(x, f, lambda y: y, x), beam.depth_scaled_residual_add(f, x, count))
+
+
+def test_every_matrix_that_no_rule_sets_starts_at_the_configurations_spread():
+    for scheme in ("pre_rmsnorm", "bhyt", "gatednorm"):
+        narrow, wide = (fresh_model(scheme, initializer_range=std).state_dict() for std in (0.02, 0.06))
+        for name, tensor in narrow.items():
+            if tensor.dim() == 2 and tensor.any():
+                assert torch.allclose(wide[name], 3 * tensor, rtol=1e-5), (scheme, name)
+
+
 def test_completeps_scores_are_divided_by_the_heads_width():
     model = fresh_model("complete_p", num_hidden_layers=6)
     assert {layer.self_attn.scaling for layer in model.model.layers} == {1 / 8}

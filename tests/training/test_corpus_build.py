@@ -153,7 +153,7 @@ def test_splits_are_memory_mapped_and_read_only(path):
     corpus = _load(path)
     for split in (corpus.train, corpus.held_out):
         assert not split.flags.owndata and not split.flags.writeable
-        assert split.dtype == np.int32 and split.shape[1] == SETTINGS["block_length"]
+        assert split.dtype == np.uint16 and split.shape[1] == SETTINGS["block_length"]
     mapped = Path("/proc/self/maps")
     if mapped.exists():
         assert "train.arrow" in mapped.read_text()

@@ -10,7 +10,7 @@ import pytest
 from normlab import NormlabError
 from normlab.training.config import CorpusSpec
 from normlab.training.text import source
-from normlab.training.text.corpus import corpus_of
+from normlab.training.text.corpus import carry, corpus_of
 from normlab.training.text.source import part_of, source_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +51,19 @@ def test_the_releases_that_are_named_are_those_of_the_extra():
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["packages"] == [f"{name}=={version}" for name, version in source.PACKAGES.items()]
+
+
+def test_a_carried_cache_stands_for_packages_that_are_not_there(tmp_path, monkeypatch):
+    def missing():
+        raise NormlabError("needs a package")
+
+    words = [{"key": f"a/{number}.py", "text": f"x{number} = {number} + y\n" * 20} for number in range(200)]
+    monkeypatch.setitem(source.SOURCES, "packages", lambda: iter(words))
+    spec = CorpusSpec("packages", vocab_size=300, block_length=16)
+    carried = carry(spec, tmp_path)
+    monkeypatch.setitem(source.SOURCES, "packages", missing)
+    found = corpus_of(spec, tmp_path)
+    assert found.identity() == carried.identity() and (found.train == carried.train).all()
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(tmp_path, monkeypatch):

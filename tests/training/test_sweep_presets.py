@@ -14,8 +14,8 @@ from normlab.training import estimate
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.estimate import plan
-from normlab.training.grids import Choice, LeagueSearch, Part, Preset, Search, planned
-from normlab.training.presets import PRESETS, get_preset
+from normlab.training.grids import Choice, LeagueSearch, Part, Preset, Reported, Search, planned
+from normlab.training.presets import PRESETS, get_preset, init_std
 
 
 def test_preset_trained_chooses_on_other_blocks_and_seeds_than_it_reports():
@@ -239,6 +239,38 @@ def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all():
             searched = (config.held_out, config.seed == 1000) == ("validation", True)
             assert searched == (what == "search") and (searched or config.held_out == "test")
             assert config.gain_lr_ratio == 0.1 or name == "gains"
+
+
+def test_a_grid_reports_the_runs_that_choose_its_rates_and_tries_one_rate_beyond_an_edge(text, tmp_path, monkeypatch):
+    best = {"lns": 0.8, "bhyt": 0.2, "dyt": 0.05}
+    fake = InProcess(lambda config: 2.0 + abs(math.log(config.lr / best[config.scheme])))
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    parts = (Part({2: 1}, tuple(best), kept=(2,)), Part({2: 2}, ("lns", "dyt")), Part({2: 1}, ("bhyt",), rate_of="lns"))
+    preset = small_preset(text, parts=parts, rate=Reported((0.1, 0.2, 0.4), (2,)))
+    result = quiet_sweep(preset, tmp_path)
+    tried = {scheme: sorted(c.lr for c in fake.started if (c.scheme, c.seed) == (scheme, 0)) for scheme in best}
+    assert tried == {"lns": [0.1, 0.2, 0.4, 0.8], "bhyt": [0.1, 0.2, 0.4, 0.8], "dyt": [0.05, 0.1, 0.2, 0.4]}
+    assert [(c.scheme, c.lr) for c in fake.started if c.seed == 1] == [("lns", 0.8), ("dyt", 0.05)]
+    assert all(c.keep_weights == (c.seed == 0 and c is not fake.started[-1]) for c in fake.started)
+    assert len(result.runs) == len({c.run_id for c in fake.started}) == len(fake.started) == 14
+    assert not (tmp_path / "out" / store.SEARCH).exists()
+
+
+def test_a_sweep_chooses_by_the_validation_half_where_a_run_reports_the_other(tmp_path):
+    config = TrainConfig(scheme="lns", depth=1, steps=1)
+    run = runs.read_run(write_run(config, tmp_path, eval_loss=3.0, validation_loss=2.5))
+    assert (run.choice_loss, run.eval_loss) == (2.5, 3.0)
+    plain = runs.read_run(write_run(replace(config, seed=1), tmp_path, eval_loss=3.0))
+    assert plain.choice_loss == 3.0
+
+
+def test_every_run_of_the_grid_has_one_recipe():
+    plan = [config for name in ("pilot", "grid") for _, config in planned(get_preset(name))]
+    assert {(c.corpus, c.dtype, c.steps, c.gain_lr_ratio, c.clip, c.store_all) for c in plan} == {
+        ("packages", "bfloat16", 6000, 1.0, 5.0, True)
+    }
+    assert {c.init_std for c in plan} == {0.04, 0.057, 0.08} and init_std(128) == 0.057
+    assert {c.warmup for c in plan if c.scheme not in tagged("warmed_up")} == {0.1}
 
 
 def test_the_league_tries_a_third_rate_between_two_alike_or_beyond_the_better():

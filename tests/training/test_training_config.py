@@ -113,6 +113,7 @@ def test_a_name_is_that_of_every_field_that_changes_numbers():
     assert len(names) == len(changes) + 1
     assert tiny(TEXT, checkpoint_every=1, keep_weights=False, threads=5, accumulate=2).run_id == tiny(TEXT).run_id
     assert TrainConfig(dtype="float32").run_id == "bhyt-d16-w128-lr0.003-s0-2dbbe546"
+    assert tiny(TEXT, init_std=0.02) == tiny(TEXT) != tiny(TEXT, init_std=0.06)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from normlab.training.progress import can_redraw
 from normlab.training.text.source import (
     HELD_OUT_PERCENT,
     PARTS,
+    SOURCES,
     SPLIT_BY_FILE,
     check_text,
     digest,
@@ -51,7 +52,8 @@ from normlab.training.text.tokens import ngram_losses, saved_tokenizer, tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
+CARRIED = "{}.key"  # in a carried cache: the key of a named source, where it was read
 
 
 class MeasuredOn(NamedTuple):
@@ -71,7 +73,8 @@ class MeasuredOn(NamedTuple):
 class Corpus:
     """A packed corpus.
 
-    source: as given. train, held_out: int32 arrays (blocks, block_length), memory-mapped from disk.
+    source: as given. train, held_out: arrays (blocks, block_length), memory-mapped from disk: uint16, or int32 if a
+    token's number does not fit.
     content_hash: of every document, in order. tokenizer_hash: of vocabulary, merges and normalisation.
     unigram_entropy, ngram_losses: see `normlab.training.text.tokens`; nats per token, (2, held-out blocks).
     validation_blocks: the first so many held-out blocks are the half "validation". None: every other one is.
@@ -181,12 +184,25 @@ def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool =
         spec.text_column,
         str(spec.characters),
     )
-    key = digest(str(CACHE_VERSION), source_key(spec.corpus), *cut)
+    carried = root / "corpus" / CARRIED.format(spec.corpus)
+    source = carried.read_text() if spec.corpus in SOURCES and carried.is_file() else source_key(spec.corpus)
+    key = digest(str(CACHE_VERSION), source, *cut)
     final = root / "corpus" / key[:20]
     if not (final / "corpus.json").is_file():
         with full_disk_named(root):
             _build(final, spec, progress and can_redraw())
     return _open(final, spec.corpus)
+
+
+def carry(config: Any, cache_dir: str | Path) -> Corpus:
+    """Prepare a corpus of `SOURCES` in a new cache directory for a machine that has not the same packages.
+
+    There `cache_dir` stands for them: the corpus is taken from it, whatever is installed.
+    """
+    spec = CorpusSpec.of(config)
+    corpus = corpus_of(config, cache_dir)
+    (Path(cache_dir) / "corpus" / CARRIED.format(spec.corpus)).write_text(source_key(spec.corpus))
+    return corpus
 
 
 def _open(path: Path, source: str) -> Corpus:
@@ -292,6 +308,9 @@ def _blocks(ids: np.ndarray, spec: CorpusSpec, split: str) -> np.ndarray:
 def _write_blocks(path: Path, blocks: np.ndarray) -> None:
     """One record batch, so that the memory-mapped column is a single array."""
     import pyarrow as pa
+
+    if blocks.max() < 2**16:
+        blocks = blocks.astype(np.uint16)
 
     column = pa.FixedSizeListArray.from_arrays(pa.array(blocks.reshape(-1)), blocks.shape[1])
     table = pa.table({"input_ids": column})
