@@ -155,6 +155,7 @@ def _run(
     """Train, and write the run to `final`. Every rank has to call this."""
     started, is_first = time.perf_counter(), accelerator.is_main_process
     training, measurements = Training(config, corpus, accelerator), Measurements(config, corpus)
+    tokenizer = corpus.tokenizer() if config.keep_weights else None  # now: the cache may be gone in the end
     log = measurements.log
     newest = broadcast_object_list([resumable(work, manifest) if is_first else None])[0]
     if newest is not None:
@@ -180,9 +181,9 @@ def _run(
     staged = work / "final"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir()
-    if config.keep_weights:
+    if tokenizer is not None:
         model.save_pretrained(staged)
-        corpus.tokenizer().save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
     store.write_stats(staged / store.STATS, log.frame())
     if after is not None:
         store.write_stats(staged / store.EXPERIMENTS, after)
