@@ -87,9 +87,10 @@ class Remote:
             with warnings.catch_warnings():  # of file systems that universal_pathlib has no class for
                 warnings.simplefilter("ignore", UserWarning)
                 self.root = UPath(self.address)
-            self.files = self.root.fs
         except (ImportError, ValueError) as error:
             raise NormlabError(f"cannot use {address}: {first_line(error)}") from None
+        # Each kind of address raises its own errors where it says too little, or has no places below it.
+        self.files, _ = self._answer("opening it", lambda: (self.root.fs, self.root / MANIFEST))
         name = hashlib.sha256(self.address.encode()).hexdigest()[:16]
         self.copy = Path(platformdirs.user_cache_dir("normlab")) / "remote" / name
 

@@ -186,6 +186,19 @@ def test_a_store_that_does_not_answer_is_one_line(unanswered, tried, refused, mo
     assert f"silent://runs does not answer: {tried} took more than 0.1" in line
 
 
+@pytest.mark.parametrize("address", ["data://x", "zip://runs", "zip://runs::x.zip", "github://x", "dir://x", "reference://x"])
+def test_an_address_that_holds_no_runs_is_one_line(address, tmp_path, refused, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "text.txt")
+    for arguments in (
+        ["compare", "lns", "bhyt", "--runs", address],
+        ["train", "--from-manifest", address, "--quiet"],
+        ["train", "--corpus", "text.txt", "--out", address, "--quiet"],
+    ):
+        assert address in refused(*arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
 def test_an_address_of_text_that_does_not_answer_is_one_line(tmp_path, refused, monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(source, "ANSWER_SECONDS", 0.2)

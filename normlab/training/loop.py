@@ -89,7 +89,9 @@ class Training:
             self.forward = cast(nn.Module, torch.compile(self.forward))
         self.stream: StreamedBlocks | None = None
         if config.stream:
-            self.stream = StreamedBlocks(config.corpus, config.text_column, corpus.tokenizer(), config.block_length)
+            self.stream = StreamedBlocks(
+                config.corpus, config.text_column, corpus.tokenizer(), config.block_length, corpus.cache_dir
+            )
         # The loss of the steps since it was last asked for.
         self._loss = torch.zeros((), device=accelerator.device)
         self._loss_begins = 0

@@ -133,8 +133,9 @@ def train_from_manifest(path: str | Path, out: str | Path = "runs", **options: A
     Options are those of `train`. NormlabError if the corpus or tokenizer of this machine differs from the manifest's:
     the numbers could not be the same.
     """
-    path = Path(path)
-    manifest = runs.read_run(path.parent if path.name == store.MANIFEST else path).manifest
+    if not store.is_address(path) and Path(path).name == store.MANIFEST:
+        path = Path(path).parent
+    manifest = runs.read_run(path).manifest
     config = TrainConfig.from_dict(manifest["config"])
     corpus = corpus_of(config, options.get("cache_dir"), options.get("progress", True))
     require_same(manifest, config, corpus.identity())
@@ -154,6 +155,7 @@ def _run(
     """Train, and write the run to `final`. Every rank has to call this."""
     started, is_first = time.perf_counter(), accelerator.is_main_process
     training, measurements = Training(config, corpus, accelerator), Measurements(config, corpus)
+    tokenizer = corpus.tokenizer() if config.keep_weights else None  # now: the cache may be gone in the end
     log = measurements.log
     newest = broadcast_object_list([resumable(work, manifest) if is_first else None])[0]
     if newest is not None:
@@ -179,9 +181,9 @@ def _run(
     staged = work / "final"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir()
-    if config.keep_weights:
+    if tokenizer is not None:
         model.save_pretrained(staged)
-        corpus.tokenizer().save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
     store.write_stats(staged / store.STATS, log.frame())
     if after is not None:
         store.write_stats(staged / store.EXPERIMENTS, after)

@@ -2,8 +2,10 @@
 
 import math
 import random
+import shutil
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training, block_order, optimizer_of, refresh_interval
 from normlab.training.measure import Measurements, mean_token_loss
+from normlab.training.run import train
 from normlab.training.text.corpus import Corpus
 
 
@@ -185,6 +188,25 @@ def test_the_last_steps_are_logged_whatever_the_interval(text, go, tmp_path):
     assert shown["step"].tolist() == [5, 8]
     assert shown["value"].tolist() == pytest.approx([all_steps["value"][:5].mean(), all_steps["value"][5:].mean()])
     assert go(tiny(text, steps=3, lr=1e6, **never), tmp_path / "diverges").status == "diverged"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cache_that_is_removed_while_training_costs_nothing_and_datasets_writes_to_no_other_place(
+    stream, text, tmp_path, monkeypatch
+):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/proc/nowhere"))
+
+    def watch(step: int, rows: list) -> bool:
+        if step == 2:
+            shutil.rmtree(tmp_path / "cache")
+        return True
+
+    config = tiny(text, stream=stream, steps=4)
+    run = train(config, tmp_path / "out", cache_dir=tmp_path / "cache", progress=False, watch=watch)
+    assert run.load_model().config.num_hidden_layers == 2 and (run.path / "tokenizer.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "cache"}
 
 
 def test_a_loss_that_stays_above_the_trigram_loss_is_marked(text, go, tmp_path):

@@ -63,7 +63,7 @@ def alone(config: TrainConfig, go: Callable, tmp_path_factory: pytest.TempPathFa
 
 
 def streamed(config: TrainConfig, corpus: Corpus) -> StreamedBlocks:
-    return StreamedBlocks(config.corpus, "text", corpus.tokenizer(), config.block_length)
+    return StreamedBlocks(config.corpus, "text", corpus.tokenizer(), config.block_length, corpus.cache_dir)
 
 
 def take(blocks: StreamedBlocks, count: int) -> np.ndarray:

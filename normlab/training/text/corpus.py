@@ -41,6 +41,7 @@ from normlab.training.text.source import (
     SOURCES,
     SPLIT_BY_FILE,
     check_text,
+    datasets_in,
     digest,
     part_of,
     source_key,
@@ -93,6 +94,11 @@ class Corpus:
     ngram_losses: np.ndarray
     validation_blocks: int | None = None
     files: Sequence[tuple[str, int]] = ()
+
+    @property
+    def cache_dir(self) -> Path:
+        """The cache directory that it is in."""
+        return self.tokenizer_path.parents[2]
 
     @property
     def train_tokens(self) -> int:
@@ -189,7 +195,7 @@ def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool =
     key = digest(str(CACHE_VERSION), source, *cut)
     final = root / "corpus" / key[:20]
     if not (final / "corpus.json").is_file():
-        with full_disk_named(root):
+        with full_disk_named(root), datasets_in(root):
             _build(final, spec, progress and can_redraw())
     return _open(final, spec.corpus)
 

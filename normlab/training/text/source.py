@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, PackagePath, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,19 @@ SOURCES: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     DEFAULT_CORPUS: stdlib_documents,
     "packages": package_documents,
 }
+
+
+@contextmanager
+def datasets_in(cache_dir: Path) -> Iterator[None]:
+    """Have `datasets` write what it needs to open a source below a cache directory, not in the user's home."""
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = cache_dir / "datasets"
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = before
 
 
 def open_documents(source: str, text_column: str = "text") -> IterableDataset:

@@ -9,12 +9,13 @@ are cut into blocks with nothing in between, as in a prepared corpus. A source t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from normlab.errors import NormlabError
-from normlab.training.text.source import open_documents, part_of, texts
+from normlab.training.text.source import datasets_in, open_documents, part_of, texts
 from normlab.training.text.tokens import tokenize
 
 DOCUMENTS = 64  # tokenized at a time
@@ -40,13 +41,15 @@ class StreamedBlocks:
         source, text_column: as in `CorpusSpec`.
         tokenizer: a fast one with an end-of-text token.
         length: ids per block.
+        cache_dir: the cache directory of the corpus.
 
     Attributes:
         position: after the blocks taken so far.
     """
 
-    def __init__(self, source: str, text_column: str, tokenizer: Any, length: int) -> None:
+    def __init__(self, source: str, text_column: str, tokenizer: Any, length: int, cache_dir: Path) -> None:
         self.source, self.text_column, self.tokenizer, self.length = source, text_column, tokenizer, length
+        self.cache_dir = cache_dir
         self.position = Position()
 
     def restore(self, position: dict[str, Any]) -> None:
@@ -55,7 +58,8 @@ class StreamedBlocks:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         while True:
-            stream = open_documents(self.source, self.text_column)
+            with datasets_in(self.cache_dir):
+                stream = open_documents(self.source, self.text_column)
             is_beginning = self.position.documents is None
             if not is_beginning:
                 stream.load_state_dict(self.position.documents)
