@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
-from normlab.probes.experiments import evaluating
-from normlab.probes.layout import find_input, find_output
+from normlab.probes.layout import find_input, find_output, with_output
+from normlab.probes.passes import called, evaluating, hooked
 from normlab.probes.sites import Sites, stacks
 
 EMBEDDINGS, LOGITS, FINAL = "embeddings", "logits", "final_norm"
@@ -147,7 +147,7 @@ def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
 def _called(model: nn.Module, batch: dict[str, Any]) -> Any:
     """The model's output. NormlabError where it does not run on the batch."""
     try:
-        return model(**batch)
+        return called(model, batch)
     except NormlabError:
         raise
     except Exception as error:  # the model's own code: what it raises cannot be known
@@ -235,16 +235,12 @@ def _hooks(
 ) -> Iterator[None]:
     modules = dict(model.named_modules())
     layer = 0
-    handles = []
 
-    def before(name: str, act: Any) -> None:
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            act(name, find_input(args, kwargs))
+    def before(name: str, act: Any) -> tuple[nn.Module, Any]:
+        return modules[name], lambda module, args, kwargs: act(name, find_input(args, kwargs))
 
-        handles.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
-
-    def after(name: str, act: Any) -> None:
-        handles.append(modules[name].register_forward_hook(lambda m, args, output: act(name, find_output(output))))
+    def after(name: str, act: Any) -> tuple[nn.Module, Any]:
+        return modules[name], lambda module, args, kwargs, output: act(name, find_output(output))
 
     def block_in(name: str, x: Any) -> None:
         nonlocal layer
@@ -261,25 +257,24 @@ def _hooks(
     def keep_final(site: str) -> Any:
         return lambda name, x: result.keep(Site(site, layer + 1), x, name) if layer else None
 
-    for name in roles.blocks:
-        handles.append(modules[name].register_forward_pre_hook(_finite_mask, with_kwargs=True))
-        handles.append(modules[name].register_forward_hook(lambda module, args, output: _finite_padding(output, mask)))
-        before(name, block_in)
-        after(name, keep("block_out"))
+    def finite(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        return _finite_padding(output, mask)
+
+    parts = []
     for name, kind in roles.norms.items():
-        before(name, keep(f"{kind}_norm_in"))
-        after(name, keep(f"{kind}_norm_out"))
+        parts.append((before(name, keep(f"{kind}_norm_in")), after(name, keep(f"{kind}_norm_out"))))
     for name, kind in roles.branches.items():
-        before(roles.wholes.get(name, name), keep(f"{kind}_in"))
-        after(name, keep(f"{kind}_out"))
+        parts.append((before(roles.wholes.get(name, name), keep(f"{kind}_in")), after(name, keep(f"{kind}_out"))))
     for name in roles.final_norms:
-        before(name, keep_final(f"{FINAL}_in"))
-        after(name, keep_final(f"{FINAL}_out"))
-    try:
+        parts.append((before(name, keep_final(f"{FINAL}_in")), after(name, keep_final(f"{FINAL}_out"))))
+    with (
+        hooked(
+            *(hook for name in roles.blocks for hook in ((modules[name], finite), after(name, keep("block_out")))),
+            before=[hook for name in roles.blocks for hook in ((modules[name], _finite_mask), before(name, block_in))],
+        ),
+        hooked(*(ends for _, ends in parts), before=[starts for starts, _ in parts], must_run=False),
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _finite_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -300,10 +295,7 @@ def _finite_padding(output: Any, mask: Tensor | None) -> Any:
     x = find_output(output)
     if mask is None or x is None or x.shape[:2] != mask.shape or bool(x.isfinite().all()):
         return output
-    clean = x.where(mask.bool()[..., None] | x.isfinite(), 0)
-    if isinstance(output, Tensor):
-        return clean
-    return tuple(clean if value is x else value for value in output) if isinstance(output, tuple) else output
+    return with_output(output, x.where(mask.bool()[..., None] | x.isfinite(), 0))
 
 
 def read_arrays(path: str | Path) -> dict[Site, Tensor]:

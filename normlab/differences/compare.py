@@ -34,7 +34,7 @@ from normlab.differences.capture import (
 )
 from normlab.differences.causes import Evidence, Side, causes_of
 from normlab.errors import NormlabError
-from normlab.probes.experiments import evaluating
+from normlab.probes.passes import evaluating
 from normlab.probes.sites import stacks
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
@@ -329,7 +329,12 @@ def _rounded(
     model: nn.Module, to: torch.dtype, dtype: torch.dtype, buffers: dict[str, torch.dtype] | None = None
 ) -> nn.Module:
     """A copy in `dtype`, its weights rounded to `to` first and its buffers to their dtype in `buffers`."""
-    result = copy.deepcopy(model)
+    memo: dict[int, Any] = {}
+    result = copy.deepcopy(model, memo)
+    for module, copied in zip(model.modules(), result.modules(), strict=True):
+        compiled = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+        if compiled is not None:  # a function is not copied: it would run the original
+            copied.forward = copy.deepcopy(compiled, memo)
     kept: list[tuple[Tensor, torch.dtype]] = [(x, to) for x in result.parameters() if x.is_floating_point()]
     kept += [(x, buffers[name]) for name, x in result.named_buffers() if buffers and name in buffers]
     with torch.no_grad():

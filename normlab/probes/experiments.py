@@ -15,8 +15,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from itertools import chain
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -28,7 +26,9 @@ from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import IGNORED_LABEL, labels_averaged, loss_and_logits
-from normlab.probes.layout import hidden_state, output_tensor, require_one_stream, token_masks
+from normlab.probes.layout import token_masks
+from normlab.probes.passes import KeptPass, called, device_of, evaluating, on_blocks, stream_through
+from normlab.probes.passes import hooked as hooked
 from normlab.probes.record import record
 from normlab.probes.sites import Sites, sites
 
@@ -42,7 +42,6 @@ PART_OF = {"attn": "attention", "mlp": "mlp"}
 _OF_TEXT = {"input_ids", "input", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids"}
 CANDIDATES = 6  # spans of each length whose cost is measured: those that turn the stream least
 Batch = dict[str, Any]
-Hook = Callable[..., Any]
 
 
 # -- means over rows -------------------------------------------------------------------------------------------------
@@ -90,9 +89,8 @@ class Runner:
         self.sites = model if isinstance(model, Sites) else sites(model)
         self.model = self.sites.model
         self._batches, self._progress, self._title = batches, progress, title
-        parameter = next(self.model.parameters(), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
-        accepted = inspect.signature(self.model.forward).parameters
+        self.device = device_of(self.model)
+        accepted = _arguments(self.sites)
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
@@ -124,7 +122,7 @@ class Runner:
         if "labels" in batch and self._has_encoder and "decoder_input_ids" not in batch:
             model: Any = self.model  # which would make them of the labels
             inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return self.model(**inputs, **self._options)
+        return called(self.model, inputs | self._options)
 
     def logits(self, batch: Batch) -> Tensor:
         """The model's logits.
@@ -168,7 +166,7 @@ class Runner:
         if self._shifted is None:
             inputs = {self._renamed.get(k, k): v for k, v in batch.items()}
             try:
-                loss, logits = loss_and_logits(self.model(**inputs, **self._options))
+                loss, logits = loss_and_logits(called(self.model, inputs | self._options))
             except TypeError:  # it takes no labels
                 loss = logits = None
             shifted = True
@@ -191,21 +189,20 @@ class Runner:
         return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
 
 
+def _arguments(where: Sites) -> set[str]:
+    """The arguments that a model takes by name. One that takes any, such as a wrapper, hands them on to its content."""
+    names: set[str] = set()
+    for module in where.ancestors:
+        parameters = inspect.signature(module.forward).parameters
+        names |= parameters.keys()
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            break
+    return names
+
+
 def _successors(tokens: Tensor) -> Tensor:
     """The token after each, -100 after the last."""
     return functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, every module's former mode after."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
@@ -220,47 +217,9 @@ def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) ->
             values.append(summed[:, count > 0].detach().double().cpu())
             counts.append(count[count > 0].detach().double().cpu())
     total = torch.cat(counts)
+    if not len(total):
+        raise NormlabError("there is nothing to measure on: no batch has a label or a token that counts")
     return *mean_and_error(torch.cat(values, dim=1), total), int(total.sum())
-
-
-@contextmanager
-def hooked(*hooks: tuple[nn.Module, Hook]) -> Iterator[None]:
-    """Forward hooks (module, args, kwargs, output) that are gone when the context ends."""
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def on_blocks(where: Sites, hook: Hook) -> AbstractContextManager[None]:
-    """`hooked` with one hook (layer, module, args, kwargs, output) on every block, for one pass.
-
-    The hook may run its block again, which it does not see.
-
-    Raises:
-        NormlabError: in the pass, where a block runs twice.
-    """
-    ran: set[int] = set()
-    inside: list[int] = []
-
-    def once(layer: int, *call: Any) -> Any:
-        if inside:
-            return None
-        if layer in ran:
-            raise NormlabError(
-                f"block {layer} runs more than once in a pass, as in ALBERT: experiments need blocks that run once "
-                "(`record` takes each run for a layer)"
-            )
-        ran.add(layer)
-        inside.append(layer)
-        try:
-            return hook(layer, *call)
-        finally:
-            inside.clear()
-
-    return hooked(*((block.module, partial(once, block.index)) for block in where.blocks))
 
 
 def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]) -> None:
@@ -271,8 +230,7 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
     """
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-        require_one_stream(before, after)
+        before, after = stream_through(args, kwargs, output)
         if layer == 1:
             look(0, before)
         look(layer, after)
@@ -312,47 +270,30 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 # -- skipping --------------------------------------------------------------------------------------------------------
 
 
-def _with_tensor(output: Any, x: Tensor) -> Any:
-    return x if isinstance(output, Tensor) else (x, *output[1:])
-
-
-def return_input(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Make a block the identity; a forward hook."""
-    return _with_tensor(output, hidden_state(args, kwargs)[0])
-
-
-def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Make a branch add nothing; a forward hook."""
-    return _with_tensor(output, torch.zeros_like(output_tensor(output)))
-
-
 def _skips(
     runner: Runner, batch: Batch, parts: Sequence[str], span: int, layers: Sequence[int] | None
-) -> dict[tuple[str, int], list[tuple[nn.Module, Hook]]]:
-    """The hooks of every skip, by (part, first layer).
+) -> dict[tuple[str, int], list[nn.Module]]:
+    """The branches that each skip leaves out, by (part, first layer); none where it leaves out blocks.
 
     A branch is not skipped if its block does not add up, or if it returns the stream with itself added.
     """
     starts = range(1, runner.sites.depth - span + 2)
     if wrong := sorted(set(layers or ()) - set(starts)):
         raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are 1 to {runner.sites.depth}")
-    skips: dict[tuple[str, int], list] = {}
+    skips: dict[tuple[str, int], list[nn.Module]] = {}
     outputs: dict[tuple[str | None, int], nn.Module] = {}  # what a branch adds is the output of its norm, or its own
     if set(parts) - {"block"}:
         with record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec:
             runner.logits(batch)
         found = rec.branches.items()
         outputs = {(PART_OF.get(kind), n): module for (kind, n), (module, form) in found if form != "contained"}
-    blocks = runner.sites.blocks
     for part in parts:
-        for first in starts:
-            if layers is not None and first not in layers:
-                continue
+        for first in starts if layers is None else sorted(set(layers)):
             skipped = range(first, first + span)
             if part == "block":
-                skips[part, first] = [(blocks[layer - 1].module, return_input) for layer in skipped]
+                skips[part, first] = []
             elif all((part, layer) in outputs for layer in skipped):
-                skips[part, first] = [(outputs[part, layer], return_zero) for layer in skipped]
+                skips[part, first] = [outputs[part, layer] for layer in skipped]
     if not skips:
         raise NormlabError(
             f"there is nothing to skip: {runner.sites.depth} blocks, span {span}, parts {', '.join(parts)}"
@@ -395,18 +336,20 @@ def skip_sensitivity(
     if not isinstance(span, int) or span < 1:
         raise NormlabError(f"span is {span!r}: skip at least 1 block")
     runner = Runner(model, batches, progress, "skip sensitivity")
-    skips: dict[tuple[str, int], list[tuple[nn.Module, Hook]]] = {}
+    kept = KeptPass(runner.sites)
+    skips: dict[tuple[str, int], list[nn.Module]] = {}
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         if not skips:
             skips.update(_skips(runner, batch, parts, span, layers))
         labels = runner.labels(batch)
-        with on_blocks(runner.sites, lambda *_: None):  # which refuses blocks that run twice
-            whole = runner.logits(batch)
+        branches = dict.fromkeys(chain.from_iterable(skips.values()))
+        whole = kept.keep(lambda: runner.logits(batch), branches)
         base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
         values = [base.sum(1)]
-        for hooks in skips.values():
-            with hooked(*hooks):
+        for (part, first), modules in skips.items():
+            left_out = kept.skipping(range(first, first + span)) if part == "block" else kept.zeroing(first, modules)
+            with left_out:
                 skipped = runner.logits(batch)
             values.append((token_losses(skipped, labels) - base).sum(1))
             values.append(torch.where(counted, token_kl(whole, skipped), 0).sum(1))
@@ -429,7 +372,7 @@ def skip_future_effect(
     """Measure how much each later block's update changes when block s is skipped (2505.13898).
 
     The mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s, where u_l = h_l - h_{l-1}. u'_l is the same with
-    block s the identity. Holds one batch's updates of all layers (layers x tokens x width numbers).
+    block s the identity. Holds one batch's states of all layers (layers x tokens x width numbers).
 
     Returns:
         One row per pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`.
@@ -443,29 +386,25 @@ def skip_future_effect(
     if not pairs:
         raise NormlabError("skip_future_effect compares later blocks: the model has only one")
 
-    def updates(batch: Batch, skipped: int | None = None) -> list[Tensor]:
-        """h_l - h_{l-1} of every block, with block `skipped` made the identity."""
-        kept: list[Tensor] = []
-
-        def keep(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-            require_one_stream(before, after)
-            kept.append(after - before)
-
-        skips = [] if skipped is None else [(runner.sites.blocks[skipped - 1].module, return_input)]
-        with hooked(*skips), on_blocks(runner.sites, keep):
-            runner.logits(batch)
-        return kept
+    kept = KeptPass(runner.sites)
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        whole = updates(batch)
-        counted = runner.counted(batch, tuple(whole[0].shape[:-1]))
-        values = []
+        values: list[Tensor] = []
+        kept.keep(lambda: runner.logits(batch))
+        states = kept.one_stream()
+        counted = runner.counted(batch, tuple(states[0].shape[:-1]))
+
+        def compare(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            before, after = stream_through(args, kwargs, output)
+            u = (states[layer] - states[layer - 1]).float()
+            difference = (after - before).float() - u
+            relative = torch.linalg.vector_norm(difference, dim=-1) / torch.linalg.vector_norm(u, dim=-1)
+            values.append(torch.where(counted, relative, 0).sum(1))
+
         for skipped in range(1, depth):
-            for u, changed in list(zip(whole, updates(batch, skipped), strict=True))[skipped:]:
-                u, difference = u.float(), changed.float() - u.float()
-                relative = torch.linalg.vector_norm(difference, dim=-1) / torch.linalg.vector_norm(u, dim=-1)
-                values.append(torch.where(counted, relative, 0).sum(1))
+            later = range(skipped + 1, depth + 1)
+            with kept.skipping(range(skipped, skipped + 1)), on_blocks(runner.sites, compare, later):
+                runner.logits(batch)
         return torch.stack(values), counted.sum(1)
 
     mean, error, _ = row_means(runner, sums)
