@@ -101,6 +101,9 @@ def diff(
         raise NormlabError("batch must be a dict of the models' arguments, such as {'input_ids': ...}")
     batch = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
     a = _original(a)
+    for model in (a, b):
+        if isinstance(model, nn.Module) and any(x.is_meta for x in model.parameters()):
+            raise NormlabError("weights are offloaded or on the meta device, and diff copies them: load them")
     device = next((p.device.type for p in a.parameters()), "cpu")
     with evaluating(a), torch.autocast(device, enabled=False):  # it would round the copies in float32
         if not isinstance(b, nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,7 +167,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
     kept = KeptPass(runner.sites)
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        final = kept.keep(lambda: runner.logits(batch))
+        final = kept.keep(partial(runner.logits, batch))
         states = kept.states
         require_rows(states[0])
         counted = runner.counted(batch, tuple(states[0].shape[:-1]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from normlab.probes.layout import (
     require_one_stream,
     same_tensor,
     values_of,
+    with_argument,
     with_output,
 )
 from normlab.probes.record import uncompiled
@@ -111,38 +111,53 @@ def on_blocks(
 ) -> AbstractContextManager[None]:
     """`hooked` with one hook (layer, module, args, kwargs, output) on every block, for one pass.
 
-    The hook may run its block again, which it does not see.
+    The hook is given the stream as it entered, though the block may have written into it. It may run its block again,
+    which it does not see.
 
     Args:
         where: the blocks.
         hook: what is called.
         layers: only at these; default: at all.
-        before: called as (layer, module, args, kwargs) before each block.
+        before: is called as (layer, args, kwargs) before a block runs.
 
     Raises:
         NormlabError: in the pass, where a block runs twice; after it, where one did not run.
     """
     ran: set[int] = set()
     inside: list[int] = []
+    given: dict[int, tuple[tuple, dict[str, Any]]] = {}
 
-    def once(layer: int, *call: Any) -> Any:
+    def enter(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if inside:
-            return None
+            return
         if layer in ran:
             raise NormlabError(
                 f"block {layer} runs more than once in a pass, as in ALBERT: experiments need blocks that run once "
                 "(`record` takes each run for a layer)"
             )
         ran.add(layer)
+        given[layer] = _with_copy(args, kwargs)
+        if before is not None:
+            before(layer, *given[layer])
+
+    def leave(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        if inside:
+            return None
         inside.append(layer)
         try:
-            return hook(layer, *call)
+            return hook(layer, module, *given.pop(layer), output)
         finally:
             inside.clear()
 
     blocks = [block for block in where.blocks if layers is None or block.index in layers]
-    first = [] if before is None else [(block.module, partial(before, block.index)) for block in blocks]
-    return hooked(*((block.module, partial(once, block.index)) for block in blocks), before=first)
+    starts = [(block.module, partial(enter, block.index)) for block in blocks]
+    return hooked(*((block.module, partial(leave, block.index)) for block in blocks), before=starts)
+
+
+def _with_copy(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A block's arguments with a copy of the stream."""
+    x, name = hidden_state(args, kwargs)
+    return with_argument(args, kwargs, name, x.clone())
 
 
 @contextmanager
@@ -229,6 +244,20 @@ def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
     return with_output(output, torch.zeros_like(output_tensor(output)))
 
 
+def residual_in(args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor | None:
+    """The residual among the arguments of a branch that returns it with what it adds: the one beside what it reads."""
+    shape = output_tensor(output).shape
+    like = [v for v in (*args, *kwargs.values()) if is_activation(v) and v.shape == shape]
+    return like[-1] if 0 < len(like) < 3 else None
+
+
+def return_residual(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Make a branch that returns the stream with itself added add nothing; a forward hook."""
+    residual = residual_in(args, kwargs, output)
+    assert residual is not None
+    return with_output(output, residual)
+
+
 def _stands_alone(output: Any, x: Tensor) -> bool:
     """True if a module returned `x` and nothing else that it computed."""
     return all(leaf is x or isinstance(leaf, int | float | str | None) for leaf in tree_leaves(output))
@@ -259,26 +288,22 @@ class KeptPass:
         self._where = where
         self._blocks = {block.index: block.module for block in where.blocks}
         self._beside = _beside(where)
-        self._entered: Tensor | None = None
+        self._entered: list[Tensor] = []
         self._kept: dict[nn.Module, Any] = {}  # what modules returned, in the order in which they did
-        self._zeros: dict[nn.Module, Make] = {}  # of branches that return one tensor
+        self._known: dict[nn.Module, Any] = {}  # what branches return, by shape: the activation is zero
 
     @property
     def states(self) -> list[Tensor]:
-        """h_0 .. h_L of the kept pass."""
-        assert self._entered is not None
-        return [self._entered, *(output_tensor(self._kept[module]) for module in self._blocks.values())]
+        """h_0 .. h_L of the kept pass: what entered block 1, what the blocks returned."""
+        return [*self._entered, *(output_tensor(self._kept[module]) for module in self._blocks.values())]
 
-    def one_stream(self) -> list[Tensor]:
-        """`states`, where they are one residual stream; else raises `NormlabError`."""
-        states = self.states
-        require_rows(states[0])
-        for before, after in pairwise(states):
-            require_one_stream(before, after)
-        return states
+    def readers(self, layers: range) -> list[int]:
+        """The other layers that read what these make besides the stream."""
+        read_by = self.read_by or {}
+        return sorted(set().union(*(read_by.get(layer, ()) for layer in layers)) - {0, *layers})
 
     def keep(self, run: Callable[[], Any], branches: Iterable[nn.Module] = ()) -> Any:
-        """Keep the states of `run`, which calls the model; returns what it does. `branches` may be zeroed later.
+        """Keep the states of `run`, which calls the model; returns what it does. `branches` may be changed later.
 
         Raises:
             NormlabError: a block runs twice or not at all, or the residual stream is in two parts.
@@ -292,14 +317,14 @@ class KeptPass:
         return result
 
     def _keep(self, run: Callable[[], Any], branches: Iterable[nn.Module], watch: _SideReads | None) -> Any:
-        self._entered, self._kept, self._zeros = None, {}, {}
+        self._entered, self._kept, self._known = [], {}, {}
         ran: set[nn.Module] = set()
 
-        def enter(number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def start(number: int, args: tuple, kwargs: dict[str, Any]) -> None:
             if watch is not None:
                 watch.running = number
-            if number > 0 and self._entered is None:
-                self._entered = hidden_state(args, kwargs)[0].clone()
+            if number > 0 and not self._entered:
+                self._entered.append(hidden_state(args, kwargs)[0])
 
         def leave(number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if watch is not None:
@@ -308,7 +333,7 @@ class KeptPass:
             if number > 0:
                 x = output_tensor(output)
                 require_whole_stream(args, kwargs, output)
-            elif self._entered is not None or module in ran:  # it is not known to be the same in later passes
+            elif self._entered or module in ran:  # it is not known to be the same in later passes
                 self._kept.pop(module, None)
                 return
             ran.add(module)
@@ -317,19 +342,17 @@ class KeptPass:
         def measure(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             x = output_tensor(output)
             if _stands_alone(output, x):
-                empty, shape = x.new_empty([0] * x.ndim), x.shape
-                container = with_output(output, empty)
-                self._zeros[module] = lambda *_: with_output(container, empty.new_zeros(shape))
+                self._known[module] = with_output(output, x.new_zeros(()).expand(x.shape))
 
         beside = {module: -i for i, module in enumerate(self._beside, start=1)}
         with (
             hooked(
                 *((module, partial(leave, number)) for module, number in beside.items()),
-                before=[(module, partial(enter, number)) for module, number in beside.items()],
+                before=[(m, lambda _, *call, number=number: start(number, *call)) for m, number in beside.items()],
                 must_run=False,
             ),
             hooked(*((module, measure) for module in branches)),
-            on_blocks(self._where, leave, before=enter),
+            on_blocks(self._where, leave, before=start),
             watch or nullcontext(),
         ):
             return run()
@@ -353,30 +376,24 @@ class KeptPass:
         return [(module, partial(self._copy, module)) for module in known]
 
     @contextmanager
-    def skipping(self, layers: range) -> Iterator[None]:
-        """While active, these consecutive blocks are the identity and what comes before them is not computed."""
-        calls, hooks = self._begin_at(layers[0]), []
-        for layer in layers:
-            module = self._blocks[layer]
-            kept = self._kept[module]
-            # What else it returns is known if it stands where it stood, behind the blocks that it was behind.
-            if self._may_begin_late and (layer == layers[0] or _stands_alone(kept, output_tensor(kept))):
-                calls.append((module, partial(_with_input, kept)))
-            else:
-                hooks.append((module, return_input))
-        with instead(*calls), hooked(*hooks):
-            yield
+    def changed(self, first: int, changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
+        """While active, forward hooks change what blocks or branches return, from block `first` on.
 
-    @contextmanager
-    def zeroing(self, first: int, branches: Iterable[nn.Module]) -> Iterator[None]:
-        """While active, branches of block `first` and later ones return zero; blocks before it are not computed."""
+        Of what does not depend on it, nothing is computed: what comes before, and the changed modules themselves. The
+        hooks must not look at values that a module returned.
+        """
         calls, hooks = self._begin_at(first), []
-        for module in branches:
-            if self._may_begin_late and module in self._zeros:
-                calls.append((module, self._zeros[module]))
+        for module, hook in changes:
+            kept = self._kept.get(module, self._known.get(module))
+            # What else a block returns is as it was if the blocks before it are.
+            is_known = kept is not None and (
+                module is self._blocks[first] or module in self._known or _stands_alone(kept, output_tensor(kept))
+            )
+            if is_known and self._may_begin_late:
+                calls.append((module, partial(_hooked_alone, hook, module, kept)))
             else:
-                hooks.append((module, return_zero))
-        with instead(*calls), hooked(*hooks):
+                hooks.append((module, hook))
+        with instead(*calls), _overridden(hooks):
             yield
 
     def passing_on(self, h: Tensor) -> AbstractContextManager[None]:
@@ -388,8 +405,24 @@ class KeptPass:
         return with_output(self._kept[module], h.clone())
 
 
-def _with_input(kept: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return with_output(kept, hidden_state(args, kwargs)[0])
+@contextmanager
+def _overridden(hooks: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:
+    """Forward hooks that are given the stream as it entered, though their module may have written into it."""
+    given: dict[nn.Module, tuple[tuple, dict[str, Any]]] = {}
+
+    def start(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given[module] = _with_copy(args, kwargs)
+
+    def end(hook: Hook, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        return hook(module, *given.pop(module), output)
+
+    ends = [(module, partial(end, hook)) for module, hook in hooks]
+    with hooked(*ends, before=[(module, start) for module, _ in hooks]):
+        yield
+
+
+def _hooked_alone(hook: Hook, module: nn.Module, kept: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return hook(module, args, kwargs, kept)
 
 
 def _beside(where: Sites) -> list[nn.Module]:
