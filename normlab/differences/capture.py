@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
 from normlab.probes.layout import find_input, find_output, with_output
 from normlab.probes.passes import called, evaluating, hooked
-from normlab.probes.sites import Sites, stacks
+from normlab.probes.sites import Sites, sites, stacks
 
 EMBEDDINGS, LOGITS, FINAL = "embeddings", "logits", "final_norm"
 WORDS = {
@@ -96,12 +97,12 @@ class Capture:
             self.modules[site] = module
 
 
-def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
-    """Find the role of each module by recording one forward pass.
+def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = None) -> Roles:
+    """Find the role of each module by recording one forward pass. `blocks` is a pattern as `sites` takes it.
 
     Raises NormlabError where no stack of blocks is found.
     """
-    where = _stack_that_runs(model, batch)
+    where = _stack_that_runs(model, batch) if blocks is None else sites(model, blocks)
     with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder:
         _called(model, batch)
     names = {module: name for name, module in model.named_modules()}
@@ -304,7 +305,7 @@ def read_arrays(path: str | Path) -> dict[Site, Tensor]:
     Names are those of `WORDS`: `embeddings`, `attn_norm_out.3`, `attn_out.3`, `block_out.3`, `final_norm_out`,
     `logits`. Blocks count from 1. Any subset will do. What precedes or follows the blocks needs no number.
 
-    Raises NormlabError for a file that cannot be read, holds an unknown name, or no array.
+    Raises NormlabError for a file that cannot be read, holds an unknown name, numbers that are no floats, or no array.
     """
     path = Path(path)
     try:
@@ -320,8 +321,10 @@ def read_arrays(path: str | Path) -> dict[Site, Tensor]:
     result = {}
     for name, array in arrays.items():
         site, _, number = name.partition(".")
-        if site not in WORDS or (number and not number.isdigit()):
+        if site not in WORDS or not re.fullmatch("[0-9]{0,6}", number):
             raise NormlabError(f"{path} holds {name!r}: name arrays SITE.BLOCK, with SITE one of {', '.join(WORDS)}")
+        if not array.is_floating_point():
+            raise NormlabError(f"{path} holds {name} in {array.dtype}: write activations in a floating dtype")
         result[Site(site, int(number) if number else -1)] = array
     if not result:
         raise NormlabError(f"{path} holds no array")
