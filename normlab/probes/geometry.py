@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Z95, Batch, Runner, on_blocks, row_means, see_layers, table_of, token_kl
-from normlab.probes.layout import hidden_state, output_tensor, require_one_stream, with_argument
+from normlab.probes.experiments import Z95, Batch, Runner, row_means, see_layers, table_of, token_kl
+from normlab.probes.layout import hidden_state, output_tensor, with_argument
+from normlab.probes.passes import KeptPass, on_blocks, require_rows, stream_through
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import at_least_float32
 
@@ -124,8 +125,8 @@ def jacobian_identity(
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
                 args, kwargs = with_argument(args, kwargs, name, leaf.clone())
-                out = output_tensor(module(*args, **kwargs))
-                require_one_stream(x, out)
+                _, out = stream_through(args, kwargs, module(*args, **kwargs))
+                _require_same(output_tensor(output), out.detach())
                 for _ in range(probes):
                     v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
                     (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
@@ -141,6 +142,15 @@ def jacobian_identity(
     return table_of([{"layer": layer} for layer in layers], mean, squared_error / (2 * mean))
 
 
+def _require_same(first: Tensor, again: Tensor) -> None:
+    """Refuse a block that returns something else when it runs again on the same input."""
+    if (again - first).norm() > torch.finfo(first.dtype).eps ** 0.5 * first.norm():
+        raise NormlabError(
+            "a block returns something else when it runs again on the same input, as one that fills a cache: call the "
+            "model without one"
+        )
+
+
 @torch.no_grad()
 def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progress: bool = True) -> pandas.DataFrame:
     """Measure KL(prediction of the head from layer l || the model's prediction), averaged over tokens, in nats.
@@ -154,18 +164,12 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
     """
     runner = Runner(model, batches, progress, "logit lens")
 
+    kept = KeptPass(runner.sites)
+
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        states: list[Tensor] = []
-        extras: dict[nn.Module, tuple | None] = {}
-
-        def keep(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            extras[module] = None if isinstance(output, Tensor) else tuple(output[1:])
-            if layer == 1:
-                states.append(hidden_state(args, kwargs)[0])
-            states.append(output_tensor(output))
-
-        with on_blocks(runner.sites, keep):
-            final = runner.logits(batch)
+        final = kept.keep(partial(runner.logits, batch))
+        states = kept.states
+        require_rows(states[0])
         counted = runner.counted(batch, tuple(states[0].shape[:-1]))
         if final.shape[:-1] != counted.shape:
             raise NormlabError(
@@ -174,7 +178,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
             )
         values = []
         for h in states:
-            with _blocks_pass_on(extras, h):
+            with kept.passing_on(h):
                 lens = runner.logits(batch)
             values.append(torch.where(counted, token_kl(lens, final), 0).sum(1))
         return torch.stack(values), counted.sum(1)
@@ -182,19 +186,3 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
     mean, error, _ = row_means(runner, sums)
     return table_of([{"layer": layer} for layer in range(len(mean))], mean, error)
 
-
-@contextmanager
-def _blocks_pass_on(extras: dict[nn.Module, tuple | None], h: Tensor) -> Iterator[None]:
-    """While active, no block computes anything: each returns `h`, with what else it returned in the model's pass."""
-    forwards = [(module, vars(module).get("forward")) for module in extras]
-    try:
-        for module, extra in extras.items():
-            output = h if extra is None else (h, *extra)
-            module.forward = lambda *args, output=output, **kwargs: output
-        yield
-    finally:
-        for module, forward in forwards:
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = forward

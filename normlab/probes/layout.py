@@ -1,6 +1,7 @@
 """Find the activation in a module's call, its features, its rows and its tokens.
 
 `find_input`, `hidden_state`, `find_output`, `output_tensor`   the activation among a module's arguments or outputs
+`with_argument`, `with_output`    a call's arguments or outputs with the activation replaced
 `stream_of`                       the stream that a block reads of its input
 `features_last`                   a view of it with the features as the last dimension
 `Layout`, `row_layout`            which dimensions are the caller's rows and the tokens of a row
@@ -9,8 +10,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, cast
@@ -58,14 +60,35 @@ def with_argument(args: tuple, kwargs: dict[str, Any], name: int | str, x: Tenso
     return (*args[:name], x, *args[name + 1 :]), kwargs
 
 
+def values_of(output: Any) -> Sequence[Any]:
+    """What a module returns, one by one: the items of a tuple or list, the values of a mapping or ModelOutput."""
+    if isinstance(output, Mapping):
+        return tuple(output.values())
+    return output if isinstance(output, tuple | list) else (output,)
+
+
 def find_output(output: Any) -> Tensor | None:
     """The activation that a module returns: the tensor itself, or the first one in a tuple, list or ModelOutput."""
     if isinstance(output, Tensor):
         return output
+    return next((value for value in values_of(output) if is_activation(value)), None)
+
+
+def with_output(output: Any, x: Tensor) -> Any:
+    """What a module returned, with `x` in place of the activation that `find_output` finds; its container is kept."""
+    old = find_output(output)
+    if isinstance(output, Tensor) or old is None:
+        return x
+    if isinstance(output, MutableMapping):  # a copy of its own class, as a ModelOutput's is made of fields
+        result = copy.copy(output)
+        for name in [name for name, value in output.items() if value is old]:
+            result[name] = x
+        return result
+    kind: Any = type(output)
     if isinstance(output, Mapping):
-        output = tuple(output.values())
-    values = output if isinstance(output, tuple | list) else ()
-    return next((value for value in values if is_activation(value)), None)
+        return kind({name: x if value is old else value for name, value in output.items()})
+    items = [x if value is old else value for value in output]
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)  # a namedtuple
 
 
 def output_tensor(output: Any) -> Tensor:

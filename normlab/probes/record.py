@@ -153,6 +153,11 @@ class _Uncompiled:
 _UNCOMPILED = _Uncompiled()
 
 
+def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which compiled code that may run the model runs uncompiled, so that hooks run."""
+    return _UNCOMPILED if _runs_compiled(model) else nullcontext()
+
+
 class Recorder:
     """One recording and its hooks. Made by `record`; `stats()` gives the result at any time, also after the context.
 
@@ -199,9 +204,8 @@ class Recorder:
     def __enter__(self) -> Recorder:
         if self._handles:
             raise NormlabError("this recording is already running: make another one with record(model)")
-        if _runs_compiled(self.sites.model):
-            self._eager = _UNCOMPILED
-            self._eager.__enter__()
+        self._eager = uncompiled(self.sites.model)
+        self._eager.__enter__()
         try:
             self._attach()
         except BaseException:

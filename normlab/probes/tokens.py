@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Batch, Runner, evaluating, on_blocks, see_layers
+from normlab.probes.experiments import Batch, Runner, require_counted, see_layers
 from normlab.probes.layout import hidden_state
+from normlab.probes.passes import evaluating, on_blocks
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import AttentionWatch, at_least_float32
 
@@ -71,7 +72,7 @@ def massive_activations(
 
     with evaluating(runner.model):
         see_layers(runner, batch, look)
-    return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, torch.zeros_like(kept[0]))
+    return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, kept[0])
 
 
 @torch.no_grad()
@@ -117,7 +118,7 @@ def attention_sinks(
         runner.run(batch)
     if not layers:
         raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")
-    return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, torch.zeros_like(kept[0]))
+    return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0])
 
 
 class _KeyWatch(AttentionWatch):
@@ -129,10 +130,12 @@ class _KeyWatch(AttentionWatch):
         return torch.cat([functional.pad(x, (0, keys - x.shape[-1]), value=-torch.inf) for x in parts], dim=-2)
 
 
-def _found(rows: list[tuple], columns: list[str], place: int, mask: Tensor) -> FoundTokens:
+def _found(rows: list[tuple], columns: list[str], place: int, counted: Tensor) -> FoundTokens:
     """Rows in order of layer; columns 1 to `place` say what is the same over layers."""
     import pandas
 
+    require_counted(bool(counted.any()))
+    mask = torch.zeros_like(counted)
     found = {row[:place] for row in rows}
     spanned = []
     for row in rows:
