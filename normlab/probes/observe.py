@@ -127,6 +127,11 @@ class Readings:
             _joined(self._last).to_csv(staged, index=False)
             os.replace(staged, self._path)
 
+    def forget(self, since: int) -> None:
+        """Drop what was read at step `since` and later."""
+        self._tables = [kept for table in self._tables if len(kept := table[table["step"] < since])]
+        self._last = deque((kept for table in self._last if len(kept := table[table["step"] < since])), self._last.maxlen)
+
     def add_rows(self, step: int, site: Sequence[str], metric: str, value: Sequence[float]) -> None:
         """Add values that have no layer, to the table alone."""
         import pandas

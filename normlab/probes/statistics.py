@@ -279,8 +279,10 @@ FIXED_SHAPE = ("gram", "coordinate_peak", "expert_counts")  # a different one me
 def effective_rank(matrix: Tensor) -> float:
     """exp(H(p)), p_i = s_i / sum s, with s_i^2 the eigenvalues of a Gram matrix (Roy and Vetterli, 2007).
 
-    NaN for zeros.
+    NaN for zeros, and for a matrix that is not finite.
     """
+    if not bool(matrix.isfinite().all()):
+        return float("nan")
     singular = torch.linalg.eigvalsh(matrix.double()).clamp(min=0).sqrt()
     if not bool(singular.sum() > 0):
         return float("nan")
