@@ -340,14 +340,20 @@ class Measurer:
         first, *others = added.values()
         return sum(others, first)
 
-    def router(self, trace: BlockTrace, x: Tensor, routing: Routing) -> None:
-        """Measure what a router reads."""
-        if "router" in self.kinds and x.shape[-1] == routing.scores.shape[1]:
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                entropy = statistics.router_entropy(routing, x.detach())
-            tokens = trace.entered.shape[:-1]
-            tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
-            trace.call.stage("router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
+    def router(self, trace: BlockTrace, x: Tensor, returned: Any, routing: Routing) -> None:
+        """Measure what a router read and returned."""
+        if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
+            return
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            scores = statistics.router_scores(routing, x.detach())
+            entropy = statistics.router_entropy(scores)
+            if statistics.are_router_scores(scores, returned) is False:
+                reason = "the router's scores are not its weight times what it reads, plus its bias"
+                trace.call.absent[f"router_entropy {trace.layer}"] = reason
+                return
+        tokens = trace.entered.shape[:-1]
+        tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
+        trace.call.stage("router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
 
     def experts(self, trace: BlockTrace, values: Any, routing: Routing) -> None:
         """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
@@ -371,8 +377,17 @@ class Measurer:
 
     def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
-        if watch.scores is not None and trace.call.has_rows(watch.shape):
-            trace.call.stage("attention", ("attn", trace.layer), watch.scores, (*watch.shape, 1))
+        call, place = trace.call, ("attn", trace.layer)
+        if watch.why:
+            call.absent[f"attention {trace.layer}"] = watch.why
+        if watch.scores is None or not call.has_rows(watch.shape):
+            return
+        if watch.knows_size:
+            call.stage("attention", place, watch.scores[:1], (*watch.shape, 1))
+        else:
+            reason = "of the scores only their distance from a row's maximum was seen"
+            call.absent[f"attention_logit_max {trace.layer}"] = reason
+        call.stage("entropy", place, watch.scores[1:], (*watch.shape, 1))
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""

@@ -129,8 +129,10 @@ class Readings:
 
     def forget(self, since: int) -> None:
         """Drop what was read at step `since` and later."""
-        self._tables = [kept for table in self._tables if len(kept := table[table["step"] < since])]
-        self._last = deque((kept for table in self._last if len(kept := table[table["step"] < since])), self._last.maxlen)
+        for tables in (self._tables, self._last):
+            kept = [rows for table in tables if len(rows := table[table["step"] < since])]
+            tables.clear()
+            tables.extend(kept)
 
     def add_rows(self, step: int, site: Sequence[str], metric: str, value: Sequence[float]) -> None:
         """Add values that have no layer, to the table alone."""

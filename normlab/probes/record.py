@@ -237,7 +237,7 @@ class Recorder:
                     self._returned(module, BlockTrace.branch_done, branch)
                 routing = routing_of(branch.whole) if branch.kind == "mlp" and {"router", "load"} & kinds else None
                 if routing is not None:
-                    self._read(routing.scorer, measurer.router, routing)
+                    self._called(routing.scorer, measurer.router, routing)
                     for module in routing.takers:
                         self._read(
                             module, measurer.experts, routing, find=lambda args, kwargs: [*args, *kwargs.values()]
@@ -262,6 +262,11 @@ class Recorder:
     def _returned(self, module: nn.Module, act: Callable, *what: Any, find: Callable = find_output) -> None:
         """Call `act(trace, x, *what)` with what a module of the running block returns."""
         self._after(module, lambda output: self._in_block(act, find(output), what))
+
+    def _called(self, module: nn.Module, act: Callable, *what: Any) -> None:
+        """Call `act(trace, x, output, *what)` with what a module of the running block has read and returns."""
+        hook = _Hook(lambda m, args, kwargs, output: self._in_block(act, find_input(args, kwargs), (output, *what)))
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def _in_block(self, act: Callable, x: Any, what: tuple) -> None:
         trace = self._trace
