@@ -26,7 +26,7 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
-from normlab.probes.forward_call import IGNORED_LABEL, labels_averaged, loss_and_logits
+from normlab.probes.forward_call import IGNORED_LABEL, given_mask, labels_averaged, loss_and_logits
 from normlab.probes.layout import token_masks
 from normlab.probes.passes import (
     Hook,
@@ -198,7 +198,7 @@ class Runner:
 
     def counted(self, batch: Batch, tokens: tuple[int, ...], mask: str = "all") -> Tensor:
         """(batch, length) bool: the tokens that count, by the mask of this stack."""
-        given = None if self._mask_name is None else batch.get(self._mask_name)
+        given = given_mask(self.sites.mask or self._mask_name, batch)
         return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
 
 

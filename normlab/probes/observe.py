@@ -127,6 +127,13 @@ class Readings:
             _joined(self._last).to_csv(staged, index=False)
             os.replace(staged, self._path)
 
+    def forget(self, since: int) -> None:
+        """Drop what was read at step `since` and later."""
+        for tables in (self._tables, self._last):
+            kept = [rows for table in tables if len(rows := table[table["step"] < since])]
+            tables.clear()
+            tables.extend(kept)
+
     def add_rows(self, step: int, site: Sequence[str], metric: str, value: Sequence[float]) -> None:
         """Add values that have no layer, to the table alone."""
         import pandas

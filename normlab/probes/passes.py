@@ -26,9 +26,9 @@ from normlab.probes.layout import (
     hidden_state,
     is_activation,
     output_tensor,
+    outputs_of,
     require_one_stream,
     same_tensor,
-    values_of,
     with_argument,
     with_output,
 )
@@ -200,7 +200,7 @@ def require_whole_stream(args: tuple, kwargs: dict[str, Any], output: Any) -> No
     """Refuse a block that is given and returns two tensors of the stream's shape, both new: their sum may be it."""
     x = hidden_state(args, kwargs)[0]
     given = [v for v in (*args, *kwargs.values()) if is_activation(v) and v.shape == x.shape]
-    returned = [v for v in values_of(output) if is_activation(v) and v.shape == x.shape]
+    returned = [v for v in outputs_of(output) if is_activation(v) and v.shape == x.shape]
     new = [v for v in returned if not any(same_tensor(v, one) for one in given)]
     if len(given) > 1 and len(new) > 1:
         raise NormlabError(
