@@ -283,6 +283,14 @@ def _sweep(
     return 1 if result.failures else 0
 
 
+def _write_csv(table: Any, path: str) -> None:
+    from normlab.files import whole_files
+
+    with whole_files(Path(path).parent) as staged:
+        table.to_csv(staged / Path(path).name, index=False)
+    print(path)
+
+
 def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
     """A number of processes, or a `Cluster`. NormlabError for options that have no effect on it."""
     from normlab.training.workers import CLUSTERS, cluster
@@ -336,9 +344,7 @@ def _league(
     table = standings(load(folders), load_published())
     print(printed(table))
     if csv:
-        Path(csv).parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(csv, index=False)
-        print(csv)
+        _write_csv(table, csv)
     for name, reason in failures.items():
         print(f"normlab: failed: {name}: {reason}", file=sys.stderr)
     return 1 if failures else 0
@@ -421,6 +427,7 @@ def _figures(
 
     from normlab.analysis import published, selection
     from normlab.export import save_images
+    from normlab.files import whole_files
     from normlab.runs import load_experiments, load_runs
 
     try:
@@ -436,12 +443,13 @@ def _figures(
     except NormlabError as error:
         print(f"normlab: without the figures of what was measured after training: {error}", file=sys.stderr)
     every = draw_all(tables, published.load_published())
-    for name, figure in tqdm(every, "figures", disable=quiet, leave=False):
-        drawn[name] = figure
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.write_html(folder / f"{name}.html", include_plotlyjs=True)
-    images, missing = save_images(drawn, folder)
-    print("\n".join(str(path) for path in [*(folder / f"{name}.html" for name in drawn), *images]))
+    with whole_files(folder) as staged:
+        for name, figure in tqdm(every, "figures", disable=quiet, leave=False):
+            drawn[name] = figure
+            figure.write_html(staged / f"{name}.html", include_plotlyjs=True)
+        images, missing = save_images(drawn, staged)
+    written = [*(f"{name}.html" for name in drawn), *(path.name for path in images)]
+    print("\n".join(str(folder / name) for name in written))
     if missing:
         print(f"normlab: {missing}", file=sys.stderr)
     return 0
@@ -573,9 +581,7 @@ def _bench(
     table = bench(pairs, **chosen, threads=threads, cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))
     if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(out, index=False)
-        print(out)
+        _write_csv(table, out)
     return 0
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from normlab.errors import NormlabError, fail, first_line
+from normlab.files import sync
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -370,17 +370,6 @@ def _write(folder: Path, there: Pack | None, new: Sequence[Path]) -> Path:
     staged.replace(folder / FILE)
     sync(folder)
     return folder / FILE
-
-
-def sync(path: Path) -> None:
-    """Have the operating system write a file or a directory to disk now."""
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory to sync it
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _lists(tables: Sequence[pyarrow.Table | None], schema: pyarrow.Schema) -> pyarrow.ListArray:

@@ -1,6 +1,6 @@
 """Files of runs: written whole or not at all, here and at addresses.
 
-publish                      sync a finished directory and rename it to its final name
+publish                      sync a finished directory and rename it to its final name (`normlab.files`)
 write_json, write_stats      a run's files
 list_files, check_files      a checkpoint's list of its files, and the check against it
 checkpoints, set_aside       the checkpoints of a run in progress; another name for a damaged one
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from normlab import packed
 from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, in_one_line
+from normlab.files import publish as publish
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -330,16 +331,6 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_stats(path: Path, frame: pd.DataFrame) -> None:
     frame.to_parquet(path, index=False, compression="zstd")
-
-
-def publish(staged: Path, final: Path) -> None:
-    """Sync `staged` to disk and rename it to `final`, whole or not at all. What is there is replaced."""
-    for path in (*staged.rglob("*"), staged):
-        packed.sync(path)
-    if final.exists():
-        shutil.rmtree(final)
-    os.rename(staged, final)
-    packed.sync(final.parent)
 
 
 @contextmanager

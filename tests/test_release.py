@@ -36,6 +36,18 @@ def test_a_kept_model_is_the_trained_one_rounded(done, folder):
         assert loaded.dtype == torch.float32 and torch.equal(weight.to(torch.bfloat16).float(), loaded), name
 
 
+def test_a_kept_model_is_whole_or_as_it_was(done, cache, tmp_path, monkeypatch):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("normlab.training.keep.mean_token_loss", killed)
+    (tmp_path / "bhyt-d2").mkdir()
+    (tmp_path / "bhyt-d2" / "model.safetensors").write_text("the one before")
+    with pytest.raises(KeyboardInterrupt):
+        keep(done.path, tmp_path, cache)
+    assert [path.name for path in tmp_path.rglob("*")] == ["bhyt-d2", "model.safetensors"]
+
+
 def test_a_kept_model_says_its_loss_on_the_blocks_that_lie_beside_it(done, folder):
     blocks = normlab.load_held_out(folder)
     reported = json.loads((folder / runs.MANIFEST).read_text())

@@ -26,6 +26,7 @@ from normlab.errors import (
     require_fit,
     without_bars,
 )
+from normlab.files import whole_folder
 from normlab.models.config import NormlabConfig
 from normlab.models.model import NormlabForCausalLM
 from normlab.release import shipped, shipped_models
@@ -156,8 +157,8 @@ def export_model(name: str | Path, out: str | Path) -> Path:
     except Exception as error:
         raise NormlabError(f"no tokenizer could be loaded from {folder}: {first_line(error)}") from error
     model.config.auto_map = AUTO_MAP
-    with without_bars():
-        model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / EXPORTED_FILE).write_text(EXPORTED_CODE, encoding="utf-8")
+    with whole_folder(out) as staged, without_bars():
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        (staged / EXPORTED_FILE).write_text(EXPORTED_CODE, encoding="utf-8")
     return out

@@ -20,6 +20,7 @@ from plotly.offline import get_plotlyjs
 from traitlets.config import Config
 
 from normlab.errors import NormlabError
+from normlab.files import whole_files
 from normlab.report.page import PLOTLY_FILE, write_plotly
 
 EXPLORER_FILE = "explorer.html"
@@ -165,5 +166,6 @@ def share_plotly(page: str | Path) -> None:
     before, inside, after = page.read_text(encoding="utf-8").partition(f"<script>{get_plotlyjs()}</script>")
     if not inside:
         raise NormlabError(f"{page} does not have plotly.js in its own <script>")
-    page.write_text(f'{before}<script src="{PLOTLY_FILE}"></script>{after}', encoding="utf-8")
-    write_plotly(page.parent)
+    with whole_files(page.parent) as staged:
+        (staged / page.name).write_text(f'{before}<script src="{PLOTLY_FILE}"></script>{after}', encoding="utf-8")
+        write_plotly(staged)

@@ -11,6 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
+from normlab.files import whole_files
 from normlab.probes.experiments import evaluating
 from normlab.report.inputs import Batches, Loaded, batches, check_input, check_size, load
 from normlab.report.measure import Measured, experiment, measure
@@ -132,19 +133,20 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
         experiment(stack, data, progress)
     loss = stacks[0].loss
     parts = model_parts(stacks, _about(data, path, loss))
-    _write_table(_table(stacks), folder)
     lines: list[str] = []
-    for stack in stacks:
-        stem = f"{stack.name}-" if stack.name else ""
-        lines += str(stack.where).splitlines()
-        for key, frame in stack.tables.items():
-            frame.to_csv(folder / f"{stem}{key}.csv", index=key == "angular_distance")
-        for row, config in stack.cuts(loaded):
-            (folder / f"{stem}mergekit-drop-{row.length}.yaml").write_text(config, encoding="utf-8")
-            lines.append(span_line(row))
-    page = write_page(folder, f"{_short(loaded.name)}, layer by layer", parts)
+    with whole_files(folder) as staged:
+        _write_table(_table(stacks), staged)
+        for stack in stacks:
+            stem = f"{stack.name}-" if stack.name else ""
+            lines += str(stack.where).splitlines()
+            for key, frame in stack.tables.items():
+                frame.to_csv(staged / f"{stem}{key}.csv", index=key == "angular_distance")
+            for row, config in stack.cuts(loaded):
+                (staged / f"{stem}mergekit-drop-{row.length}.yaml").write_text(config, encoding="utf-8")
+                lines.append(span_line(row))
+        page = write_page(staged, f"{_short(loaded.name)}, layer by layer", parts)
     lines += [] if loss is None else [f"loss {loss:.4f} nats a label"]
-    return _summary(lines, folder, page)
+    return _summary(lines, folder, folder / page.name)
 
 
 def _series(
@@ -172,10 +174,12 @@ def _series(
         del stacks, data  # which know the model
     table = pandas.concat(tables, ignore_index=True)
     parts = series_parts(table, by, losses, missing, about)
-    _write_table(table, folder)
-    page = write_page(folder, " and ".join(map(_short, losses)) if by == "model" else f"{_short(name)}, by {by}", parts)
+    title = " and ".join(map(_short, losses)) if by == "model" else f"{_short(name)}, by {by}"
+    with whole_files(folder) as staged:
+        _write_table(table, staged)
+        page = write_page(staged, title, parts)
     lines = [f"{label}: " + ("no labels" if loss is None else f"loss {loss:.4f}") for label, loss in losses.items()]
-    return _summary(lines, folder, page)
+    return _summary(lines, folder, folder / page.name)
 
 
 def _summary(lines: list[str], folder: Path, page: Path) -> str:
@@ -194,7 +198,6 @@ def _table(stacks: list[Measured]) -> pandas.DataFrame:
 def _write_table(table: pandas.DataFrame, folder: Path) -> None:
     if table["stack"].nunique() == 1:
         table = table.drop(columns="stack")
-    folder.mkdir(parents=True, exist_ok=True)
     table.to_parquet(folder / "table.parquet", index=False)
     table.to_csv(folder / "table.csv", index=False)
 

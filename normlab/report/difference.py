@@ -10,6 +10,7 @@ import torch
 
 from normlab.differences import Difference, diff
 from normlab.errors import NormlabError
+from normlab.files import whole_files
 from normlab.report.inputs import batches, check_input, check_size, float_type, load
 
 ARRAYS = (".npz", ".safetensors")
@@ -65,8 +66,6 @@ def write_difference(result: Difference, folder: Path, title: str) -> Path:
     from normlab.figures.report import difference_figure
     from normlab.report.page import write_page
 
-    folder.mkdir(parents=True, exist_ok=True)
-    result.table.to_csv(folder / "difference.csv", index=False)
     causes = "".join(f"<li>{html.escape(cause)}</li>" for cause in (*result.causes, *result.notes))
     table = result.table.to_html(index=False, float_format=lambda x: f"{x:.3g}", border=0)
     parts = [
@@ -76,4 +75,7 @@ def write_difference(result: Difference, folder: Path, title: str) -> Path:
         "<p>Both are root mean squares over tokens of |x - y| / |x|. The difference is between the two models in "
         "float64, the noise between the first one in float32 and in float64.</p>",
     ]
-    return write_page(folder, title, parts)
+    with whole_files(folder) as staged:
+        result.table.to_csv(staged / "difference.csv", index=False)
+        page = write_page(staged, title, parts)
+    return folder / page.name

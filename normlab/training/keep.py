@@ -10,7 +10,7 @@ evaluation, and its manifest. `kept` in the manifest is the loss on these blocks
 from __future__ import annotations
 
 import argparse
-import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from normlab import runs, store
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, fail
+from normlab.files import whole_folder
 from normlab.models import NormlabForCausalLM
 from normlab.models.pretrained import BLOCKS
 from normlab.training.config import TrainConfig
@@ -54,29 +55,32 @@ def _keep(run: runs.Run, config: TrainConfig, out: Path, cache_dir: str | Path |
     corpus = corpus_of(config, cache_dir, progress=True)
     if corpus.content_hash != run.manifest["corpus"]["content_hash"]:
         raise NormlabError(f"{run.name} was trained on another text than this machine's {config.corpus}")
-    shutil.rmtree(folder, ignore_errors=True)
-    NormlabForCausalLM.from_pretrained(run.path, dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer = corpus.tokenizer()
-    tokenizer.save_pretrained(folder)
-    # Without blanks and line breaks, which are more than half of the file that transformers saves.
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    blocks = corpus.measured_on(config).eval
-    save_file({"blocks": torch.from_numpy(blocks).to(torch.int32)}, folder / BLOCKS)
-    rounded = NormlabForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    kept = {"dtype": "bfloat16", "eval_loss": mean_token_loss(rounded, blocks, config.batch_size)}
-    store.write_json(folder / store.MANIFEST, {**run.manifest, "kept": kept})
+    with whole_folder(folder) as staged:
+        NormlabForCausalLM.from_pretrained(run.path, dtype=torch.bfloat16).save_pretrained(staged)
+        tokenizer = corpus.tokenizer()
+        tokenizer.save_pretrained(staged)
+        # Without blanks and line breaks, which are more than half of the file that transformers saves.
+        tokenizer.backend_tokenizer.save(str(staged / "tokenizer.json"), pretty=False)
+        blocks = corpus.measured_on(config).eval
+        save_file({"blocks": torch.from_numpy(blocks).to(torch.int32)}, staged / BLOCKS)
+        rounded = NormlabForCausalLM.from_pretrained(staged, dtype=torch.float32)
+        kept = {"dtype": "bfloat16", "eval_loss": mean_token_loss(rounded, blocks, config.batch_size)}
+        store.write_json(staged / store.MANIFEST, {**run.manifest, "kept": kept})
     return folder
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m normlab.training.keep", description=__doc__.split("\n")[0])
     parser.add_argument("runs", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--cache-dir", type=Path)
     args = parser.parse_args()
-    for folder in keep(args.runs, args.out, args.cache_dir):
-        print(folder)
+    try:
+        print(*keep(args.runs, args.out, args.cache_dir), sep="\n")
+    except NormlabError as error:
+        return fail(str(error))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
+from normlab.files import whole_files
 from normlab.models.block import FinalNorm, NormlabDecoderLayer
 from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_folder
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
@@ -168,12 +169,14 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     about = "Small language models run in this page. Move a slider, and every layer is computed again."
     title = "Change a trained model's normalization"
     scripts = [*SCRIPTS, "live_page.js"]
-    path = write_page(folder / "index.html", scripts, page, kind="live", title=title, about=about, plotly="")
-    for source in sources:
-        raw, name = weights_of(source), source.name
-        packed = b64encode(gzip.compress(raw[::2] + raw[1::2], 6, mtime=0)).decode()  # by planes of bytes, 11% smaller
-        (folder / f"{name}.js").write_text(f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n", encoding="utf-8")
-    return path
+    with whole_files(folder) as staged:
+        path = write_page(staged / "index.html", scripts, page, kind="live", title=title, about=about, plotly="")
+        for source in sources:
+            raw, name = weights_of(source), source.name
+            packed = b64encode(gzip.compress(raw[::2] + raw[1::2], 6, mtime=0)).decode()  # by planes of bytes: 11% less
+            script = f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n"
+            (staged / f"{name}.js").write_text(script, encoding="utf-8")
+    return folder / path.name
 
 
 def _passages(source: Path, tokenizer: str) -> list[list[int]]:

@@ -23,6 +23,7 @@ from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from normlab.errors import in_one_line
+from normlab.files import whole_files
 
 
 def static_text(*names: str) -> str:
@@ -41,14 +42,14 @@ def write_page(path: str | Path, scripts: Sequence[str], data: Any, **parts: str
         parts: the others of page.html: kind, title, about, plotly.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     packed = b64encode(gzip.compress(text.encode(), mtime=0)).decode()
     page = static_text("page.html")
     inside = {"style": static_text("pages.css"), "script": static_text("page.js", *scripts), "data": packed}
     for name, part in (inside | parts).items():
         page = page.replace(f"/*{name}*/", part)
-    path.write_text(page, encoding="utf-8")
+    with whole_files(path.parent) as staged:
+        (staged / path.name).write_text(page, encoding="utf-8")
     return path
 
 

@@ -27,6 +27,16 @@ def exported(done: runs.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(done.path, tmp_path_factory.mktemp("exported") / "model")
 
 
+def test_an_export_that_is_killed_leaves_nothing_that_refuses_the_next(done, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))  # the last file
+        with pytest.raises(KeyboardInterrupt):
+            export_model(done.path, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    assert (export_model(done.path, tmp_path / "model") / "modeling_normlab.py").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_a_program_that_never_imports_normlab_loads_an_exported_run(done, exported):
     """The error names what to install if normlab is missing."""
     code = f"""
