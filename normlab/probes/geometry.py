@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from normlab.errors import NormlabError
 from normlab.probes.experiments import Z95, Batch, Runner, row_means, see_layers, table_of, token_kl
@@ -54,7 +53,7 @@ def angular_distance(
     first, second = torch.triu_indices(count, count, 1)  # all pairs of layers
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        kept: list[Tensor] = []  # the tokens that count, then their states, (tokens, layers, width)
+        kept: list[Tensor] = []  # the tokens that count, then their states, (layers, tokens, width)
 
         def keep(layer: int, h: Tensor) -> None:
             if not kept:
@@ -65,16 +64,16 @@ def angular_distance(
                 kept.append(counted)
             chosen = h[kept[0]]
             if len(kept) == 1:  # one block of memory: many small ones between the model's would leave gaps
-                kept.append(chosen.new_empty(len(chosen), count, chosen.shape[-1]))
-            kept[1][:, layer] = chosen
+                kept.append(chosen.new_empty(count, *chosen.shape))
+            kept[1][layer] = chosen
 
         see_layers(runner, batch, keep)
         counted, states = kept
         row_of = counted.nonzero()[:, 0].cpu()
         values = torch.zeros(len(counted), len(first), dtype=torch.float64)
         step = max(1, CHUNK // (count * states.shape[-1]))
-        for rows, part in zip(row_of.split(step), states.split(step), strict=True):
-            values.index_add_(0, rows, _all_angles(part.double())[:, first, second].cpu())
+        for rows, part in zip(row_of.split(step), states.split(step, dim=1), strict=True):
+            values.index_add_(0, rows, _all_angles(part.double(), first, second).cpu())
         return values.T, counted.sum(1).cpu()
 
     tables = []
@@ -86,16 +85,18 @@ def angular_distance(
     return tables[0]
 
 
-def _all_angles(states: Tensor) -> Tensor:
-    """Angles over pi between the states of a token, (tokens, layers, width) in float64 -> (tokens, layers, layers).
+def _all_angles(states: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Angles over pi between layers `first` and `second`, (layers, tokens, width) in float64 -> (tokens, pairs).
 
-    Of most from the cosines, by one product. A cosine near 1 or -1 has lost the digits of its angle: there from differences.
+    All cosines are one product. Near 1 and -1 a cosine has lost its angle's digits: there from differences.
     """
-    units = functional.normalize(states, dim=-1, eps=0)
-    cosines = (units @ units.mT).clamp(-1, 1)
+    units = (states / torch.linalg.vector_norm(states, dim=-1, keepdim=True)).transpose(0, 1)
+    cosines = (units @ units.mT)[:, first, second].clamp_(-1, 1)
     angles = cosines.arccos() / math.pi
-    token, first, second = (cosines.abs() > 1 - PARALLEL).nonzero(as_tuple=True)
-    angles[token, first, second] = _angles(units[token, first], units[token, second])
+    token, pair = (cosines.abs() > 1 - PARALLEL).nonzero(as_tuple=True)
+    if len(token):
+        a, b = (units[token, layers.to(pair.device)[pair]] for layers in (first, second))
+        angles[token, pair] = _angles(a, b)
     return angles
 
 

@@ -176,9 +176,8 @@ def test_angles_keep_their_digits_however_near_the_vectors_are(distance):
     a, b = torch.linalg.qr(torch.randn(64, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0].T
     angle = torch.tensor(distance * math.pi / 2, dtype=torch.float64)
     other = angle.cos() * a + angle.sin() * b
-    found = _all_angles(torch.stack([a, 3 * other])[None])
-    assert float(found[0, 0, 1]) == pytest.approx(distance / 2, rel=1e-9 if distance > 1e-7 else 1e-3, abs=1e-16)
-    assert float(found[0, 0, 0]) == 0
+    found = _all_angles(torch.stack([a, 3 * other])[:, None], torch.tensor([0]), torch.tensor([1]))
+    assert float(found) == pytest.approx(distance / 2, rel=1e-9 if distance > 1e-7 else 1e-3, abs=1e-16)
 
 
 def test_jacobian_identity_interval_holds_the_exact_value(model):
@@ -249,16 +248,16 @@ def test_angular_distance_of_many_layers_holds_one_copy_of_the_kept_tokens(monke
     model.register_forward_hook(lambda m, a, o: passes.append(1))
     measure = geometry._all_angles
 
-    def counting(states):
+    def counting(states, *pairs):
         held.append(states.shape)
-        return measure(states)
+        return measure(states, *pairs)
 
     monkeypatch.setattr(geometry, "_all_angles", counting)
     monkeypatch.setattr(geometry, "CHUNK", 2 * 25 * WIDTH)
     batch = token_batch()
     table = angular_distance(model, [batch], tokens="last", **QUIET)
     assert table.shape == (25, 25) and len(passes) == 1
-    assert held == [(2, 25, WIDTH), (1, 25, WIDTH)]  # the kept tokens only, a few at a time
+    assert held == [(25, 2, WIDTH), (25, 1, WIDTH)]  # the kept tokens only, a few at a time
 
 
 def test_a_block_that_runs_again_is_refused():
