@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from statistics import NormalDist
@@ -41,6 +42,7 @@ from normlab.probes.passes import (
     return_residual,
     return_zero,
     stream_through,
+    without_head,
 )
 from normlab.probes.record import record
 from normlab.probes.sites import Sites, sites
@@ -129,13 +131,17 @@ class Runner:
     def _has_encoder(self) -> bool:
         return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
-    def run(self, batch: Batch) -> Any:
-        """The model's output. Labels are withheld: the loss is computed here, per token, alike for every model."""
+    def run(self, batch: Batch, *, needs_logits: bool = True) -> Any:
+        """The model's output. Labels are withheld: the loss is computed here, per token, alike for every model.
+
+        needs_logits: False where the head need not be computed.
+        """
         inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in ("labels", "shift_labels")}
         if "labels" in batch and self._has_encoder and "decoder_input_ids" not in batch:
             model: Any = self.model  # which would make them of the labels
             inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return called(self.model, inputs | self._options)
+        with nullcontext() if needs_logits else without_head(self.sites):
+            return called(self.model, inputs | self._options)
 
     def logits(self, batch: Batch) -> Tensor:
         """The model's logits.
@@ -254,7 +260,7 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
         look(layer, after)
 
     with on_blocks(runner.sites, hook):
-        runner.run(batch)
+        runner.run(batch, needs_logits=False)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -310,7 +316,7 @@ def _skips(
 
         modules = [branch.module for block in runner.sites.blocks for branch in block.branches]
         with (
-            record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec,
+            record(runner.sites, ["relative_contribution"], masks=["all"]) as rec,
             hooked(*((module, see) for module in modules), must_run=False),
         ):
             runner.logits(batch)
@@ -437,15 +443,13 @@ def skip_future_effect(
             relative = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(updates[layer], dim=-1)
             values.append(torch.where(counted, relative, 0).sum(1))
 
-        def run(hook: Hook, layers: range) -> None:
-            with on_blocks(runner.sites, hook, layers):
-                runner.logits(batch)
-
-        kept.keep(partial(run, note, range(1, depth + 1)))
+        run = partial(runner.run, batch, needs_logits=False)
+        kept.keep(run, see=note)
         counted = runner.counted(batch, tuple(updates[1].shape[:-1]))
         for skipped in range(1, depth):
-            with kept.changed(skipped, [(runner.sites.blocks[skipped - 1].module, return_input)]):
-                run(compare, range(skipped + 1, depth + 1))
+            skip, later = (runner.sites.blocks[skipped - 1].module, return_input), range(skipped + 1, depth + 1)
+            with kept.changed(skipped, [skip]), on_blocks(runner.sites, compare, later):
+                run()
         return torch.stack(values), counted.sum(1)
 
     mean, error, _ = row_means(runner, sums)
@@ -498,7 +502,7 @@ def cheapest_spans(
     runner, kept = Runner(where, choosing[:1], False, ""), KeptPass(where)
     with torch.no_grad(), evaluating(runner.model):
         for batch in runner:
-            kept.keep(partial(runner.run, batch))
+            kept.keep(partial(runner.run, batch, needs_logits=False))
     rows = []
     for length in range(1, longest + 1):
         starts = [n for n in range(1, where.depth - length + 2) if not kept.readers(range(n, n + length))]

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from normlab.errors import NormlabError
 from normlab.probes.layout import (
@@ -161,11 +161,11 @@ def _with_copy(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, An
 
 
 @contextmanager
-def instead(*calls: tuple[nn.Module, Make]) -> Iterator[None]:
+def instead(*calls: tuple[nn.Module, Make], must_run: bool = True) -> Iterator[None]:
     """While active, modules compute nothing: each returns `make(args, kwargs)`, whatever hooks of others do to it.
 
     Raises:
-        NormlabError: at the end, where one of them was not called.
+        NormlabError: at the end, where one that must run was not called.
     """
     ran: set[nn.Module] = set()
 
@@ -184,13 +184,36 @@ def instead(*calls: tuple[nn.Module, Make]) -> Iterator[None]:
             module.forward = partial(replaced, module, make)
         with hooked(*own):
             yield
-        _require_run(module for module, _ in calls if module not in ran)
+        if must_run:
+            _require_run(module for module, _ in calls if module not in ran)
     finally:
         for module, forward in forwards:
             if forward is None:
                 vars(module).pop("forward", None)
             else:
                 module.forward = forward
+
+
+@contextmanager
+def without_head(where: Sites) -> Iterator[None]:
+    """While active, the output embeddings return zeros for what they read after the last block."""
+    model: Any = where.model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Linear):
+        yield
+        return
+    forward = head.forward
+    ended: list[bool] = []
+
+    def make(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        if not ended:
+            return forward(*args, **kwargs)
+        x = hidden_state(args, kwargs)[0]
+        return x.new_zeros(*x.shape[:-1], head.out_features)
+
+    last = where.blocks[-1].module
+    with instead((head, make), must_run=False), hooked((last, lambda *_: ended.append(True)), must_run=False):
+        yield
 
 
 # -- the stream ------------------------------------------------------------------------------------------------------
@@ -302,21 +325,28 @@ class KeptPass:
         read_by = self.read_by or {}
         return sorted(set().union(*(read_by.get(layer, ()) for layer in layers)) - {0, *layers})
 
-    def keep(self, run: Callable[[], Any], branches: Iterable[nn.Module] = ()) -> Any:
-        """Keep the states of `run`, which calls the model; returns what it does. `branches` may be changed later.
+    def keep(self, run: Callable[[], Any], branches: Iterable[nn.Module] = (), see: Hook | None = None) -> Any:
+        """Keep the states of `run`, which calls the model; returns what it does.
+
+        Args:
+            run: may be called twice.
+            branches: modules that `changed` may change.
+            see: a hook of every block, as for `on_blocks`.
 
         Raises:
             NormlabError: a block runs twice or not at all, or the residual stream is in two parts.
         """
-        result = self._keep(run, branches, watch := None if self.read_by is not None else _SideReads())
+        result = self._keep(run, branches, see, watch := None if self.read_by is not None else _SideReads())
         if watch is not None and watch.read_by:
             # What a first pass makes for all later ones, such as tables of a rotary embedding, is not shared.
-            result = self._keep(run, branches, watch := _SideReads())
+            result = self._keep(run, branches, see, watch := _SideReads())
         if watch is not None:
             self.read_by = watch.read_by
         return result
 
-    def _keep(self, run: Callable[[], Any], branches: Iterable[nn.Module], watch: _SideReads | None) -> Any:
+    def _keep(
+        self, run: Callable[[], Any], branches: Iterable[nn.Module], see: Hook | None, watch: _SideReads | None
+    ) -> Any:
         self._entered, self._kept, self._known = [], {}, {}
         ran: set[nn.Module] = set()
 
@@ -333,6 +363,8 @@ class KeptPass:
             if number > 0:
                 x = output_tensor(output)
                 require_whole_stream(args, kwargs, output)
+                if see is not None:
+                    see(number, module, args, kwargs, output)
             elif self._entered or module in ran:  # it is not known to be the same in later passes
                 self._kept.pop(module, None)
                 return
@@ -444,25 +476,32 @@ class _SideReads(TorchFunctionMode):
         super().__init__()
         self.running = 0
         self.read_by: dict[int, set[int]] = {}
-        self._made = WeakTensorKeyDictionary()
+        self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, which is used again after a tensor's end
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [*_tensors_in(args), *_tensors_in(kwargs)]
         for x in given:
-            maker = self._made.get(x, self.running)
-            if maker != self.running:
+            of_x, maker = self._made.get(id(x), (None, self.running))
+            if maker != self.running and of_x is not None and of_x() is x:
                 self.read_by.setdefault(maker, set()).add(self.running)
         result = func(*args, **(kwargs or {}))
         if self.running:
             in_place = getattr(func, "__name__", "").endswith("_")  # else what comes back as it went in is not new
-            for x in tree_leaves(result):
-                if isinstance(x, Tensor) and (in_place or not any(x is one for one in given)):
-                    self._made[x] = self.running
+            for x in _tensors_in(result):
+                if in_place or not any(x is one for one in given):
+                    self._made[id(x)] = (weakref.ref(x), self.running)
         return result
 
     def returned(self, output: Any) -> None:
         """The running block ends and returns `output`."""
         self.running = 0
-        for x in tree_leaves(output):
-            if isinstance(x, Tensor):
-                self._made.pop(x, None)
+        for x in _tensors_in(output):
+            self._made.pop(id(x), None)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for inner in values_of(value):
+            yield from _tensors_in(inner)
