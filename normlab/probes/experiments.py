@@ -341,8 +341,9 @@ def _skips(
     if set(parts) - {"block"}:
         with record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec:
             runner.logits(batch)
-        found = rec.branches.items()
-        outputs = {(PART_OF.get(kind), n): module for (kind, n), (module, form) in found if form != "contained"}
+        place = {block.layer: block.index for block in runner.sites.blocks}
+        found = ((kind, place.get(n), *how) for (kind, n), how in rec.branches.items())
+        outputs = {(PART_OF.get(kind), n): module for kind, n, module, form in found if n and form != "contained"}
     blocks = runner.sites.blocks
     for part in parts:
         for first in starts:

@@ -354,8 +354,8 @@ class Repeated:
         return self.run.sites.get((norm, self._times[norm] - 1))
 
     def end(self, out: Tensor) -> None:
-        """Note what the block returns; let go of what it read."""
-        self._out, self.call.hooked = ref(out), None
+        """Note what the block returns."""
+        self._out = ref(out)
 
     def leads_to(self, x: Tensor) -> bool:
         """True if the block's output is `x`: the next one is repeated with it."""
@@ -451,7 +451,7 @@ class Call:
 
         Norms of two parts of a gradient do not tell the norm of their sum.
         """
-        times = Counter(staged.where for staged in gradients)
+        times: Counter[Any] = Counter(staged.where for staged in gradients)
         again = {place for place in times if times[place] > 1 or place in self._differentiated}
         if again:
             self.absent[GRADIENTS] = (
@@ -638,7 +638,8 @@ class Call:
         layout = self.layout(tokens)
         mask, (batch, length) = self.attention_mask, layout.rows
         given = self.inputs.arguments.get("position_ids")
-        if self._starts(layout.rows, device) is not None and given.ndim <= 2:
+        has_given = given is not None and self._starts(layout.rows, device) is not None
+        if given is not None and has_given and given.ndim <= 2:
             order, limit = given.to(device).expand(batch, length), int(given.max()) + 1
         elif isinstance(mask, Tensor):
             order, limit = ((mask.to(device) != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:], mask.shape[1]
