@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -244,7 +245,7 @@ class Measurer:
         if not x.requires_grad:
             if not torch.is_grad_enabled() and call.trace is not None:  # as in a checkpoint
                 call.waits = True
-                call.trace.run.addresses.add(x.data_ptr())
+                call.trace.run.reads.append(ref(x))
             return
         if not isinstance(where, NormRead):
             place = _place(where, is_gradient=True)

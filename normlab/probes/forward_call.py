@@ -327,15 +327,20 @@ class Run:
 
     Args:
         layer: in the call.
-        addresses: of its input, and of what norms in a checkpoint read.
+        reads: its input, and what norms in a checkpoint read, as long as they live. A checkpoint keeps what it needs to
+            repeat.
         sites: of its norms.
         is_repeated: a checkpoint has run it again, for the gradients.
     """
 
     layer: int
-    addresses: set[int]
+    reads: list[ref[Tensor]]
     sites: Mapping[NormRun, str] = field(default_factory=dict)
     is_repeated: bool = False
+
+    def has_read(self, x: Tensor) -> bool:
+        """True if `x` holds what was read."""
+        return any(same_tensor(read(), x) for read in self.reads)
 
 
 class Repeated:
@@ -437,7 +442,7 @@ class Call:
         if not self.runs:
             self.crosses = has_second_sequence and self.inputs.is_handed_states is not False
         repeats = block in self.runs or any(len(runs) > 1 for runs in self.runs.values())
-        run = Run(self.layer + 1 if repeats else layer, {x.data_ptr()})
+        run = Run(self.layer + 1 if repeats else layer, [ref(x)])
         self.runs.setdefault(block, []).append(run)
         return run
 

@@ -534,8 +534,12 @@ class Recorder:
         beside = next((value for value in others(x, outputs_of(output)) if value.shape == x.shape), None)
         place = self.sites.blocks.index(block) + 1
         following = self.sites.blocks[min(place, self.sites.depth - 1)]  # for the last one itself
-        is_joined = beside is not None and (trace.is_joined or trace.known.joins)
-        stream = x.detach() + beside.detach() if is_joined and beside is not None else x
+        stream, is_joined = x, False
+        if beside is not None:
+            total = x.detach() + beside.detach()
+            trace.known.joins |= trace.is_joined or (not trace.adds_up_to(x) and trace.adds_up_to(total))
+            is_joined = trace.known.joins
+            stream = total if is_joined else x
         out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
@@ -584,7 +588,8 @@ class Recorder:
     def _repeat(self, block: Block, x: Tensor, begins: bool) -> None:
         """Find the run of a block that a reentrant checkpoint repeats in the backward pass.
 
-        By the node of the graph that repeats it, else by the address of what the block (`begins`) or its norm reads.
+        By the node of the graph that repeats it, else by the address of what the block (`begins`) or its norm reads,
+        which the checkpoint has kept.
         """
         if not self._waiting:
             return
@@ -599,7 +604,7 @@ class Recorder:
         elif marked is not None and len(runs) == 1:
             found = runs
         else:
-            found = [(call, run) for call, run in runs if x.data_ptr() in run.addresses]
+            found = [(call, run) for call, run in runs if run.has_read(x)]
             found = [(call, run) for call, run in found if not run.is_repeated] or found
             if not found and not begins and before is not None and before.block is block:
                 return  # its first norm was found

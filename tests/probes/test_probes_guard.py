@@ -33,7 +33,10 @@ def ids(rows=2, length=7):
     return torch.randint(0, 32, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("where", ["norm_starts", "branch_done", "finish", "activation", "block_end", "add", "gradient"])
+PLACES = ["norm_starts", "branch_done", "finish", "activation", "block_end", "add", "gradient"]
+
+
+@pytest.mark.parametrize("where", PLACES)
 def test_an_error_of_ours_ends_neither_pass_and_is_named(where, monkeypatch):
     from normlab.probes import accumulate, block_trace, forward_call
 

@@ -234,8 +234,8 @@ def test_only_the_layers_that_both_passes_reach_are_left_out_and_later_calls_cou
     one, both = run(False), run(True)
     first = lambda stats: {key: value for key, value in values(stats).items() if key[1] == 1}  # noqa: E731
     assert first(both) == near(first(one))
-    tokens = both.to_pandas(errors=True).query("mask == 'all' and site == 'mlp_norm_in_grad'").set_index("layer")["tokens"]
-    assert tokens.to_dict() == {1: 20, 2: 40}
+    rows = both.to_pandas(errors=True).query("mask == 'all' and site == 'mlp_norm_in_grad'")
+    assert rows.set_index("layer")["tokens"].to_dict() == {1: 20, 2: 40}
 
 
 def test_gradients_that_all_came_twice_are_refused_in_a_line():
