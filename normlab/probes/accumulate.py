@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,12 @@ class _Moments:
         at = torch.as_tensor([rows[place] for place in values], device=masks.device)
         self.state[:, at] = with_batch(self.state[:, at], torch.stack(list(values.values())), masks)
 
+    def empty(self) -> list[tuple[str, int, str]]:
+        """(site, layer, mask) without a token."""
+        counted = (self.state[0] > 0).any(-1).tolist()
+        rows = zip(self.widths, counted, strict=True)
+        return [(*place, mask) for place, row in rows for mask, has in zip(self.masks, row, strict=True) if not has]
+
     def forget(self, places: Iterable[Place]) -> None:
         """Begin anew at these places."""
         rows = [row for row, place in enumerate(self.widths) if place in set(places)]
@@ -111,7 +118,7 @@ class Accumulator:
         self.kinds: set[str] = set()  # that have been measured
         self._moments: dict[tuple[str, torch.device], _Moments] = {}
         self._arrays: dict[tuple[str, Place], Tensor] = {}  # (masks, ...)
-        self._counted: dict[tuple[str, Place], Tensor] = {}  # (masks,): a token was counted
+        self._counted: dict[tuple[str, Place], Any] = {}  # (masks,): a token was counted
 
     def add(self, call: Call, measured: Iterable[Staged]) -> None:
         """Merge what one call has staged. What a norm without a site has read is left out.
@@ -127,7 +134,8 @@ class Accumulator:
                 if kind in MERGE:
                     self.kinds.add(kind)
                     masks = call.masks(values.device, shape[:-1])
-                    self._counted[kind, place] = self._counted.get((kind, place), False) | masks.any(1)
+                    if masks is not None:
+                        self._counted[kind, place] = self._counted.get((kind, place), False) | masks.any(1)
                     before = self._arrays.get((kind, place))
                     self._arrays[kind, place] = values.clone() if before is None else MERGE[kind](before, values)
                     continue
@@ -149,6 +157,11 @@ class Accumulator:
             moments.add(fitting, masks)
         for site, layer in group.keys() - fitting.keys():
             call.absent[f"{site} {layer}"] = "its width differs between calls"
+
+    def without_tokens(self) -> list[tuple[str, int, str]]:
+        """(site, layer, mask) of which no token was counted, so that they have no rows."""
+        found = [row for (kind, _), moments in self._moments.items() if kind != "gradient" for row in moments.empty()]
+        return list(dict.fromkeys(found))
 
     def forget(self, kind: str, places: Iterable[Place]) -> None:
         """Drop what was merged at these places."""
@@ -194,7 +207,8 @@ class Measurer:
         self.statistics["activation"] = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
         self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
         self._lock = threading.Lock()
-        self._arrived: list[tuple[Call, Sequence[Place | NormRead], Staged]] = []  # gradients that are not merged yet
+        # Gradients that are not merged yet; None for one that could not be measured.
+        self._arrived: list[tuple[Call, Sequence[Place | NormRead], Staged | None]] = []
 
     def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
         """Measure h itself, at a block's output or a norm's input."""
@@ -231,7 +245,7 @@ class Measurer:
         if not x.requires_grad:
             if not torch.is_grad_enabled() and call.trace is not None:  # as in a checkpoint
                 call.waits = True
-                call.trace.run.addresses.add(x.data_ptr())
+                call.trace.run.reads.append(ref(x))
             return
         if not isinstance(where, NormRead):
             place = _place(where, is_gradient=True)
@@ -243,11 +257,12 @@ class Measurer:
             if is_watched and place in {_place(other, True) for other in call.watched}:
                 return
         call.watched.add(where)
-        if call.hooked is not None and call.hooked[0] is x and call.hooked[1] == x._version:
-            call.hooked[2].append(where)
-            return
         places: list[Place | NormRead] = [where]
-        call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
+        if repeated is None:  # else nobody would let go of the tensor
+            if call.hooked is not None and call.hooked[0] is x and call.hooked[1] == x._version:
+                call.hooked[2].append(where)
+                return
+            call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
 
         def reduce(gradient: Tensor) -> None:
             if call.loss_tokens is None:  # of a forward pass that was not whole
@@ -256,10 +271,10 @@ class Measurer:
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                     view = features_last(gradient, channels_first, norm)
                     norms = torch.linalg.vector_norm(at_least_float32(view), dim=-1) * call.loss_tokens
-                staged = Staged("gradient", where, norms.reshape(1, -1), tuple(view.shape))
+                staged: Staged | None = Staged("gradient", where, norms.reshape(1, -1), tuple(view.shape))
             except Exception as error:  # the backward pass goes on
                 call.absent[GRADIENTS] = f"{type(error).__name__}: {error}"
-                return
+                staged = None
             with self._lock:
                 self._arrived.append((call, places, staged))
 
@@ -272,7 +287,7 @@ class Measurer:
         by_call: dict[Call, list[Staged]] = defaultdict(list)
         for call, places, staged in arrived:
             known = (place for where in places if (place := _place(where, is_gradient=True)) is not None)
-            by_call[call] += [staged._replace(where=place) for place in known]
+            by_call[call] += [] if staged is None else [staged._replace(where=place) for place in known]
         return by_call
 
     # -- norms ---------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class BlockTrace:
         self._known_sites = None if keeps_branches else known.sites
         self._inputs: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
         self._times: Counter[nn.Module] = Counter()  # that each norm has run
-        self._sums: dict[nn.Module, Tensor | None] = {}  # rows of the two tensors that a norm is about to add
+        self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
         self.pair: LastBlock | None = None  # two tensors that it was given, until a norm has read one or their sum
         self.is_joined = False  # it was their sum
         self._rows = Rows(entered) if self._known_sites is None else None
@@ -95,10 +95,18 @@ class BlockTrace:
 
     def is_sum(self, norm: nn.Module, returned: Tensor) -> bool:
         """True if what a norm has returned besides is the sum of the two tensors that it read."""
-        added = self._sums.pop(norm, None)
+        added = self._sums.get(norm)
         if added is not None and self.rows.same(self.rows.of(self.view(returned, norm)), added):
             self.known.adding.add(norm)
         return norm in self.known.adding
+
+    def adds_up_to(self, out: Tensor) -> bool:
+        """True if a reading of the block ends in `out`."""
+        last = self.rows.of(out)
+        return last is not None and bool(self.runs) and self._read_to(last) is not None
+
+    def _read_to(self, last: Tensor) -> Reading | None:
+        return find_reading(self.events, self.entered, last, self.rows)
 
     def norm_starts(self, norm: nn.Module, x: Tensor) -> NormRead | None:
         """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
@@ -203,7 +211,7 @@ class BlockTrace:
         elif not self.runs:
             self.why = "no branch was found in the block"
         else:
-            reading = find_reading(self.events, self.entered, last, self.rows)
+            reading = self._read_to(last)
             if reading is not None:
                 return reading
             self.why = self._reason(last)
@@ -243,7 +251,9 @@ class BlockTrace:
         One that reads what a branch has returned is inside a branch. One that did not run is beside a branch that did
         not.
         """
-        placed = {norm for norm, _ in self.sites} | {run.output_norm for part in reading.segments for run in part.runs}
+        placed = {norm for norm, _ in self.sites}
+        output_norms = (run.output_norm for segment in reading.segments for run in segment.runs)
+        placed |= {norm for norm in output_norms if norm is not None}
         placed |= {read.norm for read in self._reads if read.is_second or self._is_of_a_branch(read)}
         names = {part: name for name, part in self.block.module.named_modules()}
         did_all_run = {run.branch for run in self.runs} >= set(self.block.branches)
@@ -257,7 +267,9 @@ class BlockTrace:
             self.lost |= dict.fromkeys((f"{kind}_norm_in" for kind in kinds), f"every norm inside {elsewhere}")
 
     def _is_of_a_branch(self, read: NormRead) -> bool:
-        """True if a norm read what a branch has returned."""
+        """True if a norm read what a branch has returned, and nothing else."""
+        if read.norm in self._sums and read.norm not in self.known.adding:
+            return False
         return any(same_tensor(read.x, run.out) or self.rows.same(read.rows, run.rows) for run in self.runs)
 
     def _reason(self, last: Tensor) -> str:

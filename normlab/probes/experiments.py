@@ -320,8 +320,10 @@ def _skips(
             hooked(*((module, see) for module in modules), must_run=False),
         ):
             runner.logits(batch)
-        for (kind, layer), (module, form) in rec.branches.items():
-            if form != "contained" or residuals.get(module) is not None:
+        place = {block.layer: block.index for block in runner.sites.blocks}
+        for (kind, numbered), (module, form) in rec.branches.items():
+            layer = place.get(numbered)
+            if layer and (form != "contained" or residuals.get(module) is not None):
                 outputs[PART_OF.get(kind), layer] = (module, return_residual if form == "contained" else return_zero)
     for part in parts:
         for first in starts if layers is None else sorted(set(layers)):

@@ -327,15 +327,20 @@ class Run:
 
     Args:
         layer: in the call.
-        addresses: of its input, and of what norms in a checkpoint read.
+        reads: its input, and what norms in a checkpoint read, as long as they live. A checkpoint keeps what it needs to
+            repeat.
         sites: of its norms.
         is_repeated: a checkpoint has run it again, for the gradients.
     """
 
     layer: int
-    addresses: set[int]
+    reads: list[ref[Tensor]]
     sites: Mapping[NormRun, str] = field(default_factory=dict)
     is_repeated: bool = False
+
+    def has_read(self, x: Tensor) -> bool:
+        """True if `x` holds what was read."""
+        return any(same_tensor(read(), x) for read in self.reads)
 
 
 class Repeated:
@@ -354,8 +359,8 @@ class Repeated:
         return self.run.sites.get((norm, self._times[norm] - 1))
 
     def end(self, out: Tensor) -> None:
-        """Note what the block returns; let go of what it read."""
-        self._out, self.call.hooked = ref(out), None
+        """Note what the block returns."""
+        self._out = ref(out)
 
     def leads_to(self, x: Tensor) -> bool:
         """True if the block's output is `x`: the next one is repeated with it."""
@@ -437,7 +442,7 @@ class Call:
         if not self.runs:
             self.crosses = has_second_sequence and self.inputs.is_handed_states is not False
         repeats = block in self.runs or any(len(runs) > 1 for runs in self.runs.values())
-        run = Run(self.layer + 1 if repeats else layer, {x.data_ptr()})
+        run = Run(self.layer + 1 if repeats else layer, [ref(x)])
         self.runs.setdefault(block, []).append(run)
         return run
 
@@ -451,7 +456,7 @@ class Call:
 
         Norms of two parts of a gradient do not tell the norm of their sum.
         """
-        times = Counter(staged.where for staged in gradients)
+        times: Counter[Any] = Counter(staged.where for staged in gradients)
         again = {place for place in times if times[place] > 1 or place in self._differentiated}
         if again:
             self.absent[GRADIENTS] = (
@@ -638,7 +643,8 @@ class Call:
         layout = self.layout(tokens)
         mask, (batch, length) = self.attention_mask, layout.rows
         given = self.inputs.arguments.get("position_ids")
-        if self._starts(layout.rows, device) is not None and given.ndim <= 2:
+        has_given = given is not None and self._starts(layout.rows, device) is not None
+        if given is not None and has_given and given.ndim <= 2:
             order, limit = given.to(device).expand(batch, length), int(given.max()) + 1
         elif isinstance(mask, Tensor):
             order, limit = ((mask.to(device) != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:], mask.shape[1]

@@ -503,5 +503,5 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | tuple | list):
-        for inner in values_of(value):
+        for inner in outputs_of(value):
             yield from _tensors_in(inner)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -106,12 +107,17 @@ def in_backward() -> bool:
 
 def _is_running(modules: set[nn.Module]) -> bool:
     """True if this thread is inside a call of one of these modules."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL.__code__ and frame.f_locals.get("self") in modules:
             return True
         frame = frame.f_back
     return False
+
+
+def _metadata(node: Any) -> dict[Any, Any]:
+    """Notes at a node of the graph; PyTorch declares them as a method, and has them as an attribute."""
+    return node.metadata
 
 
 def _runs_compiled(model: nn.Module) -> bool:
@@ -232,6 +238,7 @@ class Recorder:
         self._idle_calls = 0
         self._layers = 0
         self._loss_labels: float | Tensor = 0.0
+        self._has_failed = False  # something could not be measured
 
     # -- the context ---------------------------------------------------------------------------------------------
 
@@ -323,6 +330,7 @@ class Recorder:
         why = str(error) if isinstance(error, NormlabError) else f"{type(error).__name__}: {error}".splitlines()[0]
         call = self._call
         (self.absent if call is None else call.absent)[name] = why
+        self._has_failed = True
 
     # -- the model's call ----------------------------------------------------------------------------------------
 
@@ -377,7 +385,11 @@ class Recorder:
             call = None
         if call is None or call.implicit:
             call = self._open_call()
-        call.inputs.add(module, args, kwargs)
+        try:
+            call.inputs.add(module, args, kwargs)
+        except Exception:
+            local.is_left_out, local.call = True, None  # its padding is not known
+            raise
 
     def _open_call(self, implicit: bool = False) -> Call:
         if self._has_gradients and not torch.is_grad_enabled():
@@ -526,8 +538,12 @@ class Recorder:
         beside = next((value for value in others(x, outputs_of(output)) if value.shape == x.shape), None)
         place = self.sites.blocks.index(block) + 1
         following = self.sites.blocks[min(place, self.sites.depth - 1)]  # for the last one itself
-        is_joined = beside is not None and (trace.is_joined or trace.known.joins)
-        stream = x.detach() + beside.detach() if is_joined and beside is not None else x
+        stream, is_joined = x, False
+        if beside is not None:
+            total = x.detach() + beside.detach()
+            trace.known.joins |= trace.is_joined or (not trace.adds_up_to(x) and trace.adds_up_to(total))
+            is_joined = trace.known.joins
+            stream = total if is_joined else x
         out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
@@ -571,17 +587,18 @@ class Recorder:
     def _mark(self, x: Tensor, call: Call, run: Run) -> None:
         """Have the node of the graph that made a block's output tell which run that was."""
         if call.waits and x.grad_fn is not None:
-            x.grad_fn.metadata[self._key] = (call, run)
+            _metadata(x.grad_fn)[self._key] = (call, run)
 
     def _repeat(self, block: Block, x: Tensor, begins: bool) -> None:
         """Find the run of a block that a reentrant checkpoint repeats in the backward pass.
 
-        By the node of the graph that repeats it, else by the address of what the block (`begins`) or its norm reads.
+        By the node of the graph that repeats it, else by the address of what the block (`begins`) or its norm reads,
+        which the checkpoint has kept.
         """
         if not self._waiting:
             return
         node, before = torch._C._current_autograd_node(), getattr(self._local, "repeated", None)
-        marked = None if node is None else node.metadata.get(self._key)
+        marked = None if node is None else _metadata(node).get(self._key)
         calls = list(self._waiting) if marked is None else [marked[0]]
         runs = [(call, run) for call in calls for run in call.runs.get(block.module, ())]
         if marked in runs:
@@ -591,7 +608,7 @@ class Recorder:
         elif marked is not None and len(runs) == 1:
             found = runs
         else:
-            found = [(call, run) for call, run in runs if x.data_ptr() in run.addresses]
+            found = [(call, run) for call, run in runs if run.has_read(x)]
             found = [(call, run) for call, run in found if not run.is_repeated] or found
             if not found and not begins and before is not None and before.block is block:
                 return  # its first norm was found
@@ -601,7 +618,7 @@ class Recorder:
             reason = f"a checkpoint repeats it on the input of {which} of the forward passes that wait for gradients"
             self.absent[f"gradients in {block.name}"], self._local.repeated = reason, None
         elif begins or before is None or (before.run, before.task) != (found[0][1], task):
-            self._local.repeated = Repeated(block, *found[0], task)
+            self._local.repeated = Repeated(block, found[0][0], found[0][1], task)
 
     # -- inside a block ------------------------------------------------------------------------------------------
 
@@ -718,12 +735,16 @@ class Recorder:
                     "and run the model outside of compiled functions"
                 )
             raise NormlabError(f"nothing was recorded: {why}")
-        if self._has_gradients and "gradient" not in kinds and GRADIENTS not in self.absent:
+        has_reason = GRADIENTS in self.absent or self._has_failed
+        if self._has_gradients and "gradient" not in kinds and not has_reason:
             raise NormlabError(
                 "grad_* metrics were asked for but no backward pass ran through these blocks: call loss.backward() or "
                 "rec.backward(loss), of a loss that depends on them"
             )
         moments, arrays = self._accumulator.results()
+        if "mask no_first" not in self.absent:
+            for site, layer, mask in self._accumulator.without_tokens():
+                self.absent[f"{site} {layer}, {mask}"] = "no token counted: all are padding, or the first of their row"
         names = tuple(metric.name for metric in self.metrics)
         details = manifest(self.sites, self.metrics, self._accumulator.masks, self._calls)
         details |= {"layers": self._layers, "absent": dict(self.absent)}

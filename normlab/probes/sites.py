@@ -192,11 +192,20 @@ def _sites(
     inside = {module for block in chosen for module in block.modules()}
     mine = [names[block] for block in chosen]
     others = [name for stack in stacks_of(model).values() if not inside & set(stack.values()) for name in stack]
-    outer = tuple(m for m in norms_below(model) if m not in inside and _is_for(names[m], mine, others))
+    outer = tuple(norm for path, norm in _norms_outside(model, set(chosen)) if _is_for(path, mine, others))
     above = mine[0].split(".")[:-1]
     path = [model.get_submodule(".".join(above[:i])) for i in range(len(above) + 1)]
     ancestors = [m for m in path if m is model or not isinstance(m, _CONTAINERS)]
     return Sites(tuple(blocks), outer, tuple(ancestors), names)
+
+
+def _norms_outside(module: nn.Module, blocks: set[nn.Module], above: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(path, norm) of the outermost norms that are in none of the blocks. The blocks may use the same ones."""
+    for name, child in module.named_children():
+        if is_norm(child):
+            yield above + name, child
+        elif child not in blocks:
+            yield from _norms_outside(child, blocks, f"{above}{name}.")
 
 
 def _first_number(names: list[str]) -> int:

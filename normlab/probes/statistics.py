@@ -354,8 +354,8 @@ def routing_of(branch: nn.Module) -> Routing | None:
 def router_scores(routing: Routing, x: Tensor) -> Tensor:
     """(tokens, experts): W x + b, in float32. `x`: (..., features); b is a parameter `bias` of one number an expert."""
     bias = getattr(routing.scorer, "bias", None)
-    has_bias = isinstance(bias, Tensor) and bias.shape == (routing.experts,)
-    scores = functional.linear(x.float(), routing.scores.float(), bias.float() if has_bias else None)
+    own = bias.float() if isinstance(bias, Tensor) and bias.shape == (routing.experts,) else None
+    scores = functional.linear(x.float(), routing.scores.float(), own)
     return scores.reshape(-1, routing.experts)
 
 
