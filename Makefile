@@ -30,9 +30,8 @@ reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the noteboo
 	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
 	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
 
-findings: $(VENV)/.installed-docs ## write data/league.csv, and the numbers of README.md, data/README.md and docs/, from the shipped tables and a simulation; then the pictures of docs/, by a Chrome or Chromium
+findings: $(VENV)/.installed-docs ## write data/league.csv, and the numbers of README.md, data/README.md and docs/, from the shipped tables; then the pictures of docs/, by a Chrome or Chromium
 	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/coverage.py
 	$(BIN)/python docs/pictures.py
 
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
