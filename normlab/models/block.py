@@ -1,9 +1,4 @@
-"""One block: its norms, the mean square that BHyT carries from attention to MLP, and how branches join the stream.
-
-NormlabDecoderLayer   branches add to the stream
-JoiningDecoderLayer   branches join it by a residual rule
-FinalNorm             one stream of several, then the final norm
-"""
+"""One block: its norms, the mean square that BHyT carries from attention to MLP, and how branches join the stream."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """Trained models: load the ones that come with normlab, or a run's; export one for programs without normlab.
 
-load_model(name)         a trained model, `load_model("pre_rmsnorm-d8")`
-load_held_out(name)      text that it has not seen
-find_model(scheme)       folder of a model that comes with normlab, by scheme and options
-export_model(name, out)  a folder for transformers' `AutoModelForCausalLM`: lm-eval, TRL, inference servers
-
 A model that comes with normlab is a folder with bfloat16 weights, the tokenizer, its run's manifest, and held-out
 blocks of its corpus. No learning rate was chosen on these. `python -m normlab.training.keep` makes the folders.
 """

@@ -1,8 +1,5 @@
 """From tensors that pass by to running statistics, kept on the layers' devices.
 
-`Measurer`     takes the statistics that the chosen metrics need and stages them on the call
-`Accumulator`  merges what whole calls have staged; its size depends on the number of sites, not of batches
-
 A statistic is streamed as (count, mean, M2, max), merged by Chan's rule.
 """
 

@@ -1,13 +1,4 @@
-"""Find the activation in a module's call, its features, its rows and its tokens.
-
-`find_input`, `hidden_state`, `find_output`, `output_tensor`   the activation among a module's arguments or outputs
-`with_argument`, `with_output`    a call's arguments or outputs with the activation replaced
-`others`, `outputs_of`            further activations there
-`stream_of`                       the stream that a block reads of its input
-`features_last`                   a view of it with the features as the last dimension
-`Layout`, `row_layout`            which dimensions are the caller's rows and the tokens of a row
-`token_masks`                     the tokens that count
-"""
+"""Find the activation in a module's call, its features, its rows and its tokens."""
 
 from __future__ import annotations
 

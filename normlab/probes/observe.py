@@ -1,10 +1,4 @@
-"""Layer statistics in any training loop, and which layer left its past first.
-
-`observe(model, every=50)`  make an `Observer`; call its `step(loss, step)` after each optimizer step
-`Readings`                  what was measured; the last readings, in bounded memory, with `explain`
-`Explanation`               the sites that left their own past, the first one in front
-`LossSpikes`                scores how far a loss is above its recent values
-"""
+"""Layer statistics in any training loop, and which layer left its past first."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""A model's passes in experiments: with hooks that must run, and without computing again what is known.
-
-`evaluating`             evaluation mode
-`hooked`, `on_blocks`    hooks for one pass
-`instead`                modules that return something else and compute nothing
-`stream_through`         the residual stream before and after a block
-`KeptPass`               a pass whose states are kept: later passes begin behind them
-"""
+"""A model's passes in experiments: with hooks that must run, and without computing again what is known."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Find where to measure: the blocks of any model, their branches and norms, by structure.
 
-`sites(model)`   the stack of residual blocks, and in each block its norms and branches
-`stacks(model)`  every stack: an encoder's and a decoder's, a vision tower's and a language model's
-
 A norm holds vectors and scalars but no matrix. A branch is attention, cross-attention, a mixer or an MLP; the words of
 its attribute or class tell which. What a branch adds, and which norm is which, is checked while the model runs
 (`normlab.probes.decomposition`).

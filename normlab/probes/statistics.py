@@ -1,21 +1,6 @@
-"""Statistics of a tensor: one number per token, or an array that streams and merges.
+"""Statistics of a tensor: one number per token, in float32, or an array that streams and merges.
 
-Per token, in float32:
-
-`token_statistics`                      of an activation: L2 norm, variance, kurtosis, largest magnitude
-`branch_statistics`, `block_statistics` of an update and the stream that it is added to
-`tanh_statistics`, `bound_statistics`   of the argument of a norm's tanh
-`carried_ratio`                         of a statistic that a norm was given
-`stream_statistics`                     of residual streams that mix
-`router_entropy`                        of a mixture's router
-`AttentionWatch`                        of attention's scores
-
-Arrays, with their merge in `MERGE` and their metric in `READOUT`:
-
-`gram`             sum over tokens of u u^T, float64: its eigenvalues are the squared singular values of the update
-`coordinate_peak`  largest |h| of each feature: massive activations live in a few of them
-`expert_counts`    how often each expert of a mixture was taken
-`by_position`      tokens counted and sum of exact / carried mean square, at each position of a row
+An array's merge is in `MERGE`, its metric in `READOUT`.
 """
 
 from __future__ import annotations

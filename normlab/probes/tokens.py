@@ -1,9 +1,4 @@
-"""Tokens unlike all others: where massive activations are, and where attention goes whatever the query.
-
-`massive_activations(model, batch)`  values of the residual stream far above all others
-`attention_sinks(model, batch)`      tokens that take the attention of most queries
-`FoundTokens`                        the result: a table, and the mask to hand to an analysis of one's own
-"""
+"""Tokens unlike all others: where massive activations are, and where attention goes whatever the query."""
 
 from __future__ import annotations
 
