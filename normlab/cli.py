@@ -20,11 +20,9 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 from cyclopts import App, CycloptsError, Parameter
 
 from normlab.errors import (
-    STOPPED,
     NormlabError,
+    ended_by,
     ends_at_once,
-    fail,
-    first_line,
     is_first_rank,
     show_warning,
     without_bars,
@@ -63,19 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 act, options = parse(arguments)
                 importlib.import_module(next((row.imports for row in COMMANDS.values() if row.act is act), "normlab"))
             with without_bars() if options.arguments.get("quiet") else contextlib.nullcontext():
-                return act(*options.args, **options.kwargs) or 0
-    except NormlabError as error:
-        return fail(str(error))
-    except OSError as error:
-        if error.errno is None:  # not the operating system's
-            raise
-        return fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
-    except (MemoryError, RuntimeError) as error:  # PyTorch's are RuntimeErrors
-        if not isinstance(error, MemoryError) and "tried to allocate" not in str(error).lower():
-            raise
-        return fail(f"out of memory: {first_line(error)}; make the model or the batch smaller, or split it (--fsdp)")
-    except KeyboardInterrupt:
-        return fail(STOPPED, 130)
+                code = act(*options.args, **options.kwargs) or 0
+                sys.stdout.flush()
+                return code
+    except (Exception, KeyboardInterrupt) as error:
+        return ended_by(error)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], Any]:
