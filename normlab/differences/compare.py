@@ -150,7 +150,7 @@ def _diff_models(
 
     def run(i: int, dtype: torch.dtype) -> Side:
         """A (0) or B (1) in `dtype`, weights and buffers rounded, and what its sites hold. Copied if it differs."""
-        is_own = dtype is dtypes[i] is coarser and not gradients
+        is_own = dtype is dtypes[i] is coarser and dtype is not torch.float64 and not gradients  # float64 is tried on
         model = models[i] if is_own else _rounded(models[i], coarser, dtype, buffers)
         given = _in_dtype(inputs[i], dtype)
         return Side(capture(model, given, roles[i], gradients=gradients), model, given, roles[i])
