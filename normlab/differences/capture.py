@@ -92,6 +92,11 @@ class Capture:
     modules: dict[Site, str] = field(default_factory=dict)
     last: Site | None = None
 
+    @property
+    def depth(self) -> int:
+        """The layers that ran: the blocks, or more where they run again."""
+        return max((site.layer for site in self.tensors if site.name == "block_out"), default=0)
+
     def keep(self, site: Site, value: Any, module: str) -> None:
         if isinstance(value, Tensor) and value.is_floating_point() and site not in self.tensors:
             self.tensors[site] = value.detach()
@@ -190,7 +195,7 @@ def _captured(result: Capture, model: nn.Module, batch: dict[str, Any], roles: R
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
         output = _called(model, batch)
         logits = output.logits if hasattr(output, "logits") else find_output(output)
-        result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, head_name(model))
+        result.keep(Site(LOGITS, result.depth + 1), logits, head_name(model))
         if gradients and logits is not None:
             if not logits.requires_grad or "input_ids" not in batch:
                 raise NormlabError("gradients=True needs input_ids, and parameters that are not frozen")
