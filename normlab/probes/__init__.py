@@ -11,12 +11,13 @@ massive_activations, attention_sinks   tokens unlike all others: where, in which
 logit_lens_kl                          compare what the head would predict from each layer with the model's prediction
 """
 
-from normlab.probes.experiments import cheapest_spans, mergekit_config, skip_future_effect, skip_sensitivity
+from normlab.probes.experiments import skip_future_effect, skip_sensitivity
 from normlab.probes.forward_call import CallInputs
 from normlab.probes.geometry import angular_distance, jacobian_identity, logit_lens_kl
 from normlab.probes.metrics import FORWARD_METRICS, METRICS, Metric
 from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Block, Sites, sites, stacks
+from normlab.probes.spans import cheapest_spans, mergekit_config
 from normlab.probes.stats import LayerStats
 from normlab.probes.tokens import attention_sinks, massive_activations
 

@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import normlab
 from normlab.errors import NormlabError
 from normlab.probes import cheapest_spans, jacobian_identity, sites, skip_future_effect, skip_sensitivity, stacks
+from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import find_output, with_output
-from normlab.probes.passes import KeptPass
 
 QUIET = {"progress": False}
 IDS = {"input_ids": torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))}

@@ -1,0 +1,94 @@
+"""The span of blocks that costs least to drop, and how to drop it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from normlab.errors import NormlabError
+from normlab.probes.experiments import Batch, Runner, skip_sensitivity
+from normlab.probes.geometry import angular_distance
+from normlab.probes.kept_pass import KeptPass
+from normlab.probes.passes import evaluating
+from normlab.probes.sites import Sites, sites
+
+if TYPE_CHECKING:
+    import pandas
+
+CANDIDATES = 6  # spans of each length whose cost is measured: those that turn the stream least
+
+
+def cheapest_spans(
+    model: nn.Module | Sites,
+    batches: Iterable[Batch],
+    *,
+    longest: int | None = None,
+    candidates: int = CANDIDATES,
+    progress: bool = True,
+) -> pandas.DataFrame:
+    """Find the span of consecutive blocks whose removal raises the loss least, at each length 1 .. `longest`.
+
+    Of each length, the `candidates` spans with the smallest angle between their ends' residual streams (2403.17887) are
+    skipped on every second batch. The cheapest is measured again on the other batches, because the data on which a
+    minimum was chosen flatters it. Blocks keep their index while others are skipped; where nothing depends on it, that
+    is deletion. No span holds a block whose keys and values, or the like, later blocks read.
+
+    Args:
+        model, batches, progress: as for `skip_sensitivity`.
+        longest: default: half of the blocks.
+        candidates: spans tried per length.
+
+    Returns:
+        One row per length: `length first last skip_delta_loss standard_error low high tokens start stop keep`. Blocks
+        count from 1, losses are nats per token, the interval is 95% with sequences taken as independent.
+        `layers[start:stop]` in transformers are the blocks to drop. `keep` are the [begin, end) ranges that mergekit
+        keeps.
+
+    Raises:
+        NormlabError: as for `skip_sensitivity`; a model of one block, or of blocks that later ones all read.
+    """
+    import pandas
+
+    where = model if isinstance(model, Sites) else sites(model)
+    all_batches = list(batches)
+    choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
+    longest = where.depth // 2 if longest is None else longest
+    if not 1 <= longest < where.depth:
+        raise NormlabError(f"a span of 1 to {where.depth - 1} blocks can be dropped of {where.depth}, not of {longest}")
+    angles = angular_distance(where, choosing, progress=progress)
+    runner, kept = Runner(where, choosing[:1], False, ""), KeptPass(where)
+    with torch.no_grad(), evaluating(runner.model):
+        for batch in runner:
+            kept.keep(partial(runner.run, batch, needs_logits=False))
+    rows = []
+    for length in range(1, longest + 1):
+        starts = [n for n in range(1, where.depth - length + 2) if not kept.readers(range(n, n + length))]
+        if not starts:
+            continue
+        nearest = sorted(starts, key=lambda first: angles.loc[first - 1, first + length - 1])[:candidates]
+        tried = skip_sensitivity(where, choosing, span=length, layers=nearest, progress=progress)
+        best = int(tried.loc[tried["skip_delta_loss"].idxmin(), "layer"])
+        measured = skip_sensitivity(where, measuring, span=length, layers=[best], progress=progress).iloc[0]
+        last = best + length - 1
+        ranges = [[0, best - 1], [last, where.depth]]
+        row = {"length": length, "first": best, "last": last}
+        row |= {name: measured[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
+        rows.append(row | {"start": best - 1, "stop": last, "keep": [r for r in ranges if r[0] < r[1]]})
+    if not rows:
+        raise NormlabError("later blocks read what every span makes besides the stream: none can be dropped")
+    return pandas.DataFrame(rows)
+
+
+def mergekit_config(model: str, keep: Sequence[Sequence[int]], dtype: str = "bfloat16") -> str:
+    """The YAML of mergekit's `passthrough` merge of the blocks `keep`: [begin, end) ranges, counted from 0."""
+    slices = chain.from_iterable(
+        ("  - sources:", f"      - model: {json.dumps(model)}", f"        layer_range: [{begin}, {end}]")
+        for begin, end in keep
+    )
+    return "\n".join(["slices:", *slices, "merge_method: passthrough", f"dtype: {dtype}", ""])
