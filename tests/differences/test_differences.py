@@ -391,3 +391,11 @@ def test_a_models_own_arrays_are_equal_though_it_is_in_training_mode(batch, tmp_
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, **SIZES)).train()
     write_arrays(model, batch, tmp_path / "own.safetensors")
     assert model.training and diff(model, tmp_path / "own.safetensors", batch).equal
+
+
+@pytest.mark.parametrize("words, scale", [("1/d_head", 1 / 8), ("none", 1.0)])
+def test_the_scale_that_a_softmax_has_instead_is_named(words, scale, llama, batch):
+    port = copy.deepcopy(llama)
+    for layer in port.model.layers:
+        layer.self_attn.scaling = scale
+    assert diff(llama, port, batch).causes == [f"another scale of the softmax: {words} in place of 1/sqrt(d_head)"]
