@@ -32,7 +32,7 @@ UNIFORM = 0.98  # a uniform attention has more than this share of the largest en
 
 
 def texts() -> dict[str, str]:
-    parts = (depth, fit, blocks, stream, attention, slower_gains, tanh, search, warm_up, groups, deepest)
+    parts = (depth, fit, blocks, stream, attention, slower_gains, tanh, search, warm_up, groups, deepest, on_a_gpu)
     return {name: text for part in parts for name, text in part().items()}
 
 
@@ -536,6 +536,47 @@ def deepest() -> dict[str, str]:
     counts = outcomes.value_counts().unstack(fill_value=0)[["trains", "stalls", "diverges"]]
     rows = [(f"{depth:,}", *row) for depth, row in counts.iterrows()]
     return {"table_of_deepest": table(("blocks", *counts.columns), rows)}
+
+
+@cache
+def gpu_runs() -> pd.DataFrame:
+    """A row per scheme and rate of `data/gpu`: loss, stream after blocks 1 and 24, mean cost of leaving out a block."""
+    keys = ["scheme", "lr"]
+    table = runs("gpu")
+    last = table[table["step"] == table["step"].max()]
+    streams = last.query("metric == 'token_l2_mean' and site == 'block_out' and mask == 'no_first'")
+    streams = streams.pivot_table(index=keys, columns="layer", values="value")
+    skips = experiments("gpu").query("metric == 'skip_delta_loss' and part == 'block'")
+    found = pd.DataFrame(
+        {
+            "loss": last.query("metric == 'loss' and split == 'eval'").set_index(keys)["value"],
+            "first": streams[1],
+            "last": streams[24],
+            "early": skips[skips["layer"].between(2, 12)].groupby(keys)["value"].mean(),
+            "deep": skips[skips["layer"].between(13, 23)].groupby(keys)["value"].mean(),
+        }
+    )
+    return found.loc[in_order(found.index.unique("scheme"))]
+
+
+def on_a_gpu() -> dict[str, str]:
+    found = gpu_runs()
+    lns, pre_ln = (found.loc[name] for name in (LNS, PRE_LN))
+    gap = lns["loss"] - pre_ln["loss"]
+    rows = [
+        (title_of(scheme), f"{lr:g}", plain(row["loss"]), f"{row['first']:,.0f}", f"{row['last']:,.0f}",
+         *(plain(row[part], 3) for part in ("early", "deep")))
+        for (scheme, lr), row in found.iterrows()
+    ]  # fmt: skip
+    head = ("scheme", "rate", "loss", "stream after block 1", "after 24", "cost of a block, 2 to 12", "13 to 23")
+    return {
+        "gpu_gap_low": plain(gap[1e-3]),
+        "gpu_gap_middle": plain(-gap[2e-3]),
+        "gpu_deep_most": plain((lns["deep"] / pre_ln["deep"]).max()),
+        "gpu_stream_lns": plain(lns["last"][2e-3] / pre_ln["last"][2e-3]),
+        "gpu_stream_bhyt": plain(found.loc[(BHYT, 4e-3), "last"] / found.loc[(GAIN_CONTROL, 4e-3), "last"]),
+        "table_of_gpu": table(head, rows),
+    }
 
 
 def outcome(manifest: dict) -> str:

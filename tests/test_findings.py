@@ -114,6 +114,14 @@ def test_the_words_of_the_findings_hold(code):
     assert losses.loc["lns_gain", "high"] < 0
 
 
+def test_what_is_said_of_the_runs_on_a_gpu_holds(code):
+    found = code["findings"].gpu_runs()
+    lns, pre_ln = found.loc["lns"], found.loc["pre_rmsnorm"]
+    assert list(lns["loss"] > pre_ln["loss"]) == [True, False, False] and (lns["deep"] < pre_ln["deep"]).all()
+    assert (lns["early"] > lns["deep"]).all() and lns.loc[0.002, "last"] < pre_ln.loc[0.002, "last"]
+    assert found.loc[("bhyt", 0.004), "last"] > found.loc[("rmsnorm_gain", 0.004), "last"]
+
+
 def test_what_is_said_of_models_that_have_not_learned_holds(code):
     def configs(folder: str, learned: bool) -> list[dict]:
         found = code["findings"].manifests(folder)

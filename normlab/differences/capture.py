@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,9 @@ from torch.nn import functional
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
-from normlab.probes.experiments import evaluating
-from normlab.probes.layout import find_input, find_output
-from normlab.probes.sites import Sites, stacks
+from normlab.probes.layout import find_input, find_output, with_output
+from normlab.probes.passes import called, evaluating, hooked
+from normlab.probes.sites import Sites, sites, stacks
 
 EMBEDDINGS, LOGITS, FINAL = "embeddings", "logits", "final_norm"
 WORDS = {
@@ -85,23 +86,35 @@ class Roles:
 
 @dataclass
 class Capture:
-    """Tensors by site in order of computation, and the name of the module that returned each."""
+    """Tensors by site in order of computation, and the name of the module that returned each; `last` ends the pass."""
 
     tensors: dict[Site, Tensor] = field(default_factory=dict)
     modules: dict[Site, str] = field(default_factory=dict)
+    last: Site | None = None
+
+    @property
+    def depth(self) -> int:
+        """The layers that ran: the blocks, or more where they run again."""
+        return max((site.layer for site in self.tensors if site.name == "block_out"), default=0)
 
     def keep(self, site: Site, value: Any, module: str) -> None:
         if isinstance(value, Tensor) and value.is_floating_point() and site not in self.tensors:
             self.tensors[site] = value.detach()
             self.modules[site] = module
+            if site == self.last:
+                raise _Reached
 
 
-def roles_of(model: nn.Module, batch: dict[str, Tensor]) -> Roles:
-    """Find the role of each module by recording one forward pass.
+class _Reached(BaseException):
+    """Ends a pass whose rest nobody reads; no `except Exception` of a model stops it."""
+
+
+def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = None) -> Roles:
+    """Find the role of each module by recording one forward pass. `blocks` is a pattern as `sites` takes it.
 
     Raises NormlabError where no stack of blocks is found.
     """
-    where = _stack_that_runs(model, batch)
+    where = _stack_that_runs(model, batch) if blocks is None else sites(model, blocks)
     with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder:
         _called(model, batch)
     names = {module: name for name, module in model.named_modules()}
@@ -147,12 +160,20 @@ def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
 def _called(model: nn.Module, batch: dict[str, Any]) -> Any:
     """The model's output. NormlabError where it does not run on the batch."""
     try:
-        return model(**batch)
+        return called(model, batch)
     except NormlabError:
         raise
     except Exception as error:  # the model's own code: what it raises cannot be known
         given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in batch.items() if isinstance(x, Tensor)) or "no tensor"
         raise NormlabError(f"{type(model).__name__} does not run on {given}: {in_one_line(error)}") from error
+
+
+def capture_until(site: Site, model: nn.Module, batch: dict[str, Any], roles: Roles) -> Tensor:
+    """Run `model`, a copy, until it holds `site`; returns that. KeyError where it does not."""
+    result = Capture(last=site)
+    with contextlib.suppress(_Reached):
+        _captured(result, model, batch, roles, gradients=False)
+    return result.tensors[site]
 
 
 def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients: bool = False) -> Capture:
@@ -164,12 +185,17 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
     Raises NormlabError where the model does not run on the batch.
     """
     result = Capture()
+    _captured(result, model, batch, roles, gradients)
+    return result
+
+
+def _captured(result: Capture, model: nn.Module, batch: dict[str, Any], roles: Roles, gradients: bool) -> None:
     arrived = Capture()
     mask = roles.mask_of(batch)
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
         output = _called(model, batch)
         logits = output.logits if hasattr(output, "logits") else find_output(output)
-        result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, head_name(model))
+        result.keep(Site(LOGITS, result.depth + 1), logits, head_name(model))
         if gradients and logits is not None:
             if not logits.requires_grad or "input_ids" not in batch:
                 raise NormlabError("gradients=True needs input_ids, and parameters that are not frozen")
@@ -180,7 +206,6 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
             functional.cross_entropy(flat, labels.flatten(), reduction="sum").backward()
     result.tensors |= arrived.tensors
     result.modules |= arrived.modules
-    return result
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -235,16 +260,12 @@ def _hooks(
 ) -> Iterator[None]:
     modules = dict(model.named_modules())
     layer = 0
-    handles = []
 
-    def before(name: str, act: Any) -> None:
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            act(name, find_input(args, kwargs))
+    def before(name: str, act: Any) -> tuple[nn.Module, Any]:
+        return modules[name], lambda module, args, kwargs: act(name, find_input(args, kwargs))
 
-        handles.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
-
-    def after(name: str, act: Any) -> None:
-        handles.append(modules[name].register_forward_hook(lambda m, args, output: act(name, find_output(output))))
+    def after(name: str, act: Any) -> tuple[nn.Module, Any]:
+        return modules[name], lambda module, args, kwargs, output: act(name, find_output(output))
 
     def block_in(name: str, x: Any) -> None:
         nonlocal layer
@@ -261,25 +282,24 @@ def _hooks(
     def keep_final(site: str) -> Any:
         return lambda name, x: result.keep(Site(site, layer + 1), x, name) if layer else None
 
-    for name in roles.blocks:
-        handles.append(modules[name].register_forward_pre_hook(_finite_mask, with_kwargs=True))
-        handles.append(modules[name].register_forward_hook(lambda module, args, output: _finite_padding(output, mask)))
-        before(name, block_in)
-        after(name, keep("block_out"))
+    def finite(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        return _finite_padding(output, mask)
+
+    parts = []
     for name, kind in roles.norms.items():
-        before(name, keep(f"{kind}_norm_in"))
-        after(name, keep(f"{kind}_norm_out"))
+        parts.append((before(name, keep(f"{kind}_norm_in")), after(name, keep(f"{kind}_norm_out"))))
     for name, kind in roles.branches.items():
-        before(roles.wholes.get(name, name), keep(f"{kind}_in"))
-        after(name, keep(f"{kind}_out"))
+        parts.append((before(roles.wholes.get(name, name), keep(f"{kind}_in")), after(name, keep(f"{kind}_out"))))
     for name in roles.final_norms:
-        before(name, keep_final(f"{FINAL}_in"))
-        after(name, keep_final(f"{FINAL}_out"))
-    try:
+        parts.append((before(name, keep_final(f"{FINAL}_in")), after(name, keep_final(f"{FINAL}_out"))))
+    with (
+        hooked(
+            *(hook for name in roles.blocks for hook in ((modules[name], finite), after(name, keep("block_out")))),
+            before=[hook for name in roles.blocks for hook in ((modules[name], _finite_mask), before(name, block_in))],
+        ),
+        hooked(*(ends for _, ends in parts), before=[starts for starts, _ in parts], must_run=False),
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _finite_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -300,10 +320,7 @@ def _finite_padding(output: Any, mask: Tensor | None) -> Any:
     x = find_output(output)
     if mask is None or x is None or x.shape[:2] != mask.shape or bool(x.isfinite().all()):
         return output
-    clean = x.where(mask.bool()[..., None] | x.isfinite(), 0)
-    if isinstance(output, Tensor):
-        return clean
-    return tuple(clean if value is x else value for value in output) if isinstance(output, tuple) else output
+    return with_output(output, x.where(mask.bool()[..., None] | x.isfinite(), 0))
 
 
 def read_arrays(path: str | Path) -> dict[Site, Tensor]:
@@ -312,7 +329,7 @@ def read_arrays(path: str | Path) -> dict[Site, Tensor]:
     Names are those of `WORDS`: `embeddings`, `attn_norm_out.3`, `attn_out.3`, `block_out.3`, `final_norm_out`,
     `logits`. Blocks count from 1. Any subset will do. What precedes or follows the blocks needs no number.
 
-    Raises NormlabError for a file that cannot be read, holds an unknown name, or no array.
+    Raises NormlabError for a file that cannot be read, holds an unknown name, numbers that are no floats, or no array.
     """
     path = Path(path)
     try:
@@ -328,8 +345,10 @@ def read_arrays(path: str | Path) -> dict[Site, Tensor]:
     result = {}
     for name, array in arrays.items():
         site, _, number = name.partition(".")
-        if site not in WORDS or (number and not number.isdigit()):
+        if site not in WORDS or not re.fullmatch("[0-9]{0,6}", number):
             raise NormlabError(f"{path} holds {name!r}: name arrays SITE.BLOCK, with SITE one of {', '.join(WORDS)}")
+        if not array.is_floating_point():
+            raise NormlabError(f"{path} holds {name} in {array.dtype}: write activations in a floating dtype")
         result[Site(site, int(number) if number else -1)] = array
     if not result:
         raise NormlabError(f"{path} holds no array")

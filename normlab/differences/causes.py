@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from normlab.differences.capture import (
     Capture,
     Roles,
     Site,
-    capture,
+    capture_until,
     counted,
     head_name,
     relative_difference,
@@ -35,6 +35,7 @@ from normlab.probes.layout import hidden_state, with_argument
 
 CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
 BETTER = 30.0  # by which a trial must bring the models together
+CAST = 0.25  # relative difference beyond which values that fit a coarser dtype were not rounded to it
 _QUERY = r"(^|[._])q(_proj|_lin)?$|query$"
 _QUERY_KEY = r"(^|[._])(q|k)(_proj|_lin)?$|query$|key$"
 
@@ -181,14 +182,14 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
         return None
     if a.shape != b.shape:
         return f"has shape {tuple(b.shape)}, not {tuple(a.shape)}"
-    if "inv_freq" in name:
-        return _rotary(a, b)
     if a.isfinite().all() and not b.isfinite().all():
         largest = float(a.abs().max())
         return f"overflows in B: it is {largest:.3g} in A" if largest > 65504 else "is not finite in B"  # of float16
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         if torch.equal(a.to(dtype).to(a.dtype), b):
             return f"is rounded to {str(dtype).removeprefix('torch.')}: a cast"
+    if "inv_freq" in name:
+        return _rotary(a, b)
     if a.ndim == 2 and a.shape[0] == a.shape[1] and _same(a.T, b):
         return "is transposed"
     if float(b.abs().max()) == 0:
@@ -234,15 +235,26 @@ def _order(x: Tensor, y: Tensor) -> Tensor | None:
 
 
 def _rotary(a: Tensor, b: Tensor) -> str:
-    if len(a) == len(b) and len(a) > 1 and float(b.min()) > 0:
-        step = -torch.diff(b.log())
-        base = math.exp(float(step.mean()) * len(b))
-        if float((step - step.mean()).abs().max()) < 1e-3 * float(step.mean().abs() + 1e-12) and _relative(a, b) > 1e-6:
-            return f"has another base: a rotary base of about {base:.4g} in B"
     scale = float((b / a).mean())
     if _same(a * scale, b):
-        return f"is A's times {scale:.4g}: rotary positions are scaled"
+        by = f"{scale:.4g}" if scale > 1 else f"1/{1 / scale:.4g}"
+        return f"is A's times {by}: rotary positions are scaled"
+    of_a, of_b = _base(a), _base(b)
+    if of_a is not None and of_b is not None:
+        return f"has another base: a rotary base of about {of_b:.4g} in B, {of_a:.4g} in A"
+    if of_a is not None or of_b is not None:
+        scaled, plain = ("B", "A") if of_b is None else ("A", "B")
+        return f"is scaled in {scaled}, by another factor at each frequency as in YaRN, and not in {plain}"
     return "differs: another rotary embedding"
+
+
+def _base(frequencies: Tensor) -> float | None:
+    """The base of rotary frequencies that fall by the same factor from each to the next; None of others."""
+    if len(frequencies) < 2 or float(frequencies.min()) <= 0:
+        return None
+    step = -torch.diff(frequencies.double().log())
+    is_even = float((step - step.mean()).abs().max()) < 1e-3 * float(step.mean().abs())
+    return math.exp(float(step.mean()) * len(frequencies)) if is_even else None
 
 
 def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
@@ -294,17 +306,20 @@ def _function(e: Evidence) -> list[str]:
         return []
     if not bool(y.isfinite().all()):
         return ["B is not finite here"]
+    if not bool(y.any()):
+        return ["B is zero here"]
     causes = [
         f"all values are rounded to {str(dtype).removeprefix('torch.')}: a cast"
         for dtype in (torch.bfloat16, torch.float16)
-        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x)
+        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x) and _relative(x, y) < CAST
     ][:1]
     if e.site.name.endswith("norm_out"):
         reads = e.a.tensors.get(Site(e.site.name.replace("_out", "_in"), e.site.layer))
         rows = None if reads is None else counted(reads.double(), e.mask)
         if rows is not None:
-            bias = getattr(e.a.model.get_submodule(e.a.captured.modules[e.site]), "bias", None)
-            return causes + _norm(rows, x, y, torch.zeros_like(x[0]) if bias is None else bias.detach())
+            norm = e.a.model.get_submodule(e.a.captured.modules[e.site])
+            bias = getattr(norm, "bias", None)
+            return causes + _norm(rows, x, y, torch.zeros_like(x[0]) if bias is None else bias.detach(), _eps(norm))
     scale = float((x * y).sum() / x.square().sum())
     if _explains(scale * x, x, y) and abs(scale - 1) > 1e-3:
         root = math.sqrt(x.shape[-1])
@@ -319,8 +334,15 @@ def _function(e: Evidence) -> list[str]:
     return causes + _sum(e, x, y)
 
 
-def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor) -> list[str]:
-    """Two outputs of a norm that read the same rows; `bias` is A's."""
+def _eps(norm: nn.Module) -> float | None:
+    """The eps of a norm, where it is an attribute."""
+    names = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+    values = (getattr(module, name, None) for module in norm.modules() for name in names)
+    return next((value for value in values if isinstance(value, float) and value > 0), None)
+
+
+def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor, eps: float | None) -> list[str]:
+    """Two outputs of a norm that read the same rows; `bias` and `eps` are A's."""
     x, y = x - bias, y - bias
     closeness = min(CLOSE, _relative(x, y) / BETTER)
 
@@ -346,10 +368,19 @@ def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor) -> list[str]:
     if fits(x * by_row[:, None]):
         size = reads.square().mean(1)
         centred = (reads - reads.mean(1, keepdim=True)).square().mean(1)
+        if eps is not None:
+            for ms in (size, centred):
+                root = (ms + eps).sqrt()
+                if fits(x * (root / (ms.sqrt() + eps))[:, None]):
+                    return [f"eps is added outside the root, to the root mean square: it is {eps:g} in A"]
+                for least, bounds in ((0, ""), (eps, ", but takes it for the least mean square")):
+                    if fits(x * (root / ms.clamp_min(least).sqrt())[:, None]):
+                        return [f"B adds no eps{bounds}: it is {eps:g} in A"]
         for ms in (size, centred):
             larger = ms * (by_row**-2 - 1)
             if float((larger - larger.median()).abs().median()) < 0.1 * float(larger.median().abs()):
-                return [f"another eps: B's is larger by {float(larger.median()):.2g}"]
+                by = float(larger.median())
+                return [f"another eps: B's is {'larger' if by > 0 else 'smaller'} by {abs(by):.2g}"]
         if fits(x * (size / centred).sqrt()[:, None]) or fits(x * (centred / size).sqrt()[:, None]):
             return ["another statistic: variance in place of the mean square, or the reverse"]
         return ["the ratio differs by row: another statistic, or another order of norm and scale"]
@@ -417,7 +448,7 @@ def _trials(e: Evidence) -> list[str]:
     before = relative_difference(e.a.tensors[e.site], b, e.mask)
     for cause, model, inputs in _changed(e):
         with contextlib.suppress(Exception), _entered(e, model):
-            after = capture(model, inputs, e.a.roles).tensors[e.site]
+            after = capture_until(e.site, model, inputs, e.a.roles)
             if relative_difference(after, b, e.mask) * BETTER < before:
                 return [cause]
     return _sees_later(e)
@@ -481,11 +512,20 @@ def _changed(e: Evidence) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
         yield cause, e.a.model, inputs
     for where, changes in (("", _model_changes(e)), (e.block, _block_changes(e) if e.block else ())):
         for cause, change in changes:
-            model = copy.deepcopy(e.a.model)
+            model = _copy_to_change(e.a.model, where)
             with torch.no_grad():
                 has_changed = change(model.get_submodule(where))
             if has_changed:
                 yield cause, model, e.a.inputs
+
+
+def _copy_to_change(model: nn.Module, where: str) -> nn.Module:
+    """A copy of a model, to change at a block, or else at its token embeddings. It shares all other tensors."""
+    embeds = hasattr(model, "get_input_embeddings")
+    changed: Any = model.get_submodule(where) if where else cast(Any, model).get_input_embeddings() if embeds else None
+    own = set() if changed is None else {id(x) for x in changed.parameters()}
+    shared = {id(x): x for x in (*model.parameters(), *model.buffers()) if id(x) not in own}
+    return copy.deepcopy(model, shared)
 
 
 def _model_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
@@ -493,8 +533,15 @@ def _model_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
     if e.site.name == EMBEDDINGS and hasattr(e.a.model, "get_input_embeddings"):
         for words, factor in (("sqrt(width)", root), ("1/sqrt(width)", 1 / root)):
             yield f"token embeddings are scaled by {words}", partial(_scale_tokens, factor=factor)
+    own = next(iter(_rotary_buffers(e.a.model).values()), None)
+    unscaled = None if own is None or float(own[0]) == 1 else _base(own)  # A's positions are scaled by one factor
     for base in _BASES:
-        yield f"a rotary base of {base:g}", partial(_set_rotary_base, base=base)
+        is_own = unscaled is not None and abs(unscaled / base - 1) < 1e-3
+        words = "rotary positions are scaled in A, and not in B" if is_own else f"a rotary base of {base:g}"
+        yield words, partial(_set_rotary_base, base=base)
+    for factor in sorted({1.0, *_rotary_factors(e.b.model)}):
+        words = f"cosines and sines are multiplied by {factor:g} in B: another attention factor, as of YaRN"
+        yield words, partial(_set_rotary_factor, factor=factor)
     words, whole = f"a rotary base of {_BASES[0]:g}, of all features of a head", _head_width(e.a.model) // 2
     yield words, partial(_set_rotary_base, base=_BASES[0], count=whole)
     for name, values in _SETTINGS.items():
@@ -542,6 +589,19 @@ def _set_rotary_base(model: nn.Module, base: float, count: int | None = None) ->
         n = len(old) if count is None else count
         setattr(model.get_submodule(owner), leaf, base ** (-torch.arange(n, dtype=old.dtype, device=old.device) / n))
     return bool(buffers)
+
+
+def _rotary_factors(model: nn.Module) -> set[float]:
+    factors = (getattr(module, "attention_scaling", None) for module in model.modules())
+    return {float(factor) for factor in factors if isinstance(factor, int | float)}
+
+
+def _set_rotary_factor(model: nn.Module, factor: float) -> bool:
+    """Set what the cosines and sines of rotary embeddings are multiplied by, where it is another."""
+    changed: list[Any] = [m for m in model.modules() if getattr(m, "attention_scaling", factor) != factor]
+    for module in changed:
+        module.attention_scaling = factor
+    return bool(changed)
 
 
 def _set(model: nn.Module, block: str, name: str, value: Any) -> bool:
@@ -637,7 +697,7 @@ def _sees_later(e: Evidence) -> list[str]:
     moves = []
     for side in (e.a, e.b):
         inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in side.inputs.items()}
-        after = capture(side.model, inputs, side.roles).tensors[e.site]
+        after = capture_until(e.site, side.model, inputs, side.roles)
         if after.shape[:2] != ids.shape:
             return []
         moves.append(bool((after - side.tensors[e.site])[earlier].abs().max() > 1e-9))

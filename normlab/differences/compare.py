@@ -14,12 +14,15 @@ import inspect
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from normlab.differences.capture import (
     FINAL,
@@ -34,8 +37,8 @@ from normlab.differences.capture import (
 )
 from normlab.differences.causes import Evidence, Side, causes_of
 from normlab.errors import NormlabError
-from normlab.probes.experiments import evaluating
-from normlab.probes.sites import stacks
+from normlab.probes.passes import evaluating
+from normlab.probes.sites import stacks_of
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
 ROUNDINGS = 6.0  # of float32, by which two float64 copies may differ
@@ -77,6 +80,7 @@ def diff(
     b: nn.Module | str | Path,
     batch: dict[str, Any],
     *,
+    blocks: str | None = None,
     gradients: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Difference:
@@ -87,11 +91,13 @@ def diff(
         b: another model with the same stream, or a file of arrays that one wrote (`read_arrays`).
         batch: what both are called with, such as `input_ids` and `attention_mask`, each (batch, length). Padding is not
             compared.
+        blocks: a pattern over module names such as "layers.*", where structure does not show the blocks (`sites`).
         gradients: also compare the gradients that arrive at the blocks' inputs.
         dtype: in which the arrays of a file were computed; default: the coarser of theirs and the model's.
 
     The difference of a site is the root mean square over tokens of |x_a - x_b| / |x_a|. Its noise is the same between a
-    float32 and a float64 copy of `a`. Memory: copies of both models in float64 and of `a` in float32.
+    float32 and a float64 copy of `a`. Memory: copies of both models in float64, and of `a` in float32
+    if it is in another dtype.
 
     Raises:
         NormlabError: no stack of blocks was found; depths differ; no site is in both; a model does not run on the
@@ -101,22 +107,40 @@ def diff(
         raise NormlabError("batch must be a dict of the models' arguments, such as {'input_ids': ...}")
     batch = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
     a = _original(a)
+    for model in (a, b):
+        if isinstance(model, nn.Module) and any(x.is_meta for x in model.parameters()):
+            raise NormlabError("weights are offloaded or on the meta device, and diff copies them: load them")
     device = next((p.device.type for p in a.parameters()), "cpu")
-    with evaluating(a), torch.autocast(device, enabled=False):  # it would round the copies in float32
+    with evaluating(a), _FixedEps(), torch.autocast(device, enabled=False):  # it would round the copies in float32
         if not isinstance(b, nn.Module):
-            return _diff_arrays(a, read_arrays(b), batch, dtype)
+            return _diff_arrays(a, read_arrays(b), batch, blocks, dtype)
         b = _original(b)
         with evaluating(b):
-            return _diff_models(a, b, batch, gradients)
+            return _diff_models(a, b, batch, blocks, gradients)
 
 
-def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: bool) -> Difference:
+class _FixedEps(TorchFunctionMode):
+    """RMS norms without an eps of their own take the smallest step of the dtype. In float64 copies that is float32's.
+
+    PyTorch computes them in float32 at least, so that is theirs in half precision too.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.rms_norm, functional.rms_norm) and len(args) < 4 and kwargs.get("eps") is None:
+            kwargs = kwargs | {"eps": torch.finfo(torch.float32).eps}
+        return func(*args, **kwargs)
+
+
+def _diff_models(
+    a: nn.Module, b: nn.Module, batch: dict[str, Any], blocks: str | None, gradients: bool
+) -> Difference:
     models = (a, b)
     inputs = [_accepted(model, batch) for model in models]
-    roles = [roles_of(a, inputs[0])] * 2
+    roles = [roles_of(a, inputs[0], blocks)] * 2
     mask = roles[0].mask_of(batch)
     if [name for name, _ in a.named_modules()] != [name for name, _ in b.named_modules()]:
-        roles[1] = roles_of(b, inputs[1])
+        roles[1] = roles_of(b, inputs[1], blocks)
     depth = len(roles[0].blocks)
     if depth != len(roles[1].blocks):
         raise NormlabError(f"the models have {depth} and {len(roles[1].blocks)} blocks: compare equal depths")
@@ -125,15 +149,20 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
     buffers = _coarser_buffers(a, b)
 
     def run(i: int, dtype: torch.dtype) -> Side:
-        """A copy of A (0) or B (1) in `dtype`, weights and buffers rounded, and what its sites hold."""
-        model, given = _rounded(models[i], coarser, dtype, buffers), _in_dtype(inputs[i], dtype)
+        """A (0) or B (1) in `dtype`, weights and buffers rounded, and what its sites hold. Copied if it differs."""
+        is_own = dtype is dtypes[i] is coarser and dtype is not torch.float64 and not gradients  # float64 is tried on
+        model = models[i] if is_own else _rounded(models[i], coarser, dtype, buffers)
+        given = _in_dtype(inputs[i], dtype)
         return Side(capture(model, given, roles[i], gradients=gradients), model, given, roles[i])
 
-    single = run(0, torch.float32).tensors
-    notes: list[str] = []
-    if getattr(getattr(a, "config", None), "is_encoder_decoder", False):
-        others = [name for name, where in stacks(a).items() if where.blocks[0].name not in roles[0].blocks]
-        notes += [f"{name} is not compared: what differs there shows where it reaches these blocks" for name in others]
+    @cache
+    def tensors(i: int, dtype: torch.dtype) -> dict[Site, Tensor]:
+        return run(i, dtype).tensors
+
+    single = tensors(0, torch.float32)
+    notes = _unequal_buffers(a, b)
+    others = [name for name, found in stacks_of(a).items() if roles[0].blocks[0] not in found]
+    notes += [f"{name} is not compared: what differs there shows where it reaches these blocks" for name in others]
     try:
         side_a, side_b = run(0, torch.float64), run(1, torch.float64)
         exact = _all_finite(side_a.tensors, mask) or not _all_finite(single, mask)
@@ -144,15 +173,18 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
         side_a, side_b = run(0, torch.float32), run(1, torch.float32)
     rows = _rows(side_a.tensors, side_b.tensors, single, LEAST if exact else WITHOUT_FLOAT64, mask)
     first, causes = _explained(side_a, side_b, rows, mask)
-    if first is not None and exact and coarser is not torch.float32 and any(_name(coarser) in one for one in causes):
+    is_cast = first is not None and coarser is not torch.float32 and any(_name(coarser) in one for one in causes)
+    in_buffer = any("freq" in one for one in causes)
+    if first is not None and exact and is_cast and not (in_buffer and dtypes[0] is dtypes[1]):
         # The dtype of the models, written into the code of one: what counts is beyond its rounding.
-        part = f"{first.words()} of block {first.layer}, in {_code_of(side_b, first)}"
-        notes.append(f"{part}, is in {_name(coarser)} whatever the model's dtype")
-        coarse = run(dtypes.index(coarser), coarser).tensors
+        if not in_buffer:  # which a note names
+            part = f"{first.words()} of block {first.layer}, in {_code_of(side_b, first)}"
+            notes.append(f"{part}, is in {_name(coarser)} whatever the model's dtype")
+        coarse = tensors(dtypes.index(coarser), coarser)
         rows = _rows(side_a.tensors, side_b.tensors, coarse, _eps(coarser), mask)
         first, causes = _explained(side_a, side_b, rows, mask)
-    elif first is None and exact:
-        own = [run(i, dtypes[i]).tensors for i in (0, 1)]
+    if first is None and exact:
+        own = [tensors(i, dtypes[i]) for i in (0, 1)]
         rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
         first = _first(rows)
         if first is not None:
@@ -163,7 +195,7 @@ def _diff_models(a: nn.Module, b: nn.Module, batch: dict[str, Any], gradients: b
             ] or ["a part is computed in a coarser dtype than the model's: a cast"]
     if first is not None:
         notes.append(f"B computes it in {_code_of(side_b, first)}")
-    return _result(rows, first, causes, depth, notes)
+    return _result(rows, first, causes, side_a.captured.depth, notes)
 
 
 def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[Site | None, list[str]]:
@@ -203,27 +235,28 @@ def _rows(
             continue
         noise = relative_difference(a[site], rounded[site], mask)
         difference = relative_difference(a[site], b[site], mask)
-        rows.append(Row(site, difference, noise, difference > max(least, ROUNDINGS * noise)))
+        parts = math.isinf(difference) or difference > max(least, ROUNDINGS * noise)
+        rows.append(Row(site, difference, noise, parts))
     return rows
 
 
 def _diff_arrays(
-    a: nn.Module, arrays: dict[Site, Tensor], batch: dict[str, Any], dtype: torch.dtype | None
+    a: nn.Module, arrays: dict[Site, Tensor], batch: dict[str, Any], blocks: str | None, dtype: torch.dtype | None
 ) -> Difference:
     inputs = _accepted(a, batch)
-    roles = roles_of(a, inputs)
-    depth = len(roles.blocks)
+    roles = roles_of(a, inputs, blocks)
+    exact = _rounded(a, _dtype(a), torch.float64)
+    given = _in_dtype(inputs, torch.float64)
+    in_a = capture(exact, given, roles)
+    depth = in_a.depth
     ends = {LOGITS, f"{FINAL}_in", f"{FINAL}_out"}  # an array named without a layer is here, or before the blocks
     places = {site: (depth + 1 if site.name in ends else 0) if site.layer < 0 else site.layer for site in arrays}
     arrays = {Site(site.name, places[site]): x for site, x in arrays.items()}
     computed = dtype or max((_dtype(a), *(x.dtype for x in arrays.values())), key=_eps)
-    exact = _rounded(a, _dtype(a), torch.float64)
-    given = _in_dtype(inputs, torch.float64)
-    in_a = capture(exact, given, roles)
     rounded = capture(_rounded(a, _dtype(a), computed), _in_dtype(inputs, computed), roles).tensors
     mask = roles.mask_of(batch)
     rows = _rows(in_a.tensors, arrays, rounded, _eps(computed), mask)
-    if all(math.isinf(row.difference) for row in rows):
+    if all(in_a.tensors[row.site].shape != arrays[row.site].shape for row in rows):
         known = ", ".join(f"{site.name}.{site.layer}" for site in list(in_a.tensors)[:8])
         raise NormlabError(f"the file has no site of this model in its shape: name arrays as {known} ...")
     first = _first(rows)
@@ -318,18 +351,41 @@ def _in_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
 
 
-def _coarser_buffers(a: nn.Module, b: nn.Module) -> dict[str, torch.dtype]:
-    """By name, the coarser of the dtypes that a buffer has in the two models."""
+def _shared_buffers(a: nn.Module, b: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """The dtypes that buffers have in the two models, by name, where both are floats."""
     of_b = dict(b.named_buffers())
     pairs = {name: (x.dtype, of_b[name].dtype) for name, x in a.named_buffers() if name in of_b}
-    return {name: max(pair, key=_eps) for name, pair in pairs.items() if all(dtype.is_floating_point for dtype in pair)}
+    return {name: pair for name, pair in pairs.items() if all(dtype.is_floating_point for dtype in pair)}
+
+
+def _coarser_buffers(a: nn.Module, b: nn.Module) -> dict[str, torch.dtype]:
+    """By name, the coarser of the dtypes that a buffer has in the two models.
+
+    Frequencies are left as they are: what rounding does to them grows with the positions that they are multiplied by.
+    """
+    pairs = {name: pair for name, pair in _shared_buffers(a, b).items() if "freq" not in name}
+    return {name: max(pair, key=_eps) for name, pair in pairs.items()}
+
+
+def _unequal_buffers(a: nn.Module, b: nn.Module) -> list[str]:
+    """Sentences that name buffers of another dtype, one for all of a name."""
+    unequal = {}
+    for name, (of_a, of_b) in _shared_buffers(a, b).items():
+        if of_a is not of_b:
+            unequal[name.split(".")[-1], of_a, of_b] = name
+    return [f"{name} is in {_name(of_a)} in A and in {_name(of_b)} in B" for (_, of_a, of_b), name in unequal.items()]
 
 
 def _rounded(
     model: nn.Module, to: torch.dtype, dtype: torch.dtype, buffers: dict[str, torch.dtype] | None = None
 ) -> nn.Module:
     """A copy in `dtype`, its weights rounded to `to` first and its buffers to their dtype in `buffers`."""
-    result = copy.deepcopy(model)
+    memo: dict[int, Any] = {}
+    result = copy.deepcopy(model, memo)
+    for module, copied in zip(model.modules(), result.modules(), strict=True):
+        compiled = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+        if compiled is not None:  # a function is not copied: it would run the original
+            copied.forward = copy.deepcopy(compiled, memo)
     kept: list[tuple[Tensor, torch.dtype]] = [(x, to) for x in result.parameters() if x.is_floating_point()]
     kept += [(x, buffers[name]) for name, x in result.named_buffers() if buffers and name in buffers]
     with torch.no_grad():

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
+    LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -181,6 +182,34 @@ class NormedMLP(ConstantStart, LlamaMLP):
         if self.shifted:
             inner = inner + self.shift[2]
         return self.down_proj(inner if self.norm is None else self.norm(inner))
+
+
+class RotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's. A compiled training step on a CPU computes it once, for all heads and blocks.
+
+    The compiler would evaluate cos and sin wherever they rotate something, in each block, forward and backward.
+    """
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        in_step = self.training and torch.compiler.is_compiling() and x.device.type == "cpu"
+        if in_step and self.rope_type == "default":
+            return rotary_table(position_ids, self.inv_freq, self.attention_scaling, x.dtype)
+        return super().forward(x, position_ids)
+
+
+@torch.library.custom_op("normlab::rotary_table", mutates_args=())
+def rotary_table(
+    position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of LlamaRotaryEmbedding, ``(batch, tokens, d_head)``, as an operation that is not taken apart."""
+    angles = (position_ids[..., None].float() * inv_freq.float()).repeat(1, 1, 2)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+@rotary_table.register_fake
+def _(position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos = inv_freq.new_empty((*position_ids.shape, 2 * len(inv_freq)), dtype=dtype)
+    return cos, torch.empty_like(cos)
 
 
 def changes_attention(config: Any) -> bool:

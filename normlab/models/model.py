@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers import initialization as init
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from normlab.errors import NormlabError, first_line, hub_or_cache
+from normlab.models.attention_mlp import RotaryEmbedding
 from normlab.models.block import FinalNorm, NormlabDecoderLayer, decoder_layer
 from normlab.models.config import NormlabConfig
 from normlab.models.embeddings_head import EmbeddingEnd, Head, Projection, changes_embeddings, changes_head
@@ -84,7 +85,7 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         self.norm: Any = scheme.norm_at(NormSite("final", config.num_hidden_layers + 1, config))
         if scheme.leave is not None:
             self.norm = FinalNorm(centred(scheme.leave(config), config), self.norm)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.shared_scale = None
         if scheme.ends.embedding_scale is not None:

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from normlab.probes import statistics
 from normlab.probes.block_trace import BlockTrace
 from normlab.probes.decomposition import NormRead, additions
-from normlab.probes.forward_call import Call, Place, Staged
+from normlab.probes.forward_call import GRADIENTS, Call, Place, Repeated, Staged
 from normlab.probes.layout import features_last
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32
@@ -83,8 +84,20 @@ class _Moments:
         at = torch.as_tensor([rows[place] for place in values], device=masks.device)
         self.state[:, at] = with_batch(self.state[:, at], torch.stack(list(values.values())), masks)
 
+    def empty(self) -> list[tuple[str, int, str]]:
+        """(site, layer, mask) without a token."""
+        counted = (self.state[0] > 0).any(-1).tolist()
+        rows = zip(self.widths, counted, strict=True)
+        return [(*place, mask) for place, row in rows for mask, has in zip(self.masks, row, strict=True) if not has]
+
+    def forget(self, places: Iterable[Place]) -> None:
+        """Begin anew at these places."""
+        rows = [row for row, place in enumerate(self.widths) if place in set(places)]
+        if rows:
+            self.state[:, rows] = self._empty(len(rows), self.state.dtype, self.state.device)
+
     def table(self) -> pandas.DataFrame:
-        """One row per place, mask and statistic."""
+        """One row per place, mask and statistic, where a token was counted."""
         import pandas
 
         rows = [(*place, mask, name) for place in self.widths for mask in self.masks for name in self.names]
@@ -92,7 +105,8 @@ class _Moments:
         numbers = self.state.cpu().double().flatten(1).numpy()
         each = len(self.masks) * len(self.names)
         widths = [width for width in self.widths.values() for _ in range(each)]
-        return table.assign(**dict(zip(("count", "mean", "m2", "peak"), numbers, strict=True)), width=widths)
+        table = table.assign(**dict(zip(("count", "mean", "m2", "peak"), numbers, strict=True)), width=widths)
+        return table[table["count"] > 0]
 
 
 class Accumulator:
@@ -104,6 +118,7 @@ class Accumulator:
         self.kinds: set[str] = set()  # that have been measured
         self._moments: dict[tuple[str, torch.device], _Moments] = {}
         self._arrays: dict[tuple[str, Place], Tensor] = {}  # (masks, ...)
+        self._counted: dict[tuple[str, Place], Any] = {}  # (masks,): a token was counted
 
     def add(self, call: Call, measured: Iterable[Staged]) -> None:
         """Merge what one call has staged. What a norm without a site has read is left out.
@@ -118,14 +133,13 @@ class Accumulator:
                     continue
                 if kind in MERGE:
                     self.kinds.add(kind)
+                    masks = call.masks(values.device, shape[:-1])
+                    if masks is not None:
+                        self._counted[kind, place] = self._counted.get((kind, place), False) | masks.any(1)
                     before = self._arrays.get((kind, place))
                     self._arrays[kind, place] = values.clone() if before is None else MERGE[kind](before, values)
                     continue
-                group = groups[kind, values.device, shape]
-                if place in group:  # differentiated twice
-                    self._merge(call, kind, group, shape)
-                    group.clear()
-                group[place] = values
+                groups[kind, values.device, shape][place] = values
             for (kind, _, shape), group in groups.items():
                 self._merge(call, kind, group, shape)
 
@@ -144,6 +158,17 @@ class Accumulator:
         for site, layer in group.keys() - fitting.keys():
             call.absent[f"{site} {layer}"] = "its width differs between calls"
 
+    def without_tokens(self) -> list[tuple[str, int, str]]:
+        """(site, layer, mask) of which no token was counted, so that they have no rows."""
+        found = [row for (kind, _), moments in self._moments.items() if kind != "gradient" for row in moments.empty()]
+        return list(dict.fromkeys(found))
+
+    def forget(self, kind: str, places: Iterable[Place]) -> None:
+        """Drop what was merged at these places."""
+        for (of, _), moments in self._moments.items():
+            if of == kind:
+                moments.forget(places)
+
     def results(self) -> tuple[pandas.DataFrame, dict[tuple[str, int, str, str], Tensor]]:
         """Everything so far, on the CPU: the moments as a table, and arrays by (site, layer, mask, statistic)."""
         import pandas
@@ -152,7 +177,10 @@ class Accumulator:
         arrays = {
             (*place, mask, statistic): array
             for (statistic, place), of_masks in self._arrays.items()
-            for mask, array in zip(self.masks, of_masks.cpu(), strict=True)
+            for mask, array, has_tokens in zip(
+                self.masks, of_masks.cpu(), self._counted[statistic, place].tolist(), strict=True
+            )
+            if has_tokens
         }
         nothing = _Moments((), (), torch.device("cpu")).table()
         return pandas.concat(tables or [nothing], ignore_index=True), arrays
@@ -179,7 +207,8 @@ class Measurer:
         self.statistics["activation"] = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
         self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
         self._lock = threading.Lock()
-        self._arrived: list[tuple[Call, Sequence[Place | NormRead], Staged]] = []  # gradients that are not merged yet
+        # Gradients that are not merged yet; None for one that could not be measured.
+        self._arrived: list[tuple[Call, Sequence[Place | NormRead], Staged | None]] = []
 
     def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
         """Measure h itself, at a block's output or a norm's input."""
@@ -208,29 +237,44 @@ class Measurer:
         x: Tensor,
         channels_first: bool = False,
         norm: nn.Module | None = None,
-        is_recomputed: bool = False,
+        repeated: Repeated | None = None,
     ) -> None:
-        """Have the gradient at `x` reduced when it arrives; `is_recomputed`: by a checkpoint, in the backward pass."""
-        if "gradient" not in self.kinds or call is None or not x.requires_grad:
+        """Have the gradient at `x` reduced when it arrives; `repeated`: by a checkpoint, in the backward pass."""
+        if "gradient" not in self.kinds or call is None:
+            return
+        if not x.requires_grad:
+            if not torch.is_grad_enabled() and call.trace is not None:  # as in a checkpoint
+                call.waits = True
+                call.trace.run.reads.append(ref(x))
             return
         if not isinstance(where, NormRead):
             place = _place(where, is_gradient=True)
-            if place is None or (is_recomputed and place in {_place(other, True) for other in call.watched}):
-                return  # a checkpoint hands the recomputation a tensor that has its hook already
+            if place is None:
+                return
+            # A checkpoint hands the repetition a tensor that has its hook already. One that comes a second time is
+            # differentiated twice.
+            is_watched = repeated is not None and not repeated.is_second
+            if is_watched and place in {_place(other, True) for other in call.watched}:
+                return
         call.watched.add(where)
-        if call.hooked is not None and call.hooked[0] is x and call.hooked[1] == x._version:
-            call.hooked[2].append(where)
-            return
         places: list[Place | NormRead] = [where]
-        call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
+        if repeated is None:  # else nobody would let go of the tensor
+            if call.hooked is not None and call.hooked[0] is x and call.hooked[1] == x._version:
+                call.hooked[2].append(where)
+                return
+            call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
 
         def reduce(gradient: Tensor) -> None:
             if call.loss_tokens is None:  # of a forward pass that was not whole
                 return
-            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                view = features_last(gradient, channels_first, norm)
-                norms = torch.linalg.vector_norm(at_least_float32(view), dim=-1) * call.loss_tokens
-            staged = Staged("gradient", where, norms.reshape(1, -1), tuple(view.shape))
+            try:
+                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                    view = features_last(gradient, channels_first, norm)
+                    norms = torch.linalg.vector_norm(at_least_float32(view), dim=-1) * call.loss_tokens
+                staged: Staged | None = Staged("gradient", where, norms.reshape(1, -1), tuple(view.shape))
+            except Exception as error:  # the backward pass goes on
+                call.absent[GRADIENTS] = f"{type(error).__name__}: {error}"
+                staged = None
             with self._lock:
                 self._arrived.append((call, places, staged))
 
@@ -243,7 +287,7 @@ class Measurer:
         by_call: dict[Call, list[Staged]] = defaultdict(list)
         for call, places, staged in arrived:
             known = (place for where in places if (place := _place(where, is_gradient=True)) is not None)
-            by_call[call] += [staged._replace(where=place) for place in known]
+            by_call[call] += [] if staged is None else [staged._replace(where=place) for place in known]
         return by_call
 
     # -- norms ---------------------------------------------------------------------------------------------------
@@ -266,7 +310,7 @@ class Measurer:
                 if (masks := call.masks(x.device, tokens)) is not None:
                     positions, length = call.positions(x.device, tokens)
                     tables = [statistics.by_position(ratio[0], positions, mask, length) for mask in masks]
-                    call.stage("carried_position", read, torch.stack(tables))
+                    call.stage("carried_position", read, torch.stack(tables), (*tokens, 1))
             if norm is not None and "tanh" in self.kinds:
                 call.stage("tanh", read, statistics.tanh_statistics(norm, view, ms), view.shape)
             if norm is not None and "bounded" in self.kinds and hasattr(norm, "lam") and hasattr(norm, "kappa"):
@@ -340,14 +384,20 @@ class Measurer:
         first, *others = added.values()
         return sum(others, first)
 
-    def router(self, trace: BlockTrace, x: Tensor, routing: Routing) -> None:
-        """Measure what a router reads."""
-        if "router" in self.kinds and x.shape[-1] == routing.scores.shape[1]:
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                entropy = statistics.router_entropy(routing, x.detach())
-            tokens = trace.entered.shape[:-1]
-            tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
-            trace.call.stage("router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
+    def router(self, trace: BlockTrace, x: Tensor, returned: Any, routing: Routing) -> None:
+        """Measure what a router read and returned."""
+        if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
+            return
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            scores = statistics.router_scores(routing, x.detach())
+            entropy = statistics.router_entropy(scores)
+            if statistics.are_router_scores(scores, returned) is False:
+                reason = "the router's scores are not its weight times what it reads, plus its bias"
+                trace.call.absent[f"router_entropy {trace.layer}"] = reason
+                return
+        tokens = trace.entered.shape[:-1]
+        tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
+        trace.call.stage("router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
 
     def experts(self, trace: BlockTrace, values: Any, routing: Routing) -> None:
         """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
@@ -360,7 +410,7 @@ class Measurer:
         trace.has_experts = True
         if (masks := trace.call.masks(chosen.device, tokens)) is not None:
             counts = [statistics.expert_counts(chosen, mask, routing.experts) for mask in masks]
-            trace.call.stage("expert_counts", ("mlp", trace.layer), torch.stack(counts))
+            trace.call.stage("expert_counts", ("mlp", trace.layer), torch.stack(counts), (*tokens, 1))
 
     def streams(self, trace: BlockTrace, state: Tensor, rule: nn.Module, kind: str) -> None:
         """Measure the streams that a rule is about to mix."""
@@ -371,8 +421,17 @@ class Measurer:
 
     def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
-        if watch.scores is not None and trace.call.has_rows(watch.shape):
-            trace.call.stage("attention", ("attn", trace.layer), watch.scores, (*watch.shape, 1))
+        call, place = trace.call, ("attn", trace.layer)
+        if watch.why:
+            call.absent[f"attention {trace.layer}"] = watch.why
+        if watch.scores is None or not call.has_rows(watch.shape):
+            return
+        if watch.knows_size:
+            call.stage("attention", place, watch.scores[:1], (*watch.shape, 1))
+        else:
+            reason = "of the scores only their distance from a row's maximum was seen"
+            call.absent[f"attention_logit_max {trace.layer}"] = reason
+        call.stage("entropy", place, watch.scores[1:], (*watch.shape, 1))
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""
@@ -381,7 +440,10 @@ class Measurer:
             rows, masks = x.detach().reshape(-1, x.shape[-1]), call.masks(x.device, tokens)
             if masks is None:
                 return
+            if not call.counts_first_tokens(x.device, tokens):
+                call.stage(statistic, place, torch.stack([reduce(rows, mask) for mask in masks]), x.shape)
+                return
             shared = masks.all(0)
             common, (first, kept) = reduce(rows, shared), call.first_tokens(x.device, tokens)
             extra = [reduce(rows[first], (mask & ~shared)[first] & kept) for mask in masks]
-            call.stage(statistic, place, torch.stack([MERGE[statistic](common, more) for more in extra]))
+            call.stage(statistic, place, torch.stack([MERGE[statistic](common, more) for more in extra]), x.shape)

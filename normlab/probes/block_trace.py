@@ -7,6 +7,7 @@ branch is measured, the norm that reads the block's input is named by what comes
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ from normlab.probes.sites import Block, Branch
 from normlab.probes.stream_sums import Rows, count_different
 
 if TYPE_CHECKING:
-    from normlab.probes.forward_call import Call
+    from normlab.probes.forward_call import Call, LastBlock, Run
 
+NormRun = tuple[nn.Module, int]  # a norm, and how often it had run in the block before
 FEW = 6  # different tokens below which a sum that is not a plain one may not be told
 TRIES = 3  # calls after which a block that does not add up is given up: the search for a reading takes long
 
@@ -29,22 +31,25 @@ class KnownBlock:
     """A block, as earlier calls have shown it."""
 
     channels_first: bool
-    sites: dict[nn.Module, str] | None = None  # of its norms, once its stream has added up
+    sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up
+    lost: dict[str, str] = field(default_factory=dict)  # sites whose norm is not measured then, and why
     failures: list[str] = field(default_factory=list)  # why it did not, one per call
+    adding: set[nn.Module] = field(default_factory=set)  # norms that add two tensors and read the sum
+    joins: bool = False  # it returns a branch and the residual apart: the stream is their sum
 
 
 class BlockTrace:
     """One block during one forward pass. Holds a few of its activations until it ends.
 
     Args:
-        call, block, layer: the call, the block that runs in it, and its layer there.
+        call, block, run: the call, the block that runs in it, and its run there.
         entered: the stream that it reads.
         known: what earlier calls told, and this one will add to.
         keeps_branches: what branches add is measured. Otherwise nothing is traced once the norms' sites are known.
     """
 
-    def __init__(self, call: Call, block: Block, layer: int, entered: Tensor, known: KnownBlock, keeps_branches: bool):
-        self.call, self.block, self.layer = call, block, layer
+    def __init__(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock, keeps_branches: bool):
+        self.call, self.block, self.run, self.layer = call, block, run, run.layer
         self.entered, self.width, self.known = entered, entered.shape[-1], known
         self.keeps_branches = keeps_branches
         self.entered_version = None if entered.is_inference() else entered._version
@@ -55,8 +60,18 @@ class BlockTrace:
         self.has_experts = False  # the experts that a mixture took are known
         self._known_sites = None if keeps_branches else known.sites
         self._inputs: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
-        if self._known_sites is None:
-            self.rows = Rows(entered)
+        self._times: Counter[nn.Module] = Counter()  # that each norm has run
+        self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
+        self.pair: LastBlock | None = None  # two tensors that it was given, until a norm has read one or their sum
+        self.is_joined = False  # it was their sum
+        self._rows = Rows(entered) if self._known_sites is None else None
+
+    @property
+    def rows(self) -> Rows:
+        """A few tokens of what the block reads, and of other tensors."""
+        if self._rows is None:
+            self._rows = Rows(self.entered)
+        return self._rows
 
     def view(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """`x` with its features last: what a branch, or `norm`, reads or returns."""
@@ -64,15 +79,46 @@ class BlockTrace:
             return features_last(x, self.known.channels_first, width=self.width)
         return features_last(x, self.known.channels_first, norm)
 
+    def enter_sum(self, x: Tensor) -> None:
+        """Take `x` for the stream that the block reads: the sum of two tensors that it was given."""
+        self.is_joined, self.entered = True, x
+        self.entered_version = None if x.is_inference() else x._version
+        self._rows = Rows(x) if self._known_sites is None else None
+
+    def note_sum(self, norm: nn.Module, x: Tensor, residual: Tensor) -> None:
+        """Note that a norm is about to read two tensors, which it may add (in place)."""
+        if self._known_sites is not None:
+            return
+        views = (self.rows.of(self.view(value, norm)) for value in (x, residual))
+        parts = [rows for rows in views if rows is not None]
+        self._sums[norm] = parts[0] + parts[1] if len(parts) == 2 else None
+
+    def is_sum(self, norm: nn.Module, returned: Tensor) -> bool:
+        """True if what a norm has returned besides is the sum of the two tensors that it read."""
+        added = self._sums.get(norm)
+        if added is not None and self.rows.same(self.rows.of(self.view(returned, norm)), added):
+            self.known.adding.add(norm)
+        return norm in self.known.adding
+
+    def adds_up_to(self, out: Tensor) -> bool:
+        """True if a reading of the block ends in `out`."""
+        last = self.rows.of(out)
+        return last is not None and bool(self.runs) and self._read_to(last) is not None
+
+    def _read_to(self, last: Tensor) -> Reading | None:
+        return find_reading(self.events, self.entered, last, self.rows)
+
     def norm_starts(self, norm: nn.Module, x: Tensor) -> NormRead | None:
         """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
+        time = self._times[norm]
+        self._times[norm] += 1
         if self._known_sites is not None:
-            site = self._known_sites.get(norm)
+            site = self._known_sites.get((norm, time))
             return None if site is None else NormRead(norm, self.layer, site=site)
         if x.shape[-1] != self.width:
             return None
         is_norm = norm not in self.block.activations
-        read = NormRead(norm, self.layer, x, self.rows.of(x), is_norm=is_norm)
+        read = NormRead(norm, self.layer, x, self.rows.of(x), is_norm=is_norm, time=time)
         self.events.append(read)
         return read if is_norm else None
 
@@ -122,18 +168,18 @@ class BlockTrace:
         return [event for event in self.events if isinstance(event, NormRead)]
 
     @property
-    def sites(self) -> dict[nn.Module, str]:
+    def sites(self) -> dict[NormRun, str]:
         """The sites of the block's norms, once it has ended."""
         if self._known_sites is not None:
             return self._known_sites
-        return {read.norm: read.site for read in self._reads if read.site is not None}
+        return {(read.norm, read.time): read.site for read in self._reads if read.site is not None}
 
     # -- the block's end ---------------------------------------------------------------------------------------------
 
     def finish(self, out: Tensor) -> None:
         """Find the reading under which the block adds up to `out`; name its norms, list its segments."""
         if self._known_sites is not None:
-            self.segments = ()
+            self.segments, self.lost, self.run.sites = (), self.known.lost, self._known_sites
             return
         self.rows.note_rounding(out)
         last = self.rows.of(out)
@@ -148,10 +194,12 @@ class BlockTrace:
         elif bool(self.rows.first.any()):
             self._name_first_norm()
         self._settle_sites()
+        self.run.sites = self.sites
         if reading is None:
             self._note_lost_sites()
         else:
-            self.known.sites = self.sites
+            self._note_lost_norms(reading)
+            self.known.sites, self.known.lost = self.sites, self.lost
 
     def _find_reading(self, last: Tensor | None) -> Reading | None:
         if last is None:
@@ -163,7 +211,7 @@ class BlockTrace:
         elif not self.runs:
             self.why = "no branch was found in the block"
         else:
-            reading = find_reading(self.events, self.entered, last, self.rows)
+            reading = self._read_to(last)
             if reading is not None:
                 return reading
             self.why = self._reason(last)
@@ -185,16 +233,44 @@ class BlockTrace:
             read.site = getattr(read.norm, "probe_site", read.site)
             if read.site in taken:
                 self.lost[read.site] = "a second norm of this site is left out"
-                read.site = None
+                read.site, read.is_second = None, True
             elif read.site is not None:
                 taken.add(read.site)
 
     def _note_lost_sites(self) -> None:
-        if all(norm in self.sites for norm in self.block.norms):
+        named = {norm for norm, _ in self.sites}
+        if named.issuperset(self.block.norms):
             return
         kinds = (branch.kind for branch in self.block.branches if branch.kind != "other")
         names = (f"{kind}_norm_in" for kind in kinds)
         self.lost |= {name: self.why for name in names if name not in self.sites.values()}
+
+    def _note_lost_norms(self, reading: Reading) -> None:
+        """Name every norm at the branches' sides that has no place in the reading of the stream.
+
+        One that reads what a branch has returned is inside a branch. One that did not run is beside a branch that did
+        not.
+        """
+        placed = {norm for norm, _ in self.sites}
+        output_norms = (run.output_norm for segment in reading.segments for run in segment.runs)
+        placed |= {norm for norm in output_norms if norm is not None}
+        placed |= {read.norm for read in self._reads if read.is_second or self._is_of_a_branch(read)}
+        names = {part: name for name, part in self.block.module.named_modules()}
+        did_all_run = {run.branch for run in self.runs} >= set(self.block.branches)
+        elsewhere = "reads neither the stream nor what a branch returned"
+        for norm in self.block.norms:
+            if norm not in placed and (self._times[norm] or did_all_run):
+                name = names.get(norm, type(norm).__name__)
+                self.lost[name] = f"it {elsewhere}" if self._times[norm] else "it did not run"
+        if not placed and not self.lost and self._times:
+            kinds = dict.fromkeys(run.kind for run in self.runs if run.kind != "other")
+            self.lost |= dict.fromkeys((f"{kind}_norm_in" for kind in kinds), f"every norm inside {elsewhere}")
+
+    def _is_of_a_branch(self, read: NormRead) -> bool:
+        """True if a norm read what a branch has returned, and nothing else."""
+        if read.norm in self._sums and read.norm not in self.known.adding:
+            return False
+        return any(same_tensor(read.x, run.out) or self.rows.same(read.rows, run.rows) for run in self.runs)
 
     def _reason(self, last: Tensor) -> str:
         """The reason that there is no reading."""

@@ -77,7 +77,8 @@ class LayerStatsCallback(TrainerCallback):
         Trainer(..., callbacks=[callback]).train()
         callback.to_pandas()        # step, site, layer, metric, mask, value
 
-    All micro-batches of a measured step are merged, over all ranks too. A measured step runs uncompiled.
+    All micro-batches of a measured step are merged, over all ranks too. A measured step runs uncompiled. A training
+    that begins drops what the one before it left; one that resumes keeps the steps before.
 
     Gradients are of the summed token loss: accumulation (`num_items_in_batch`) and fp16 loss scaling are undone. They
     need labels that the Trainer passes to the model, and logits that the model returns, or `loss_tokens`. Else they are
@@ -135,6 +136,11 @@ class LayerStatsCallback(TrainerCallback):
         return self._readings.explain(since)
 
     # -- the Trainer's events; it calls them with keywords -----------------------------------------------------------
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Forget what was read of another training, or after the step from which this one goes on."""
+        self._readings.forget(state.global_step)
+        self._spikes, self._observer = LossSpikes(), None
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Start recording if this step is to be measured."""

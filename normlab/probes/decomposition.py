@@ -44,6 +44,8 @@ class NormRead:
     kept: Tensor | None = None  # a copy of `out`, where that may be what a branch adds
     site: str | None = None  # None until it is known, or where it is at none
     is_norm: bool = True
+    time: int = 0  # how often the norm had run in the block before
+    is_second: bool = False  # another norm has its site
 
 
 @dataclass(eq=False)

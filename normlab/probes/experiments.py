@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from statistics import NormalDist
@@ -27,8 +27,23 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
-from normlab.probes.forward_call import IGNORED_LABEL, labels_averaged, loss_and_logits
-from normlab.probes.layout import hidden_state, output_tensor, require_one_stream, token_masks
+from normlab.probes.forward_call import IGNORED_LABEL, given_mask, labels_averaged, loss_and_logits
+from normlab.probes.layout import token_masks
+from normlab.probes.passes import (
+    Hook,
+    KeptPass,
+    called,
+    device_of,
+    evaluating,
+    hooked,
+    on_blocks,
+    residual_in,
+    return_input,
+    return_residual,
+    return_zero,
+    stream_through,
+    without_head,
+)
 from normlab.probes.record import record
 from normlab.probes.sites import Sites, sites
 
@@ -42,7 +57,6 @@ PART_OF = {"attn": "attention", "mlp": "mlp"}
 _OF_TEXT = {"input_ids", "input", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids"}
 CANDIDATES = 6  # spans of each length whose cost is measured: those that turn the stream least
 Batch = dict[str, Any]
-Hook = Callable[..., Any]
 
 
 # -- means over rows -------------------------------------------------------------------------------------------------
@@ -90,9 +104,8 @@ class Runner:
         self.sites = model if isinstance(model, Sites) else sites(model)
         self.model = self.sites.model
         self._batches, self._progress, self._title = batches, progress, title
-        parameter = next(self.model.parameters(), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
-        accepted = inspect.signature(self.model.forward).parameters
+        self.device = device_of(self.model)
+        accepted = _arguments(self.sites)
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
@@ -118,13 +131,17 @@ class Runner:
     def _has_encoder(self) -> bool:
         return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
-    def run(self, batch: Batch) -> Any:
-        """The model's output. Labels are withheld: the loss is computed here, per token, alike for every model."""
+    def run(self, batch: Batch, *, needs_logits: bool = True) -> Any:
+        """The model's output. Labels are withheld: the loss is computed here, per token, alike for every model.
+
+        needs_logits: False where the head need not be computed.
+        """
         inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in ("labels", "shift_labels")}
         if "labels" in batch and self._has_encoder and "decoder_input_ids" not in batch:
             model: Any = self.model  # which would make them of the labels
             inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return self.model(**inputs, **self._options)
+        with nullcontext() if needs_logits else without_head(self.sites):
+            return called(self.model, inputs | self._options)
 
     def logits(self, batch: Batch) -> Tensor:
         """The model's logits.
@@ -168,7 +185,7 @@ class Runner:
         if self._shifted is None:
             inputs = {self._renamed.get(k, k): v for k, v in batch.items()}
             try:
-                loss, logits = loss_and_logits(self.model(**inputs, **self._options))
+                loss, logits = loss_and_logits(called(self.model, inputs | self._options))
             except TypeError:  # it takes no labels
                 loss = logits = None
             shifted = True
@@ -187,8 +204,19 @@ class Runner:
 
     def counted(self, batch: Batch, tokens: tuple[int, ...], mask: str = "all") -> Tensor:
         """(batch, length) bool: the tokens that count, by the mask of this stack."""
-        given = None if self._mask_name is None else batch.get(self._mask_name)
+        given = given_mask(self.sites.mask or self._mask_name, batch)
         return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
+
+
+def _arguments(where: Sites) -> set[str]:
+    """The arguments that a model takes by name. One that takes any, such as a wrapper, hands them on to its content."""
+    names: set[str] = set()
+    for module in where.ancestors:
+        parameters = inspect.signature(module.forward).parameters
+        names |= parameters.keys()
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            break
+    return names
 
 
 def _successors(tokens: Tensor) -> Tensor:
@@ -196,16 +224,10 @@ def _successors(tokens: Tensor) -> Tensor:
     return functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, every module's former mode after."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def require_counted(any_counts: bool) -> None:
+    """Refuse batches without a label or token to measure on."""
+    if not any_counts:
+        raise NormlabError("there is nothing to measure on: no batch has a label or a token that counts")
 
 
 def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
@@ -220,47 +242,8 @@ def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) ->
             values.append(summed[:, count > 0].detach().double().cpu())
             counts.append(count[count > 0].detach().double().cpu())
     total = torch.cat(counts)
+    require_counted(bool(len(total)))
     return *mean_and_error(torch.cat(values, dim=1), total), int(total.sum())
-
-
-@contextmanager
-def hooked(*hooks: tuple[nn.Module, Hook]) -> Iterator[None]:
-    """Forward hooks (module, args, kwargs, output) that are gone when the context ends."""
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def on_blocks(where: Sites, hook: Hook) -> AbstractContextManager[None]:
-    """`hooked` with one hook (layer, module, args, kwargs, output) on every block, for one pass.
-
-    The hook may run its block again, which it does not see.
-
-    Raises:
-        NormlabError: in the pass, where a block runs twice.
-    """
-    ran: set[int] = set()
-    inside: list[int] = []
-
-    def once(layer: int, *call: Any) -> Any:
-        if inside:
-            return None
-        if layer in ran:
-            raise NormlabError(
-                f"block {layer} runs more than once in a pass, as in ALBERT: experiments need blocks that run once "
-                "(`record` takes each run for a layer)"
-            )
-        ran.add(layer)
-        inside.append(layer)
-        try:
-            return hook(layer, *call)
-        finally:
-            inside.clear()
-
-    return hooked(*((block.module, partial(once, block.index)) for block in where.blocks))
 
 
 def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]) -> None:
@@ -271,14 +254,13 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
     """
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-        require_one_stream(before, after)
+        before, after = stream_through(args, kwargs, output)
         if layer == 1:
             look(0, before)
         look(layer, after)
 
     with on_blocks(runner.sites, hook):
-        runner.run(batch)
+        runner.run(batch, needs_logits=False)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -312,47 +294,44 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 # -- skipping --------------------------------------------------------------------------------------------------------
 
 
-def _with_tensor(output: Any, x: Tensor) -> Any:
-    return x if isinstance(output, Tensor) else (x, *output[1:])
-
-
-def return_input(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Make a block the identity; a forward hook."""
-    return _with_tensor(output, hidden_state(args, kwargs)[0])
-
-
-def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Make a branch add nothing; a forward hook."""
-    return _with_tensor(output, torch.zeros_like(output_tensor(output)))
-
-
 def _skips(
     runner: Runner, batch: Batch, parts: Sequence[str], span: int, layers: Sequence[int] | None
 ) -> dict[tuple[str, int], list[tuple[nn.Module, Hook]]]:
-    """The hooks of every skip, by (part, first layer).
+    """The modules that each skip leaves out and what makes them do nothing, by (part, first layer).
 
-    A branch is not skipped if its block does not add up, or if it returns the stream with itself added.
+    A branch is not skipped if its block does not add up, or if it returns the stream with itself added and is not given
+    the stream.
     """
     starts = range(1, runner.sites.depth - span + 2)
     if wrong := sorted(set(layers or ()) - set(starts)):
         raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are 1 to {runner.sites.depth}")
-    skips: dict[tuple[str, int], list] = {}
-    outputs: dict[tuple[str | None, int], nn.Module] = {}  # what a branch adds is the output of its norm, or its own
+    skips: dict[tuple[str, int], list[tuple[nn.Module, Hook]]] = {}
+    # What a branch adds is the output of its norm, or its own.
+    outputs: dict[tuple[str | None, int], tuple[nn.Module, Hook]] = {}
     if set(parts) - {"block"}:
-        with record(runner.sites, ["rms", "relative_contribution"], masks=["all"]) as rec:
+        residuals: dict[nn.Module, Tensor | None] = {}
+
+        def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            residuals[module] = residual_in(args, kwargs, output)
+
+        modules = [branch.module for block in runner.sites.blocks for branch in block.branches]
+        with (
+            record(runner.sites, ["relative_contribution"], masks=["all"]) as rec,
+            hooked(*((module, see) for module in modules), must_run=False),
+        ):
             runner.logits(batch)
-        found = rec.branches.items()
-        outputs = {(PART_OF.get(kind), n): module for (kind, n), (module, form) in found if form != "contained"}
-    blocks = runner.sites.blocks
+        place = {block.layer: block.index for block in runner.sites.blocks}
+        for (kind, numbered), (module, form) in rec.branches.items():
+            layer = place.get(numbered)
+            if layer and (form != "contained" or residuals.get(module) is not None):
+                outputs[PART_OF.get(kind), layer] = (module, return_residual if form == "contained" else return_zero)
     for part in parts:
-        for first in starts:
-            if layers is not None and first not in layers:
-                continue
+        for first in starts if layers is None else sorted(set(layers)):
             skipped = range(first, first + span)
             if part == "block":
-                skips[part, first] = [(blocks[layer - 1].module, return_input) for layer in skipped]
+                skips[part, first] = [(runner.sites.blocks[layer - 1].module, return_input) for layer in skipped]
             elif all((part, layer) in outputs for layer in skipped):
-                skips[part, first] = [(outputs[part, layer], return_zero) for layer in skipped]
+                skips[part, first] = [outputs[part, layer] for layer in skipped]
     if not skips:
         raise NormlabError(
             f"there is nothing to skip: {runner.sites.depth} blocks, span {span}, parts {', '.join(parts)}"
@@ -383,10 +362,13 @@ def skip_sensitivity(
     Returns:
         One row per skipped part: `part layer span loss skip_delta_loss standard_error low high output_kl
         output_kl_error tokens`. `loss` is the whole model's, in nats per token. `low` and `high` bound the 95% interval
-        of `skip_delta_loss`, sequences taken as independent. `output_kl` = KL(whole || skipped).
+        of `skip_delta_loss`, sequences taken as independent. `output_kl` = KL(whole || skipped). Where later blocks
+        read what skipped ones make besides the stream (keys and values that they share), it is still made, which
+        deletion cannot do: a column `read_by` lists those layers.
 
     Raises:
-        NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits.
+        NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the
+            residual stream is in two parts.
     """
     import pandas
 
@@ -395,18 +377,19 @@ def skip_sensitivity(
     if not isinstance(span, int) or span < 1:
         raise NormlabError(f"span is {span!r}: skip at least 1 block")
     runner = Runner(model, batches, progress, "skip sensitivity")
+    kept = KeptPass(runner.sites)
     skips: dict[tuple[str, int], list[tuple[nn.Module, Hook]]] = {}
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         if not skips:
             skips.update(_skips(runner, batch, parts, span, layers))
         labels = runner.labels(batch)
-        with on_blocks(runner.sites, lambda *_: None):  # which refuses blocks that run twice
-            whole = runner.logits(batch)
+        parts_skipped = {module for (part, _), left in skips.items() if part != "block" for module, _ in left}
+        whole = kept.keep(partial(runner.logits, batch), parts_skipped)
         base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
         values = [base.sum(1)]
-        for hooks in skips.values():
-            with hooked(*hooks):
+        for (_, first), left_out in skips.items():
+            with kept.changed(first, left_out):
                 skipped = runner.logits(batch)
             values.append((token_losses(skipped, labels) - base).sum(1))
             values.append(torch.where(counted, token_kl(whole, skipped), 0).sum(1))
@@ -418,8 +401,11 @@ def skip_sensitivity(
         delta, kl = 1 + 2 * i, 2 + 2 * i
         row = {"part": part, "layer": layer, "span": span, "loss": mean[0], "skip_delta_loss": mean[delta]}
         row |= interval(mean[delta], error[delta])
-        rows.append(row | {"output_kl": mean[kl], "output_kl_error": error[kl], "tokens": tokens})
-    return pandas.DataFrame(rows)
+        row |= {"output_kl": mean[kl], "output_kl_error": error[kl], "tokens": tokens}
+        readers = kept.readers(range(layer, layer + span)) if part == "block" else []
+        rows.append(row | {"read_by": ", ".join(map(str, readers))})
+    table = pandas.DataFrame(rows)
+    return table if table["read_by"].any() else table.drop(columns="read_by")
 
 
 @torch.no_grad()
@@ -429,7 +415,7 @@ def skip_future_effect(
     """Measure how much each later block's update changes when block s is skipped (2505.13898).
 
     The mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s, where u_l = h_l - h_{l-1}. u'_l is the same with
-    block s the identity. Holds one batch's updates of all layers (layers x tokens x width numbers).
+    block s the identity. Holds one batch's states and updates of all layers (2 x layers x tokens x width numbers).
 
     Returns:
         One row per pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`.
@@ -443,29 +429,29 @@ def skip_future_effect(
     if not pairs:
         raise NormlabError("skip_future_effect compares later blocks: the model has only one")
 
-    def updates(batch: Batch, skipped: int | None = None) -> list[Tensor]:
-        """h_l - h_{l-1} of every block, with block `skipped` made the identity."""
-        kept: list[Tensor] = []
-
-        def keep(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-            require_one_stream(before, after)
-            kept.append(after - before)
-
-        skips = [] if skipped is None else [(runner.sites.blocks[skipped - 1].module, return_input)]
-        with hooked(*skips), on_blocks(runner.sites, keep):
-            runner.logits(batch)
-        return kept
+    kept = KeptPass(runner.sites)
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        whole = updates(batch)
-        counted = runner.counted(batch, tuple(whole[0].shape[:-1]))
-        values = []
+        updates: dict[int, Tensor] = {}
+        values: list[Tensor] = []
+
+        def note(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            before, after = stream_through(args, kwargs, output)
+            updates[layer] = (after - before).float()
+
+        def compare(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            before, after = stream_through(args, kwargs, output)
+            change = (after - before).float() - updates[layer]
+            relative = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(updates[layer], dim=-1)
+            values.append(torch.where(counted, relative, 0).sum(1))
+
+        run = partial(runner.run, batch, needs_logits=False)
+        kept.keep(run, see=note)
+        counted = runner.counted(batch, tuple(updates[1].shape[:-1]))
         for skipped in range(1, depth):
-            for u, changed in list(zip(whole, updates(batch, skipped), strict=True))[skipped:]:
-                u, difference = u.float(), changed.float() - u.float()
-                relative = torch.linalg.vector_norm(difference, dim=-1) / torch.linalg.vector_norm(u, dim=-1)
-                values.append(torch.where(counted, relative, 0).sum(1))
+            skip, later = (runner.sites.blocks[skipped - 1].module, return_input), range(skipped + 1, depth + 1)
+            with kept.changed(skipped, [skip]), on_blocks(runner.sites, compare, later):
+                run()
         return torch.stack(values), counted.sum(1)
 
     mean, error, _ = row_means(runner, sums)
@@ -488,7 +474,7 @@ def cheapest_spans(
     Of each length, the `candidates` spans with the smallest angle between their ends' residual streams (2403.17887) are
     skipped on every second batch. The cheapest is measured again on the other batches, because the data on which a
     minimum was chosen flatters it. Blocks keep their index while others are skipped; where nothing depends on it, that
-    is deletion.
+    is deletion. No span holds a block whose keys and values, or the like, later blocks read.
 
     Args:
         model, batches, progress: as for `skip_sensitivity`.
@@ -502,7 +488,7 @@ def cheapest_spans(
         keeps.
 
     Raises:
-        NormlabError: as for `skip_sensitivity`; a model of one block.
+        NormlabError: as for `skip_sensitivity`; a model of one block, or of blocks that later ones all read.
     """
     import pandas
 
@@ -515,9 +501,15 @@ def cheapest_spans(
     if not 1 <= longest < where.depth:
         raise NormlabError(f"a span of 1 to {where.depth - 1} blocks can be dropped of {where.depth}, not of {longest}")
     angles = angular_distance(where, choosing, progress=progress)
+    runner, kept = Runner(where, choosing[:1], False, ""), KeptPass(where)
+    with torch.no_grad(), evaluating(runner.model):
+        for batch in runner:
+            kept.keep(partial(runner.run, batch, needs_logits=False))
     rows = []
     for length in range(1, longest + 1):
-        starts = range(1, where.depth - length + 2)
+        starts = [n for n in range(1, where.depth - length + 2) if not kept.readers(range(n, n + length))]
+        if not starts:
+            continue
         nearest = sorted(starts, key=lambda first: angles.loc[first - 1, first + length - 1])[:candidates]
         tried = skip_sensitivity(where, choosing, span=length, layers=nearest, progress=progress)
         best = int(tried.loc[tried["skip_delta_loss"].idxmin(), "layer"])
@@ -527,6 +519,8 @@ def cheapest_spans(
         row = {"length": length, "first": best, "last": last}
         row |= {name: measured[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
         rows.append(row | {"start": best - 1, "stop": last, "keep": [r for r in ranges if r[0] < r[1]]})
+    if not rows:
+        raise NormlabError("later blocks read what every span makes besides the stream: none can be dropped")
     return pandas.DataFrame(rows)
 
 

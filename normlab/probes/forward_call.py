@@ -3,27 +3,45 @@
 `CallInputs`       the arguments as the caller gave them, never as an inner module was handed them
 `labels_averaged`  the number of labels that a returned loss averages over, told from the logits returned with it
 `Call`             one forward call, with the measurements that wait for its end
+`Run`, `Repeated`  one run of a block in it, and that run when a checkpoint repeats it
+`LastBlock`        what the block that ran last has returned
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.layout import Layout, is_activation, own_layout, row_layout, token_masks
+from normlab.probes.layout import (
+    Layout,
+    Refusal,
+    are_turned,
+    is_activation,
+    is_turned,
+    own_layout,
+    row_layout,
+    same_tensor,
+    token_masks,
+)
 from normlab.probes.statistics import AttentionWatch
+from normlab.probes.stream_sums import Rows
 
 if TYPE_CHECKING:
-    from normlab.probes.block_trace import BlockTrace
+    from normlab.probes.block_trace import BlockTrace, KnownBlock, NormRun
     from normlab.probes.decomposition import NormRead
+    from normlab.probes.sites import Block
 
 IGNORED_LABEL = -100
+GRADIENTS = "gradients"  # in `absent`: why gradients of a forward pass are left out
 CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
 CLOSE = 1e-3  # largest relative distance of a loss from its reading
 APART = 4.0  # how much nearer it must be than readings of another divisor
@@ -31,6 +49,17 @@ _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "i
 _OTHER = ("pixel_values", "input_features", "input_values", "flattened_patches", "images", "pixel_values_videos")
 _TOKENS = ("input_ids", "inputs_embeds", "attention_mask")
 _DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+# Masks of padding by the names of transformers (non-zero = a token) and of PyTorch (True or -inf = padding).
+_MASKS = ("attention_mask", "src_key_padding_mask", "tgt_key_padding_mask")
+_DECODER_MASKS = ("decoder_attention_mask", "tgt_key_padding_mask")
+_MASKS_PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
+# What an inner module may be handed under a known name, if the caller gave it under another one.
+_KNOWN = (*_TEXT, *_MASKS, "position_ids", "labels", "shift_labels")
+_NO_MASKS = {
+    *_TOKENS, *_DECODER_TOKENS, "input", "position_ids", "token_type_ids", "mm_token_type_ids", "labels",
+    "shift_labels", "langs", "head_mask", "global_attention_mask", "special_tokens_mask", "src_mask", "tgt_mask",
+    "memory_mask", "memory_key_padding_mask", "decoder_attention_mask", *_MASKS,
+}  # fmt: skip
 _CACHES = ("cache", "past_key_values", "cache_params", "past_kv_cache", "mems", "state", "past_buckets_states")
 
 
@@ -159,13 +188,39 @@ def _cached_tokens(cache: Any) -> int:
         return int(cache.has_previous_state())
 
 
+def given_mask(mask: TokenMask, arguments: Mapping[str, Any]) -> Any:
+    """The mask of a call's tokens, non-zero = a token: an argument by name, or what a function makes of them all."""
+    if callable(mask):
+        inputs = CallInputs()
+        inputs.arguments = dict(arguments)
+        return mask(inputs)
+    value = None if mask is None else arguments.get(mask)
+    if isinstance(value, Tensor) and mask in _MASKS_PADDING:
+        value = value == 0
+        return value[None] if value.ndim == 1 else value
+    return value
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values, and in their dicts, lists and tuples."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping | list | tuple):
+            found += _tensors(value.values() if isinstance(value, Mapping) else value)
+    return found
+
+
 class CallInputs:
     """The arguments of one forward call, from the outermost module that is handed tensors by name.
 
-    What an inner module is handed may be made over: a mask of four dimensions, padding to a window.
+    What an inner module is handed may be made over: a mask of four dimensions, padding to a window. What the caller
+    gave under another name counts under the inner module's.
 
     Attributes:
         arguments: by name.
+        mask: what the caller says the mask is.
         labels_averaged: how many labels the returned loss averages over, once it has been compared with its logits;
             None before, or when they do not tell.
         unknown: why `labels_averaged` is None.
@@ -173,6 +228,8 @@ class CallInputs:
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] = {}
+        self.mask: TokenMask = None
+        self.made: dict[str, Tensor] = {}  # masks that an inner module was handed and the caller did not give
         self.has_arguments = False
         self.has_decoder = False  # the call names a decoder's inputs next to an encoder's
         self.is_text = True  # the stack is fed from tokens, not from an image or a sound
@@ -181,6 +238,17 @@ class CallInputs:
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
         self.unknown = "this call has no countable labels"
+        self._source: nn.Module | None = None  # the inner module whose names tell what the caller's tensors are
+
+    def begins_again(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """True if the module whose names tell the tokens is called with others: the second text of a bi-encoder."""
+        if module is not self._source:
+            return False
+        arguments = call_arguments(module, args, kwargs)[0]
+        return any(
+            isinstance(arguments.get(name), Tensor) and arguments[name] is not self.arguments.get(name)
+            for name in _TOKENS
+        )
 
     def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note the call of a module on the way from the root to the blocks, from the outside in."""
@@ -191,18 +259,38 @@ class CallInputs:
         if sees and not present & set(_TEXT):
             self.is_text = False
         names = inspect.signature(module.forward).parameters
-        holds_decoder = "decoder_input_ids" in names or "decoder_attention_mask" in names
+        holds_decoder = "decoder_input_ids" in names or "decoder_attention_mask" in names or {"src", "tgt"} <= {*names}
         if self.has_arguments:
             if self.has_decoder and not holds_decoder:
                 states = [v for v in arguments.values() if is_activation(v) and v.ndim == 3]
                 made = any(not any(v is x for x in self.arguments.values()) for v in states)
                 self.is_handed_states = made or bool(self.is_handed_states)
+            elif not self.has_decoder:
+                self._take_known(module, arguments)
             return
         self.arguments = {name: arguments[name] for name in arguments if name in present} | self.arguments
-        self.past = max((_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments), default=0)
+        self._count_past()
         if are_named and any(isinstance(value, Tensor) for value in arguments.values()):
             self.has_arguments = True
             self.has_decoder = holds_decoder
+
+    def _count_past(self) -> None:
+        self.past = max((_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments), default=0)
+
+    def _take_known(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        """Take what the caller gave under names of its own, and an inner module is handed under a known one."""
+        given = _tensors(self.arguments.values())
+        is_named = any(name in self.arguments for name in _TEXT)
+        for name in _KNOWN:
+            value = arguments.get(name)
+            if name in self.arguments or not isinstance(value, Tensor):
+                continue
+            if any(value is other for other in given):
+                self.arguments[name] = value
+                if not is_named:
+                    self._source = module
+            elif name in _MASKS and value.ndim == 2:
+                self.made[name] = value
 
     def compare(self, output: Any) -> None:
         """Compare the loss that a module returned with the cross-entropy of the logits returned with it."""
@@ -215,7 +303,11 @@ class CallInputs:
             self.unknown = "the model returns no logits with its loss"
             return
         mask, items = self.arguments.get("attention_mask"), self.arguments.get("num_items_in_batch")
-        result = labels_averaged(loss, logits, labels, mask, items)
+        try:
+            result = labels_averaged(loss, logits, labels, mask, items)
+        except Exception as error:  # the model goes on
+            self.unknown = f"its loss could not be compared with its logits ({type(error).__name__})"
+            return
         if result is None:
             self.unknown = "the returned loss and logits do not tell over how many labels it is a mean"
         else:
@@ -226,6 +318,80 @@ class CallInputs:
 
 Place = tuple[str, int]  # site, layer
 LossTokens = float | int | Tensor | Callable[[CallInputs], "float | Tensor | None"] | None
+TokenMask = str | Callable[[CallInputs], "Tensor | None"] | None
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a block in a call.
+
+    Args:
+        layer: in the call.
+        reads: its input, and what norms in a checkpoint read, as long as they live. A checkpoint keeps what it needs to
+            repeat.
+        sites: of its norms.
+        is_repeated: a checkpoint has run it again, for the gradients.
+    """
+
+    layer: int
+    reads: list[ref[Tensor]]
+    sites: Mapping[NormRun, str] = field(default_factory=dict)
+    is_repeated: bool = False
+
+    def has_read(self, x: Tensor) -> bool:
+        """True if `x` holds what was read."""
+        return any(same_tensor(read(), x) for read in self.reads)
+
+
+class Repeated:
+    """A run of a block that a checkpoint repeats in the backward pass."""
+
+    def __init__(self, block: Block, call: Call, run: Run, task: int):
+        self.block, self.call, self.run, self.task = block, call, run, task
+        self.is_second = run.is_repeated  # a second backward pass goes through it
+        run.is_repeated = True
+        self._times: Counter[nn.Module] = Counter()  # that each norm has run
+        self._out: Any = None
+
+    def site_of(self, norm: nn.Module) -> str | None:
+        """The site of a norm that runs now."""
+        self._times[norm] += 1
+        return self.run.sites.get((norm, self._times[norm] - 1))
+
+    def end(self, out: Tensor) -> None:
+        """Note what the block returns."""
+        self._out = ref(out)
+
+    def leads_to(self, x: Tensor) -> bool:
+        """True if the block's output is `x`: the next one is repeated with it."""
+        return self._out is not None and same_tensor(self._out(), x)
+
+
+@dataclass(eq=False)
+class LastBlock:
+    """What the block that ran last has returned, until the next one or the final norm has read it."""
+
+    known: KnownBlock
+    run: Run
+    out: Tensor
+    beside: Tensor | None  # another tensor of its shape
+    is_joined: bool  # the stream is the sum of both, and was measured so
+    version: int | None = None  # of `out`
+
+    def __post_init__(self) -> None:
+        self.version = None if self.out.is_inference() else self.out._version
+
+    def is_passed_on(self, x: Tensor) -> bool:
+        """True if `x` holds the same values, or has another shape, as between stages."""
+        if x.shape != self.out.shape:
+            return True
+        is_written = self.version is not None and self.out._version != self.version
+        if same_tensor(x, self.out):
+            return not is_written
+        rows = Rows(self.out)
+        rows.note_rounding(x)
+        is_known = bool(rows.first.isfinite().all(1).any())
+        return not is_written and (not is_known or rows.same(rows.first, rows.of(x.to(self.out.device))))
 
 
 class Staged(NamedTuple):
@@ -243,45 +409,63 @@ class Call:
     def __init__(self, mask_names: Sequence[str], implicit: bool = False) -> None:
         self.inputs = CallInputs()
         self.mask_names = mask_names
-        self.depth = 0  # modules above the blocks that are running
         self.implicit = implicit  # opened by a block that was called without its model
         self.crosses = False  # the blocks are handed a second sequence, as a decoder is its encoder's
         self.loss_tokens: float | Tensor | None = None
         self.trace: BlockTrace | None = None  # of the block that is running
         self.watch: AttentionWatch | None = None
         self.layer = 0  # of the latest block that ran
-        self.runs: dict[nn.Module, list[tuple[int, int]]] = {}  # block -> (address of its input, layer)
-        self.last_out: Tensor | None = None  # output of the last block, until the final norm has read it
+        self.runs: dict[nn.Module, list[Run]] = {}  # of each block
+        self.last: LastBlock | None = None
         self.final: list[NormRead] = []  # norms that read a block's output after it; the last block's counts
         self.measured: tuple[Tensor, int, Tensor] | None = None  # the latest activation, its version, its statistics
         # The latest tensor with a gradient hook, its version, and where it is read.
         self.hooked: tuple[Tensor, int, list[Place | NormRead]] | None = None
         self.watched: set[Any] = set()  # where gradient hooks were set
+        self.waits = False  # a checkpoint will hand over tensors whose gradients are wanted
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
+        self._turned: bool | None = None  # the blocks hold (length, batch); None: they do not tell
+        self._differentiated: set[Place] = set()
 
     def stage(self, kind: str, where: Place | NormRead, values: Tensor, shape: Sequence[int] = ()) -> None:
         """Keep a measurement until the call has ended; the arguments are those of `Staged`."""
         self.staged.append(Staged(kind, where, values, tuple(shape)))
 
-    def begin_layer(self, block: nn.Module, index: int, x: Tensor, has_second_sequence: bool) -> int:
-        """The layer of a block that begins to run on `x`.
+    def begin_layer(self, block: nn.Module, layer: int, x: Tensor, has_second_sequence: bool) -> Run:
+        """The run of a block that begins on `x`.
 
-        That is its index. From the first block on that runs again in one call it is one more than the layer before.
+        Its layer is the block's. From the first block on that runs again in one call it is one more than the layer
+        before.
         """
         if not self.runs:
             self.crosses = has_second_sequence and self.inputs.is_handed_states is not False
         repeats = block in self.runs or any(len(runs) > 1 for runs in self.runs.values())
-        layer = self.layer + 1 if repeats else index
-        self.runs.setdefault(block, []).append((x.data_ptr(), layer))
-        return layer
+        run = Run(self.layer + 1 if repeats else layer, [ref(x)])
+        self.runs.setdefault(block, []).append(run)
+        return run
 
-    def recomputed_layer(self, block: nn.Module, x: Tensor) -> int | None:
-        """The layer that a checkpoint recomputes; None if the block ran more than once and its input does not tell."""
-        runs = self.runs.get(block, [])
-        matching = [layer for address, layer in runs if len(runs) == 1 or address == x.data_ptr()]
-        return matching[0] if len(matching) == 1 else None
+    def forget(self, layer: int) -> None:
+        """Drop what was staged of a block's output and of its change of the stream."""
+        places = (("block_out", layer), ("block", layer))
+        self.staged = [staged for staged in self.staged if staged.where not in places]
+
+    def first_gradients(self, gradients: Sequence[Staged]) -> tuple[list[Staged], set[Place]]:
+        """The gradients at places that were differentiated once; and the places that were before, and now again.
+
+        Norms of two parts of a gradient do not tell the norm of their sum.
+        """
+        times: Counter[Any] = Counter(staged.where for staged in gradients)
+        again = {place for place in times if times[place] > 1 or place in self._differentiated}
+        if again:
+            self.absent[GRADIENTS] = (
+                "two backward passes went through a forward pass, and norms of parts do not add up: sum the losses "
+                "and differentiate once"
+            )
+        spoiled = again & self._differentiated
+        self._differentiated |= times.keys()
+        return [staged for staged in gradients if staged.where not in again], spoiled
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
@@ -294,12 +478,16 @@ class Call:
         """The argument that masks the tokens of this stack: a decoder has its own; what is no text has none."""
         if not self.inputs.is_text:
             return None
-        return "decoder_attention_mask" if self._is_decoder else "attention_mask"
+        if isinstance(self.inputs.mask, str):
+            return self.inputs.mask
+        names = _DECODER_MASKS if self._is_decoder else _MASKS[: 2 if self.inputs.has_decoder else 3]
+        return next((name for name in names if name in self.inputs.arguments), names[0])
 
     @property
     def attention_mask(self) -> Any:
-        """The caller's mask over the tokens of this stack."""
-        return None if self.mask_name is None else self.inputs.arguments.get(self.mask_name)
+        """The caller's mask over the tokens of this stack, non-zero = a token."""
+        mask = self.inputs.mask if callable(self.inputs.mask) else self.mask_name
+        return given_mask(mask, self.inputs.arguments) if self.inputs.is_text else None
 
     @property
     def past(self) -> int:
@@ -307,16 +495,37 @@ class Call:
         is_encoder = self.inputs.has_decoder and not self.crosses
         return 0 if is_encoder or not self.inputs.is_text else self.inputs.past
 
+    def _tokens(self) -> Tensor | None:
+        """The caller's tensor of this stack's tokens; a mask has their shape."""
+        names = _DECODER_TOKENS if self._is_decoder else _TOKENS
+        values = [self.inputs.arguments.get(name) for name in names if self.inputs.is_text]
+        values += [self.attention_mask]
+        return next((x for x in values if isinstance(x, Tensor) and x.ndim >= 2), None)
+
     def _caller_rows(self) -> list[tuple[int, int]]:
         """The possible (batch, length) of this stack's tokens, from the caller's arguments."""
-        names = _DECODER_TOKENS if self._is_decoder else _TOKENS
-        values = (self.inputs.arguments.get(name) for name in names if self.inputs.is_text)
-        like = next((x for x in values if isinstance(x, Tensor) and x.ndim >= 2), None)
+        like = self._tokens()
         if like is None:
             return []
         several = like.ndim > 2 and not like.is_floating_point()  # choices per row, or codes per token
         rows = (like.shape[0], like.shape[1])
         return [rows, (math.prod(like.shape[:-1]), like.shape[-1])] if several else [rows]
+
+    def _likely_rows(self) -> list[tuple[int, int]]:
+        """Shapes of the caller's whole numbers under other names, which may be tokens."""
+        values = self.inputs.arguments.values() if self.inputs.is_text else ()
+        whole = (x for x in values if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in (torch.int32, torch.int64))
+        return [(x.shape[0], x.shape[1]) for x in whole]
+
+    def find_rows(self, block: nn.Module, x: Tensor) -> None:
+        """Find out whether the first block, which reads `x`, holds (length, batch): by its attention, or by its tokens.
+
+        The tokens tell it by their values, where there are as many rows as tokens in a row.
+        """
+        self._turned = are_turned(block)
+        tokens = self._tokens()
+        if self._turned is None and tokens is not None and x.ndim == 3 and x.shape[:2] == tokens.shape[:2]:
+            self._turned = is_turned(tokens, x) if x.shape[0] == x.shape[1] else False
 
     def has_rows(self, tokens: tuple[int, int]) -> bool:
         """True if attention's (batch, queries) are the rows of the call: no windows, chunks or latents."""
@@ -326,10 +535,10 @@ class Call:
     def layout(self, tokens: Sequence[int]) -> Layout:
         """Find the layout of an activation's tokens. Raises `NormlabError` if the model adds positions to them."""
         choices = self._caller_rows()
-        for rows in choices:
-            if (layout := row_layout(tokens, rows)) is not None:
+        for rows in [*choices, *self._likely_rows()]:
+            if (layout := row_layout(tokens, rows, self._turned)) is not None:
                 return layout
-        by_shape = own_layout(tokens)
+        by_shape = own_layout(tokens, self._turned if self.inputs.is_text else False)
         # An image, sound or features would add positions of their kind.
         others = ((n, v) for n, v in self.inputs.arguments.items() if not n.endswith("inputs_embeds"))
         has_others = any(name in _OTHER or (is_activation(value) and value.ndim > 2) for name, value in others)
@@ -352,10 +561,38 @@ class Call:
             )
         return by_shape
 
+    def _starts(self, rows: tuple[int, int], device: torch.device) -> Tensor | None:
+        """(rows, tokens per row) bool: the tokens at position 0, by the caller's positions; None without them."""
+        positions = self.inputs.arguments.get("decoder_position_ids" if self._is_decoder else "position_ids")
+        if not isinstance(positions, Tensor) or positions.is_floating_point() or not 1 <= positions.ndim <= 3:
+            return None
+        if self.inputs.has_decoder and not self._is_decoder:
+            return None
+        starts = (positions == 0).to(device)
+        starts = starts.all(0) if starts.ndim == 3 else starts  # time, height and width
+        starts = starts[None] if starts.ndim == 1 else starts
+        return starts.expand(rows) if starts.shape in ((1, rows[1]), rows) else None
+
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
         """(names, rows, tokens per row): `token_masks` of a layout."""
         cached = any(name in self.inputs.arguments for name in _CACHES)  # it may still be empty
-        return token_masks(self.attention_mask, layout.rows, device, names, cached, self.past).view(-1, *layout.rows)
+        mask, starts = self.attention_mask, self._starts(layout.rows, device)
+        masks = token_masks(mask, layout.rows, device, names, cached, self.past, starts)
+        masks = masks.view(len(names), *layout.rows)
+        if not layout.is_told:
+            if not bool(masks[0].all()):
+                raise NormlabError(
+                    f"there are as many rows as tokens in a row, {layout.rows[0]}, so they cannot be told apart: give "
+                    "batches of another size"
+                )
+            by_row = torch.tensor([name != "all" for name in names], device=device)[:, None, None]
+            masks = masks & ~by_row
+            if bool(by_row.any()):
+                self.absent["mask no_first"] = (
+                    "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a "
+                    "mask by name, in batches with another number of rows than of tokens"
+                )
+        return masks
 
     def masks(self, device: torch.device, tokens: tuple[int, ...]) -> Tensor | None:
         """(masks, tokens) bool: which tokens of an activation of this shape count; None with the reason in `absent`."""
@@ -363,11 +600,31 @@ class Call:
         if key not in self._masks:
             try:
                 layout = self.layout(tokens)
+                self._note_unknown_masks(layout.rows)
                 self._masks[key] = layout.by_tokens(self._row_masks(device, layout, self.mask_names))
             except NormlabError as error:
                 self._masks[key] = None
                 self.absent["tokens " + " x ".join(map(str, tokens))] = str(error)
         return self._masks[key]
+
+    def _note_unknown_masks(self, rows: tuple[int, int]) -> None:
+        """Name what looks like a mask of these rows, and is not known for one."""
+        if self._masks or self.attention_mask is not None or not self.inputs.is_text:
+            return
+        given = {n: x for n, x in self.inputs.arguments.items() if n not in _NO_MASKS and isinstance(x, Tensor)}
+        for name, x in (given | self.inputs.made).items():
+            if x.shape not in (rows, rows[::-1]) or x.is_complex():
+                continue
+            if bool(((x == 0) | (x == 1)).all() & (x == 0).any() & (x == 1).any()):
+                self.absent[f"padding by {name}"] = (
+                    f"all tokens count, as no mask was given by a known name: give mask={name!r} if non-zero is a "
+                    "token, or a function of the call"
+                )
+
+    def counts_first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> bool:
+        """True if the masks differ in the first real token of each row, if at all."""
+        layout = self.layout(tokens)
+        return layout.is_told and self._starts(layout.rows, device) is None
 
     def first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Flat positions of each row's first real token (of all its streams), and whether the row has one."""
@@ -381,11 +638,15 @@ class Call:
     def positions(self, device: torch.device, tokens: tuple[int, ...]) -> tuple[Tensor, int]:
         """(tokens,): each token's position among its row's real tokens, the cached past included; and their limit.
 
-        Padding on the left has position 0; masks leave it out.
+        Padding on the left has position 0; masks leave it out. The caller's own positions come first.
         """
         layout = self.layout(tokens)
         mask, (batch, length) = self.attention_mask, layout.rows
-        if isinstance(mask, Tensor):
+        given = self.inputs.arguments.get("position_ids")
+        has_given = given is not None and self._starts(layout.rows, device) is not None
+        if given is not None and has_given and given.ndim <= 2:
+            order, limit = given.to(device).expand(batch, length), int(given.max()) + 1
+        elif isinstance(mask, Tensor):
             order, limit = ((mask.to(device) != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:], mask.shape[1]
         else:
             order = (self.past + torch.arange(length, device=device)).expand(batch, length)
@@ -402,7 +663,7 @@ class Call:
         factor = loss_tokens(self.inputs) if callable(loss_tokens) else loss_tokens
         self.loss_tokens = self.inputs.labels_averaged if factor is None else factor
         if self.loss_tokens is None:
-            raise NormlabError(
+            raise Refusal(
                 f"gradient metrics are of the summed token loss and {self.inputs.unknown}: "
                 "pass loss_tokens=<number of labels the loss is averaged over, 1 if it is summed>"
             )
@@ -416,5 +677,5 @@ class Call:
 
     def close(self) -> None:
         """Let go of every activation."""
-        self.trace = self.last_out = self.measured = self.hooked = None
+        self.trace = self.last = self.measured = self.hooked = None
         self.final = []

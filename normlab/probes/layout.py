@@ -1,6 +1,8 @@
 """Find the activation in a module's call, its features, its rows and its tokens.
 
 `find_input`, `hidden_state`, `find_output`, `output_tensor`   the activation among a module's arguments or outputs
+`with_argument`, `with_output`    a call's arguments or outputs with the activation replaced
+`others`, `outputs_of`            further activations there
 `stream_of`                       the stream that a block reads of its input
 `features_last`                   a view of it with the features as the last dimension
 `Layout`, `row_layout`            which dimensions are the caller's rows and the tokens of a row
@@ -9,8 +11,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, cast
@@ -21,7 +24,12 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.probes.metrics import MASKS
 
+COMPARED = 16  # rows and tokens on which it is found which is which
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d}
+
+
+class Refusal(NormlabError):
+    """What was asked cannot be measured at all, so that the caller is told at once."""
 
 
 # -- the activation in a call ----------------------------------------------------------------------------------------
@@ -37,17 +45,27 @@ def find_input(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     return next((value for value in (*args, *kwargs.values()) if is_activation(value)), None)
 
 
+def others(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
+    """The activations among `values` that are not `x`."""
+    return [value for value in values if is_activation(value) and value is not x]
+
+
 def hidden_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int | str]:
     """The first activation among a block's arguments, and its position or keyword.
 
-    Raises `NormlabError` without one, and on the meta device.
+    Raises `NormlabError` without one, on the meta device, and for rows that are packed into a nested tensor.
     """
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     result = next(((value, name) for name, value in named if is_activation(value)), None)
     if result is None:
         raise NormlabError("a measured module was called without a float tensor: name its blocks with `blocks=`")
     if result[0].is_meta:
-        raise NormlabError("the model is on the meta device, where tensors have no values: load its weights first")
+        raise Refusal("the model is on the meta device, where tensors have no values: load its weights first")
+    if result[0].is_nested:
+        raise NormlabError(
+            "PyTorch packs the padded rows into a nested tensor, which has no place for tokens: call "
+            "torch.backends.mha.set_fastpath_enabled(False) before, or train()"
+        )
     return result
 
 
@@ -58,14 +76,35 @@ def with_argument(args: tuple, kwargs: dict[str, Any], name: int | str, x: Tenso
     return (*args[:name], x, *args[name + 1 :]), kwargs
 
 
+def outputs_of(output: Any) -> tuple:
+    """What a module returns, one by one: the values of a tuple, list or ModelOutput."""
+    if isinstance(output, Mapping):
+        return tuple(output.values())
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
+
+
 def find_output(output: Any) -> Tensor | None:
     """The activation that a module returns: the tensor itself, or the first one in a tuple, list or ModelOutput."""
     if isinstance(output, Tensor):
         return output
+    return next((value for value in outputs_of(output) if is_activation(value)), None)
+
+
+def with_output(output: Any, x: Tensor) -> Any:
+    """What a module returned, with `x` in place of the activation that `find_output` finds; its container is kept."""
+    old = find_output(output)
+    if isinstance(output, Tensor) or old is None:
+        return x
+    if isinstance(output, MutableMapping):  # a copy of its own class, as a ModelOutput's is made of fields
+        result = copy.copy(output)
+        for name in [name for name, value in output.items() if value is old]:
+            result[name] = x
+        return result
+    kind: Any = type(output)
     if isinstance(output, Mapping):
-        output = tuple(output.values())
-    values = output if isinstance(output, tuple | list) else ()
-    return next((value for value in values if is_activation(value)), None)
+        return kind({name: x if value is old else value for name, value in output.items()})
+    items = [x if value is old else value for value in output]
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)  # a namedtuple
 
 
 def output_tensor(output: Any) -> Tensor:
@@ -79,12 +118,17 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def require_one_stream(x: Tensor, after: Tensor) -> None:
-    """Refuse a block whose output `after` has another shape than its input `x`: it keeps several streams."""
-    if x.shape != after.shape:
-        raise NormlabError(
-            f"a block is given {x.shape[-1]} features and passes on {after.shape[-1]}: it keeps several residual "
-            "streams, and this compares one; `record` measures what blocks read of them"
-        )
+    """Refuse a block that keeps several streams: in its features, as its output `after` has other ones than its input
+    `x`, or in a dimension of their own."""
+    streams = f"is given {x.shape[-1]} features and passes on {after.shape[-1]}"
+    if x.shape == after.shape:
+        if x.ndim <= 3:
+            return
+        streams = f"is given {' x '.join(map(str, x.shape[:-1]))} vectors, of more than rows and tokens"
+    raise NormlabError(
+        f"a block {streams}: it keeps several residual streams, and this compares one; `record` measures what blocks "
+        "read of them"
+    )
 
 
 def same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
@@ -152,6 +196,7 @@ class Layout:
     shape: tuple[int, ...]
     row: int = 0
     column: int = 1
+    is_told: bool = True  # that this is the row, and not the other dimension
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -165,15 +210,52 @@ class Layout:
         return alike.movedim((1, 2), (1 + self.row, 1 + self.column)).reshape(len(masks), -1)
 
 
-def own_layout(tokens: Sequence[int]) -> Layout:
-    """The layout of an activation by its shape alone: its first dimension counts rows."""
-    return Layout((1, tokens[0]) if len(tokens) == 1 else (tokens[0], math.prod(tokens[1:])))
+def are_turned(block: nn.Module) -> bool | None:
+    """Whether a block holds (length, batch, width), by PyTorch's attention in it; None without one."""
+    attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
+    return None if attention is None else not attention.batch_first
 
 
-def row_layout(tokens: Sequence[int], rows: tuple[int, int]) -> Layout | None:
+@torch.no_grad()
+def is_turned(tokens: Tensor, x: Tensor) -> bool | None:
+    """Whether x[j, i] is of tokens[i, j], and not x[i, j], where there are as many rows as tokens; None if unknown.
+
+    Equal tokens have like vectors, if only one of the two readings makes them so. A few are compared.
+    """
+    few = min(len(tokens), COMPARED)
+    tokens, x = tokens[:few, :few].to(x.device), x.detach()[:few, :few].float()
+    if tokens.is_floating_point():
+        if tokens.shape != x.shape:
+            return None
+        straight, turned = (float((x - y).norm()) for y in (tokens, tokens.transpose(0, 1)))
+    else:
+        flat = tokens.flatten()
+        place = torch.arange(few, device=x.device).repeat(few)
+        equal = (flat[:, None] == flat).fill_diagonal_(False)
+        at_one_place = equal & (place[:, None] == place)
+        pairs = at_one_place if bool(at_one_place.any()) else equal
+        rows = (y.reshape(few * few, -1) for y in (x, x.transpose(0, 1)))
+        straight, turned = (float(torch.cdist(y, y)[pairs].mean()) for y in rows)
+    if straight <= turned / 2 and turned > 0:
+        return False
+    return True if turned <= straight / 2 and straight > 0 else None
+
+
+def own_layout(tokens: Sequence[int], is_turned: bool | None = None) -> Layout:
+    """The layout of an activation by its shape alone: its first dimension counts rows, unless its block tells."""
+    if len(tokens) == 1:
+        return Layout((1, tokens[0]))
+    if len(tokens) == 2:
+        is_told = is_turned is not None or 1 in tokens
+        return Layout(tuple(tokens), 1, 0) if is_turned else Layout(tuple(tokens), is_told=is_told)
+    return Layout((tokens[0], math.prod(tokens[1:])))
+
+
+def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | None = None) -> Layout | None:
     """The layout under which an activation's tokens are the caller's (batch, length) `rows`, or None.
 
-    Raises `NormlabError` when two different ones fit.
+    `is_turned` says whether they are (length, batch), where both are alike. Raises `NormlabError` when two different
+    ones fit.
     """
     tokens, count = tuple(tokens), len(tokens)
     if count == 1:
@@ -183,6 +265,8 @@ def row_layout(tokens: Sequence[int], rows: tuple[int, int]) -> Layout | None:
             f"the activations hold {' x '.join(map(str, tokens))} tokens, so rows and streams cannot be told apart: "
             "give batches of another size"
         )
+    if tokens == rows == rows[::-1]:
+        return own_layout(tokens, is_turned)
     if tokens[:2] == rows:
         return Layout(tokens)
     if tokens[-2:] == rows:
@@ -197,6 +281,7 @@ def token_masks(
     names: Sequence[str] = tuple(MASKS),
     cached: bool = True,
     past_tokens: int = 0,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """The tokens that count, as (len(names), prod(tokens)) bool.
 
@@ -210,6 +295,7 @@ def token_masks(
         names: which masks.
         cached: the mask may cover a cached past; then its last columns are the activation's.
         past_tokens: how many tokens the cache holds, for a mask that does not cover them.
+        starts: (batch, length) bool: the tokens at position 0, where the caller's positions tell; they are the first.
 
     Raises:
         NormlabError: the mask does not fit the tokens.
@@ -227,14 +313,14 @@ def token_masks(
         whole = attention_mask.to(device) != 0
         if whole.shape[0] != batch or whole.shape[1] < length or (whole.shape[1] > length and not cached):
             if bool(whole.all()):  # no padding, whatever the tokens are
-                return token_masks(None, tokens, device, names, past_tokens=past_tokens)
+                return token_masks(None, tokens, device, names, past_tokens=past_tokens, starts=starts)
             raise NormlabError(
                 f"attention_mask is {tuple(whole.shape)} but the activations hold {tuple(tokens)} tokens, so padding "
                 "cannot be told: leave out the mask and the padding"
             )
         before, real = whole[:, : whole.shape[1] - length], whole[:, whole.shape[1] - length :]
         past = before.any(dim=1) if before.shape[1] else torch.full((batch,), past_tokens > 0, device=device)
-    first = (real.cumsum(dim=1) == 1) & real & ~past[:, None]
+    first = (real.cumsum(dim=1) == 1) & ~past[:, None] if starts is None else starts
     choices = {"all": real, "no_first": real & ~first}
     return torch.stack([choices[name].reshape(-1) for name in names])
 

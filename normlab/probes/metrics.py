@@ -273,7 +273,8 @@ KIND_STATISTICS = {
     "gradient": ("grad_l2",),
     "branch": ("ratio", "cosine"),
     "change": ("change",),
-    "attention": ("logit_max", "entropy"),
+    "attention": ("logit_max",),
+    "entropy": ("entropy",),  # of attention
     "bounded": ("saturated", "saturated_bound", "peak_bound"),
     "tanh": ("flat", "peak"),
     "carried": ("carried_ratio",),

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
-from normlab.probes.forward_call import CallInputs, LossTokens
+from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
@@ -126,6 +126,13 @@ class Readings:
             staged = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")  # every rank writes it
             _joined(self._last).to_csv(staged, index=False)
             os.replace(staged, self._path)
+
+    def forget(self, since: int) -> None:
+        """Drop what was read at step `since` and later."""
+        for tables in (self._tables, self._last):
+            kept = [rows for table in tables if len(rows := table[table["step"] < since])]
+            tables.clear()
+            tables.extend(kept)
 
     def add_rows(self, step: int, site: Sequence[str], metric: str, value: Sequence[float]) -> None:
         """Add values that have no layer, to the table alone."""
@@ -253,7 +260,7 @@ def _weights(where: Sites, step: int) -> pandas.DataFrame:
                 norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
                 norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
                 site = re.sub(r"\.\d+\.", ".*.", name)
-                rows.append((step, site, block.index, "parameter_rms", "all", norm.item() / weight.numel() ** 0.5))
+                rows.append((step, site, block.layer, "parameter_rms", "all", norm.item() / weight.numel() ** 0.5))
     return pandas.DataFrame(rows, columns=COLUMNS).groupby(COLUMNS[:-1], sort=False, as_index=False).mean()
 
 
@@ -269,6 +276,7 @@ def observe(
     scaler: Any = None,
     group: Any = None,
     path: str | Path | None = None,
+    mask: TokenMask = None,
 ) -> Observer:
     """Measure the layers of `model` in a training loop: two calls.
 
@@ -301,6 +309,7 @@ def observe(
         group: process group of the ranks that see different tokens; default: all ranks. With tensor parallelism give
             the data-parallel group, since its ranks see the same tokens.
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
+        mask: what masks padding, as for `record`.
 
     Raises:
         NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric; no folder for `path`.
@@ -317,7 +326,7 @@ def observe(
         raise NormlabError(f"accumulate is {accumulate!r}: give a whole number from 1")
     require_folder(path)
     readings = Readings(path=None if path is None else Path(path))
-    observer = Observer(sites(model, blocks), every, metrics, summed, readings, group)
+    observer = Observer(sites(model, blocks, mask=mask), every, metrics, summed, readings, group)
     observer.begin(start)
     return observer
 
@@ -378,7 +387,11 @@ class Observer:
             if without is not None and without not in self._told:
                 warnings.warn(f"step {step}: gradients of a forward pass are left out: {without}", stacklevel=3)
                 self._told.add(without)
-            layers = stats.across_ranks(self._group).to_pandas()
+            try:
+                layers = stats.across_ranks(self._group).to_pandas()
+            except NormlabError as error:  # on all ranks alike
+                warnings.warn(f"step {step} is left out: {error}", stacklevel=3)
+                return False
             self.readings.add(_joined([layers, _weights(self.sites, step)]))
             # Of several ranks none may leave out a step alone: the others would wait for it.
             self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()

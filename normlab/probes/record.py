@@ -6,8 +6,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +19,28 @@ from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import Call, LossTokens, Place
+from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, Repeated, Run, TokenMask
 from normlab.probes.layout import (
+    Refusal,
     features_last,
     find_input,
     find_output,
     hidden_state,
-    is_activation,
     is_channels_first,
+    others,
     output_tensor,
+    outputs_of,
     same_tensor,
     stream_of,
     with_argument,
 )
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
-from normlab.probes.statistics import AttentionWatch, mixers_of, routing_of
+from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
 from normlab.probes.stats import LayerStats, manifest
+from normlab.probes.stream_sums import Rows
 
-GRADIENTS = "gradients"  # in `absent`: why the loss does not tell over how many labels it averages
+_CALL: Any = nn.Module._call_impl
 
 
 def record(
@@ -43,6 +49,7 @@ def record(
     *,
     loss_tokens: LossTokens = None,
     masks: Sequence[str] = tuple(MASKS),
+    mask: TokenMask = None,
 ) -> Recorder:
     """Measure a model's layers while it runs.
 
@@ -57,7 +64,7 @@ def record(
         attn_norm_in, mlp_norm_in, ...             what the norms read (see `normlab.probes.decomposition`)
         final_norm_in                              layer L
         attn, cross, mixer, mlp, block             what the branches add
-        block_in_grad                              layer l = dLoss/dh_{l-1}
+        block_in_grad                              layer l = dLoss/dh_{l-1}, with respect to what block l reads
         attn_norm_in_grad, final_norm_in_grad, ... with respect to the tensor that enters the norm: its whole gradient,
                                                    the residual path included
 
@@ -65,9 +72,9 @@ def record(
     that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A block that
     runs again in one call is a further layer.
 
-    Only whole forward passes count: one that raises leaves no trace. The model's outputs are bit-identical and its
-    hooks untouched. Metrics that do not apply have no rows, nor has what does not add up: `manifest["absent"]` says
-    why.
+    Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. The model's
+    outputs are bit-identical and its hooks untouched; ours run after them. Metrics that do not apply have no rows, nor
+    has what does not add up, or fails: `manifest["absent"]` says why.
 
     Args:
         model: a module, or `sites(model, ...)` where its parts had to be named. Inside the context compiled code runs
@@ -77,6 +84,8 @@ def record(
             By default the returned loss is compared with its logits' cross-entropy. 1 for a loss that is a sum. For a
             scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
+        mask: the argument that masks padding, where the model calls it by a name of its own: (batch, length), non-zero
+            = a token; or a function of the call's `CallInputs` that gives such a mask.
 
     Raises:
         NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a
@@ -86,12 +95,29 @@ def record(
     if unknown or not masks:
         raise NormlabError(f"unknown masks {list(masks)!r}: choose from {', '.join(MASKS)}")
     where = model if isinstance(model, Sites) else sites(model)
+    if mask is not None:
+        where = replace(where, mask=mask)
     return Recorder(where, resolve_metrics(metrics), loss_tokens, masks)
 
 
 def in_backward() -> bool:
     """True while autograd runs a backward pass in this thread: a forward that runs then is a checkpoint's."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_running(modules: set[nn.Module]) -> bool:
+    """True if this thread is inside a call of one of these modules."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL.__code__ and frame.f_locals.get("self") in modules:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _metadata(node: Any) -> dict[Any, Any]:
+    """Notes at a node of the graph; PyTorch declares them as a method, and has them as an attribute."""
+    return node.metadata
 
 
 def _runs_compiled(model: nn.Module) -> bool:
@@ -110,13 +136,24 @@ def _runs_compiled(model: nn.Module) -> bool:
 
 
 class _Hook:
-    """A hook of the model that does nothing in its copies and pickles."""
+    """A hook of the model. It ends no call, acts only while its recording is open, and does nothing in copies."""
 
-    def __init__(self, act: Callable | None = None):
-        self._act = act
+    def __init__(self, recorder: Recorder | None = None, act: Callable | None = None):
+        self._recorder, self._act = recorder, act
 
     def __call__(self, *call: Any) -> Any:
-        return None if self._act is None else self._act(*call)
+        recorder, act = self._recorder, self._act
+        if recorder is None or act is None or not recorder.is_open:
+            return None
+        try:
+            return act(*call)
+        except Refusal as error:
+            if not recorder.forgives:
+                raise
+            recorder.lose(call[0], error)
+        except Exception as error:
+            recorder.lose(call[0], error)
+        return None
 
     def __deepcopy__(self, memo: dict) -> _Hook:
         return _Hook()
@@ -153,6 +190,11 @@ class _Uncompiled:
 _UNCOMPILED = _Uncompiled()
 
 
+def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which compiled code that may run the model runs uncompiled, so that hooks run."""
+    return _UNCOMPILED if _runs_compiled(model) else nullcontext()
+
+
 class Recorder:
     """One recording and its hooks. Made by `record`; `stats()` gives the result at any time, also after the context.
 
@@ -165,11 +207,12 @@ class Recorder:
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
         training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
-        forgives: leave out the gradients of calls whose loss does not say how many labels it averages over, instead of
-            an error.
+        forgives: leave out what was asked and cannot be measured, such as the gradients of calls whose loss does not
+            say how many labels it averages over, instead of an error.
+        is_open: the model is watched.
     """
 
-    training_only = training_first = trains = forgives = False
+    training_only = training_first = trains = forgives = is_open = False
 
     def __init__(self, where: Sites, metrics: Sequence[Metric], loss_tokens: LossTokens, masks: Sequence[str]):
         self.sites = where
@@ -185,31 +228,35 @@ class Recorder:
         self._eager: AbstractContextManager = nullcontext()
         self._local = threading.local()
         self._lock = threading.Lock()
+        self._key = object()  # of our marks on nodes of the graph
         self._root: Tensor | None = None  # where `backward` ends
         self._latest: Call | None = None
         self._known: dict[nn.Module, KnownBlock] = {}
+        self._waiting: WeakSet[Call] = WeakSet()  # whose gradients inside blocks come with a checkpoint's repetition
         self._finished: list[Call] = []
         self._calls = 0
         self._idle_calls = 0
         self._layers = 0
         self._loss_labels: float | Tensor = 0.0
+        self._has_failed = False  # something could not be measured
 
     # -- the context ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Recorder:
         if self._handles:
             raise NormlabError("this recording is already running: make another one with record(model)")
-        if _runs_compiled(self.sites.model):
-            self._eager = _UNCOMPILED
-            self._eager.__enter__()
+        self._eager = uncompiled(self.sites.model)
+        self._eager.__enter__()
         try:
             self._attach()
         except BaseException:
             self.__exit__(None, None, None)
             raise
+        self.is_open = True
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self.is_open = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -224,49 +271,66 @@ class Recorder:
         kinds, measurer = self._measurer.kinds, self._measurer
         for module in self.sites.ancestors:
             self._before(module, self._enter_call)
-            self._after(module, self._leave_call, always=True)
+            self._called(module, partial(self._leave_call, module), always=True)
         for block in self.sites.blocks:
             self._before(block.module, partial(self._block_in, block))
-            self._after(block.module, partial(self._block_out, block), always="attention" in kinds)
-            for norm in (*block.norms, *block.inner_norms, *block.activations):
+            self._called(block.module, partial(self._block_out, block), always="attention" in kinds)
+            for norm in dict.fromkeys((*block.norms, *block.inner_norms, *block.activations)):
                 self._before(norm, partial(self._norm_in, block))
-                self._returned(norm, BlockTrace.norm_done, norm)
+                self._called(norm, partial(self._norm_out, block, norm))
             for branch in block.branches:
-                self._read(branch.module, BlockTrace.branch_starts, branch)
+                self._read(block, branch.module, BlockTrace.branch_starts, branch)
                 for module in dict.fromkeys((branch.module, branch.whole)):
-                    self._returned(module, BlockTrace.branch_done, branch)
+                    self._returned(block, module, BlockTrace.branch_done, branch)
                 routing = routing_of(branch.whole) if branch.kind == "mlp" and {"router", "load"} & kinds else None
                 if routing is not None:
-                    self._read(routing.scorer, measurer.router, routing)
+                    self._called(routing.scorer, partial(self._router_out, block, routing))
                     for module in routing.takers:
-                        self._read(
-                            module, measurer.experts, routing, find=lambda args, kwargs: [*args, *kwargs.values()]
-                        )
-                        self._returned(module, measurer.experts, routing, find=lambda output: output)
+                        every = lambda args, kwargs: [*args, *kwargs.values()]  # noqa: E731
+                        self._read(block, module, measurer.experts, routing, find=every)
+                        self._returned(block, module, measurer.experts, routing, find=lambda output: output)
             for kind, rule in mixers_of(block.module) if "streams" in kinds else ():
-                self._read(rule, measurer.streams, rule, kind, find=lambda args, kwargs: args[0])
+                self._read(block, rule, measurer.streams, rule, kind, find=lambda args, kwargs: args[0])
         for norm in self.sites.outer_norms:
             self._before(norm, self._outer_norm_in)
 
     def _before(self, module: nn.Module, act: Callable) -> None:
-        self._handles.append(module.register_forward_pre_hook(_Hook(act), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(_Hook(self, act), with_kwargs=True))
 
-    def _after(self, module: nn.Module, act: Callable, always: bool = False) -> None:
-        hook = _Hook(lambda m, args, output: act(output))
-        self._handles.append(module.register_forward_hook(hook, always_call=always))
+    def _called(self, module: nn.Module, act: Callable, always: bool = False) -> None:
+        """Call `act(args, kwargs, output)` after a module."""
+        hook = _Hook(self, lambda m, args, kwargs, output: act(args, kwargs, output))
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
 
-    def _read(self, module: nn.Module, act: Callable, *what: Any, find: Callable = find_input) -> None:
-        """Call `act(trace, x, *what)` with what a module of the running block reads."""
-        self._before(module, lambda m, args, kwargs: self._in_block(act, find(args, kwargs), what))
+    def _read(self, block: Block, module: nn.Module, act: Callable, *what: Any, find: Callable = find_input) -> None:
+        """Call `act(trace, x, *what)` with what a module reads while its block runs."""
+        self._before(module, lambda m, args, kwargs: self._in_block(block, act, find(args, kwargs), what))
 
-    def _returned(self, module: nn.Module, act: Callable, *what: Any, find: Callable = find_output) -> None:
-        """Call `act(trace, x, *what)` with what a module of the running block returns."""
-        self._after(module, lambda output: self._in_block(act, find(output), what))
+    def _returned(
+        self, block: Block, module: nn.Module, act: Callable, *what: Any, find: Callable = find_output
+    ) -> None:
+        """Call `act(trace, x, *what)` with what a module returns while its block runs."""
+        self._called(module, lambda args, kwargs, output: self._in_block(block, act, find(output), what))
 
-    def _in_block(self, act: Callable, x: Any, what: tuple) -> None:
-        trace = self._trace
+    def _in_block(self, block: Block, act: Callable, x: Any, what: tuple) -> None:
+        trace = self._trace_of(block)
         if trace is not None and x is not None:
             act(trace, x, *what)
+
+    def _go_last(self) -> None:
+        """Have our hooks run after all others, which may change what a module reads or returns."""
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None:
+                hooks.move_to_end(handle.id)
+
+    def lose(self, module: nn.Module, error: Exception) -> None:
+        """Note that something at a module could not be measured."""
+        name = self.sites.names.get(module) or type(module).__name__
+        why = str(error) if isinstance(error, NormlabError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        call = self._call
+        (self.absent if call is None else call.absent)[name] = why
+        self._has_failed = True
 
     # -- the model's call ----------------------------------------------------------------------------------------
 
@@ -277,38 +341,59 @@ class Recorder:
 
     @property
     def _call(self) -> Call | None:
-        return None if self._left_out else getattr(self._local, "call", None)
+        return None if self._is_left_out else getattr(self._local, "call", None)
 
     @property
-    def _left_out(self) -> int:
-        """Depth of the caller in a call that is not measured; 0 outside of one."""
-        return getattr(self._local, "left_out", 0)
+    def _is_left_out(self) -> bool:
+        """True in a call that is not measured."""
+        return getattr(self._local, "is_left_out", False)
 
-    def _leaves_out(self) -> bool:
-        """True in such a call, and where one begins."""
-        return self._left_out > 0 or (self.training_only and self._call is None and not torch.is_grad_enabled())
+    def _leaves_out(self, module: nn.Module) -> bool:
+        """True where a call begins that is not to be measured."""
+        if self.training_only and not torch.is_grad_enabled():
+            return True
+        if torch._C._are_functorch_transforms_active():
+            self.absent["calls inside torch.func"] = "its tensors have no values of their own: use torch.autograd"
+            return True
+        if _is_running(set(self.sites.ancestors) - {module}):
+            self.absent["calls under way"] = "they had begun when the recording was opened"
+            return True
+        return False
 
-    @property
-    def _trace(self) -> BlockTrace | None:
-        """The block that runs in a forward pass of the caller's; a checkpoint's recomputation is none."""
+    def _trace_of(self, block: Block) -> BlockTrace | None:
+        """The run of a block, in a forward pass of the caller's; a checkpoint's recomputation is none."""
         call = self._call
-        return None if call is None or in_backward() else call.trace
+        if call is None or call.trace is None or call.trace.block is not block or in_backward():
+            return None
+        return call.trace
 
     def _enter_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if in_backward():
             return
-        if self._leaves_out():
-            self._local.left_out = self._left_out + 1
+        local = self._local
+        if module in getattr(local, "entered", ()):  # its last call was interrupted
+            local.entered, local.call = [], None
+        if not getattr(local, "entered", None):
+            local.entered, local.is_left_out = [], self._leaves_out(module)
+            self._go_last()
+        local.entered.append(module)
+        if local.is_left_out:
             return
         call = self._call
+        if call is not None and call.inputs.begins_again(module, args, kwargs):
+            self._end_call(call, complete=True)
+            call = None
         if call is None or call.implicit:
             call = self._open_call()
-        call.depth += 1
-        call.inputs.add(module, args, kwargs)
+        try:
+            call.inputs.add(module, args, kwargs)
+        except Exception:
+            local.is_left_out, local.call = True, None  # its padding is not known
+            raise
 
     def _open_call(self, implicit: bool = False) -> Call:
         if self._has_gradients and not torch.is_grad_enabled():
-            raise NormlabError(
+            raise Refusal(
                 "gradient metrics need a forward pass with gradients: "
                 "leave no_grad/inference_mode, or drop the grad_* metrics"
             )
@@ -318,49 +403,72 @@ class Recorder:
         self.trains |= torch.is_grad_enabled()
         self._flush()
         self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
+        call.inputs.mask = self.sites.mask
         return call
 
-    def _leave_call(self, output: Any) -> None:
-        if in_backward():
+    def _leave_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        entered = getattr(self._local, "entered", None)
+        if in_backward() or not entered or entered[-1] is not module:  # else it was not seen to begin
             return
-        if self._left_out:
-            self._local.left_out -= 1
+        entered.pop()
         call = self._call
+        self._local.is_left_out &= bool(entered)
         if call is None:
             return
-        call.depth -= 1
         if self._has_gradients and output is not None:
             call.inputs.compare(output)
-        if call.depth == 0:
+        if not entered:
             self._end_call(call, complete=output is not None)
 
     def _end_call(self, call: Call, complete: bool) -> None:
         self._local.call = None
-        if complete and call.layer:
-            for read in call.final:
-                if read.layer == call.layer:
-                    self.norm_sites[read.norm] = ("final_norm_in", call.layer)
-                else:
-                    read.site = None  # it read an earlier block's output: no final norm
-            if self._has_gradients:
-                try:
-                    call.resolve_loss(self._loss_tokens)
-                except NormlabError as error:
-                    if not self.forgives:
-                        call.close()
-                        raise
-                    call.absent[GRADIENTS] = str(error)
-        call.close()
+        try:
+            if complete and call.layer:
+                for read in call.final:
+                    if read.layer == call.layer:
+                        self.norm_sites[read.norm] = ("final_norm_in", call.layer)
+                    else:
+                        read.site = None  # it read an earlier block's output: no final norm
+                self._resolve_loss(call)
+        finally:
+            call.close()
         if complete:
             with self._lock:
-                if call.layer:
-                    self._finished.append(call)
-                    self._calls += 1
-                    self._layers = max(self._layers, call.layer)
-                else:
-                    self._idle_calls += 1
+                self._finished.append(call)
+                if call.waits:
+                    self._waiting.add(call)
+                self._calls += bool(call.layer)
+                self._idle_calls += not call.layer
+                self._layers = max(self._layers, call.layer)
+
+    def _resolve_loss(self, call: Call) -> None:
+        """Fix the factor to the summed loss's gradient; without one there are no gradients, or an error."""
+        if not self._has_gradients:
+            return
+        try:
+            call.resolve_loss(self._loss_tokens)
+        except NormlabError as error:
+            if not self.forgives:
+                raise Refusal(str(error)) from error
+            call.absent[GRADIENTS] = str(error)
 
     # -- blocks --------------------------------------------------------------------------------------------------
+
+    def _block_call(self, block: Block) -> Call | None:
+        """The call that a block is about to run in, opened by the first block where none is open."""
+        call = self._call
+        is_first = block is self.sites.blocks[0]
+        if self._is_left_out or (call is not None and not (call.implicit and is_first)):
+            return call
+        if getattr(self._local, "entered", None) or self._leaves_out(block.module):
+            return None
+        if not is_first:
+            self.absent[block.name] = "it ran without the blocks before it"
+            return None
+        self._go_last()
+        call = self._open_call(implicit=True)  # blocks run one by one: no padding is known
+        self._resolve_loss(call)
+        return call
 
     def _block_in(self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         x, name = hidden_state(args, kwargs)
@@ -368,21 +476,23 @@ class Recorder:
         if known is None:
             known = self._known.setdefault(module, KnownBlock(is_channels_first(module, x)))
         if in_backward():  # a checkpoint runs the block again
-            latest = self._latest
-            layer = self._local.recomputed = None if latest is None else latest.recomputed_layer(module, x)
-            if layer is not None:
-                self._measurer.gradient(latest, ("block_in", layer), x, known.channels_first, is_recomputed=True)
+            self._repeat(block, x, begins=True)
+            repeated = getattr(self._local, "repeated", None)
+            if repeated is not None:
+                place = ("block_in", repeated.run.layer)
+                self._measurer.gradient(repeated.call, place, x, known.channels_first, repeated=repeated)
             return None
-        if self._leaves_out():
+        call = self._block_call(block)
+        if call is None:
             return None
-        call = self._call
-        if call is None or (call.implicit and block.index == 1):  # blocks run one by one: no padding is known
-            call = self._open_call(implicit=True)
-            if self._has_gradients:
-                call.resolve_loss(self._loss_tokens)
+        if not x.numel():
+            call.absent["calls without tokens"] = "they hold nothing to measure"
+            return None
         is_first, replaced = not call.runs, None
-        others = (v for v in (*args, *kwargs.values()) if is_activation(v) and v.ndim == x.ndim == 3 and v is not x)
-        layer = call.begin_layer(module, block.index, x, any(True for _ in others))
+        given = (*args, *kwargs.values())
+        run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
+        if is_first:
+            call.find_rows(module, x)
         if is_first and self._has_gradients:
             self._root = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
@@ -390,71 +500,202 @@ class Recorder:
                 x = self._root.clone()  # a leaf may not be written to in place, its copy may
                 replaced = with_argument(args, kwargs, name, x)
         entered = stream_of(module, x, known.channels_first)
-        call.trace = BlockTrace(call, block, layer, entered, known, "branch" in self._measurer.kinds)
-        self._measurer.block_start(call.trace, x, is_first)
+        trace = call.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
+        if not is_first:
+            self._compare_with_last(trace, x, given)
+        self._measurer.block_start(trace, x, is_first)
         if "attention" in self._measurer.kinds:
             call.watch = AttentionWatch()
             call.watch.__enter__()
         return replaced
 
-    def _block_out(self, block: Block, output: Any) -> None:
-        call = self._call
-        if call is None or in_backward():
+    def _compare_with_last(self, trace: BlockTrace, x: Tensor, given: tuple) -> None:
+        """Compare what a block reads with what the block before it returned."""
+        call, last = trace.call, trace.call.last
+        if last is None:
             return
-        watch = call.stop_watching()
-        trace, call.trace = call.trace, None
-        if output is None or trace is None:
+        self._mark(x, call, last.run)
+        if not last.is_passed_on(x):
+            reason = f"{trace.block.name} reads another tensor than the one returned, of which is block_out"
+            call.absent[f"stream after block {last.run.layer}"] = reason
+        elif last.beside is not None and any(value is last.beside for value in given):
+            trace.pair = last
+
+    def _block_out(self, block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if in_backward():
+            repeated = getattr(self._local, "repeated", None)
+            if repeated is not None and output is not None:
+                repeated.end(output_tensor(output))
+            return
+        trace = self._trace_of(block)
+        if trace is None:
+            return
+        call = trace.call
+        watch, call.trace = call.stop_watching(), None
+        if output is None:
             return
         x = output_tensor(output)
-        following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
-        out = stream_of(following.module, x, trace.known.channels_first)
+        beside = next((value for value in others(x, outputs_of(output)) if value.shape == x.shape), None)
+        place = self.sites.blocks.index(block) + 1
+        following = self.sites.blocks[min(place, self.sites.depth - 1)]  # for the last one itself
+        stream, is_joined = x, False
+        if beside is not None:
+            total = x.detach() + beside.detach()
+            trace.known.joins |= trace.is_joined or (not trace.adds_up_to(x) and trace.adds_up_to(total))
+            is_joined = trace.known.joins
+            stream = total if is_joined else x
+        out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
+        call.last = LastBlock(trace.known, trace.run, x, beside, is_joined)
+        self._mark(x, call, trace.run)
         trace.finish(out)
-        self.norm_sites |= {norm: (site, layer) for norm, site in trace.sites.items()}
+        self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
         call.absent |= {f"{site} {layer}": reason for site, reason in trace.lost.items()}
         self._measurer.block_end(trace, out)
         if watch is not None:
             self._measurer.attention(trace, watch)
         trace.release()
-        call.last_out = x
-        if call.implicit and block.index == self.sites.depth:
+        if call.implicit and place == self.sites.depth:
             self._end_call(call, complete=True)
+
+    def _settle_pair(self, last: LastBlock, x: Tensor, call: Call) -> bool:
+        """Which of a block's two outputs is the stream, by the first norm that reads it: `x`. True if it is their sum.
+
+        Blocks that add their residual at the next one's beginning return the branch and the residual apart.
+        """
+        if last.is_joined:
+            return True
+        rows = Rows(x)
+        first, second = rows.of(last.out), rows.of(last.beside)
+        if first is None or second is None:
+            return False
+        is_sum = rows.same(rows.first, first + second) and not rows.same(rows.first, first)
+        if is_sum:
+            last.known.joins = True
+            call.forget(last.run.layer)
+            self._measurer.activation(call, ("block_out", last.run.layer), x)
+            call.absent[f"block {last.run.layer}"] = "its residual is added after it, which only the next one shows"
+        elif not rows.same(rows.first, first) and not rows.same(rows.first, second):
+            call.forget(last.run.layer)
+            reason = "the block returns two tensors of the stream's shape, and what reads them does not tell the stream"
+            call.absent |= {f"block_out {last.run.layer}": reason, f"block {last.run.layer}": reason}
+        return is_sum
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _mark(self, x: Tensor, call: Call, run: Run) -> None:
+        """Have the node of the graph that made a block's output tell which run that was."""
+        if call.waits and x.grad_fn is not None:
+            _metadata(x.grad_fn)[self._key] = (call, run)
+
+    def _repeat(self, block: Block, x: Tensor, begins: bool) -> None:
+        """Find the run of a block that a reentrant checkpoint repeats in the backward pass.
+
+        By the node of the graph that repeats it, else by the address of what the block (`begins`) or its norm reads,
+        which the checkpoint has kept.
+        """
+        if not self._waiting:
+            return
+        node, before = torch._C._current_autograd_node(), getattr(self._local, "repeated", None)
+        marked = None if node is None else _metadata(node).get(self._key)
+        calls = list(self._waiting) if marked is None else [marked[0]]
+        runs = [(call, run) for call in calls for run in call.runs.get(block.module, ())]
+        if marked in runs:
+            found = [marked]
+        elif before is not None and before.leads_to(x):
+            found = [(call, run) for call, run in runs if (call, run.layer) == (before.call, before.run.layer + 1)]
+        elif marked is not None and len(runs) == 1:
+            found = runs
+        else:
+            found = [(call, run) for call, run in runs if run.has_read(x)]
+            found = [(call, run) for call, run in found if not run.is_repeated] or found
+            if not found and not begins and before is not None and before.block is block:
+                return  # its first norm was found
+        task = torch._C._current_graph_task_id()
+        if len(found) != 1:
+            which = "several" if found else "none"
+            reason = f"a checkpoint repeats it on the input of {which} of the forward passes that wait for gradients"
+            self.absent[f"gradients in {block.name}"], self._local.repeated = reason, None
+        elif begins or before is None or (before.run, before.task) != (found[0][1], task):
+            self._local.repeated = Repeated(block, found[0][0], found[0][1], task)
 
     # -- inside a block ------------------------------------------------------------------------------------------
 
     def _norm_in(self, block: Block, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        trace, x = self._trace, find_input(args, kwargs)
+        trace, x = self._trace_of(block), find_input(args, kwargs)
         if x is None:
             return
+        residual = next((value for value in others(x, (*args, *kwargs.values())) if value.shape == x.shape), None)
+        if residual is None:
+            self._norm_reads(block, norm, x, kwargs)
+        elif trace is not None:
+            trace.note_sum(norm, x, residual)
+
+    def _norm_out(self, block: Block, norm: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        trace, x, out = self._trace_of(block), find_input(args, kwargs), find_output(output)
+        if x is None or out is None:
+            return
+        if any(value.shape == x.shape for value in others(x, (*args, *kwargs.values()))):
+            returned = next((value for value in others(out, outputs_of(output)) if value.shape == x.shape), None)
+            is_sum = returned is not None and (trace is None or trace.is_sum(norm, returned))
+            self._norm_reads(block, norm, returned if is_sum and returned is not None else x, kwargs)
+        if trace is not None:
+            trace.norm_done(out, norm)
+
+    def _norm_reads(self, block: Block, norm: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> None:
+        """Measure what a norm reads: one that adds two tensors reads the sum that it returns."""
+        trace = self._trace_of(block)
+        known = self._known.get(block.module)
+        if known is None:
+            return
+        channels_first = known.channels_first
         if trace is not None:
             view = trace.view(x, norm)
+            if trace.pair is not None and norm not in block.activations:
+                pair, trace.pair = trace.pair, None
+                if self._settle_pair(pair, view, trace.call):
+                    trace.enter_sum(view)
             read = trace.norm_starts(norm, view)
             if read is not None:
-                ms, channels_first = kwargs.get("mean_square"), trace.known.channels_first
-                self._measurer.norm_input(trace.call, read, x, view, ms, channels_first)
-        elif in_backward() and norm in self.norm_sites:
-            site, layer = self.norm_sites[norm]
-            layer = getattr(self._local, "recomputed", None) or layer
-            channels_first = self._known[block.module].channels_first
-            self._measurer.gradient(self._latest, (site, layer), x, channels_first, norm, is_recomputed=True)
+                self._measurer.norm_input(trace.call, read, x, view, kwargs.get("mean_square"), channels_first)
+        elif in_backward() and self._waiting:
+            self._repeat(block, x, begins=False)
+            repeated = getattr(self._local, "repeated", None)
+            site = None if repeated is None or repeated.block is not block else repeated.site_of(norm)
+            if repeated is not None and site is not None:
+                place = (site, repeated.run.layer)
+                self._measurer.gradient(repeated.call, place, x, channels_first, norm, repeated=repeated)
+
+    def _router_out(self, block: Block, routing: Routing, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        trace, x = self._trace_of(block), find_input(args, kwargs)
+        if trace is not None and x is not None:
+            self._measurer.router(trace, x, output, routing)
 
     # -- outside the blocks --------------------------------------------------------------------------------------
 
     def _outer_norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         call, x = self._call, find_input(args, kwargs)
-        if call is None or call.last_out is None or x is None or in_backward():
+        if call is None or call.last is None or call.trace is not None or x is None or in_backward():
             return
-        last = self.sites.blocks[-1].module
-        joins_streams = hasattr(last, "enter")  # then the norm reads one stream, made of several
-        if same_tensor(x, call.last_out) or joins_streams:
-            known = self._known.get(last)  # None for a norm between two stages
-            channels_first = x.ndim > 3 and known is not None and known.channels_first
+        last_module, last = self.sites.blocks[-1].module, call.last
+        joins_streams = hasattr(last_module, "enter")  # then the norm reads one stream, made of several
+        known = self._known.get(last_module)  # None for a norm between two stages
+        channels_first = x.ndim > 3 and known is not None and known.channels_first
+        view = features_last(x, channels_first, norm)
+        if last.beside is not None and not joins_streams:
+            residual = next((value for value in others(x, (*args, *kwargs.values())) if value is last.beside), None)
+            if residual is not None:  # it adds them itself, so that no tensor of the model is their sum
+                x = view = (x + residual).detach()
+            is_read = self._settle_pair(last, view, call) or same_tensor(x, last.out)
+        else:
+            is_read = joins_streams or same_tensor(x, last.out)
+        self._mark(x, call, last.run)
+        if is_read:
             read = NormRead(norm, call.layer, site="final_norm_in")
             call.final.append(read)
-            view = features_last(x, channels_first, norm)
             self._measurer.norm_input(call, read, x, view, kwargs.get("mean_square"), channels_first)
-            call.last_out = None
+            call.last = None
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -482,6 +723,9 @@ class Recorder:
         """
         self._flush()
         kinds = self._accumulator.kinds
+        if self.absent and (self._calls == 0 or not kinds):
+            places = sorted(self.absent, key=lambda place: not place.startswith("tokens "))
+            raise NormlabError(f"nothing could be measured: {self.absent[places[0]]}")
         if self._calls == 0:
             why = "call the model (and backward, for grad_* metrics) inside record()"
             if self._idle_calls:
@@ -491,14 +735,16 @@ class Recorder:
                     "and run the model outside of compiled functions"
                 )
             raise NormlabError(f"nothing was recorded: {why}")
-        if not kinds and self.absent:
-            raise NormlabError(f"nothing could be measured: {next(iter(self.absent.values()))}")
-        if self._has_gradients and "gradient" not in kinds and GRADIENTS not in self.absent:
+        has_reason = GRADIENTS in self.absent or self._has_failed
+        if self._has_gradients and "gradient" not in kinds and not has_reason:
             raise NormlabError(
                 "grad_* metrics were asked for but no backward pass ran through these blocks: call loss.backward() or "
                 "rec.backward(loss), of a loss that depends on them"
             )
         moments, arrays = self._accumulator.results()
+        if "mask no_first" not in self.absent:
+            for site, layer, mask in self._accumulator.without_tokens():
+                self.absent[f"{site} {layer}, {mask}"] = "no token counted: all are padding, or the first of their row"
         names = tuple(metric.name for metric in self.metrics)
         details = manifest(self.sites, self.metrics, self._accumulator.masks, self._calls)
         details |= {"layers": self._layers, "absent": dict(self.absent)}
@@ -518,10 +764,12 @@ class Recorder:
             calls, self._finished = self._finished, []
             for call in calls:
                 self._accumulator.add(call, call.staged)
-                if self._has_gradients and call.loss_tokens is not None:
+                if self._has_gradients and call.layer and call.loss_tokens is not None:
                     self._loss_labels = self._loss_labels + call.loss_tokens
                 self.absent |= call.absent
                 call.staged = []
             for call, gradients in self._measurer.take_gradients().items():
-                self._accumulator.add(call, gradients)
+                once, spoiled = call.first_gradients(gradients)
+                self._accumulator.add(call, once)
+                self._accumulator.forget("gradient", spoiled)
                 self.absent |= call.absent

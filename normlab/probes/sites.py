@@ -15,8 +15,11 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import nn
 
 from normlab.errors import NormlabError
@@ -39,6 +42,8 @@ _NO_NORM = re.compile(r"scal|gate|bias|posi|embed|token|dropout|identity|router|
 _ACTIVATION = re.compile(r"\bact|activation|relu|silu|swish|sigmoid|tanh")
 _DROPS = re.compile(r"drop|identity")
 _INERT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward of their own
+_TABLE = re.compile(r"posi|embed|rotary|rope|mask|cache|index")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +62,7 @@ class Block:
 
     Args:
         index: counted from 1.
+        layer: its place in the whole model, from 1: by the numbers in the blocks' names, where they are consecutive.
         name, module: the block.
         attention, mlp: the modules whose output is added to the residual stream, as far as structure tells.
         norms: the norms at the branches' sides.
@@ -74,6 +80,7 @@ class Block:
     branches: tuple[Branch, ...] = ()
     inner_norms: tuple[nn.Module, ...] = ()
     activations: tuple[nn.Module, ...] = ()
+    layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class Sites:
     outer_norms: tuple[nn.Module, ...]
     ancestors: tuple[nn.Module, ...]
     names: dict[nn.Module | None, str] = field(repr=False, default_factory=dict)
+    mask: Any = None  # what masks padding: an argument's name, or a function of the call (see `record`)
 
     @property
     def depth(self) -> int:
@@ -125,6 +133,7 @@ def sites(
     attention: str | None = None,
     mlp: str | None = None,
     norms: Sequence[str] | None = None,
+    mask: Any = None,
 ) -> Sites:
     """Find the places to measure in `model`.
 
@@ -134,6 +143,7 @@ def sites(
             names such as `"encoder.layers.*"`. `*` is one name or index.
         attention, mlp, norms: names inside a block ("self_attn", "ff.out", ["norm1", "norm2"]) instead of what
             structure suggests.
+        mask: as for `record`.
 
     Raises:
         NormlabError: not a module; no stack of blocks, or several. The message names likely candidates;
@@ -151,7 +161,7 @@ def sites(
         chosen = list(blocks)
         if not chosen or any(module not in set(model.modules()) for module in chosen):
             raise NormlabError("`blocks` must be a non-empty list of modules that belong to the model")
-    return _sites(model, chosen, {"attn": attention, "mlp": mlp}, norms)
+    return replace(_sites(model, chosen, {"attn": attention, "mlp": mlp}, norms), mask=mask)
 
 
 def stacks(model: nn.Module) -> dict[str, Sites]:
@@ -174,18 +184,44 @@ def _sites(
     """The sites of the chosen blocks; `branches`, by kind, and `norms` are those that the caller named."""
     names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
     blocks = []
+    first = _first_number([names[module] for module in chosen])
     for index, module in enumerate(chosen, start=1):
         named = {kind: _inside(module, names, name) for kind, name in branches.items() if name}
         own = None if norms is None else [_inside(module, names, name) for name in norms]
-        blocks.append(_block(index, names[module], module, named, own))
+        blocks.append(replace(_block(index, names[module], module, named, own), layer=first + index))
     inside = {module for block in chosen for module in block.modules()}
     mine = [names[block] for block in chosen]
     others = [name for stack in stacks_of(model).values() if not inside & set(stack.values()) for name in stack]
-    outer = tuple(m for m in norms_below(model) if m not in inside and _is_for(names[m], mine, others))
+    outer = tuple(norm for path, norm in _norms_outside(model, set(chosen)) if _is_for(path, mine, others))
     above = mine[0].split(".")[:-1]
     path = [model.get_submodule(".".join(above[:i])) for i in range(len(above) + 1)]
-    ancestors = [m for m in path if m is model or not isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    ancestors = [m for m in path if m is model or not isinstance(m, _CONTAINERS)]
     return Sites(tuple(blocks), outer, tuple(ancestors), names)
+
+
+def _norms_outside(module: nn.Module, blocks: set[nn.Module], above: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(path, norm) of the outermost norms that are in none of the blocks. The blocks may use the same ones."""
+    for name, child in module.named_children():
+        if is_norm(child):
+            yield above + name, child
+        elif child not in blocks:
+            yield from _norms_outside(child, blocks, f"{above}{name}.")
+
+
+def _first_number(names: list[str]) -> int:
+    """The number of the first block by its name: a stage of a pipeline does not begin with 0.
+
+    0 where the names do not differ in one number that counts on.
+    """
+    parts = [name.split(".") for name in names]
+    for place in range(len(parts[0])):
+        number = parts[0][place]
+        begin = int(number) if number.isdecimal() else -1
+        if begin >= 0 and all(
+            part == [*parts[0][:place], str(begin + i), *parts[0][place + 1 :]] for i, part in enumerate(parts)
+        ):
+            return begin
+    return 0
 
 
 def _is_for(norm: str, mine: list[str], others: list[str]) -> bool:
@@ -266,8 +302,10 @@ def _largest_stack(model: nn.Module) -> list[nn.Module]:
 
 
 def _candidates(model: nn.Module) -> str:
-    lists = [name for name, module in model.named_modules() if _is_list(module) and name]
-    likely = [f"{name}.*" for name in lists] or [name for name, module in model.named_children() if has_matrix(module)]
+    lists = [n for n, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential) and n]
+    parts = [(n, m) for n, m in model.named_children() if has_matrix(m) and any(True for _ in m.children())]
+    names = [f"{name}.*" if isinstance(part, _CONTAINERS) else name for name, part in parts]
+    likely = [f"{name}.*" for name in lists] or names
     return f"pass blocks='<pattern>' (likely: {', '.join(likely[:5]) or 'none, it has no parts with weights'})"
 
 
@@ -275,12 +313,29 @@ def _candidates(model: nn.Module) -> str:
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """True when the module or one below it holds a weight of two dimensions or more."""
-    return any(parameter.ndim >= 2 for parameter in module.parameters())
+    """True when the module or one below it holds a weight of two dimensions or more, or a packed one."""
+    return any(parameter.ndim >= 2 for parameter in module.parameters()) or any(map(_is_packed, module.modules()))
 
 
-def _has_parameters(module: nn.Module, recurse: bool = True) -> bool:
-    return next(module.parameters(recurse), None) is not None
+def _is_packed(module: nn.Module) -> bool:
+    """True for a quantized layer: a module without parts that holds its matrix in buffers, as GPTQ's and AWQ's do.
+
+    A table of positions or a mask is none.
+    """
+    if hasattr(module, "_packed_params"):
+        return True
+    if any(True for _ in module.children()) or _TABLE.search(type(module).__name__.lower()):
+        return False
+    return any(
+        buffer.ndim >= 2 and min(buffer.shape) > 1 and buffer.dtype != torch.bool and not _TABLE.search(name)
+        for name, buffer in module.named_buffers(recurse=False)
+    )
+
+
+def _has_weights(module: nn.Module, recurse: bool = True) -> bool:
+    if next(module.parameters(recurse), None) is not None:
+        return True
+    return any(map(_is_packed, module.modules() if recurse else (module,)))
 
 
 def shell_content(module: nn.Module) -> nn.Module | None:
@@ -289,14 +344,14 @@ def shell_content(module: nn.Module) -> nn.Module | None:
     A wrapper holds no parameter itself. Every child that holds some is found again in the wrapped one, because
     TransformerLens's bridge names the parts of a block next to the block.
     """
-    if _has_parameters(module, recurse=False):
+    if _has_weights(module, recurse=False):
         return None
-    bearing = [child for child in module.children() if _has_parameters(child) or is_norm(child)]
+    bearing = [child for child in module.children() if _has_weights(child) or is_norm(child)]
     return next((child for child in bearing if set(bearing) <= set(child.modules())), None)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True for a norm: RMSNorm, LayerNorm, DyT and the like, or a wrapper around one and nothing else.
+    """True for a norm: RMSNorm, LayerNorm, DyT and the like, or a wrapper around one, or around copies of one.
 
     A norm holds vectors or scalars and no matrix, or is a LayerNorm without parameters. Scales per channel
     (`LayerScale`), gates and biases normalize nothing. A module may say what it is: its ``probe_role`` is "norm", or
@@ -307,13 +362,16 @@ def is_norm(module: nn.Module) -> bool:
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return True
     name = type(module).__name__.lower()
+    if isinstance(module, _CONTAINERS) or _is_packed(module):
+        return False
     if any(True for _ in module.children()):
-        content = shell_content(module)
+        shell, copied = shell_content(module), _copied(module)
+        content = shell or copied
         named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         arguments = inspect.signature(module.forward).parameters.values()
         if sum(a.kind in named and a.default is inspect.Parameter.empty for a in arguments) > 1:
             return False  # it adds the residual (FNet): its content reads another tensor
-        others = [child for child in module.children() if child is not content]
+        others = [c for c in module.children() if c is not shell and not (shell is None and _has_weights(c))]
         return content is not None and is_norm(content) and all(isinstance(child, _INERT) for child in others)
     parameters = list(module.parameters(recurse=False))
     if not parameters:
@@ -321,10 +379,21 @@ def is_norm(module: nn.Module) -> bool:
     return all(parameter.ndim <= 1 for parameter in parameters) and ("norm" in name or not _NO_NORM.search(name))
 
 
+def _copied(module: nn.Module) -> nn.Module | None:
+    """The norm of which a wrapper holds copies, of which one is used (PEFT's `modules_to_save`); None if it is none."""
+    children = list(module.children())
+    if _has_weights(module, recurse=False) or not any(isinstance(child, _CONTAINERS) for child in children):
+        return None
+    held = chain.from_iterable(child.children() if isinstance(child, _CONTAINERS) else (child,) for child in children)
+    parts = [part for part in held if _has_weights(part)]
+    alike = {(type(part), *(weight.shape for weight in part.parameters())) for part in parts}
+    return parts[0] if len(alike) == 1 else None
+
+
 def is_nonlinearity(name: str, module: nn.Module) -> bool:
     """True for a nonlinearity without parameters, by its words."""
     words = f"{name} {type(module).__name__}".lower()
-    return not _has_parameters(module) and bool(_ACTIVATION.search(words))
+    return not _has_weights(module) and bool(_ACTIVATION.search(words))
 
 
 def norms_below(module: nn.Module) -> Iterator[nn.Module]:
@@ -357,7 +426,7 @@ def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
         return parts_of(content)
     parts: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not is_norm(child):
+        if isinstance(child, _CONTAINERS):
             parts += [(f"{name}.{inner}", part) for inner, part in parts_of(child)]
         else:
             parts.append((name, child))
@@ -400,6 +469,9 @@ def branches_of(block: nn.Module) -> list[Branch]:
 
 
 def _is_list(module: nn.Module) -> bool:
+    """True for a list, and for a dict whose names are numbers: a pipeline's stage has some of a model's blocks."""
+    if isinstance(module, nn.ModuleDict):
+        return len(module) > 0 and all(name.isdecimal() for name in module)
     return isinstance(module, nn.ModuleList | nn.Sequential)
 
 
@@ -416,7 +488,7 @@ def _blocks_of_stage(stage: nn.Module) -> dict[str, nn.Module] | None:
 
     A stage has a list of blocks, and nothing next to the list is a branch of a residual block.
     """
-    if isinstance(stage, nn.ModuleList):  # no forward of its own, so no block
+    if isinstance(stage, _CONTAINERS) and _is_list(stage):  # no forward of its own, so no block
         return dict(stage.named_children())
     for name, child in stage.named_modules():
         if not name or not _is_block_list(child):
@@ -439,7 +511,8 @@ def _flattened(name: str, items: Mapping[str, nn.Module]) -> dict[str, nn.Module
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    packed = (buffer for part in module.modules() if _is_packed(part) for buffer in part.buffers(recurse=False))
+    return sum(weight.numel() for weight in chain(module.parameters(), packed))
 
 
 def stacks_of(model: nn.Module) -> dict[str, dict[str, nn.Module]]:

@@ -35,6 +35,7 @@ from normlab.probes.sites import has_matrix, kind_of, shell_content
 
 CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small against an activation, large against a call's overhead
 FLAT = math.atanh(0.95)
+SAME = 0.02  # relative distance of a router's scores from ours: several roundings of bfloat16
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -279,8 +280,10 @@ FIXED_SHAPE = ("gram", "coordinate_peak", "expert_counts")  # a different one me
 def effective_rank(matrix: Tensor) -> float:
     """exp(H(p)), p_i = s_i / sum s, with s_i^2 the eigenvalues of a Gram matrix (Roy and Vetterli, 2007).
 
-    NaN for zeros.
+    NaN for zeros, and for a matrix that is not finite.
     """
+    if not bool(matrix.isfinite().all()):
+        return float("nan")
     singular = torch.linalg.eigvalsh(matrix.double()).clamp(min=0).sqrt()
     if not bool(singular.sum() > 0):
         return float("nan")
@@ -348,11 +351,31 @@ def routing_of(branch: nn.Module) -> Routing | None:
     return None
 
 
-def router_entropy(routing: Routing, x: Tensor) -> Tensor:
-    """(tokens,) in nats: entropy of softmax(W x + b) over the experts, in float32. `x`: (..., features)."""
-    bias = routing.scorer.bias if isinstance(routing.scorer, nn.Linear) else None
-    scores = functional.linear(x.float(), routing.scores.float(), None if bias is None else bias.float())
-    return torch.special.entr(scores.softmax(-1)).sum(-1).reshape(-1)
+def router_scores(routing: Routing, x: Tensor) -> Tensor:
+    """(tokens, experts): W x + b, in float32. `x`: (..., features); b is a parameter `bias` of one number an expert."""
+    bias = getattr(routing.scorer, "bias", None)
+    own = bias.float() if isinstance(bias, Tensor) and bias.shape == (routing.experts,) else None
+    scores = functional.linear(x.float(), routing.scores.float(), own)
+    return scores.reshape(-1, routing.experts)
+
+
+def router_entropy(scores: Tensor) -> Tensor:
+    """(tokens,) in nats: entropy of softmax(scores) over the experts. `scores`: (tokens, experts)."""
+    return torch.special.entr(scores.softmax(-1)).sum(-1)
+
+
+def are_router_scores(scores: Tensor, returned: Any) -> bool | None:
+    """True if a router returns these scores, or their softmax or sigmoid, among its outputs of one number an expert.
+
+    None if it returns no such output. False otherwise: it changes its input, its weights or the product.
+    """
+    items = returned if isinstance(returned, tuple | list) else (returned,)
+    floats = (x for x in items if isinstance(x, Tensor) and x.is_floating_point() and x.numel() == scores.numel())
+    outputs = [x.detach().reshape(scores.shape).to(scores) for x in floats if x.shape[-1] == scores.shape[-1]]
+    if not outputs:
+        return None
+    readings = (scores, scores.softmax(-1), scores.sigmoid())
+    return bool(torch.stack([(x - y).norm() <= SAME * y.norm() for x in outputs for y in readings]).any())
 
 
 def taken_experts(values: Any, tokens: int) -> Tensor | None:
@@ -366,38 +389,137 @@ def taken_experts(values: Any, tokens: int) -> Tensor | None:
 
 SCORE_CHUNK = 1 << 19  # 2 MiB of float32 scores at a time: they stay in cache between passes
 NOTHING = -80.0  # e^-80 is nothing next to 1, and unlike e^-inf it can be multiplied by its exponent
-_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum, torch.bmm, Tensor.bmm, torch.baddbmm)
+_DIFFERENCES = (
+    torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__, Tensor.sub_, Tensor.subtract_,
+    Tensor.__isub__,
+)  # fmt: skip
+_JOINS = (torch.cat, torch.concat, torch.concatenate)
+_CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "view", "reshape")
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", ""))
+
+
+class _Scores:
+    """The product of query and key on its way to the softmax.
+
+    Attributes:
+        scores: as last seen over the keys alone, before a number per row was taken away. The softmax is the same with
+            and without it.
+        latest: what came of them. It may have further columns, such as a learned sink's.
+        first: the column of the first key in it.
+        is_known: no step came that `scores` cannot follow.
+    """
+
+    def __init__(self, product: Tensor):
+        self.scores = self.latest = product
+        self.first = 0
+        self.is_known = True
+        self._is_shifted = False
+
+    @property
+    def keys(self) -> slice:
+        """The columns of the keys in `latest`."""
+        return slice(self.first, self.first + self.scores.shape[-1])
+
+    def follow(self, func: Any, args: tuple, result: Any) -> None:
+        """Note what a function made of `latest`, if it did."""
+        if not isinstance(result, Tensor) or not result.is_floating_point() or _name(func).endswith("_like"):
+            return
+        if func in _JOINS:
+            self._join(args[0], result)
+            return
+        keeps_rows = result.numel() == self.latest.numel() and result.shape[-1] == self.latest.shape[-1]
+        if keeps_rows and any(x is self.latest for x in args):
+            self._step(func, args, result)
+
+    def _join(self, parts: Any, result: Tensor) -> None:
+        place = next((i for i, part in enumerate(parts) if part is self.latest), None)
+        if place is not None and result.shape[:-1] == self.latest.shape[:-1]:
+            self.first += sum(part.shape[-1] for part in parts[:place])
+            self.latest = result
+
+    def _step(self, func: Any, args: tuple, result: Tensor) -> None:
+        if func in _DIFFERENCES and isinstance(args[1], Tensor) and args[1].shape[-1:] == (1,):
+            self.is_known &= result is not self.scores  # else they were written over
+            self._is_shifted = True
+        elif not self._is_shifted:
+            self.scores = result[..., self.keys] if result.shape[-1] > self.scores.shape[-1] else result
+        elif _name(func) not in _CASTS:
+            self.is_known = False
+        self.latest = result
 
 
 class AttentionWatch(TorchFunctionMode):
     """While active, keeps the statistics of the first attention call: `scores`, (2, batch x queries), or None.
 
     Fused attention never holds its scores. They are computed again from its query and key, in chunks of queries.
-    Explicit attention is read at its softmax. The watched call is not altered.
+    Explicit attention is followed from its product of query and key to its softmax. What counts are the scores of the
+    keys. Another column of the softmax, such as a learned sink's, is none. The watched call is not altered.
+
+    Attributes:
+        knows_size: the scores themselves are known, not only up to a number per row.
+        why: what went wrong with the statistics.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        """Wait for the next attention call."""
         self.scores: Tensor | None = None
         self.shape: tuple[int, int] = (0, 0)  # batch, queries
+        self.knows_size = True
+        self.why = ""
+        self._seen: _Scores | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.scores is None and func is functional.scaled_dot_product_attention:
+        if self.scores is not None or self.why:
+            return func(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
             query = args[0] if args else kwargs["query"]
             if query.ndim == 4:
                 self._keep(query, lambda: score_chunks(*args, **kwargs))
-        elif self.scores is None and func in _SOFTMAX:
-            scores = args[0] if args else kwargs.get("input")
+        elif func in _SOFTMAX:
+            x = args[0] if args else kwargs.get("input")
             over = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            if isinstance(scores, Tensor) and scores.ndim == 4 and over in (-1, 3):
-                self._keep(scores, lambda: [scores.float()])
-        return func(*args, **kwargs)
+            if isinstance(x, Tensor) and x.ndim == 4 and over in (-1, 3):
+                self._keep(x, lambda: [self._explicit(x)])
+        result = func(*args, **kwargs)
+        if func in _PRODUCTS:
+            if isinstance(result, Tensor) and result.ndim > 2:
+                self._seen = _Scores(result)
+        elif self._seen is not None:
+            self._seen.follow(func, args, result)
+        return result
+
+    def _explicit(self, x: Tensor) -> Tensor:
+        """The scores of the keys, of which `x` enters the softmax."""
+        seen = self._seen if self._seen is not None and self._seen.latest is x else None
+        if seen is None:
+            self.knows_size = bool((x.amax(-1) != 0).any())
+            return x.float()
+        self.knows_size = seen.is_known
+        keys = x[..., seen.keys]
+        self.note_share(x, keys)
+        return (seen.scores.reshape(keys.shape) if seen.is_known else keys).float()
+
+    def note_share(self, x: Tensor, keys: Tensor) -> None:
+        """Take note of what enters the softmax and of the keys' part of it."""
 
     def _keep(self, like: Tensor, chunks: Callable[[], Iterable[Tensor]]) -> None:
-        with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
-            self.scores = self.reduce(chunks())
-        self.shape = (like.shape[0], like.shape[2])
+        try:
+            with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
+                self.scores = self.reduce(chunks())
+            self.shape = (like.shape[0], like.shape[2])
+        except Exception as error:  # the watched model goes on
+            self.why = str(error)
+        self._seen = None
 
     def reduce(self, chunks: Iterable[Tensor]) -> Tensor:
         """Reduce the scores, given in chunks of queries: (batch, heads, queries, keys)."""

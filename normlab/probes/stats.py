@@ -37,6 +37,7 @@ def manifest(where: Sites, metrics: Sequence[Metric], masks: Sequence[str], call
     return {
         "model": type(where.model).__name__,
         "depth": where.depth,
+        "blocks": {str(block.layer): block.name for block in where.blocks},
         "sites": str(where).splitlines(),
         "forward_passes": calls,
         "metrics": {metric.name: metric.definition for metric in metrics},
@@ -64,6 +65,28 @@ def _merged(a: pandas.DataFrame, b: pandas.DataFrame) -> pandas.DataFrame:
         merged = merge_moments(*moments_a, *moments_b)
     numbers = dict(zip(NUMBER_NAMES, (*merged, np.maximum(peak_a, peak_b)), strict=True))  # NaN, once seen, stays
     return both.to_frame(index=False).assign(**numbers, width=np.maximum(width_a, width_b).astype(int))
+
+
+def _of_stages(a: LayerStats, b: LayerStats) -> LayerStats:
+    """Both stages of a pipeline. What enters one and is an output of the other's blocks counts once."""
+    import pandas
+
+    moments: list[pandas.DataFrame] = []
+    arrays: dict[Key, Tensor] = {}
+    for part, rest in ((a, b), (b, a)):
+        known = {("block_out", int(layer)) for layer in rest.manifest["blocks"].keys() - part.manifest["blocks"].keys()}
+        places = list(zip(part.moments["site"], part.moments["layer"], strict=True))
+        moments.append(part.moments[[place not in known for place in places]])
+        arrays |= {key: array for key, array in part.arrays.items() if key[:2] not in known}
+    details = dict(a.manifest)
+    for what in ("blocks", "absent"):
+        details[what] = a.manifest.get(what, {}) | b.manifest.get(what, {})
+    details["sites"] = [*a.manifest["sites"], *b.manifest["sites"]]
+    details["depth"] = a.manifest["depth"] + b.manifest["depth"]
+    for most in ("layers", "forward_passes", "loss_tokens"):
+        if most in details:
+            details[most] = max(details[most], b.manifest.get(most, 0))
+    return LayerStats(pandas.concat(moments, ignore_index=True), a.metrics, details, a.step, arrays)
 
 
 @dataclass
@@ -189,14 +212,21 @@ class LayerStats:
     # -- merging -----------------------------------------------------------------------------------------------------
 
     def merge(self, other: LayerStats) -> LayerStats:
-        """Both recordings as one: the result of a single recording over all their tokens."""
+        """Both recordings as one: the result of a single recording over all their tokens.
+
+        Recordings of a pipeline's stages, which hold other layers, become one of all layers.
+        """
         if self.metrics != other.metrics:
             raise NormlabError("cannot merge recordings of different metrics: record both with the same list")
-        for what in ("masks", "depth"):
+        mine, theirs = (part.manifest.get("blocks", {}) for part in (self, other))
+        are_stages = bool(mine) and bool(theirs) and not mine.keys() & theirs.keys()
+        for what in ("masks", *(() if are_stages else ("depth", "blocks"))):
             if self.manifest.get(what) != other.manifest.get(what):
                 raise NormlabError(
                     f"cannot merge recordings of different {what}: they are not of one kind of recording"
                 )
+        if are_stages:
+            return _of_stages(self, other)
         arrays = dict(self.arrays)
         for key, array in other.arrays.items():
             if key[3] in FIXED_SHAPE and key in arrays and arrays[key].shape != array.shape:

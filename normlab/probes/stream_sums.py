@@ -30,6 +30,7 @@ SLACK = 4.0  # roundings that a sum may be off by
 SPARE = 4  # equations that differ, beyond the unknowns, that a fitted sum must hold in
 ENOUGH = 64  # equations compared, to see whether they differ
 LIKE = 1e-4  # relative distance below which two rows say the same
+NOISE = 1e-9  # relative error of a fit in float64, whose normal equations have a condition of up to 1e6
 
 
 @dataclass(frozen=True)
@@ -190,20 +191,24 @@ def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) ->
     factors = _coefficients(change, outputs)
     if factors is not None and min(map(abs, factors)) > 0:
         left = change - sum(c * o for c, o in zip(factors, outputs, strict=True))
-        if _fits(left, sizes, eps) and _matter(left, outputs, factors):
+        if _fits(left, sizes, eps) and _matter(left, outputs, factors, after):
             return Explanation("added", (), tuple(factors))
     factors = _coefficients(after, [before, *outputs])
     if factors is not None and abs(factors[0]) * float(before.norm()) > 1e-3 * float(after.norm()):
         left = after - sum(c * o for c, o in zip(factors, [before, *outputs], strict=True))
-        if _fits(left, sizes, eps) and _matter(left, outputs, factors[1:]):
+        if _fits(left, sizes, eps) and _matter(left, outputs, factors[1:], after):
             return Explanation("scaled", (), tuple(factors[1:]), factors[0])
     return None
 
 
-def _matter(left: Tensor, outputs: Sequence[Tensor], factors: Sequence[float]) -> bool:
-    """True if what every output adds is well above what is left unexplained."""
+def _matter(left: Tensor, outputs: Sequence[Tensor], factors: Sequence[float], after: Tensor) -> bool:
+    """True if what every output adds is well above what is left unexplained, and above the noise of the fit.
+
+    Nothing may be left by chance: the fit of an output that was not added is its noise.
+    """
+    least = max(4 * float(left.norm()), NOISE * float(after.norm()))
     sizes = [abs(c) * float(o.norm()) for c, o in zip(factors, outputs, strict=True)]
-    return all(size > 4 * float(left.norm()) for size, o in zip(sizes, outputs, strict=True) if bool(o.any()))
+    return all(size > least for size, o in zip(sizes, outputs, strict=True) if bool(o.any()))
 
 
 def _ones_do(change: Tensor, outputs: list[Tensor], eps: float, before: Tensor) -> bool:
@@ -260,7 +265,7 @@ def _fitted(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float, di
     factor = torch.where(square > 0, (change * o).sum(dim, keepdim=True) / square.clamp(min=1e-300), 0)
     left, sizes = change - factor * o, [before, after, o]
     is_equal = _fits(factor * (o - o.mean(dim, keepdim=True)), sizes, eps)  # equal rows make any change
-    if is_equal or not _fits(left, sizes, eps) or not _matter(left, [factor * o], [1.0]):
+    if is_equal or not _fits(left, sizes, eps) or not _matter(left, [factor * o], [1.0], after):
         return None
     return Explanation("by token", ()) if dim else Explanation("by feature", (), (factor[0],))
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Batch, Runner, evaluating, on_blocks, see_layers
+from normlab.probes.experiments import Batch, Runner, require_counted, see_layers
 from normlab.probes.layout import hidden_state
+from normlab.probes.passes import evaluating, on_blocks
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import AttentionWatch, at_least_float32
 
@@ -71,7 +72,7 @@ def massive_activations(
 
     with evaluating(runner.model):
         see_layers(runner, batch, look)
-    return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, torch.zeros_like(kept[0]))
+    return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, kept[0])
 
 
 @torch.no_grad()
@@ -81,20 +82,23 @@ def attention_sinks(
     """Find attention sinks (Xiao et al., 2023, 2309.17453), by the measure of Gu et al. (2024, 2410.10781).
 
     A token is a sink of a head if its mean attention over the queries that may see it exceeds `threshold` (the paper's
-    is 0.3). Tokens that fewer than `queries` may see are not judged. Padding is not counted.
+    is 0.3). Tokens that fewer than `queries` may see are not judged. Padding is not counted. What a learned sink takes
+    is in no token's attention.
 
     Returns:
         Columns `layer row position heads weight first_layer last_layer`: the share of heads whose sink the token is,
         and its attention averaged over all heads. The paper's measure of a token is `heads` averaged over all layers.
 
     Raises:
-        NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax.
+        NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax; or
+            none over the tokens alone, as with a prefix.
     """
     runner = Runner(model, [batch], False, "attention sinks")
     (batch,) = runner
     rows: list[tuple] = []
     kept: list[Tensor] = []
     layers: list[int] = []
+    others: list[str] = []  # shapes of attention that is not over the tokens
     watch = _KeyWatch()
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -102,37 +106,51 @@ def attention_sinks(
         kept.append(tokens)
         scores, length = watch.scores, tokens.shape[1]
         if scores is None or scores.shape[2:] != (length, length):
-            watch.scores = None
+            if scores is not None:
+                others.append(f"{scores.shape[2]} queries x {scores.shape[3]} keys for {length} tokens")
+            watch.forget()
             return
         layers.append(layer)
         seen = (scores > HIDDEN) & tokens[:, None, :, None]  # (batch, heads, queries, keys)
-        weight = torch.where(seen, scores.softmax(-1), 0).sum(-2) / seen.sum(-2).clamp(min=1)
+        weight = torch.where(seen, scores.softmax(-1) * watch.share, 0).sum(-2) / seen.sum(-2).clamp(min=1)
         sink = (weight > threshold) & (seen.sum(-2) >= queries) & tokens[:, None]
         for row, position in sink.any(1).nonzero().tolist():
             heads, mean = sink[row, :, position].float().mean(), weight[row, :, position].mean()
             rows.append((layer, row, position, float(heads), float(mean)))
-        watch.scores = None  # last, as the softmax above is seen too
+        watch.forget()  # last, as the softmax above is seen too
 
     with evaluating(runner.model), watch, on_blocks(runner.sites, hook):
         runner.run(batch)
+    if not layers and others:
+        raise NormlabError(f"attention was seen over {others[0]}: give a model that attends to its tokens alone")
     if not layers:
         raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")
-    return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, torch.zeros_like(kept[0]))
+    return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0])
 
 
 class _KeyWatch(AttentionWatch):
-    """Keeps the scores themselves, (batch, heads, queries, keys)."""
+    """Keeps the scores themselves, (batch, heads, queries, keys), and the keys' `share` of a row's attention."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.share: Tensor | float = 1.0
 
     def reduce(self, chunks: Iterable[Tensor]) -> Tensor:
         parts = list(chunks)
         keys = max(part.shape[-1] for part in parts)
         return torch.cat([functional.pad(x, (0, keys - x.shape[-1]), value=-torch.inf) for x in parts], dim=-2)
 
+    def note_share(self, x: Tensor, keys: Tensor) -> None:
+        if keys.shape != x.shape:
+            self.share = (keys.float().logsumexp(-1) - x.float().logsumexp(-1)).exp()[..., None]
 
-def _found(rows: list[tuple], columns: list[str], place: int, mask: Tensor) -> FoundTokens:
+
+def _found(rows: list[tuple], columns: list[str], place: int, counted: Tensor) -> FoundTokens:
     """Rows in order of layer; columns 1 to `place` say what is the same over layers."""
     import pandas
 
+    require_counted(bool(counted.any()))
+    mask = torch.zeros_like(counted)
     found = {row[:place] for row in rows}
     spanned = []
     for row in rows:

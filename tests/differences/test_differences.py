@@ -393,6 +393,220 @@ def test_a_models_own_arrays_are_equal_though_it_is_in_training_mode(batch, tmp_
     assert model.training and diff(model, tmp_path / "own.safetensors", batch).equal
 
 
+# -- causes that look alike --------------------------------------------------------------------------------------------
+
+
+def rotary(**rope) -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **SIZES,
+        max_position_embeddings=64, rope_parameters={"rope_theta": 10_000.0, **rope},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return _off_start(LlamaForCausalLM(config))
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "cause"),
+    [
+        (LINEAR, {}, "A's times 4: rotary positions are scaled"),
+        ({}, LINEAR, "A's times 1/4: rotary positions are scaled"),
+        (YARN, {}, "is scaled in A, by another factor at each frequency as in YaRN, and not in B"),
+        ({}, YARN, "is scaled in B, by another factor at each frequency as in YaRN, and not in A"),
+        ({}, {"rope_theta": 500_000.0}, "has another base: a rotary base of about 5e.05 in B, 1e.04 in A"),
+    ],
+    ids=["linear in A", "linear in B", "YaRN in A", "YaRN in B", "base"],
+)
+def test_a_scaled_rotary_embedding_is_no_other_base(a, b, cause):
+    result = diff(rotary(**a), rotary(**b), {"input_ids": torch.arange(48).view(2, 24)})
+    assert re.search(cause, result.causes[0]), result
+    assert any("base" in one for one in result.causes) == ("base" in cause), result
+
+
+def test_a_missing_attention_factor_of_yarn_is_named():
+    a, b = rotary(**YARN), rotary(**YARN)
+    b.model.rotary_emb.attention_scaling = 1.0
+    for one, other in ((a, b), (b, a)):
+        causes = diff(one, other, {"input_ids": torch.arange(48).view(2, 24)}).causes
+        assert causes and "another attention factor, as of YaRN" in causes[0]
+
+
+class OtherEps(nn.Module):
+    """An RMS norm with the same eps at another place."""
+
+    def __init__(self, norm: Any, size: Callable[[torch.Tensor, float], torch.Tensor]):
+        super().__init__()
+        self.weight, self.eps, self.size = norm.weight, norm.variance_epsilon, size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x / self.size(x.square().mean(-1, keepdim=True), self.eps)
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["rows of one size", "rows of many sizes"])
+@pytest.mark.parametrize(
+    ("size", "cause"),
+    [
+        (lambda ms, eps: ms.sqrt() + eps, "eps is added outside the root"),
+        (lambda ms, eps: ms.clamp_min(eps).sqrt(), "B adds no eps"),
+        (lambda ms, eps: ms.sqrt(), "B adds no eps"),
+        (lambda ms, eps: (ms + eps / 2).sqrt(), "another eps: B's is smaller by"),
+    ],
+    ids=["outside", "least", "none", "smaller"],
+)
+def test_the_place_of_eps_is_told_from_its_size(batch, size, cause, alike):
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **SIZES)
+    config.rms_norm_eps = 1e-5
+    torch.manual_seed(0)
+    a = LlamaForCausalLM(config).eval()
+    if not alike:
+        with torch.no_grad():
+            a.model.embed_tokens.weight *= torch.rand(64, 1) + 0.1
+    b = copy.deepcopy(a)
+    for block in b.model.layers:
+        block.input_layernorm = OtherEps(block.input_layernorm, size)
+    assert diff(a, b, batch).causes[0].startswith(cause)
+
+
+def test_an_rms_norm_without_eps_is_the_same_in_every_dtype(batch):
+    class Blocks(nn.Module):
+        def __init__(self, functional: bool):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+            self.layers = nn.ModuleList(Residual(functional) for _ in range(2))
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids)
+            for block in self.layers:
+                x = block(x)
+            return self.head(x)
+
+    class Residual(nn.Module):
+        def __init__(self, functional: bool):
+            super().__init__()
+            self.norm, self.mlp, self.functional = nn.RMSNorm(16), nn.Linear(16, 16), functional
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.mlp(nn.functional.rms_norm(x, (16,)) if self.functional else self.norm(x))
+
+    for functional in (False, True):
+        torch.manual_seed(0)
+        a = Blocks(functional).eval()
+        with torch.no_grad():
+            a.embed.weight.mul_(0.002)
+        result = diff(a, copy.deepcopy(a).bfloat16(), {"input_ids": batch["input_ids"]})
+        assert result.equal, result
+
+
+def test_frequencies_are_never_rounded_and_other_dtypes_of_buffers_are_noted(llama, batch):
+    half, cast = copy.deepcopy(llama), copy.deepcopy(llama).bfloat16()
+    for parameter in half.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert half.model.rotary_emb.inv_freq.dtype is torch.float32
+    result = diff(half, cast, batch)
+    assert result.first == ("attn_out", 1) and "inv_freq is rounded to bfloat16: a cast" in result.verdict
+    assert "model.rotary_emb.inv_freq is in float32 in A and in bfloat16 in B" in result.notes
+    rounding = diff(llama, cast, batch)  # as all of B is
+    assert rounding.equal and "model.rotary_emb.inv_freq is in float32 in A and in bfloat16 in B" in rounding.notes
+    assert "difference is 0.0" not in rounding.verdict
+    rounded = copy.deepcopy(llama)
+    rounded.model.rotary_emb.inv_freq = rounded.model.rotary_emb.inv_freq.bfloat16().float()
+    assert "inv_freq is rounded to bfloat16: a cast" in diff(llama, rounded, batch).verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda x: np.full_like(x, np.nan), "B is not finite here"),
+        (np.zeros_like, "B is zero here"),
+        (lambda x: x + 1, ""),
+    ],
+    ids=["nan", "zeros", "other"],
+)
+def test_arrays_of_nan_or_zeros_are_named(llama, batch, tmp_path, change, cause):
+    write_arrays(llama, batch, tmp_path / "all.safetensors")
+    x = next(x.numpy() for site, x in read_arrays(tmp_path / "all.safetensors").items() if site == ("block_out", 2))
+    np.savez(tmp_path / "one.npz", **{"block_out.2": change(x)})
+    result = diff(llama, tmp_path / "one.npz", batch)
+    assert result.first == ("block_out", 2) and not any("cast" in one for one in result.causes)
+    assert not cause or result.causes[0] == cause
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"),
+    [
+        ("block_out.1", np.int64, "holds block_out.1 in torch.int64: write activations in a floating dtype"),
+        ("block_out.1", bool, "in torch.bool"),
+        ("block_out.1", np.complex64, "in torch.complex64"),
+        ("block_out.²", np.float32, "name arrays SITE.BLOCK"),
+        ("block_out.1.2", np.float32, "name arrays SITE.BLOCK"),
+        ("block_out.-1", np.float32, "name arrays SITE.BLOCK"),
+    ],
+)
+def test_arrays_of_other_kinds_or_names_are_one_line(llama, batch, tmp_path, name, dtype, words):
+    np.savez(tmp_path / "odd.npz", **{name: np.ones((2, 12, 32), dtype)})
+    with pytest.raises(NormlabError, match=words) as caught:
+        diff(llama, tmp_path / "odd.npz", batch)
+    assert "\n" not in str(caught.value)
+
+
+def test_blocks_that_structure_does_not_show_are_named(batch):
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+            self.first, self.second = Plain(), Plain()
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.second(self.first(self.embed(input_ids))))
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.mlp(self.norm(x))
+
+    a = Named().eval()
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.second.mlp.weight.mul_(1.5)
+    inputs = {"input_ids": batch["input_ids"]}
+    with pytest.raises(NormlabError, match="no stack of blocks"):
+        diff(a, b, inputs)
+    assert diff(a, b, inputs, blocks="[fs]*").first == ("mlp_out", 2)
+
+
+def test_the_models_themselves_run_where_no_copy_is_needed(llama, batch, monkeypatch):
+    copied, plain = [], copy.deepcopy
+
+    def counting(x: Any, memo: Any = None) -> Any:
+        copied.append(type(x))
+        return plain(x, memo)
+
+    monkeypatch.setattr(copy, "deepcopy", counting)
+    assert diff(llama, llama, batch).equal
+    assert copied.count(LlamaForCausalLM) == 2  # in float64
+
+
+def test_blocks_that_run_again_are_further_blocks():
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    a = HrmTextForCausalLM(HrmTextConfig(num_layers_per_stack=2, H_cycles=2, L_cycles=2, **sizes)).eval()
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.model.H_module.layers[0].mlp.down_proj.weight.mul_(1.5)
+    result = diff(a, b, {"input_ids": torch.arange(5, 17)[None]})
+    assert result.verdict.startswith("parts at block 5, ")  # the low level's second cycle, after two passes of 2
+    assert any(note.startswith("model.H_module.layers is not compared") for note in result.notes)
+    assert result.table["layer"].max() == 9 and result.table.iloc[-1].tolist()[:2] == ["logits", 9]
+
+
 @pytest.mark.parametrize("words, scale", [("1/d_head", 1 / 8), ("none", 1.0)])
 def test_the_scale_that_a_softmax_has_instead_is_named(words, scale, llama, batch):
     port = copy.deepcopy(llama)

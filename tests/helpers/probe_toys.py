@@ -62,8 +62,9 @@ class Stack(nn.Module):
 def measured(
     where: Any, metrics: Iterable[str], *args: Any, **kwargs: Any
 ) -> tuple[dict[tuple[str, int, str, str], float], dict[str, str]]:
-    """The record of a call without gradients, and what is absent and why."""
-    with record(where, list(metrics)) as rec, torch.no_grad():
+    """The record of a call without gradients, and what is absent and why. A bare activation does not tell its rows."""
+    masks = ["all"] if args and not kwargs else ["all", "no_first"]
+    with record(where, list(metrics), masks=masks) as rec, torch.no_grad():
         rec.sites.model(*args, **kwargs)
     return values(rec.stats()), rec.stats().manifest["absent"]
 

@@ -74,6 +74,17 @@ def test_training_is_bit_for_bit_the_same_with_the_callback(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+def test_a_second_training_drops_the_first_ones_readings_and_a_resumed_one_keeps_those_before_it(tmp_path):
+    callback = LayerStatsCallback(every=1, update_ratio=False)
+    train(tiny_llama(), tmp_path, [callback], save_steps=2, save_strategy="steps")
+    train(tiny_llama(), tmp_path, [callback], max_steps=1)
+    assert set(callback.to_pandas()["step"]) == set(callback.explain().history["step"]) == {0}
+    callback._readings.add_rows(3, ["model"], "loss_spike", [9.0])
+    train(tiny_llama(), tmp_path, [callback], resume=tmp_path / "checkpoint-2")
+    table = callback.to_pandas()
+    assert table["step"].drop_duplicates().tolist() == [0, 2] and "loss_spike" not in set(table["metric"])
+
+
 def test_update_ratio_is_the_step_over_the_weights():
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

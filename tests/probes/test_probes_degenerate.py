@@ -1,12 +1,14 @@
 """Evidence that says little: one token, equal tokens, a width of two, zero branches, gates at zero. What is measured
 is right, and what cannot be told is named in the manifest's `absent`."""
 
+import math
+
 import pytest
 import torch
 from probe_toys import Stack, measured
 from torch import Tensor, nn
 
-from normlab.probes import block_trace, record
+from normlab.probes import block_trace, record, stream_sums
 
 METRICS = ["relative_contribution", "token_l2_mean"]
 RATIO, SIZE = "relative_contribution", "token_l2_mean"
@@ -167,3 +169,19 @@ def test_a_block_that_does_not_add_up_is_given_up_after_a_few_calls(monkeypatch)
             rec.sites.model(tokens(kind, 16))
     assert len(searched) == 1 + block_trace.TRIES
     assert rec.stats().manifest["absent"]["attn 1"] == DOES_NOT_ADD_UP
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("noise", [0.0, 1e-17, -1e-12])
+def test_a_share_that_is_the_noise_of_its_fit_is_no_share(monkeypatch, noise, dtype):
+    """Whether a fit is exact is the luck of the processor."""
+    before, o = torch.randn(2, 20, 12, dtype=dtype, generator=torch.Generator().manual_seed(0)).double()
+    monkeypatch.setattr(stream_sums, "_coefficients", lambda target, outputs: [1.0, noise][-len(outputs) :])
+    assert stream_sums.explain(before, before, [o], torch.finfo(dtype).eps) is None
+
+
+def test_a_layer_that_is_not_finite_has_no_rank_and_stops_no_one():
+    model, x = model_of(12, "pre"), torch.randn(2, 10, 12)
+    x[0, 3, 5] = torch.nan
+    found, _ = measured(model, ["update_effective_rank"], x)
+    assert len(found) == 1 and all(math.isnan(value) for value in found.values())

@@ -169,15 +169,15 @@ def test_angular_distance_equals_arccos_in_float64(model, batches, tokens):
     assert (table.attrs["standard_error"].values >= 0).all()
 
 
-def test_angles_of_nearly_parallel_bf16_vectors_keep_their_digits():
-    from normlab.probes.geometry import _angles
+@pytest.mark.parametrize("distance", [0.0, 1e-12, 1e-7, 1e-4, 1e-3, 2e-3, 0.1, 1.0, 2.0])
+def test_angles_keep_their_digits_however_near_the_vectors_are(distance):
+    from normlab.probes.geometry import _all_angles
 
-    a = torch.nn.functional.normalize(torch.randn(20, 64), dim=1)
-    b = torch.nn.functional.normalize(a + 1e-4 * torch.randn(20, 64), dim=1)
-    exact = (2 / math.pi) * torch.atan2((a.double() - b.double()).norm(dim=1), (a.double() + b.double()).norm(dim=1))
-    assert torch.allclose(_angles(a, b).double(), exact, rtol=1e-5)
-    naive = ((a * b).sum(1).clamp(-1, 1)).arccos() / math.pi
-    assert not torch.allclose(naive.double(), exact, rtol=1e-2)
+    a, b = torch.linalg.qr(torch.randn(64, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0].T
+    angle = torch.tensor(distance * math.pi / 2, dtype=torch.float64)
+    other = angle.cos() * a + angle.sin() * b
+    found = _all_angles(torch.stack([a, 3 * other])[:, None], torch.tensor([0]), torch.tensor([1]))
+    assert float(found) == pytest.approx(distance / 2, rel=1e-9 if distance > 1e-7 else 1e-3, abs=1e-16)
 
 
 def test_jacobian_identity_interval_holds_the_exact_value(model):
@@ -246,17 +246,18 @@ def test_angular_distance_of_many_layers_holds_one_copy_of_the_kept_tokens(monke
     model = tiny_llama(num_hidden_layers=24)
     passes, held = [], []
     model.register_forward_hook(lambda m, a, o: passes.append(1))
-    measure = geometry._angles
+    measure = geometry._all_angles
 
-    def counting(a, b):
-        held.append(a.numel())
-        return measure(a, b)
+    def counting(states, *pairs):
+        held.append(states.shape)
+        return measure(states, *pairs)
 
-    monkeypatch.setattr(geometry, "_angles", counting)
+    monkeypatch.setattr(geometry, "_all_angles", counting)
+    monkeypatch.setattr(geometry, "CHUNK", 2 * 25 * WIDTH)
     batch = token_batch()
     table = angular_distance(model, [batch], tokens="last", **QUIET)
-    assert table.shape == (25, 25) and len(passes) == 1 and len(held) == 24 * 25 // 2
-    assert max(held) == 3 * WIDTH  # one pair of layers at a time, the kept tokens only
+    assert table.shape == (25, 25) and len(passes) == 1
+    assert held == [(25, 2, WIDTH), (25, 1, WIDTH)]  # the kept tokens only, a few at a time
 
 
 def test_a_block_that_runs_again_is_refused():

@@ -58,7 +58,7 @@ def of_blocks(*how):
 
 def test_in_place_successors_keyword_inputs_and_tuple_returns_are_measured_right():
     found = of_blocks(True)
-    assert len(found) == 2 * (3 + 2 + 2 * 2 + 2 * 2) and found == near(of_blocks(False))
+    assert len(found) == 3 + 2 + 2 * 2 + 2 * 2 and found == near(of_blocks(False))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -62,3 +62,56 @@ def test_a_dense_model_has_no_rows_of_routers():
     with pytest.raises(NormlabError, match="ask for expert_load_max on a mixture"):
         rec.stats().expert_load()
     assert routing_of(nn.Linear(4, 4)) is None
+
+
+class Router(nn.Module):
+    """A router of its own class, whose scores may be more than W x + b."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.weight, self.bias = how, nn.Parameter(torch.randn(4, 16)), nn.Parameter(3 * torch.randn(4))
+
+    def forward(self, x):
+        weight, x = self.weight, x.reshape(-1, 16)
+        if self.how == "cosine":
+            x, weight = nn.functional.normalize(x), nn.functional.normalize(weight)
+        if self.how == "jitter":
+            x = x * torch.linspace(0.5, 1.5, 16)
+        self.scores = nn.functional.linear(x, weight, self.bias)
+        best = self.scores.topk(2)
+        outputs = {"softmax": self.scores.softmax(-1), "sigmoid": self.scores.sigmoid(), "choice": best.values}
+        return outputs.get(self.how, self.scores), best.indices
+
+
+class Mixture(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.router, self.experts = Router(how), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        _, chosen = self.router(x)
+        picked = nn.functional.one_hot(chosen, 4).sum(1).view(*x.shape[:-1], 4)
+        return sum(picked[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.norm, self.moe = nn.RMSNorm(16), Mixture(how)
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x))
+
+
+@pytest.mark.parametrize("how", ["scores", "softmax", "sigmoid", "choice", "cosine", "jitter"])
+def test_a_routers_own_bias_counts_and_scores_that_are_made_in_another_way_are_left_out(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(MixtureBlock(how), MixtureBlock(how))
+    with record(model, ["router_entropy", "rms"], masks=["all"]) as rec, torch.no_grad():
+        model(torch.randn(2, 10, 16))
+    table = rec.stats().to_pandas().query("metric == 'router_entropy'")["value"]
+    if how in ("cosine", "jitter"):
+        assert table.empty and "not its weight times what it reads" in rec.absent["router_entropy 1"]
+        return
+    p = model[0].moe.router.scores.double().softmax(-1)
+    assert table.iloc[0] == pytest.approx(float(torch.special.entr(p).sum(-1).mean()), rel=1e-5)

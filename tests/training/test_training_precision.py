@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from training_helpers import tiny
 
 from normlab import runs
 from normlab.models import NormlabForCausalLM
 from normlab.training import distributed
+from normlab.training.attention import CAUSAL_HALF_CPU, CausalAttention, use_fast_attention
 from normlab.training.config import TrainConfig
-from normlab.training.loop import ATTENTION_IN_FLOAT32, use_fast_attention
+from normlab.training.loop import autocast
 from normlab.training.presets import PRESETS
 
 
@@ -83,13 +85,51 @@ def test_attention_in_float32_is_attention(text):
     ids = torch.randint(300, (2, 16))
     expected = model(ids).logits
     use_fast_attention(model, "bfloat16", torch.device("cpu"))
-    assert model.config._attn_implementation == ATTENTION_IN_FLOAT32
+    assert model.config._attn_implementation == CAUSAL_HALF_CPU
     assert torch.equal(model(ids).logits, expected)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     padded = model(ids, attention_mask=mask).logits
     model.set_attn_implementation("sdpa")
     assert torch.equal(model(ids, attention_mask=mask).logits[:, 5:], padded[:, 5:])
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-6), (torch.bfloat16, 0.01)], ids=str)
+def test_a_compiled_steps_attention_has_the_values_and_gradients_of_attention(dtype, within):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8), (2, 4, 16, 8))
+    query, key, value, out = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    found, expected = [], []
+    for results, kind, attend in (
+        (found, dtype, lambda *parts: CausalAttention.apply(*parts, 0.3)),
+        (expected, torch.float64, functools.partial(sdpa, is_causal=True, enable_gqa=True, scale=0.3)),
+    ):
+        parts = [part.to(kind).requires_grad_() for part in (query, key, value)]
+        mixed = attend(*parts)
+        results += [mixed, *torch.autograd.grad(mixed, parts, out.to(kind))]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype and (ours.double() - theirs).norm() < within * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_compiled_step_has_no_mask_and_one_rotary_table(dtype, text):
+    model = NormlabForCausalLM(tiny(text, scheme="pre_rmsnorm", depth=2).model_config(300, 0)).train()
+    use_fast_attention(model, dtype, torch.device("cpu"))
+    nodes: list[torch.fx.Node] = []
+
+    def noting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes.extend(graph.graph.nodes)
+        return graph
+
+    ids = torch.randint(300, (2, 16))
+    torch._dynamo.reset()
+    with autocast(dtype, torch.device("cpu")):
+        loss = torch.compile(model, fullgraph=True, backend=noting)(ids, labels=ids, use_cache=False).loss
+    torch._dynamo.reset()
+    assert loss.item() == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-6 if dtype == "float32" else 1e-2)
+    called = [str(node.target) for node in nodes]
+    assert sum("rotary_table" in name for name in called) == 1 and "cos" not in called
+    assert not any(node.kwargs.get("attn_mask") is not None for node in nodes)
 
 
 @pytest.mark.parametrize(("device", "left_on_cpu"), [("auto", False), ("cpu", True)])
@@ -153,7 +193,8 @@ def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where
     cpu = torch.device("cpu")
     expected = "bfloat16" if distributed.computes_bfloat16(cpu) else "float32"
     assert distributed.settled(TrainConfig(), cpu).dtype == expected
-    assert {dict(preset.fields).get("dtype", "auto") for preset in PRESETS.values()} == {"auto"}
+    of_one = {name for name, preset in PRESETS.items() if preset.fields.get("dtype", "auto") == "bfloat16"}
+    assert of_one == {"pilot", "grid", "gpu"}, "the others take what is fastest"
 
 
 def test_bfloat16_asked_for_where_it_is_emulated_is_warned_of(text, monkeypatch):

@@ -1,0 +1,411 @@
+"""Experiments that begin behind a kept state give what whole passes give, in any model, and compute nothing twice."""
+
+import types
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import transformers as hf
+from probe_zoo import DEPTH, batch_for, build, ours
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.probes import cheapest_spans, jacobian_identity, sites, skip_future_effect, skip_sensitivity, stacks
+from normlab.probes.layout import find_output, with_output
+from normlab.probes.passes import KeptPass
+
+QUIET = {"progress": False}
+IDS = {"input_ids": torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))}
+Pair = namedtuple("Pair", "cache hidden")
+
+
+class Mean(nn.Linear):
+    """Stands for attention: the mean over the tokens so far."""
+
+    def forward(self, x):
+        return super().forward(x).cumsum(-2) / torch.arange(1, x.shape[-2] + 1)[:, None]
+
+
+class Block(nn.Module):
+    """A Pre-LN block. `wrap` makes its output of the stream."""
+
+    def __init__(self, wrap=lambda x: x, width=16):
+        super().__init__()
+        self.wrap = wrap
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(width), Mean(width, width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return self.wrap(x + self.mlp(self.norm2(x)))
+
+
+class Toy(nn.Module):
+    """Blocks between an embedding and a head; `unwrap` takes the stream out of what a block returned."""
+
+    def __init__(self, block=Block, depth=3, unwrap=lambda output: output, width=16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Embedding(64, width), nn.ModuleList(block() for _ in range(depth))
+        self.norm, self.head, self.unwrap = nn.LayerNorm(width), nn.Linear(width, 64), unwrap
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.layers:
+            x = self.unwrap(block(x))
+        return self.head(self.norm(x))
+
+
+CONTAINERS = {
+    "second of a tuple": (lambda x: (None, x), lambda o: o[1]),
+    "namedtuple": (lambda x: Pair(None, x), lambda o: o.hidden),
+    "list": (lambda x: [x, 1], lambda o: o[0]),
+    "dict": (lambda x: {"h": x}, lambda o: o["h"]),
+    "OrderedDict": (lambda x: OrderedDict(ids=torch.arange(3), h=x), lambda o: o["h"]),
+    "read-only mapping": (lambda x: types.MappingProxyType({"h": x}), lambda o: o["h"]),
+    "ModelOutput": (lambda x: BaseModelOutput(last_hidden_state=x), lambda o: o.last_hidden_state),
+}
+
+
+def all_experiments(model):
+    """What every experiment that replaces a block's output gives, as one list."""
+    return [
+        *skip_sensitivity(model, [IDS], **QUIET)["skip_delta_loss"],
+        *skip_sensitivity(model, [IDS], span=2, **QUIET)["skip_delta_loss"],
+        *skip_sensitivity(model, [IDS], parts=["attention", "mlp"], **QUIET)["output_kl"],
+        *skip_future_effect(model, [IDS], **QUIET)["value"],
+        *normlab.logit_lens_kl(model, [IDS], **QUIET)["value"],
+        *normlab.angular_distance(model, [IDS], **QUIET).to_numpy().ravel(),
+        *jacobian_identity(model, [IDS], **QUIET)["value"],
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return all_experiments(Toy())
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_block_may_return_its_stream_in_any_container(name, plain):
+    wrap, unwrap = CONTAINERS[name]
+    output, new = wrap(torch.ones(1, 2, 3)), torch.zeros(1, 2, 3)
+    again = with_output(output, new)
+    assert type(again) is type(output) and find_output(again) is new and unwrap(again) is new
+    assert unwrap(output) is not new
+    assert all_experiments(Toy(lambda: Block(wrap), unwrap=unwrap)) == plain
+
+
+class Apart(nn.Module):
+    """Returns what its branch adds and the residual, as fused add-norms want them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x, residual=None):
+        residual = x if residual is None else x + residual
+        return self.mlp(self.norm(residual)), residual
+
+
+class ApartModel(Toy):
+    def forward(self, input_ids):
+        x, residual = self.embed(input_ids), None
+        for block in self.layers:
+            x, residual = block(x, residual)
+        return self.head(self.norm(x + residual))
+
+
+def test_a_stream_in_two_parts_is_refused_in_one_line():
+    model = ApartModel(Apart)
+    for experiment in (
+        skip_sensitivity, skip_future_effect, normlab.logit_lens_kl, normlab.angular_distance, jacobian_identity,
+        lambda m, b, **_: normlab.massive_activations(m, b[0]),
+    ):  # fmt: skip
+        with pytest.raises(NormlabError, match="two tensors of the stream's shape"):
+            experiment(model, [IDS], **QUIET)
+
+
+class First(Block):
+    """Carries a tensor of the stream's shape from block to block beside the stream, as RWKV-7 its first values."""
+
+    def forward(self, x, first=None):
+        first = self.attn(x) if first is None else first
+        return super().forward(x) + first, first
+
+
+class FirstModel(Toy):
+    def forward(self, input_ids):
+        x, first = self.embed(input_ids), None
+        for block in self.layers:
+            x, first = block(x, first)
+        return self.head(self.norm(x))
+
+
+# -- later passes ----------------------------------------------------------------------------------------------------
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "num_heads": 4, "d_kv": 8, "pad_token_id": 0}
+    config = hf.T5Config(num_layers=2, num_decoder_layers=DEPTH, decoder_start_token_id=0, **sizes)
+    return hf.T5ForConditionalGeneration(config).eval()
+
+
+def in_place():
+    """Blocks that write into the tensor that they are handed."""
+
+    class InPlace(Block):
+        def forward(self, x):
+            x += self.attn(self.norm1(x))
+            x += self.mlp(self.norm2(x))
+            return x
+
+    return Toy(InPlace)
+
+
+def steered():
+    """A hook of the caller changes what block 1 returns."""
+    model = Toy()
+    model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
+    return model
+
+
+SCHEMES = ["pre_rmsnorm", "lns", "bhyt", "mhc", "keel"]
+MODELS = {
+    **{scheme: (lambda scheme=scheme: ours(scheme, num_hidden_layers=DEPTH)) for scheme in SCHEMES},
+    **{name: (lambda name=name: build(name)) for name in ("llama", "gpt2", "gemma3", "olmo2", "neox")},
+    "t5 decoder": lambda: stacks(t5())["decoder.block"],
+    "plain": Toy,
+    "beside": lambda: FirstModel(First),
+    "in place": in_place,
+    "steered": steered,
+}
+
+
+REFUSED = {("mhc", "future"), ("mhc", "parts"), ("in place", "parts"), ("beside", "parts")}
+
+
+def counting(where):
+    """A list that grows by one whenever a block is computed."""
+    ran = []
+    for block in where.blocks:
+        block.norms[0].register_forward_hook(lambda *_: ran.append(1))
+    return ran
+
+
+SKIPS = {
+    "blocks": lambda *given: skip_sensitivity(*given, **QUIET)[["skip_delta_loss", "output_kl"]],
+    "spans": lambda *given: skip_sensitivity(*given, span=2, **QUIET)[["skip_delta_loss", "output_kl"]],
+    "parts": lambda *given: skip_sensitivity(*given, parts=["attention", "mlp"], **QUIET)["skip_delta_loss"],
+    "future": lambda *given: skip_future_effect(*given, **QUIET)["value"],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_behind_a_kept_state_give_what_whole_passes_give(name, monkeypatch):
+    model = MODELS[name]()
+    where = sites(model) if isinstance(model, nn.Module) else model
+    where.model.double()
+    batch = IDS if isinstance(where.model, Toy) else batch_for("llama")
+    ran, found, whole = counting(where), {}, {}
+    for results in (found, whole):
+        for kind, skip in SKIPS.items():
+            if (name, kind) not in REFUSED:
+                ran.clear()
+                results[kind] = (skip(where, [batch]).to_numpy().ravel().tolist(), len(ran))
+        monkeypatch.setattr(KeptPass, "_may_begin_late", False)
+    for kind, (values, blocks) in whole.items():
+        assert found[kind][0] == pytest.approx(values, rel=1e-9, abs=1e-9), kind
+        assert found[kind][1] < blocks, kind  # those before the skipped one are not computed
+
+
+def test_an_encoder_runs_once_for_all_skips_in_its_decoder():
+    where = stacks(t5())["decoder.block"]
+    ran = []
+    where.model.encoder.block[0].register_forward_hook(lambda *_: ran.append(1))
+    skip_sensitivity(where, [batch_for("llama")], **QUIET)
+    assert len(ran) == 3  # as the caller's batch is looked at, whether its labels are shifted, and the whole pass
+
+
+# -- what blocks share -----------------------------------------------------------------------------------------------
+
+
+class Sharing(Toy):
+    """The last block reads what block 1 wrote into a shared dictionary, as keys and values are shared."""
+
+    class Block(Block):
+        def forward(self, x, shared, role):
+            if role == "writes":
+                shared["values"] = self.attn(x)
+            return super().forward(x) + (shared["values"] if role == "reads" else 0)
+
+    def __init__(self, depth=4):
+        super().__init__(self.Block, depth)
+
+    def forward(self, input_ids):
+        x, shared = self.embed(input_ids), {}
+        roles = ["writes", *[""] * (len(self.layers) - 2), "reads"]
+        for block, role in zip(self.layers, roles, strict=True):
+            x = block(x, shared, role)
+        return self.head(self.norm(x))
+
+
+def gemma4():
+    torch.manual_seed(0)
+    config = hf.Gemma4TextConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, global_head_dim=8, vocab_size=64, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+        num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8,
+        pad_token_id=0,
+    )  # fmt: skip
+    return hf.Gemma4ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("build_model", "read_by"),
+    [(Sharing, ["4", "", "", ""]), (gemma4, ["3", "4", "", ""])],
+    ids=["toy", "gemma4"],
+)
+def test_blocks_that_others_read_beside_the_stream_are_marked_and_never_dropped(build_model, read_by):
+    model = build_model()
+    table = skip_sensitivity(model, [IDS], **QUIET)
+    assert table["read_by"].tolist() == read_by
+    losses = []
+    for block in model.layers if build_model is Sharing else model.model.layers:
+        handle = block.register_forward_hook(lambda module, args, output: args[0])
+        with torch.no_grad():
+            out = model(**IDS)
+        handle.remove()
+        logits = out if build_model is Sharing else out.logits
+        labels = IDS["input_ids"][:, 1:].flatten()
+        losses.append(float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels)))
+    assert (table["loss"] + table["skip_delta_loss"]).tolist() == pytest.approx(losses, abs=1e-6)
+    spans = cheapest_spans(model, [IDS], longest=3, candidates=9, **QUIET).set_index("length")
+    for first, last in zip(spans["first"], spans["last"], strict=True):
+        assert not any(read_by[i - 1] and int(read_by[i - 1]) > last for i in range(first, last + 1))
+    assert list(spans.index) == [1, 2, 3]
+
+
+def test_what_the_first_pass_makes_for_all_later_ones_is_not_shared():
+    class Table(Toy):
+        class Block(Block):
+            def forward(self, x, tables):
+                if "positions" not in tables:  # as a rotary embedding's, made by the first block that runs
+                    tables["positions"] = torch.arange(x.shape[1]).float()[:, None] * 0.1
+                return super().forward(x + tables["positions"])
+
+        def __init__(self):
+            super().__init__(self.Block)
+            self.tables = {}
+
+        def forward(self, input_ids):
+            x = self.embed(input_ids)
+            for block in self.layers:
+                x = block(x, self.tables)
+            return self.head(self.norm(x))
+
+    assert "read_by" not in skip_sensitivity(Table(), [IDS], **QUIET)
+
+
+# -- branches that hold the residual -----------------------------------------------------------------------------------
+
+
+SMALL = {"vocab_size": 64, "initializer_range": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "mlp"),
+    [
+        (hf.BloomConfig(hidden_size=32, n_layer=3, n_head=4, **SMALL), "self_attention.dense", "mlp.dense_4h_to_h"),
+        (hf.MptConfig(d_model=32, n_layers=3, n_heads=4, **SMALL), "attn.out_proj", "ffn.down_proj"),
+    ],
+    ids=["bloom", "mpt"],
+)
+def test_skipping_a_branch_that_adds_the_residual_itself_leaves_the_residual(config, attention, mlp):
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    table = skip_sensitivity(model, [IDS], parts=["attention", "mlp"], **QUIET).set_index(["part", "layer"])
+    assert len(table) == 6
+    for part, path in (("attention", attention), ("mlp", mlp)):
+        linear = sites(model).blocks[1].module.get_submodule(path)
+        with torch.no_grad():
+            saved = [parameter.clone() for parameter in linear.parameters()]
+            for parameter in linear.parameters():
+                parameter.zero_()
+            loss = float(model(**IDS, labels=IDS["input_ids"]).loss)
+            for parameter, values in zip(linear.parameters(), saved, strict=True):
+                parameter.copy_(values)
+        row = table.loc[part, 2]
+        assert row["loss"] + row["skip_delta_loss"] == pytest.approx(loss, abs=2e-6)
+
+
+# -- the call ----------------------------------------------------------------------------------------------------------
+
+
+def test_offloaded_weights_are_measured_as_others():
+    accelerate = pytest.importorskip("accelerate")
+    whole, offloaded = build("llama"), build("llama")
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    for experiment in (skip_sensitivity, skip_future_effect, normlab.logit_lens_kl, jacobian_identity):
+        assert experiment(offloaded, [IDS], **QUIET).equals(experiment(whole, [IDS], **QUIET))
+    assert normlab.angular_distance(offloaded, [IDS], **QUIET).equals(normlab.angular_distance(whole, [IDS], **QUIET))
+    with pytest.raises(NormlabError, match="weights are offloaded"):
+        normlab.diff(offloaded, whole, IDS)
+
+
+def test_without_a_label_or_token_that_counts_there_is_one_line():
+    model, ids = build("llama"), IDS["input_ids"]
+    nothing = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
+    for job in (
+        lambda: skip_sensitivity(model, [{"input_ids": ids, "labels": torch.full_like(ids, -100)}], **QUIET),
+        lambda: skip_sensitivity(model, [{"input_ids": ids[:, :1]}], **QUIET),
+        lambda: normlab.logit_lens_kl(model, [nothing], **QUIET),
+        lambda: normlab.angular_distance(model, [nothing], **QUIET),
+        lambda: jacobian_identity(model, [nothing], **QUIET),
+        lambda: skip_future_effect(model, [nothing], **QUIET),
+        lambda: normlab.massive_activations(model, nothing),
+        lambda: normlab.attention_sinks(model, nothing),
+    ):
+        with pytest.raises(NormlabError, match="no batch has a label or a token that counts"):
+            job()
+
+
+def test_a_wrapper_hands_on_that_no_cache_is_wanted():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+    model = build("llama")
+    assert jacobian_identity(Wrapper(model), [IDS], **QUIET).equals(jacobian_identity(model, [IDS], **QUIET))
+
+
+def test_a_block_that_returns_something_else_the_second_time_has_no_jacobian():
+    class Cached(Block):
+        def forward(self, x):
+            self.seen = getattr(self, "seen", 0) + 1
+            return super().forward(x) * self.seen
+
+    with pytest.raises(NormlabError, match="returns something else when it runs again"):
+        jacobian_identity(Toy(Cached), [IDS], **QUIET)
+
+
+def test_streams_as_a_dimension_of_their_own_are_refused():
+    class Streams(Toy):
+        def forward(self, input_ids):
+            x = self.embed(input_ids).expand(4, -1, -1, -1)
+            for block in self.layers:
+                x = block(x)
+            return self.head(self.norm(x.mean(0)))
+
+    for experiment in (
+        skip_future_effect, normlab.logit_lens_kl, normlab.angular_distance, jacobian_identity,
+        lambda m, b, **_: normlab.massive_activations(m, b[0]),
+    ):  # fmt: skip
+        with pytest.raises(NormlabError, match="several residual streams"):
+            experiment(Streams(), [IDS], **QUIET)

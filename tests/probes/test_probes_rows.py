@@ -1,0 +1,284 @@
+"""Which tokens count: masks under other names, PyTorch's, wrappers with names of their own, rows and tokens that change
+places, positions that do not begin with 0. What cannot be told is not counted as if it could."""
+
+import pytest
+import torch
+from probe_toys import WIDTH, PreLN, Stack, X, size
+from probe_zoo import tiny_llama, values
+from torch import nn
+
+from normlab import angular_distance, observe
+from normlab.errors import NormlabError
+from normlab.probes import record, sites
+from normlab.probes.sites import stacks
+
+ROWS, LENGTH = 3, 6
+SIZE = ["token_l2_mean", "massive_activation_ratio"]
+IDS = torch.randint(1, 20, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+PADDING = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
+PADDING[0, 3:] = PADDING[1, :2] = True
+FIRST = (~PADDING).long().cumsum(1) == 1
+
+
+class Text(nn.Module):
+    """Tokens in; a huge vector for each token that is padding or the first of its row, so that a mistake shows."""
+
+    def __init__(self, turned=False, unembed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.turned, self.unembed = nn.Embedding(24, WIDTH), Stack(PreLN, PreLN), turned, unembed
+        with torch.no_grad():
+            self.embed.weight[0] *= 900
+            self.embed.weight[20] *= 40
+
+    def forward(self, input_ids, attention_mask=None):
+        h = self.embed(input_ids)
+        h = self.body(h.transpose(0, 1).contiguous()).transpose(0, 1) if self.turned else self.body(h)
+        return h.mean(1) if self.unembed else h
+
+
+def padded(ids=IDS, padding=PADDING):
+    first = (~padding).long().cumsum(1) == 1
+    return ids.masked_fill(padding, 0).masked_fill(first & ~padding, 20)
+
+
+def sizes(where, *args, mask=None, **kwargs):
+    """(block_out 0 over all tokens, without the first), and what is absent."""
+    with record(where, SIZE, mask=mask) as rec, torch.no_grad():
+        rec.sites.model(*args, **kwargs)
+    found = values(rec.stats())
+    return [found.get(("block_out", 0, "token_l2_mean", name)) for name in ("all", "no_first")], rec.absent
+
+
+def expected(vectors, real=~PADDING, first=FIRST):
+    """The same from (batch, length, width)."""
+    return [size(vectors[real]), size(vectors[real & ~first])]
+
+
+# -- masks by other names ----------------------------------------------------------------------------------------------
+
+
+class Wrapper(nn.Module):
+    """Names of its own; what it hands to the model is given by name or by position, or made here."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.inner = how, Text()
+
+    def forward(self, tokens, pad, batch=None):
+        if self.how == "by position":
+            return self.inner(tokens, pad)
+        if self.how == "nested":
+            return self.inner(input_ids=batch["t"], attention_mask=batch["m"][0])
+        if self.how == "made":
+            return self.inner(input_ids=tokens, attention_mask=(tokens != 0).long())
+        if self.how == "unused":
+            return self.inner(input_ids=tokens)
+        return self.inner(input_ids=tokens, attention_mask=pad)
+
+
+@pytest.mark.parametrize("how", ["by name", "by position", "nested"])
+def test_what_a_wrapper_hands_on_under_a_known_name_is_that(how):
+    model, ids = Wrapper(how), padded()
+    given = {"batch": {"t": ids, "m": [(~PADDING).long()]}, "tokens": ids[:1], "pad": None} if how == "nested" else {}
+    found, absent = sizes(model, **(given or {"tokens": ids, "pad": (~PADDING).long()}))
+    assert found == expected(model.inner.embed(ids)) and not absent
+
+
+@pytest.mark.parametrize(("how", "name"), [("made", "attention_mask"), ("unused", "pad")])
+def test_a_mask_that_is_not_known_is_named_and_can_be_given(how, name):
+    model, ids, real = Wrapper(how), padded(), (~PADDING).long()
+    _, absent = sizes(model, ids, real)
+    assert f"give mask='{name}'" in absent[f"padding by {name}"]
+    for mask in ("pad", lambda call: call.arguments["pad"], lambda call: call.arguments["tokens"] != 0):
+        found, absent = sizes(model, ids, real, mask=mask)
+        assert found == expected(model.inner.embed(ids)) and not absent
+    where = sites(model, mask="pad")
+    assert sizes(where, ids, real)[0] == expected(model.inner.embed(ids))
+    angle = angular_distance(where, [{"tokens": ids, "pad": real}], progress=False).loc[0, 1]
+    whole = angular_distance(sites(model), [{"tokens": ids, "pad": real}], progress=False).loc[0, 1]
+    assert angle != whole
+
+
+def test_an_observed_loop_takes_the_mask_too():
+    model, ids, real = Wrapper("unused"), padded(), (~PADDING).long()
+    with observe(model, every=1, metrics=["token_l2_mean"], mask="pad") as observer, torch.no_grad():
+        model(ids, real)
+        observer.step(0.0, 0)
+    table = observer.to_pandas().query("site == 'block_out' and layer == 0 and mask == 'all'")["value"]
+    assert table.iloc[0] == size(model.inner.embed(ids)[~PADDING])
+
+
+@pytest.mark.parametrize("value", ["no padding", "types", "weights"])
+def test_what_is_no_mask_is_not_named(value):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Text()
+
+        def forward(self, input_ids, other=None, token_type_ids=None):
+            return self.inner(input_ids)
+
+    other = {"no padding": torch.ones_like(IDS), "types": None, "weights": torch.rand(ROWS, LENGTH)}[value]
+    types = (IDS > 9).long() if value == "types" else None
+    assert not sizes(Other(), IDS, other=other, token_type_ids=types)[1]
+
+
+class Pair(nn.Module):
+    """Two texts, one after the other, as in a bi-encoder or a reward model."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Text(unembed=True)
+
+    def forward(self, query, query_mask, passage, passage_mask):
+        return self.encoder(query, query_mask) @ self.encoder(input_ids=passage, attention_mask=passage_mask).T
+
+
+def test_the_second_text_of_a_bi_encoder_is_a_call_of_its_own():
+    model, ids = Pair(), padded()
+    longer = torch.cat([ids, ids[:, :2]], 1)
+    mask = torch.ones_like(longer)
+    mask[:, 5:] = 0
+    with record(model, ["token_l2_mean", "grad_l2_total"], loss_tokens=1) as rec:
+        model(ids, (~PADDING).long(), longer, mask).sum().backward()
+    stats, embed = rec.stats(), model.encoder.embed
+    assert stats.manifest["layers"] == 2 and stats.manifest["forward_passes"] == 2
+    both = torch.cat([embed(ids)[~PADDING], embed(longer)[mask.bool()]])
+    assert values(stats)["block_out", 0, "token_l2_mean", "all"] == size(both)
+
+
+# -- PyTorch's own stacks ----------------------------------------------------------------------------------------------
+
+
+def encoder(batch_first, **options):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=batch_first, norm_first=True, **options)
+    return nn.TransformerEncoder(layer, 2).train()
+
+
+VECTORS = Text().embed(padded()).detach()
+
+
+@pytest.mark.parametrize("float_mask", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_pytorchs_padding_mask_is_true_or_minus_infinity_at_padding(batch_first, float_mask):
+    x = VECTORS if batch_first else VECTORS.transpose(0, 1)
+    mask = torch.zeros(ROWS, LENGTH).masked_fill(PADDING, -torch.inf) if float_mask else PADDING
+    found, absent = sizes(encoder(batch_first), x, src_key_padding_mask=mask)
+    assert found == expected(VECTORS) and not absent
+    batch = [{"src": x, "src_key_padding_mask": mask}]
+    real = ~PADDING if batch_first else ~PADDING.T
+    kept = [x, *(encoder(batch_first).layers[0](x, src_key_padding_mask=mask) for _ in range(1))]
+    cosine = torch.cosine_similarity(*(h[real].double() for h in kept), -1).arccos().mean() / torch.pi
+    if batch_first:
+        found = angular_distance(encoder(True), batch, progress=False).loc[0, 1]
+        assert found == pytest.approx(float(cosine), rel=1e-3)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("square", [False, True])
+def test_rows_of_pytorchs_stacks_are_told_by_their_attention(batch_first, square):
+    x = torch.randn(LENGTH, LENGTH if square else ROWS, WIDTH)
+    x[0] *= 40  # a massive first token
+    found, absent = sizes(encoder(batch_first), x.transpose(0, 1) if batch_first else x)
+    assert found == [size(x), size(x[1:])] and not absent
+
+
+def test_an_encoder_and_a_decoder_of_pytorch_have_each_its_own_mask():
+    torch.manual_seed(0)
+    model = nn.Transformer(WIDTH, 2, 2, 2, 16, dropout=0.0, batch_first=True).train()
+    source, target = VECTORS, torch.cat([VECTORS, VECTORS], 1)
+    late = torch.zeros(ROWS, 2 * LENGTH, dtype=torch.bool)
+    late[:, 7:] = True
+    masks = {"src_key_padding_mask": PADDING, "tgt_key_padding_mask": late, "memory_key_padding_mask": PADDING}
+    found = stacks(model)
+    assert sizes(found["encoder.layers"], source, target, **masks)[0][0] == size(source[~PADDING])
+    assert sizes(found["decoder.layers"], source, target, **masks)[0][0] == size(target[~late])
+
+
+# -- rows that change places -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", [ROWS, LENGTH])
+def test_rows_are_told_by_the_tokens_where_there_are_as_many_as_tokens(turned, rows):
+    model, ids = Text(turned), torch.randint(1, 9, (rows, LENGTH), generator=torch.Generator().manual_seed(5))
+    ids[:, 0] = 20
+    real, first = torch.ones_like(ids).bool(), torch.zeros_like(ids).bool()
+    first[:, 0] = True
+    found, absent = sizes(model, ids)
+    assert found == expected(model.embed(ids), real, first) and not absent
+    mask = real.clone()
+    mask[1, 3:] = False
+    found, absent = sizes(model, ids, mask.long())
+    assert found == expected(model.embed(ids), mask, first) and not absent
+
+
+def test_rows_that_nothing_tells_keep_what_does_not_depend_on_them():
+    model, ids = Text(), torch.arange(1, 10).view(3, 3)
+    found, absent = sizes(model, ids)
+    assert found == [size(model.embed(ids)), None] and "cannot be told" in absent["mask no_first"]
+    mask = torch.ones(3, 3)
+    mask[0, 2] = 0
+    with pytest.raises(NormlabError, match="as many rows as tokens in a row, 3"):
+        sizes(model, ids, mask)
+    found, absent = sizes(Stack(PreLN, PreLN), X)
+    assert found == [size(X), None] and "cannot be told" in absent["mask no_first"]
+
+
+def test_tokens_under_a_name_of_their_own_tell_the_rows():
+    class Named(Text):
+        def forward(self, tokens):
+            return super().forward(tokens)
+
+    for turned in (False, True):
+        model, ids = Named(turned), padded(padding=torch.zeros_like(PADDING))
+        assert sizes(model, ids)[0] == [size(model.embed(ids)), size(model.embed(ids)[:, 1:])]
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+class Placed(Text):
+    def forward(self, input_ids, position_ids):
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("way", ["halves", "zigzag", "packed", "three axes"])
+def test_a_first_token_is_one_at_position_0_where_the_caller_gives_positions(way):
+    model, ids = Placed(), torch.randint(1, 20, (2, 12))
+    order = torch.arange(12)
+    if way == "packed":
+        chunks, positions = [ids], [torch.cat([torch.arange(5), torch.arange(7)])]
+    else:
+        parts = {"halves": [order[:6], order[6:]], "zigzag": [order[[0, 1, 2, 9, 10, 11]], order[3:9]]}
+        positions = parts.get(way, [order[:6], order[6:]])
+        chunks = [ids[:, at] for at in positions]
+    with record(model, SIZE) as rec, torch.no_grad():
+        for chunk, at in zip(chunks, positions, strict=True):
+            given = at.expand(3, *chunk.shape) if way == "three axes" else at.expand(*chunk.shape)
+            model(input_ids=chunk, position_ids=given)
+    pairs = zip(chunks, positions, strict=True)
+    kept = torch.cat([model.embed(chunk)[:, at != 0].flatten(0, 1) for chunk, at in pairs])
+    assert values(rec.stats())["block_out", 0, "token_l2_mean", "no_first"] == size(kept)
+    peaks = kept.abs().amax(0)
+    found = values(rec.stats())["block_out", 0, "massive_activation_ratio", "no_first"]
+    assert found == pytest.approx(float(peaks.max() / peaks.double().median()), rel=1e-5)
+
+
+# -- no token ----------------------------------------------------------------------------------------------------------
+
+
+def test_sites_without_a_token_have_no_rows_and_a_reason():
+    model = tiny_llama()
+    metrics = ["rms", "relative_contribution", "massive_activation_ratio", "attention_entropy"]
+    for inputs, left in (
+        ({"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}, set()),
+        ({"input_ids": IDS[:, :1]}, {"all"}),
+    ):
+        with record(model, metrics) as rec, torch.no_grad():
+            model(**inputs)
+        table = rec.stats().to_pandas()
+        assert set(table["mask"]) == left and not table["value"].isna().any()
+        assert "no token counted" in rec.absent["block_out 1, no_first"]
