@@ -605,3 +605,11 @@ def test_blocks_that_run_again_are_further_blocks():
     assert result.verdict.startswith("parts at block 5, ")  # the low level's second cycle, after two passes of 2
     assert any(note.startswith("model.H_module.layers is not compared") for note in result.notes)
     assert result.table["layer"].max() == 9 and result.table.iloc[-1].tolist()[:2] == ["logits", 9]
+
+
+@pytest.mark.parametrize("words, scale", [("1/d_head", 1 / 8), ("none", 1.0)])
+def test_the_scale_that_a_softmax_has_instead_is_named(words, scale, llama, batch):
+    port = copy.deepcopy(llama)
+    for layer in port.model.layers:
+        layer.self_attn.scaling = scale
+    assert diff(llama, port, batch).causes == [f"another scale of the softmax: {words} in place of 1/sqrt(d_head)"]
