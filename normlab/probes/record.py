@@ -162,6 +162,13 @@ class _Hook:
         return _Hook, ()
 
 
+def _beside(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """A second activation of the shape of `x` among a norm's arguments: a residual to add, or a gate."""
+    if len(args) + len(kwargs) == 1:
+        return None
+    return next((value for value in others(x, (*args, *kwargs.values())) if value.shape == x.shape), None)
+
+
 class _Uncompiled:
     """Has compiled code run uncompiled, in this process, while any recording of a model that it may run is open.
 
@@ -453,7 +460,7 @@ class Recorder:
     def _block_call(self, block: Block) -> Call | None:
         """The call that a block is about to run in, opened by the first block where none is open."""
         call = self._call
-        is_first = block is self.sites.blocks[0]
+        is_first = block.index == 1
         if self._is_left_out or (call is not None and not (call.implicit and is_first)):
             return call
         if getattr(self._local, "entered", None) or self._leaves_out(block.module):
@@ -532,8 +539,7 @@ class Recorder:
             return
         x = output_tensor(output)
         beside = next((value for value in others(x, outputs_of(output)) if value.shape == x.shape), None)
-        place = self.sites.blocks.index(block) + 1
-        following = self.sites.blocks[min(place, self.sites.depth - 1)]  # for the last one itself
+        following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
         stream, is_joined = x, False
         if beside is not None:
             total = x.detach() + beside.detach()
@@ -552,7 +558,7 @@ class Recorder:
         if watch is not None:
             self._measurer.attention(trace, watch)
         trace.release()
-        if call.implicit and place == self.sites.depth:
+        if call.implicit and block.index == self.sites.depth:
             self._end_call(call, complete=True)
 
     def _settle_pair(self, last: LastBlock, x: Tensor, call: Call) -> bool:
@@ -622,17 +628,20 @@ class Recorder:
         trace, x = self._trace_of(block), find_input(args, kwargs)
         if x is None:
             return
-        residual = next((value for value in others(x, (*args, *kwargs.values())) if value.shape == x.shape), None)
+        residual = _beside(x, args, kwargs)
         if residual is None:
             self._norm_reads(block, norm, x, kwargs)
         elif trace is not None:
             trace.note_sum(norm, x, residual)
 
     def _norm_out(self, block: Block, norm: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        trace, x, out = self._trace_of(block), find_input(args, kwargs), find_output(output)
+        trace = self._trace_of(block)
+        if trace is not None and trace.expects_nothing_of(norm):
+            return
+        x, out = find_input(args, kwargs), find_output(output)
         if x is None or out is None:
             return
-        if any(value.shape == x.shape for value in others(x, (*args, *kwargs.values()))):
+        if _beside(x, args, kwargs) is not None:
             returned = next((value for value in others(out, outputs_of(output)) if value.shape == x.shape), None)
             is_sum = returned is not None and (trace is None or trace.is_sum(norm, returned))
             self._norm_reads(block, norm, returned if is_sum and returned is not None else x, kwargs)
