@@ -255,7 +255,7 @@ class BlockTrace:
     def _note_lost_norms(self, reading: Reading) -> None:
         """Name every norm at the branches' sides that has no place in the reading of the stream.
 
-        One that reads what a branch has returned is inside a branch. One that did not run is beside a branch that did
+        One that reads what a branch has returned is inside a branch. One that did not run may go with a branch that did
         not.
         """
         placed = {norm for norm, _ in self.sites}

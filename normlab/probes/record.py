@@ -84,8 +84,8 @@ def record(
             By default the returned loss is compared with its logits' cross-entropy. 1 for a loss that is a sum. For a
             scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
-        mask: the argument that masks padding, where the model calls it by a name of its own: (batch, length), non-zero
-            = a token; or a function of the call's `CallInputs` that gives such a mask.
+        mask: name of the argument that masks padding, where it is not a known one. The mask is (batch, length), with
+            non-zero = a token. Or a function of the call's `CallInputs` that gives it.
 
     Raises:
         NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a
@@ -209,8 +209,8 @@ class Recorder:
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
         training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
-        forgives: leave out what was asked and cannot be measured, such as the gradients of calls whose loss does not
-            say how many labels it averages over, instead of an error.
+        forgives: leave out what was asked and cannot be measured, instead of an error. So are gradients of calls whose
+            loss does not say how many labels it averages over.
         is_open: the model is watched.
     """
 
@@ -562,7 +562,7 @@ class Recorder:
             self._end_call(call, complete=True)
 
     def _settle_pair(self, last: LastBlock, x: Tensor, call: Call) -> bool:
-        """Which of a block's two outputs is the stream, by the first norm that reads it: `x`. True if it is their sum.
+        """True if the stream is the sum of a block's two outputs, by the first norm that reads it: `x`.
 
         Blocks that add their residual at the next one's beginning return the branch and the residual apart.
         """
@@ -594,8 +594,8 @@ class Recorder:
     def _repeat(self, block: Block, x: Tensor, begins: bool) -> None:
         """Find the run of a block that a reentrant checkpoint repeats in the backward pass.
 
-        By the node of the graph that repeats it, else by the address of what the block (`begins`) or its norm reads,
-        which the checkpoint has kept.
+        The node of the graph that repeats it tells. Else it is the address of what the block (`begins`) or its norm
+        reads, which the checkpoint has kept.
         """
         if not self._waiting:
             return
