@@ -61,7 +61,7 @@ def with_argument(args: tuple, kwargs: dict[str, Any], name: int | str, x: Tenso
 
 
 def values_of(output: Any) -> Sequence[Any]:
-    """What a module returns, one by one: the items of a tuple or list, the values of a mapping or ModelOutput."""
+    """The items of a tuple or list, the values of a mapping or ModelOutput, or the one output there is."""
     if isinstance(output, Mapping):
         return tuple(output.values())
     return output if isinstance(output, tuple | list) else (output,)
@@ -75,7 +75,7 @@ def find_output(output: Any) -> Tensor | None:
 
 
 def with_output(output: Any, x: Tensor) -> Any:
-    """What a module returned, with `x` in place of the activation that `find_output` finds; its container is kept."""
+    """A module's output with `x` in place of the activation that `find_output` finds, in the same container."""
     old = find_output(output)
     if isinstance(output, Tensor) or old is None:
         return x
