@@ -120,9 +120,9 @@ def diff(
 
 
 class _FixedEps(TorchFunctionMode):
-    """RMS norms without an eps of their own take the smallest step of the dtype. In float64 copies that is float32's.
+    """RMS norms without an eps take float32's, in copies in float64 too.
 
-    PyTorch computes them in float32 at least, so that is theirs in half precision too.
+    PyTorch takes that of the dtype it computes in, which is float32 for half precision.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:

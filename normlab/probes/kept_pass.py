@@ -18,20 +18,19 @@ from normlab.probes.sites import Sites, stacks_of
 
 
 class KeptPass:
-    """A pass of the model whose blocks' outputs are kept, so that later passes compute only what a change reaches.
+    """A pass whose states are kept, one per block. Later passes compute only what a change reaches.
 
-    A later pass is the model's own call: its embeddings, its masks, what it does between blocks, its head. Blocks
-    before the change return copies of what they returned in the kept pass. So do other stacks that had run before them,
-    such as an encoder. Skipped blocks and branches compute nothing. Holds one state per block.
+    A later pass is the model's own call. Embeddings, masks and head are the model's own. Blocks before the change
+    return copies of their kept outputs. So does an encoder that had run before them. Skipped modules compute nothing.
 
-    Everything is computed, however, where a block reads what another one made and did not return (shared keys and
-    values), or where blocks run in another order than they are listed.
+    Two kinds of model compute everything. In one, a block reads what another made and did not return, such as shared
+    keys and values. In the other, blocks do not run in the order in which they are listed.
 
     Args:
         where: the blocks.
 
     Attributes:
-        read_by: layer -> the layers that read what it made, besides what it returned; 0: the model outside its blocks.
+        read_by: layer -> the layers that read what it made and did not return. 0 is the model outside its blocks.
     """
 
     def __init__(self, where: Sites):
@@ -128,7 +127,7 @@ class KeptPass:
         return output if x is None else with_output(output, x.clone())
 
     def _begin_at(self, layer: int) -> list[tuple[nn.Module, Make]]:
-        """What comes before a layer, and returns what it did."""
+        """The modules before a layer, each with a function that returns its kept output."""
         if not self._may_begin_late:
             return []
         known = [module for module in self._kept if module in self._beside]
@@ -139,8 +138,7 @@ class KeptPass:
     def changed(self, first: int, changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
         """While active, forward hooks change what blocks or branches return, from block `first` on.
 
-        Of what does not depend on it, nothing is computed: what comes before, and the changed modules themselves. The
-        hooks must not look at values that a module returned.
+        Neither what comes before nor the changed modules are computed. So hooks must not read what a module returned.
         """
         calls, hooks = self._begin_at(first), []
         for module, hook in changes:
@@ -186,7 +184,7 @@ def _hooked_alone(hook: Hook, module: nn.Module, kept: Any, args: tuple, kwargs:
 
 
 def _beside(where: Sites) -> list[nn.Module]:
-    """The modules beside the way down to the blocks that hold other stacks: an encoder, a vision tower."""
+    """The modules that hold other stacks: an encoder, a vision tower."""
     mine = {block.module for block in where.blocks}
     children = (child for above in where.ancestors for child in above.children() if child not in where.ancestors)
     return [child for child in children if mine.isdisjoint(child.modules()) and stacks_of(child)]

@@ -91,7 +91,7 @@ def find_output(output: Any) -> Tensor | None:
 
 
 def with_output(output: Any, x: Tensor) -> Any:
-    """What a module returned, with `x` in place of the activation that `find_output` finds; its container is kept."""
+    """A module's output with `x` in place of the activation that `find_output` finds, in the same container."""
     old = find_output(output)
     if isinstance(output, Tensor) or old is None:
         return x

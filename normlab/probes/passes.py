@@ -176,7 +176,7 @@ def instead(*calls: tuple[nn.Module, Make], must_run: bool = True) -> Iterator[N
     ]
     try:
         for module, make in calls:
-            module.forward = partial(replaced, module, make)
+            vars(module)["forward"] = partial(replaced, module, make)  # a wrapper may hand on what is set on it
         with hooked(*own):
             yield
         if must_run:
@@ -186,7 +186,7 @@ def instead(*calls: tuple[nn.Module, Make], must_run: bool = True) -> Iterator[N
             if forward is None:
                 vars(module).pop("forward", None)
             else:
-                module.forward = forward
+                vars(module)["forward"] = forward
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
 
 
 def residual_in(args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor | None:
-    """The residual among the arguments of a branch that returns it with what it adds: the one beside what it reads."""
+    """The residual among the arguments of a branch that returns it with what it adds: the last of two activations."""
     shape = output_tensor(output).shape
     like = [v for v in (*args, *kwargs.values()) if is_activation(v) and v.shape == shape]
     return like[-1] if 0 < len(like) < 3 else None
