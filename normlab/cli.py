@@ -506,15 +506,8 @@ def _export(
     run: Annotated[str, flag("directory of a run that kept its weights, or a model that comes with normlab")],
     out: Annotated[str, flag("new folder; loading it needs normlab and trust_remote_code")],
     /,
-    *,
-    onnx: Annotated[bool, flag("write an ONNX graph: a change by layer goes in, layer sizes come out")] = False,
 ) -> int:
     """Write a trained model as a folder that lm-eval and transformers load."""
-    if onnx:
-        from normlab.widgets.onnx_export import export_onnx
-
-        print(export_onnx(run, out))
-        return 0
     from normlab.models.pretrained import export_model
 
     print(export_model(run, out))

@@ -243,9 +243,9 @@ class Measurer:
         if "gradient" not in self.kinds or call is None:
             return
         if not x.requires_grad:
-            if not torch.is_grad_enabled() and call.trace is not None:  # as in a checkpoint
+            if not torch.is_grad_enabled() and call.running is not None:  # as in a checkpoint
                 call.waits = True
-                call.trace.run.reads.append(ref(x))
+                call.running.reads.append(ref(x))
             return
         if not isinstance(where, NormRead):
             place = _place(where, is_gradient=True)

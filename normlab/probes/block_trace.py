@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from normlab.probes.decomposition import BranchRun, NormRead, Reading, Segment, find_reading
+from normlab.probes.decomposition import BranchRun, NormRead, NormRun, Reading, Segment, find_reading
+from normlab.probes.forward_call import Call, LastBlock, Run
 from normlab.probes.layout import features_last, same_tensor
 from normlab.probes.sites import Block, Branch
 from normlab.probes.stream_sums import Rows, count_different
 
-if TYPE_CHECKING:
-    from normlab.probes.forward_call import Call, LastBlock, Run
-
-NormRun = tuple[nn.Module, int]  # a norm, and how often it had run in the block before
 FEW = 6  # different tokens below which a sum that is not a plain one may not be told
 TRIES = 3  # calls after which a block that does not add up is given up: the search for a reading takes long
 

@@ -1,11 +1,4 @@
-"""Layer statistics during anyone's training.
-
-`LayerStatsCallback`  for any `transformers.Trainer`
-`UpdateRatio`         ||optimizer step|| / ||weights|| by matrix, for any loop
-`heatmap_image`       all layers, metrics and steps as one image, for trackers
-
-For another loop see `normlab.probes.observe`.
-"""
+"""Layer statistics in any `transformers.Trainer`; for another loop see `normlab.probes.observe`."""
 
 from __future__ import annotations
 
@@ -16,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from normlab.errors import NormlabError
 from normlab.probes.forward_call import CallInputs
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.observe import (
@@ -87,8 +78,8 @@ class LayerStatsCallback(TrainerCallback):
     The table also holds `update_ratio`, whose site is the parameter's name. A logged loss that is a spike adds
     `loss_spike` at site "model", in standard deviations above the recent losses.
 
-    Where the Trainer logs to TensorBoard, Weights & Biases or Trackio, each measured step sends one heat map of all
-    layers, metrics and steps so far. It also sends the curves of the first and last layer.
+    Where the Trainer logs to TensorBoard, Weights & Biases or Trackio, each measured step sends the values of the first
+    and last layer.
 
     Args:
         every: optimizer steps between measurements; the first one is measured.
@@ -185,7 +176,8 @@ class LayerStatsCallback(TrainerCallback):
             self._ratio = None
         if state.is_world_process_zero:
             report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-            self._trackers.send(report_to, Path(args.output_dir) / "layers", self.to_pandas(), step)
+            table = self.to_pandas()
+            self._trackers.send(report_to, Path(args.output_dir) / "layers", table[table["step"] == step], step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Detect loss spikes, and say which layer left its past first."""
@@ -217,77 +209,12 @@ def _micro_batches(whole: int, step: int, loader: Any) -> int:
 
 # -- trackers --------------------------------------------------------------------------------------------------------
 
-CELL, WIDE, LABEL, GAP = 8, 480, 14, 6  # pixels of a layer, of all steps, of a panel's title, between panels
-# Anchors of the viridis colour map, dark to light.
-_VIRIDIS = [list(bytes.fromhex(c)) for c in "440154 472c7a 3b518b 2c718e 21908d 27ad81 5cc863 aadc32 fde725".split()]
-_UNKNOWN = (200, 200, 200)
-
-
-def _layer_rows(table: pandas.DataFrame) -> Iterable[tuple[str, str, pandas.DataFrame]]:
-    """(metric, site, rows) of everything that has layers, all tokens counted."""
-    rows = table[(table["mask"] == "all") & table["layer"].notna()]
-    for (metric, site), part in rows.groupby(["metric", "site"], sort=False):
-        yield metric, site, part
-
-
-def _colours(values: np.ndarray) -> tuple[np.ndarray, str]:
-    """(layers, steps, 3) uint8, and the range in words. Logarithmic where all values are positive and span a decade."""
-    known = values[np.isfinite(values)]
-    if not len(known):
-        return np.full((*values.shape, 3), _UNKNOWN, dtype=np.uint8), "no values"
-    low, high = float(known.min()), float(known.max())
-    log = low > 0 and high / low >= 10
-    scale = np.log if log else np.asarray
-    with np.errstate(all="ignore"):
-        share = (scale(values) - scale(low)) / (scale(high) - scale(low)) if high > low else 0 * values
-    anchors = np.linspace(0, 1, len(_VIRIDIS))
-    channels = [np.interp(np.nan_to_num(share), anchors, channel) for channel in zip(*_VIRIDIS, strict=True)]
-    colours = np.stack(channels, axis=-1).round().astype(np.uint8)
-    colours[~np.isfinite(share)] = _UNKNOWN
-    return colours, f"{low:.3g} to {high:.3g}{', log' if log else ''}"
-
-
-def heatmap_image(table: pandas.DataFrame) -> np.ndarray:
-    """Draw one panel per metric and site, (height, width, 3) uint8: layers from the bottom, steps to the right.
-
-    Each panel has its range of colours (viridis), which its title gives.
-
-    Args:
-        table: columns `step site layer metric mask value`.
-
-    Raises:
-        NormlabError: a table without layers, or Pillow is missing.
-    """
-    panels = []
-    for metric, site, part in _layer_rows(table):
-        grid = part.pivot_table(index="layer", columns="step", values="value", aggfunc="last")
-        grid = grid.sort_index().sort_index(axis=1)
-        colours, span = _colours(grid.to_numpy(dtype=float))
-        layers, steps = f"{grid.index[0]}-{grid.index[-1]}", f"{grid.columns[0]}-{grid.columns[-1]}"
-        panels.append((f"{metric} at {site}, layers {layers}, steps {steps}: {span}", colours))
-    if not panels:
-        raise NormlabError("the table has no layers: there is nothing to draw")
-    try:
-        from PIL import Image, ImageDraw
-    except ImportError as error:
-        raise NormlabError("the heat map needs Pillow: pip install 'normlab[track]'") from error
-    height = sum(LABEL + CELL * len(colours) + GAP for _, colours in panels)
-    image = Image.new("RGB", (WIDE, height), "white")
-    draw, top = ImageDraw.Draw(image), 0
-    for title, colours in panels:
-        draw.text((2, top + 1), title, fill="black")
-        panel = Image.fromarray(np.ascontiguousarray(colours[::-1]))
-        image.paste(panel.resize((WIDE, CELL * len(colours)), Image.Resampling.NEAREST), (0, top + LABEL))
-        top += LABEL + CELL * len(colours) + GAP
-    return np.asarray(image)
-
-
 def curves(table: pandas.DataFrame) -> dict[str, float]:
     """`layers/<metric>/<site>/<layer>` of the first and the last layer at each site, all tokens counted."""
+    rows = table[(table["mask"] == "all") & table["layer"].notna()].sort_values("layer")
     result = {}
-    for metric, site, part in _layer_rows(table):
-        ordered = part.sort_values("layer")
-        for row in (ordered.iloc[0], ordered.iloc[-1]):
+    for (metric, site), part in rows.groupby(["metric", "site"], sort=False):
+        for row in (part.iloc[0], part.iloc[-1]):
             result[f"layers/{metric}/{site}/{row['layer']}"] = float(row["value"])
     return result
 
@@ -295,18 +222,18 @@ def curves(table: pandas.DataFrame) -> dict[str, float]:
 class Trackers:
     """The trackers that a Trainer reports to. For TensorBoard there is a second writer next to the Trainer's.
 
-    accelerate's trackers start runs themselves, and its one for Trackio takes no images.
+    accelerate's trackers start runs themselves.
     """
 
     def __init__(self) -> None:
         self._writer: Any = None
 
-    def send(self, report_to: Iterable[str], folder: Path, history: pandas.DataFrame, step: int) -> None:
-        """Send the image of all steps so far and the curves of this one."""
+    def send(self, report_to: Iterable[str], folder: Path, table: pandas.DataFrame, step: int) -> None:
+        """Send the curves of the table of one step."""
         names = set(report_to) & {"tensorboard", "wandb", "trackio"}
-        if not names or history.empty:
+        if not names or table.empty:
             return
-        scalars, image = curves(history[history["step"] == step]), heatmap_image(history)
+        scalars = curves(table)
         if "tensorboard" in names:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -314,19 +241,18 @@ class Trackers:
                 self._writer = SummaryWriter(str(folder))
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
-            self._writer.add_image("layers/heatmap", image, step, dataformats="HWC")
             self._writer.flush()
         if "wandb" in names:
             import wandb
 
             if wandb.run is not None:
-                wandb.log(scalars | {"layers/heatmap": wandb.Image(image), "train/global_step": step})
+                wandb.log(scalars | {"train/global_step": step})
         if "trackio" in names:
             import trackio
             from trackio.context_vars import current_run
 
             if current_run.get() is not None:
-                trackio.log(scalars | {"layers/heatmap": trackio.Image(image)}, step=step)
+                trackio.log(scalars, step=step)
 
     def close(self) -> None:
         """Close the writer."""

@@ -27,6 +27,7 @@ from normlab.probes.layout import same_tensor
 from normlab.probes.sites import Branch
 from normlab.probes.stream_sums import Explanation, Rows, contains, explain, is_rearranged
 
+NormRun = tuple[nn.Module, int]  # a norm, and how often it had run in the block before
 MOST_STEPS = 2000  # readings tried before a block is given up
 DIFFERENCES = ("contained", "dropped", "by token", "rearranged")  # forms of which the stream's difference is added
 

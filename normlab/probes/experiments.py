@@ -1,8 +1,4 @@
-"""Experiments on a model: what it loses when a part is skipped.
-
-`skip_sensitivity`                 how much the loss rises when a block, attention or MLP is skipped
-`skip_future_effect`               how much each later block's update changes when a block is skipped
-`Runner`, `row_means`, `table_of`  run a model over batches; means over rows, with intervals
+"""Experiments on a model: run it over batches, and measure what it loses when a part is skipped.
 
 Skipping a block is a forward hook that returns the block's input. That equals deleting it, but every other layer keeps
 its index (LNS's scales stay). Skipping attention or the MLP adds zero in its place, after the branch's output norm

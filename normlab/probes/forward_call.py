@@ -1,11 +1,4 @@
-"""One forward call of a model: which tokens count, by how much its loss divides the gradient, what was measured in it.
-
-`CallInputs`       the arguments as the caller gave them, never as an inner module was handed them
-`labels_averaged`  the number of labels that a returned loss averages over, told from the logits returned with it
-`Call`             one forward call, with the measurements that wait for its end
-`Run`, `Repeated`  one run of a block in it, and that run when a checkpoint repeats it
-`LastBlock`        what the block that ran last has returned
-"""
+"""One forward call of a model: which tokens count, what its loss divides the gradient by, what was measured in it."""
 
 from __future__ import annotations
 
@@ -14,13 +7,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
+from normlab.probes.decomposition import NormRead, NormRun
 from normlab.probes.layout import (
     Layout,
     Refusal,
@@ -32,13 +26,9 @@ from normlab.probes.layout import (
     same_tensor,
     token_masks,
 )
+from normlab.probes.sites import Block
 from normlab.probes.statistics import AttentionWatch
 from normlab.probes.stream_sums import Rows
-
-if TYPE_CHECKING:
-    from normlab.probes.block_trace import BlockTrace, KnownBlock, NormRun
-    from normlab.probes.decomposition import NormRead
-    from normlab.probes.sites import Block
 
 IGNORED_LABEL = -100
 GRADIENTS = "gradients"  # in `absent`: why gradients of a forward pass are left out
@@ -371,7 +361,7 @@ class Repeated:
 class LastBlock:
     """The output of the block that ran last, until the next one or the final norm has read it."""
 
-    known: KnownBlock
+    block: nn.Module
     run: Run
     out: Tensor
     beside: Tensor | None  # another tensor of its shape
@@ -412,7 +402,7 @@ class Call:
         self.implicit = implicit  # opened by a block that was called without its model
         self.crosses = False  # the blocks are handed a second sequence, as a decoder is its encoder's
         self.loss_tokens: float | Tensor | None = None
-        self.trace: BlockTrace | None = None  # of the block that is running
+        self.running: Run | None = None  # of the block that is running
         self.watch: AttentionWatch | None = None
         self.layer = 0  # of the latest block that ran
         self.runs: dict[nn.Module, list[Run]] = {}  # of each block
@@ -677,5 +667,5 @@ class Call:
 
     def close(self) -> None:
         """Let go of every activation."""
-        self.trace = self.last = self.measured = self.hooked = None
+        self.running = self.last = self.measured = self.hooked = None
         self.final = []

@@ -369,17 +369,17 @@ class Recorder:
 
     def _trace_of(self, block: Block) -> BlockTrace | None:
         """The run of a block, in a forward pass of the caller's; a checkpoint's recomputation is none."""
-        call = self._call
-        if call is None or call.trace is None or call.trace.block is not block or in_backward():
+        trace = getattr(self._local, "trace", None)
+        if trace is None or trace.call is not self._call or trace.block is not block or in_backward():
             return None
-        return call.trace
+        return trace
 
     def _enter_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if in_backward():
             return
         local = self._local
         if module in getattr(local, "entered", ()):  # its last call was interrupted
-            local.entered, local.call = [], None
+            local.entered, local.call, local.trace = [], None, None
         if not getattr(local, "entered", None):
             local.entered, local.is_left_out = [], self._leaves_out(module)
             self._go_last()
@@ -395,7 +395,7 @@ class Recorder:
         try:
             call.inputs.add(module, args, kwargs)
         except Exception:
-            local.is_left_out, local.call = True, None  # its padding is not known
+            local.is_left_out, local.call, local.trace = True, None, None  # its padding is not known
             raise
 
     def _open_call(self, implicit: bool = False) -> Call:
@@ -428,7 +428,7 @@ class Recorder:
             self._end_call(call, complete=output is not None)
 
     def _end_call(self, call: Call, complete: bool) -> None:
-        self._local.call = None
+        self._local.call = self._local.trace = None
         try:
             if complete and call.layer:
                 for read in call.final:
@@ -507,7 +507,8 @@ class Recorder:
                 x = self._root.clone()  # a leaf may not be written to in place, its copy may
                 replaced = with_argument(args, kwargs, name, x)
         entered = stream_of(module, x, known.channels_first)
-        trace = call.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
+        call.running = run
+        trace = self._local.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
         if not is_first:
             self._compare_with_last(trace, x, given)
         self._measurer.block_start(trace, x, is_first)
@@ -538,7 +539,7 @@ class Recorder:
         if trace is None:
             return
         call = trace.call
-        watch, call.trace = call.stop_watching(), None
+        watch, call.running, self._local.trace = call.stop_watching(), None, None
         if output is None:
             return
         x = output_tensor(output)
@@ -553,7 +554,7 @@ class Recorder:
         out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
-        call.last = LastBlock(trace.known, trace.run, x, beside, is_joined)
+        call.last = LastBlock(block.module, trace.run, x, beside, is_joined)
         self._mark(x, call, trace.run)
         trace.finish(out)
         self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
@@ -578,7 +579,7 @@ class Recorder:
             return False
         is_sum = rows.same(rows.first, first + second) and not rows.same(rows.first, first)
         if is_sum:
-            last.known.joins = True
+            self._known[last.block].joins = True
             call.forget(last.run.layer)
             self._measurer.activation(call, ("block_out", last.run.layer), x)
             call.absent[f"block {last.run.layer}"] = "its residual is added after it, which only the next one shows"
@@ -685,7 +686,7 @@ class Recorder:
 
     def _outer_norm_in(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         call, x = self._call, find_input(args, kwargs)
-        if call is None or call.last is None or call.trace is not None or x is None or in_backward():
+        if call is None or call.last is None or call.running is not None or x is None or in_backward():
             return
         last_module, last = self.sites.blocks[-1].module, call.last
         joins_streams = hasattr(last_module, "enter")  # then the norm reads one stream, made of several

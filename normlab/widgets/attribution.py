@@ -56,7 +56,7 @@ class LogitAttribution(PlotWidget):
     def ask(self) -> tuple[dict[str, pd.DataFrame], str]:
         """By method, the attribution with the slope that the slider says; and how saturated the final norm is then."""
         with ExitStack() as undo:
-            change_norm(self._norm, Change(lam=self.steepness.value).at(1).model_dump(), undo)
+            change_norm(self._norm, Change(lam=self.steepness.value), undo)
             asked = self.bridge, self.tokens, self.answers
             tables = {name: self._attribute(*asked, against=self.against, method=name) for name in METHODS}
             return tables, self._sentence()

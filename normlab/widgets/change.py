@@ -1,4 +1,4 @@
-"""A change to a model, layer by layer: one description for Python, the page and the ONNX graph."""
+"""A change to a model, layer by layer: one description for Python and the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.func import functional_call
 
 from normlab.errors import NormlabError
 from normlab.figures.one_model import MEASURED, Answer
-from normlab.norms.base import Norm, mean_square
+from normlab.norms import Norm
 from normlab.probes import record, sites
 from normlab.probes.experiments import evaluating
 from normlab.probes.sites import Block
@@ -97,7 +96,7 @@ def changed(model: nn.Module, change: Change) -> Iterator[None]:
     written = _written(model) if dims and not hasattr(blocks[0].module, "norm_at") else {}
     with ExitStack() as undo:
         for block in blocks:
-            change_block(block, own[block.index].model_dump(), undo, written)
+            _change_block(block, own[block.index], undo, written)
         yield
 
 
@@ -113,39 +112,35 @@ def _written(model: nn.Module) -> Written:
     return recorder.branches
 
 
-def change_block(
-    block: Block, own: Mapping[str, Any], undo: ExitStack, written: Written = MappingProxyType({})
-) -> None:
-    """Change a block until `undo` closes. The values of LayerChange's fields are numbers, or tensors in a graph.
+def _change_block(block: Block, own: LayerChange, undo: ExitStack, written: Written) -> None:
+    """Change a block until `undo` closes.
 
     written: of a block that is not ours, the modules that a dimmer acts on.
     """
     for norm in block.norms:
         change_norm(norm, own, undo)
-        if getattr(norm, "takes_mean_square", False) and _alters(own["exact"], False):
-            hook = partial(_choose_statistic, own["exact"])
-            undo.callback(norm.register_forward_pre_hook(hook, with_kwargs=True).remove)
-    for part in ("attention", "mlp"):
-        share = own[part]
-        if _alters(share, 1.0):
+        if own.exact and getattr(norm, "takes_mean_square", False):
+            undo.callback(norm.register_forward_pre_hook(_reduce_own, with_kwargs=True).remove)
+    for part, share in (("attention", own.attention), ("mlp", own.mlp)):
+        if share != 1.0:
             undo.callback(_writer(block, part, written).register_forward_hook(partial(_dim_branch, share)).remove)
-    if _alters(own["block"], 1.0):
-        hook = partial(_dim_block, own["block"])
+    if own.block != 1.0:
+        hook = partial(_dim_block, own.block)
         undo.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
 
 
-def change_norm(norm: Any, own: Mapping[str, Any], undo: ExitStack) -> None:
+def change_norm(norm: Any, own: LayerChange, undo: ExitStack) -> None:
     """Put other values in the place of a norm's gain, slope and kappa until `undo` closes."""
-    for name, factor in (("weight", own["gain"]), (slope_of(norm), own["lam"])):
+    for name, factor in (("weight", own.gain), (slope_of(norm), own.lam)):
         held = norm._buffers if norm._buffers.get(name) is not None else norm._parameters  # fixed ones are buffers
         value = held.get(name)
-        if value is not None and _alters(factor, 1.0):
+        if value is not None and factor != 1.0:
             centre = _centre(norm) if name == "weight" else 0.0
             undo.callback(held.__setitem__, name, value)
             held[name] = (value.detach() + centre) * factor - centre
-    if isinstance(getattr(norm, "kappa", None), float) and _alters(own["kappa"], 1.0):
+    if isinstance(getattr(norm, "kappa", None), float) and own.kappa != 1.0:
         undo.callback(setattr, norm, "kappa", norm.kappa)
-        norm.kappa = norm.kappa * own["kappa"]
+        norm.kappa = norm.kappa * own.kappa
 
 
 @torch.no_grad()
@@ -159,15 +154,8 @@ def _centre(norm: Any) -> float:
     return 0.0 if functional_call(norm, there, (x,)).any() else 1.0
 
 
-def _alters(value: Any, neutral: float) -> bool:
-    return isinstance(value, Tensor) or value != neutral
-
-
-def _choose_statistic(exact: Any, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    chosen = carried = kwargs.get("mean_square")
-    if carried is not None:
-        chosen = torch.where(exact > 0, mean_square(args[0]), carried) if isinstance(exact, Tensor) else None
-    return args[:1], {**kwargs, "mean_square": chosen}
+def _reduce_own(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args[:1], {**kwargs, "mean_square": None}
 
 
 def _writer(block: Block, part: str, written: Written) -> nn.Module:
@@ -186,16 +174,16 @@ def _writer(block: Block, part: str, written: Written) -> nn.Module:
     return branch
 
 
-def _dim_branch(share: Any, _: nn.Module, args: tuple, output: Any) -> Any:
+def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:
     return output * share if isinstance(output, Tensor) else (output[0] * share, *output[1:])
 
 
-def _dim_block(share: Any, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def _dim_block(share: float, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """In the form of the output: a tensor, or a tuple whose first element is the hidden state."""
     before = args[0] if args else kwargs["hidden_states"]
     after = output if isinstance(output, Tensor) else output[0]
     mixed = before
-    if _alters(share, 0.0):
+    if share != 0.0:
         if before.shape != after.shape:
             raise NormlabError("a block that opens several streams can be skipped, not dimmed")
         mixed = before + share * (after - before)

@@ -1,81 +1,72 @@
 """Layer statistics where people log, read back from the files of the real TensorBoard, W&B and Trackio."""
 
-import io
+import json
+import sqlite3
 import sys
+from contextlib import closing
 
-import numpy as np
 import pandas
 import pytest
 from probe_runs import train
 from probe_zoo import tiny_llama
 
-from normlab.errors import NormlabError
-from normlab.probes.callback import CELL, LABEL, WIDE, LayerStatsCallback, Trackers, curves, heatmap_image
+from normlab.probes.callback import LayerStatsCallback, Trackers, curves
 
 METRICS = ["token_l2_mean", "rms"]
+CURVE = "layers/token_l2_mean/block_out"
 
 
-def history():
-    rows = [
-        (step, site, layer, "rms", "all", 10.0**layer * (1 + step))
-        for step in (0, 5)
-        for site in ("block_out", "attn_norm_in")
-        for layer in (1, 2, 3)
-    ]
-    return pandas.DataFrame(rows, columns=["step", "site", "layer", "metric", "mask", "value"])
-
-
-def test_the_heat_map_is_one_image_with_a_panel_a_metric_and_site_and_its_first_layer_at_the_bottom():
-    image = heatmap_image(history())
-    assert image.shape[:2] == (2 * (LABEL + 3 * CELL + 6), WIDE) and image.dtype == np.uint8
-    top, bottom = image[LABEL + 2, -2], image[LABEL + 3 * CELL - 2, 2]
-    assert tuple(top) == (253, 231, 37) and tuple(bottom) == (68, 1, 84)  # the largest value light, the smallest dark
-    with pytest.raises(NormlabError, match="no layers"):
-        heatmap_image(history().assign(mask="no_first"))
+def readings():
+    rows = [(site, layer, 10.0**layer) for site in ("block_out", "attn_norm_in") for layer in (2, 3, 1)]
+    table = pandas.DataFrame(rows, columns=["site", "layer", "value"])
+    return table.assign(step=5, metric="rms", mask="all")
 
 
 def test_curves_are_of_the_first_and_the_last_layer_only():
-    assert list(curves(history())) == [f"layers/rms/{s}/{i}" for s in ("block_out", "attn_norm_in") for i in (1, 3)]
+    expected = {f"layers/rms/{s}/{i}": 10.0**i for s in ("block_out", "attn_norm_in") for i in (1, 3)}
+    assert curves(readings()) == expected
+    assert curves(readings().assign(mask="no_first")) == {}
 
 
-def test_tensorboard_holds_one_heat_map_a_measured_step(tmp_path):
-    from PIL import Image
+def test_tensorboard_holds_the_curves_of_every_measured_step(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tiny_llama(), tmp_path, [LayerStatsCallback(every=1, metrics=METRICS)], report_to=["tensorboard"])
-    events = EventAccumulator(str(tmp_path / "layers"), size_guidance={"images": 0})
+    callback = LayerStatsCallback(every=1, metrics=METRICS)
+    train(tiny_llama(), tmp_path, [callback], report_to=["tensorboard"])
+    events = EventAccumulator(str(tmp_path / "layers"))
     events.Reload()
-    assert len(events.Images("layers/heatmap")) == 3
-    image = Image.open(io.BytesIO(events.Images("layers/heatmap")[-1].encoded_image_string))
-    assert image.size[0] == WIDE
-    assert len(events.Scalars("layers/token_l2_mean/block_out/3")) == 3
-    assert "layers/token_l2_mean/block_out/2" not in events.Tags()["scalars"]
+    table = callback.to_pandas().query("metric == 'token_l2_mean' and site == 'block_out' and mask == 'all'")
+    for layer in (0, 3):
+        given = [(event.step, event.value) for event in events.Scalars(f"{CURVE}/{layer}")]
+        own = table[table["layer"] == layer]
+        assert given == list(zip(own["step"], own["value"].astype("float32"), strict=True))
+    assert f"{CURVE}/2" not in events.Tags()["scalars"]
 
 
 @pytest.mark.slow
-def test_wandb_holds_the_heat_map_offline(tmp_path, monkeypatch):
+def test_wandb_holds_the_curves_offline(tmp_path, monkeypatch):
     import wandb
 
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
         monkeypatch.setenv(name, value)
-    train(tiny_llama(), tmp_path, [LayerStatsCallback(every=1, metrics=METRICS)], report_to=["wandb"])
+    callback = LayerStatsCallback(every=1, metrics=METRICS)
+    train(tiny_llama(), tmp_path, [callback], report_to=["wandb"])
+    summary = dict(wandb.run.summary)
     wandb.finish()
-    images = list(tmp_path.glob("wandb/offline-run-*/files/media/images/layers/heatmap_*.png"))
-    assert len(images) == 3
+    assert summary[f"{CURVE}/3"] == curves(callback.to_pandas().query("step == 2"))[f"{CURVE}/3"]
+    assert f"{CURVE}/2" not in summary
 
 
-def test_trackio_holds_the_heat_map(tmp_path, monkeypatch):
+def test_trackio_holds_the_curves(tmp_path, monkeypatch):
     """Imported anew: trackio fixes its folder when it is imported."""
-    from PIL import Image
-
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
     import trackio
 
     trackio.init(project="p", embed=False, auto_log_gpu=False, auto_log_cpu=False)
-    Trackers().send(["trackio"], tmp_path, history(), 5)
+    Trackers().send(["trackio"], tmp_path, readings(), 5)
     trackio.finish()
-    (image,) = tmp_path.glob("media/p/*/5/*.png")
-    assert np.array_equal(np.asarray(Image.open(image).convert("RGB")), heatmap_image(history()))
-    assert (tmp_path / "p.db").is_file()
+    with closing(sqlite3.connect(tmp_path / "p.db")) as base:
+        rows = base.execute("select step, metrics from metrics").fetchall()
+    assert [(step, json.loads(values)) for step, values in rows] == [(5, curves(readings()))]
