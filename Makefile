@@ -7,7 +7,7 @@ JOBS   ?= 2
 BIN       := $(VENV)/bin
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 
-.PHONY: help reproduce findings site notebooks lab voila test test-slow lint bench gpu clean
+.PHONY: help reproduce findings site links notebooks lab voila test test-slow lint bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,9 +30,8 @@ reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the noteboo
 	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
 	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
 
-findings: $(VENV)/.installed-docs ## write data/league.csv, and the numbers of README.md, data/README.md and docs/, from the shipped tables and a simulation; then the pictures of docs/, by a Chrome or Chromium
+findings: $(VENV)/.installed-docs ## write data/league.csv, and the numbers of README.md, data/README.md and docs/, from the shipped tables; then the pictures of docs/, by a Chrome or Chromium
 	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/coverage.py
 	$(BIN)/python docs/pictures.py
 
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
@@ -42,8 +41,10 @@ PAGES = $(BIN)/python -m normlab.notebook.pages notebooks --jobs $(JOBS)
 site: $(VENV)/.installed-docs ## the documentation, the notebooks and the explorer on the shipped runs, as one web site: build/site/
 	$(PAGES) --runs data/runs --out $(OUT)/site/notebooks --executed $(OUT)/shipped --keep
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --write-all --fresh-env -d $(OUT)/doctrees docs $(OUT)/site
-	$(BIN)/python docs/links.py $(OUT)/site
 	@echo "Open $(CURDIR)/$(OUT)/site/index.html, or put $(OUT)/site on any web server."
+
+links: $(VENV)/.installed-docs ## ask every address that the documentation links to
+	$(BIN)/python -m sphinx -b linkcheck --quiet -d $(OUT)/doctrees docs $(OUT)/links
 
 notebooks: $(VENV)/.installed-notebooks ## run the notebooks on the shipped runs and keep their figures as images, as they are committed
 	@mkdir -p $(OUT)

@@ -9,7 +9,7 @@ from functools import cache
 
 import pandas as pd
 from findings import ROOT, plain
-from normlab_kernels.choices import FUSION_WINS
+from normlab_kernels.experimental.linear_choices import FUSION_WINS
 from tables import table
 
 DEVICE = "nvidia_h200"

@@ -139,7 +139,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """ "finished", "diverged" or "not_learned".
+        """One of "finished", "diverged", "not_learned".
 
         diverged: the loss became non-finite. not_learned: the last eval loss is not below every model that only counts
         (unigram entropy, `bigram_loss`, `trigram_loss`). In runs of schema version 1: below the unigram entropy.

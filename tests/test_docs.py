@@ -38,7 +38,7 @@ def name_of(path: Path) -> str:
 def site_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules that Sphinx's configuration is made of."""
     monkeypatch.syspath_prepend(DOCS)
-    names = ("tables", "reference", "docstrings", "links")
+    names = ("tables", "reference", "docstrings")
     for name in names:  # the benchmarks have a module `tables` too
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield {name: importlib.import_module(name) for name in names}
@@ -155,19 +155,8 @@ def test_parameters_described_in_one_line_come_apart(site_code):
     ]
 
 
-def test_a_broken_link_is_found(tmp_path, site_code):
-    (tmp_path / "a.html").write_text(
-        '<p id="here"><a href="#here"><a href="b.html#there"><a href="https://example.org">'
-    )
-    (tmp_path / "b.html").write_text(
-        '<iframe src="a.html#way=relative"></iframe><img src="gone.png"><a href="a.html#gone">'
-    )
-    found = site_code["links"].broken_links(tmp_path)
-    assert found == [("a.html", "b.html#there"), ("b.html", "gone.png"), ("b.html", "a.html#gone")]
-
-
 def test_links_to_a_heading_name_one_of_its_page():
-    """Spelled as GitHub and MyST do. The slow test of the built site checks the links of all kinds."""
+    """Spelled as GitHub and MyST do."""
     places = {}
     for path in (*ROOT.glob("*.md"), *ROOT.glob("kernels/*.md"), *ROOT.glob("data/*.md"), *DOCS.rglob("*.md")):
         headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -182,17 +171,13 @@ def test_links_to_a_heading_name_one_of_its_page():
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path, site_code):
-    """All but the notebooks' pages, which `make site` executes: here their places are empty."""
+def test_the_site_builds_without_a_warning(tmp_path):
+    """All but the notebooks' pages, which `make site` executes."""
     site = tmp_path / "site"
     options = ["--fail-on-warning", "--keep-going", "-q", "-d", tmp_path / "doctrees"]
     command = [sys.executable, "-m", "sphinx", *options, DOCS, site]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (site / "notebooks" / "model").mkdir()
-    for name in [*(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")), "explorer", "model/index"]:
-        (site / "notebooks" / f"{name}.html").write_text("")
-    assert site_code["links"].broken_links(site) == []
     reference = (site / "reference" / "api" / "normlab.html").read_text(encoding="utf-8")
     names = set(normlab.__all__) - {"analysis", "figures", "widgets"}
     assert all(f'id="normlab.{name}"' in reference for name in names)

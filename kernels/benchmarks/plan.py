@@ -38,7 +38,7 @@ OTHER_SHAPES = [
     if rows * width <= 1 << 29 and (rows, width) not in CLAIMED
 ]
 CPU_SHAPES = ((1024, 128), (1024, 512), (4096, 2048))
-# Launches other than those chosen: fields of `choices.Launch` and `choices.LinearLaunch` that are changed.
+# Launches other than those chosen: fields of `choices.Launch` and `linear_choices.LinearLaunch` that are changed.
 BACKWARD_LAUNCHES = ("", "stages=1", "stages=2", "resident_warps=8", "resident_warps=32")
 BACKWARD_TILES = {
     1024: ("rows=1 warps=4", "rows=2 warps=4"),

@@ -32,7 +32,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -49,9 +48,9 @@ except ImportError:
     sys.exit(f"torch is missing in {sys.executable}: point to a Python that has it, PYTHON=...")
 
 import normlab_kernels  # noqa: E402
+from fused_product import fusion_line, linear_row  # noqa: E402
 from measure import Cuda, Device, Fake, Missing, Row, first_line  # noqa: E402
-from normlab_kernels import choices  # noqa: E402
-from plan import FUSED, SECTIONS, UNFUSED, Planned, plan  # noqa: E402
+from plan import SECTIONS, Planned, plan  # noqa: E402
 from sections import MEASURE  # noqa: E402
 from tables import BEGUN, Table, is_good  # noqa: E402
 
@@ -70,7 +69,7 @@ def provenance(device: Device, commit: str = "") -> Row:
     git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     with contextlib.suppress(OSError):
         commit = commit or subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip()
-    sources = [*sorted(Path(normlab_kernels.__file__).parent.glob("*.py")), HERE / "measure.py"]
+    sources = [*sorted(Path(normlab_kernels.__file__).parent.rglob("*.py")), HERE / "measure.py"]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     versions = {"torch": torch.__version__, "triton": version, "python": platform.python_version()}
     dtype = str(device.dtype).removeprefix("torch.")
@@ -81,7 +80,8 @@ def measure_row(planned: Planned, device: Device) -> Row:
     """The row's columns, or the reason why there are none, as a note."""
     torch.manual_seed(0)
     try:
-        columns = MEASURE[planned.section](planned, device)
+        measure = linear_row if planned.section == "linear" else MEASURE[planned.section]
+        columns = measure(planned, device)
     except Missing as missing:
         return {"note": f"missing: {missing}"}
     except Exception as error:  # noqa: BLE001 - a failure is a row too, and the rest is measured
@@ -127,32 +127,6 @@ def measure_all(
     if "linear" in tables:
         print(fusion_line(device, tables["linear"].rows.values()), flush=True)
     return status
-
-
-def fusion_line(device: Device, rows: Iterable[Row]) -> str:
-    """The entries of `choices.FUSION_WINS` that the table of the fused product asks for.
-
-    There is one for each width, whose K is the same: the launch that gains most on average. It counts from the fewest
-    rows from which it always gained enough.
-    """
-    times = {
-        (row["function"], row["launch"], int(row["width"]), int(row["rows"])): float(row["microseconds"])
-        for row in rows
-        if is_good(row)
-    }
-    best: dict[int, tuple[float, choices.FusionWin]] = {}
-    for width, launch in sorted({(key[2], key[1]) for key in times if key[0] == FUSED}):
-        gains: dict[int, float] = {}
-        for tokens in sorted((key[3] for key in times if key[:3] == (FUSED, launch, width)), reverse=True):
-            gain = times.get((UNFUSED, "", width, tokens), 0.0) / times[FUSED, launch, width, tokens]
-            if gain <= choices.LEAST_GAIN:
-                break
-            gains[tokens] = gain
-        mean = sum(gains.values()) / max(1, len(gains))
-        if gains and mean > best.get(width, (0.0,))[0]:
-            chosen = choices.changed(choices.linear(width), launch)
-            best[width] = mean, choices.FusionWin(device.name, width, width, min(gains), chosen)
-    return f"for choices.FUSION_WINS: {tuple(win for _, win in best.values())}"
 
 
 def run_tests(out: Path, seconds: float) -> int:

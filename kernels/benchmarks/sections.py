@@ -10,12 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import host
-import normlab_kernels as nk
 import peers
 import torch
 from measure import Call, Device, Missing, Row, first_line, in_turns, ratios
-from normlab_kernels import choices, dispatch, linear
-from plan import FUSED, UNFUSED, Planned
+from normlab_kernels import choices, dispatch
+from plan import Planned
 
 Tensor = torch.Tensor
 WRONG = 0.03  # of the largest element: bf16 rounds to 0.4%, and the decode kernel restated here errs as much again
@@ -126,61 +125,6 @@ def compiled_row(planned: Planned, device: Device) -> Row:
     return ratios(*device.interleaved(*turns, 25 * device.steps))
 
 
-def addmm(a: Tensor, proj: Tensor, residual: Tensor) -> Tensor:
-    return torch.addmm(residual, a, proj.t())
-
-
-def _addmm_rms_norm(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, *_: Tensor) -> object:
-    h = addmm(a, proj, residual)
-    return h, nk.rms_norm(h, weight)
-
-
-def _addmm_torch_rms_norm(a: Tensor, proj: Tensor, residual: Tensor, weight: Tensor, *_: Tensor) -> object:
-    h = addmm(a, proj, residual)
-    return h, torch.nn.functional.rms_norm(h, weight.shape, weight, 1e-6)
-
-
-# Of a, the projection, the residual, the gain, lambda and the carried mean square.
-PRODUCTS: dict[str, Callable[..., object]] = {
-    UNFUSED: lambda *operands: nk.linear_add_bhyt(*operands, fused=False),
-    FUSED: lambda *operands: nk.linear_add_bhyt(*operands, fused=True),
-    "linear_add_dyt": lambda *operands: nk.linear_add_dyt(*operands[:4], None, operands[4], fused=True),
-    "addmm + rms_norm": _addmm_rms_norm,
-    "addmm + F.rms_norm": _addmm_torch_rms_norm,
-    "addmm": lambda *operands: addmm(*operands[:3]),
-}
-
-
-def linear_row(planned: Planned, device: Device) -> Row:
-    """h = residual + a W^T and a norm of h, in one kernel, or in two, or without the norm."""
-    rows, width = device.sizes(planned.rows, planned.width)
-
-    def operands() -> tuple[Tensor, ...]:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, device=device.torch, dtype=device.dtype)
-
-        weight, lam = torch.ones(width, device=device.torch, dtype=device.dtype), normal(1).fill_(1.0)
-        ms = torch.ones(rows, 1, device=device.torch)
-        return normal(rows, width), normal(width, width) / width**0.5, normal(rows, width), weight, lam, ms
-
-    def make(name: str = planned.function) -> Call:
-        mine = operands()
-        return torch.no_grad()(lambda: PRODUCTS[name](*mine))
-
-    columns: Row = {}
-    if planned.function.startswith("linear_add") and (reason := linear.cannot_fuse(*operands()[:4])):
-        raise Missing(reason)
-    launch = choices.changed(choices.linear(width), planned.launch)
-    with patch.object(choices, "product", lambda *where: launch):
-        if planned.function == FUSED:
-            columns["error"] = largest_error(seeded(make), seeded(lambda: make(UNFUSED)))
-        # The output side: the product's operands are read more than once, from the cache.
-        columns |= device.time(make, 4 * planned.rows * planned.width * device.dtype.itemsize)
-    if "microseconds" in columns:
-        columns["teraflops"] = 2 * planned.rows * planned.width**2 / columns["microseconds"] / 1e6
-    return columns
-
-
 def build_model(scheme: str, peer: str, device: Device) -> Any:
     """A model of the benchmark's shape, with a peer's RMSNorm in every norm where one is named. Needs normlab.
 
@@ -278,7 +222,6 @@ def generate_row(planned: Planned, device: Device) -> Row:
 MEASURE: dict[str, Callable[[Planned, Device], Row]] = {
     "rows": norm_row,
     "launch": norm_row,
-    "linear": linear_row,
     "decode": norm_row,
     "host": host_row,
     "compiled": compiled_row,

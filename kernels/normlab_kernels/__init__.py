@@ -1,6 +1,7 @@
 """Fused row norms for transformers: Triton on a GPU, cache-blocked PyTorch on a CPU."""
 
 from normlab_kernels.dispatch import chooses_kernels
+from normlab_kernels.experimental.linear import linear_add_bhyt, linear_add_dyt, prefers_fused
 from normlab_kernels.functions import (
     add_bhyt,
     add_bhyt_carried,
@@ -20,7 +21,6 @@ from normlab_kernels.functions import (
     rms_norm,
     seed_norm,
 )  # fmt: skip
-from normlab_kernels.linear import linear_add_bhyt, linear_add_dyt, prefers_fused
 from normlab_kernels.moments import RowMoments, row_moments
 
 __all__ = [

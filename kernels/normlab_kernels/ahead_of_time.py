@@ -30,8 +30,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from normlab_kernels import choices, dispatch, functions, linear_ops, row_kernels, split_kernels
+from normlab_kernels import choices, dispatch, functions, row_kernels, split_kernels
 from normlab_kernels.device_math import PORTABLE
+from normlab_kernels.experimental import linear_choices, linear_ops
 from normlab_kernels.launch import kind
 from normlab_kernels.moments import row_moments
 from normlab_kernels.spec import FUNCTIONS
@@ -105,7 +106,7 @@ def builds(name: str, width: int, dtype: str = "bf16", launch: str = "") -> list
         patch.object(JITFunction, "run", run),
         patch.object(dispatch, "takes_kernels", lambda *tensors: True),
         patch.object(choices, "backward", lambda *where: choices.changed(backward(*where), launch)),
-        patch.object(choices, "product", lambda *where: choices.changed(choices.linear(width), launch)),
+        patch.object(linear_choices, "product", lambda *where: choices.changed(linear_choices.linear(width), launch)),
         patch.object(linear_ops, "multiprocessors", lambda device: 132),
     ):
         if name in LINEAR:
@@ -218,8 +219,8 @@ def all_builds(target: str) -> Iterator[Build]:
 def _code() -> str:
     """The sources that decide what is compiled."""
     here = Path(__file__).parent
-    patterns = "*_kernel*.py", "*ops.py", "device_math.py", "choices.py"
-    sources = [path for pattern in patterns for path in sorted(here.glob(pattern))]
+    patterns = "*_kernel*.py", "*ops.py", "device_math.py", "*choices.py"
+    sources = [path for pattern in patterns for path in sorted(here.rglob(pattern))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 

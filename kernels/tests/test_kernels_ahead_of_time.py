@@ -23,7 +23,8 @@ import plan
 import triton
 import triton.language as tl
 from normlab_kernels import ahead_of_time as aot
-from normlab_kernels import launch, linear
+from normlab_kernels import launch
+from normlab_kernels.experimental import linear
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "aot.csv"
@@ -133,7 +134,7 @@ def refusal(dtype: torch.dtype) -> str:
 def test_the_launches_to_be_timed_fit_and_do_not_spill(launch: str) -> None:
     """By the benchmark's table, at most as many programs as share a multiprocessor's memory."""
     (build,) = aot.builds("linear_add_bhyt", 2048, launch=launch)
-    report, changed = check(build, "sm_90"), aot.choices.changed(aot.choices.HOPPER_LINEAR, launch)
+    report, changed = check(build, "sm_90"), aot.choices.changed(aot.linear_choices.HOPPER_LINEAR, launch)
     assert report.shared_bytes * changed.programs <= HOPPER_SHARED_BYTES, report
     assert report.registers * 32 * changed.warps * changed.programs <= 65_536, report
 

@@ -16,6 +16,7 @@ import torch
 from kernel_harness import DEVICE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import fused_product  # noqa: E402
 import measure  # noqa: E402
 import peers  # noqa: E402
 import plan  # noqa: E402
@@ -57,7 +58,7 @@ def test_every_row_of_the_plan_is_measured_or_noted(
     rows = [row for row in rows_of("rows", "linear", "decode") if row.peer != "compile" and row.function in SOME]
     rows += rows_of("step")[:2]
     assert run.measure_all(measure.Fake(), rows, tmp_path, 1e6) == run.FAILED
-    assert "for choices.FUSION_WINS: ()" in capsys.readouterr().out
+    assert "for linear_choices.FUSION_WINS: ()" in capsys.readouterr().out
     for section in ("rows", "linear", "decode", "step"):
         kept = read(tmp_path, section)
         assert len(kept) == len([row for row in rows if row.section == section])
@@ -235,16 +236,16 @@ def test_the_fusion_line_asks_for_the_fewest_rows_from_which_a_launch_always_gai
 
     timed = [row(plan.UNFUSED, rows, 100.0) for rows in (256, 512, 4096)]
     timed += [row(plan.FUSED, 256, 99.9), row(plan.FUSED, 512, 99.0), row(plan.FUSED, 4096, 99.9)]
-    assert run.fusion_line(measure.Fake(), timed) == "for choices.FUSION_WINS: ()"
+    assert fused_product.fusion_line(measure.Fake(), timed) == "for linear_choices.FUSION_WINS: ()"
     timed += [row(plan.FUSED, 512, 95.0, "flatten=1"), row(plan.FUSED, 4096, 80.0, "flatten=1")]
-    said = run.fusion_line(measure.Fake(), timed)
+    said = fused_product.fusion_line(measure.Fake(), timed)
     assert "rows=512" in said and "flatten=True" in said and said.count("FusionWin(") == 1
 
 
 def test_the_fused_product_is_taken_where_the_shipped_table_says() -> None:
     table = tables.Table(Path(__file__).parents[2] / "data" / "bench" / "linear_nvidia_h200.csv")
-    said = run.fusion_line(SimpleNamespace(name="NVIDIA H200"), table.rows.values())
-    assert said == f"for choices.FUSION_WINS: {run.choices.FUSION_WINS}"
+    said = fused_product.fusion_line(SimpleNamespace(name="NVIDIA H200"), table.rows.values())
+    assert said == f"for linear_choices.FUSION_WINS: {fused_product.linear_choices.FUSION_WINS}"
 
 
 def test_any_number_of_formulas_can_be_compiled_one_after_another() -> None:

@@ -22,10 +22,9 @@ from normlab.models.attention_mlp import NormedAttention, NormedMLP, changes_att
 from normlab.models.config import NormlabConfig
 from normlab.models.embeddings_head import changes_embeddings, changes_head
 from normlab.norms import Norm
+from normlab.norms.gain import HOOKS
 from normlab.residuals import Residual
 from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, centred, correction_factors, get_scheme
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _fuses_add(norm: Any, x: Tensor) -> bool:

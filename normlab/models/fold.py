@@ -9,7 +9,7 @@ gain, with its tanh. `fold_norms` multiplies, sets the gains to one and returns 
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.models.block import HOOKS, JoiningDecoderLayer, NormlabDecoderLayer
+from normlab.models.block import JoiningDecoderLayer, NormlabDecoderLayer
 from normlab.models.model import is_folded, refuse_folded_training
 from normlab.norms import NoNorm
+from normlab.norms.gain import gain_name, is_plain_gain
 from normlab.schemes.scheme import part_of
 
 READERS = {"attn_in": ("q_proj", "k_proj", "v_proj"), "mlp_in": ("gate_proj", "up_proj")}
@@ -97,7 +98,7 @@ def _why_not(site: _Site, uses: Counter[Tensor]) -> str:
             return f"the matrix of {name} is used elsewhere too (tied embeddings)"
     if isinstance(site.norm, NoNorm):
         return "there is no norm"
-    weight, bias = getattr(site.norm, _gain_name(site.norm), None), getattr(site.norm, "bias", None)
+    weight, bias = getattr(site.norm, gain_name(site.norm), None), getattr(site.norm, "bias", None)
     if not isinstance(weight, nn.Parameter) or not is_plain_gain(site.norm):
         return f"the weight of {type(site.norm).__name__} is not a factor of its output"
     if uses[weight] > 1:
@@ -107,34 +108,9 @@ def _why_not(site: _Site, uses: Counter[Tensor]) -> str:
     return ""
 
 
-def _gain_name(norm: nn.Module) -> str:
-    return str(getattr(norm, "gain_name", "weight"))
-
-
 def _bias_stays(site: _Site) -> bool:
     """True if a reader has no bias. The norm then keeps its bias, divided by the gain."""
     return any(linear.bias is None for linear in site.readers.values())
-
-
-@torch.no_grad()
-def is_plain_gain(norm: nn.Module) -> bool:
-    """True if the norm's output without its bias is proportional to the gain.
-
-    A gain of 0 must give 0 (Gemma's gain is 1 + w). 16 times the gain must give 16 times the output (GatedNorm's gate
-    reads the gain's product).
-    """
-    hooks: dict[int, Any] = {id(getattr(module, kind)): OrderedDict() for module in norm.modules() for kind in HOOKS}
-    gain_name, norm = _gain_name(norm), copy.deepcopy(norm, hooks).float()  # nobody's hooks see this copy
-    if getattr(norm, gain_name, None) is None:
-        return False
-    zeros = {name: torch.zeros_like(p) for name, p in norm.named_parameters() if name in (gain_name, "bias")}
-    width = getattr(norm, "hidden_size", None) or zeros[gain_name].numel()  # ScaleNorm has one gain for all
-    x = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0)).to(zeros[gain_name])
-
-    def output(gain: float) -> Tensor:
-        return torch.func.functional_call(norm, zeros | {gain_name: torch.full_like(zeros[gain_name], gain)}, (x,))
-
-    return not output(0.0).any() and torch.allclose(output(16.0), 16 * output(1.0), rtol=1e-5, atol=1e-6)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -145,7 +121,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _folded(site: _Site, originals: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Compute a site's folded parameters from the originals. Nothing is written."""
     norm, linears = site.norm, list(site.readers.values())
-    weight = getattr(norm, _gain_name(norm))
+    weight = getattr(norm, gain_name(norm))
     gamma = originals[weight]
     new = {weight: torch.ones_like(gamma)}
     for linear in linears:
@@ -166,7 +142,7 @@ def _folded(site: _Site, originals: dict[Tensor, Tensor]) -> dict[Tensor, Tensor
 
 def _parameters(site: _Site) -> list[Tensor]:
     modules = [site.norm, *site.readers.values()]
-    parameters = [getattr(module, name, None) for module in modules for name in (_gain_name(module), "bias")]
+    parameters = [getattr(module, name, None) for module in modules for name in (gain_name(module), "bias")]
     return [parameter for parameter in parameters if parameter is not None]
 
 

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from normlab.errors import NormlabError
 from normlab.models.attention_mlp import changes_attention
-from normlab.models.block import HOOKS, NormlabDecoderLayer, decoder_layer
+from normlab.models.block import NormlabDecoderLayer, decoder_layer
 from normlab.models.config import NormlabConfig
-from normlab.models.fold import is_plain_gain
+from normlab.norms.gain import HOOKS, is_plain_gain
 from normlab.residuals import Residual
 from normlab.schemes import NormSite, get_scheme
 

@@ -214,7 +214,7 @@ class Hyper(Streams):
 
 
 class ManifoldHyperConnected(Hyper):
-    """mHC. v is the RMS-normalized concatenation of the streams (n d numbers), and each product has a factor a:
+    """mHC. v is the RMS-normalized concatenation of the streams (n d numbers), and each product has a factor a.
 
         r = sigmoid(a_r v W_r + b_r)       (n)     read weights
         w = 2 sigmoid(a_w v W_w + b_w)     (n)     write weights
@@ -272,7 +272,7 @@ class ManifoldHyperConnected(Hyper):
 
 
 class HyperConnected(Hyper):
-    """Dynamic hyper-connections. v_i is the LayerNorm of stream i, without gain and bias:
+    """Dynamic hyper-connections. v_i is the LayerNorm of stream i, without gain and bias.
 
         r_i = A_i + s_a tanh(v_i . u)        read weights
         w_i = B_i + s_b tanh(v_i . u')       write weights

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from normlab.errors import NormlabError
 from normlab.figures.one_model import MEASURED, Answer
-from normlab.norms import Norm
+from normlab.norms.gain import gain_centre
 from normlab.probes import record, sites
 from normlab.probes.experiments import evaluating
 from normlab.probes.sites import Block
@@ -135,23 +134,12 @@ def change_norm(norm: Any, own: LayerChange, undo: ExitStack) -> None:
         held = norm._buffers if norm._buffers.get(name) is not None else norm._parameters  # fixed ones are buffers
         value = held.get(name)
         if value is not None and factor != 1.0:
-            centre = _centre(norm) if name == "weight" else 0.0
+            centre = gain_centre(norm) if name == "weight" else 0.0
             undo.callback(held.__setitem__, name, value)
             held[name] = (value.detach() + centre) * factor - centre
     if isinstance(getattr(norm, "kappa", None), float) and own.kappa != 1.0:
         undo.callback(setattr, norm, "kappa", norm.kappa)
         norm.kappa = norm.kappa * own.kappa
-
-
-@torch.no_grad()
-def _centre(norm: Any) -> float:
-    """1 for a zero-centred gain, which is 1 + weight: there a weight of -1 makes the output 0."""
-    if isinstance(norm, Norm):
-        return norm.centre
-    x = torch.ones_like(norm.weight)[None]
-    there = {name: torch.full_like(value, -1.0 if name == "weight" else 0.0) for name, value in norm.named_parameters()}
-    x[..., ::2] = -1.0  # else a LayerNorm would make 0 of it
-    return 0.0 if functional_call(norm, there, (x,)).any() else 1.0
 
 
 def _reduce_own(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

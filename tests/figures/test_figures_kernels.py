@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 from kernels_helpers import CALL, U, times
-from normlab_kernels.choices import FusionWin, LinearLaunch
+from normlab_kernels.experimental.linear_choices import FusionWin, LinearLaunch
 
 from normlab.analysis.notebook_tables import kernels
 from normlab.errors import NormlabError

@@ -30,9 +30,9 @@ from transformers import (
 
 from normlab import NormlabError, NormlabForCausalLM, record, swap_norms
 from normlab.models import fold_norms
-from normlab.models.fold import is_plain_gain
 from normlab.models.model import is_folded
 from normlab.norms import ScaleNorm
+from normlab.norms.gain import is_plain_gain
 
 STOCK = {**LLAMA, "head_dim": 8, "tie_word_embeddings": False}
 UNFOLDABLE = {"post_rmsnorm": 6, "mix_ln": 2, "peri_ln": 6}  # norms that write into the stream, of 3 blocks

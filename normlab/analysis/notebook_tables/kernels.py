@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from normlab_kernels.choices import FusionWin
+from normlab_kernels.experimental.linear_choices import FusionWin
 
 from normlab.errors import NormlabError
 
@@ -158,7 +158,7 @@ def findings(times: pd.DataFrame, builds: pd.DataFrame, fusion_wins: Sequence[Fu
     A verdict is "holds", "does not hold", "not tested" or "not shown".
 
     Args:
-        fusion_wins: where the fused product was timed and won (`normlab_kernels.choices.FUSION_WINS`).
+        fusion_wins: where the fused product was timed and won (`linear_choices.FUSION_WINS`).
     """
     rows = []
     judged = traffic(times)

@@ -1,8 +1,8 @@
 """linear_add_bhyt and linear_add_dyt: h = residual + a w^T and a norm of h, in one kernel or in two.
 
 The fused kernel needs a row factor that is known before the product is done (a carried BHyT statistic, DyT's scalar).
-It runs where the table in `choices.py` says it was measured to win, or where the caller asks for it. Elsewhere the
-product is `addmm` with the residual, followed by the norm's kernel. Both give the same function. One backward pass
+It runs where the table in `linear_choices.py` says it was measured to win, or where the caller asks for it. Elsewhere
+the product is `addmm` with the residual, followed by the norm's kernel. Both give the same function. One backward pass
 serves both: the norm's, then two matrix products.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from normlab_kernels import choices, dispatch
+from normlab_kernels import dispatch
+from normlab_kernels.experimental import linear_choices
 from normlab_kernels.spec import Act, RowSpec, Stat
 
 Tensor = torch.Tensor
@@ -71,7 +72,7 @@ def _linear_add_norm(
         h = torch.addmm(residual.reshape(-1, proj.shape[0]), a.reshape(-1, a.shape[-1]), proj.t()).view(residual.shape)
         return h, dispatch.row_norm(h, weight, **norm)[0]
     dispatch.refuse_transforms(a, proj, residual, weight, bias, scale, given)
-    from normlab_kernels import linear_ops
+    from normlab_kernels.experimental import linear_ops
 
     shape = residual.shape
     h, y = linear_ops.linear_add_norm(
@@ -84,11 +85,11 @@ def _linear_add_norm(
 def prefers_fused(a: Tensor, proj_weight: Tensor, residual: Tensor, weight: Tensor) -> bool:
     """True if `fused=None` means one kernel for operands like these.
 
-    It can run, and it was measured to win for as many rows, that width and that K on this device (`choices.py`).
+    It can run, and it was measured to win for as many rows, that width and that K on this device (`linear_choices.py`).
     """
     width, inner = proj_weight.shape
     name = torch.cuda.get_device_properties(a.device).name if a.is_cuda else a.device.type
-    win = choices.fusion_win(name, a.numel() // max(1, inner), width, inner)
+    win = linear_choices.fusion_win(name, a.numel() // max(1, inner), width, inner)
     return win is not None and not cannot_fuse(a, proj_weight, residual, weight)
 
 

@@ -9,10 +9,10 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from normlab_kernels import choices
+from normlab_kernels.experimental import linear_choices
+from normlab_kernels.experimental.linear_kernel import linear_add_norm_kernel
 from normlab_kernels.launch import INTERPRETING
 from normlab_kernels.launch import launch as launch_kernel
-from normlab_kernels.linear_kernel import linear_add_norm_kernel
 from normlab_kernels.ops import backward_op, dense, multiprocessors, tanh_form
 from normlab_kernels.spec import RowSpec
 
@@ -36,7 +36,7 @@ def launch_linear(
     h, y = _outputs(residual)
     rows, width = residual.shape
     name = torch.cuda.get_device_properties(a.device).name if a.is_cuda else a.device.type
-    launch = choices.product(name, rows, *proj.shape)
+    launch = linear_choices.product(name, rows, *proj.shape)
     tiles = triton.cdiv(rows, launch.block_m) * triton.cdiv(width, launch.block_n)
     programs = min(tiles, multiprocessors(a.device) * launch.programs)
     across = launch.block_n // launch.slices

@@ -8,7 +8,8 @@ import normlab_kernels as nk
 import pytest
 import torch
 from kernel_harness import DEVICE, DTYPES, INTERPRETING, assert_close, results
-from normlab_kernels import choices, dispatch
+from normlab_kernels import dispatch
+from normlab_kernels.experimental import linear_choices
 from normlab_kernels.reference import row_norm_reference
 from normlab_kernels.spec import Act, RowSpec, Stat
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,9 +75,9 @@ def test_forward_and_every_gradient_agree_with_float64(name: str, dtype: str, fu
 )
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_slices_of_the_epilogue_and_ragged_edges(slices: int, changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = choices.LinearLaunch(64, 64, 32, slices=slices, warps=4, stages=1, group=2, programs=2, **changes)
-    monkeypatch.setattr(choices, "INTERPRETER_LINEAR", launch)
-    monkeypatch.setattr(choices, "linear", lambda width: launch)
+    launch = linear_choices.LinearLaunch(64, 64, 32, slices=slices, warps=4, stages=1, group=2, programs=2, **changes)
+    monkeypatch.setattr(linear_choices, "INTERPRETER_LINEAR", launch)
+    monkeypatch.setattr(linear_choices, "linear", lambda width: launch)
     for rows, width, inner in ((1, 8, 8), (70, 72, 40), (130, 136, 32)):
         arguments = arguments_of("bhyt", rows, width, inner, EXACT)
         expected = formula("bhyt", {k: v.double() for k, v in arguments.items()})
@@ -98,7 +99,7 @@ def test_a_row_of_the_fused_product_does_not_depend_on_how_many_rows_there_are()
 
 @pytest.mark.kernels
 def test_opcheck_passes() -> None:
-    from normlab_kernels import linear_ops
+    from normlab_kernels.experimental import linear_ops
 
     a = {k: v.requires_grad_() for k, v in arguments_of("bhyt", 9, 16, 8, EXACT).items()}
     tensors = (a["a"], a["proj"], a["residual"], a["weight"], None, a["scale"], a["given"])
@@ -128,8 +129,8 @@ def test_one_gradient_alone_reaches_the_operands() -> None:
 
 
 def test_the_table_of_measurements_decides_and_a_device_that_was_not_measured_takes_two_kernels() -> None:
-    assert choices.fusion_win("NVIDIA H200", 16_384, 2048, 2048)
-    assert not any(choices.fusion_win(name, 16_384, 2048, 2048) for name in ("NVIDIA A100", "cpu"))
+    assert linear_choices.fusion_win("NVIDIA H200", 16_384, 2048, 2048)
+    assert not any(linear_choices.fusion_win(name, 16_384, 2048, 2048) for name in ("NVIDIA A100", "cpu"))
     arguments = arguments_of("bhyt", 5, 16, 8, torch.float32)
     for key, value in call("bhyt", None, arguments).items():
         assert torch.equal(value, call("bhyt", False, arguments)[key])
@@ -137,13 +138,13 @@ def test_the_table_of_measurements_decides_and_a_device_that_was_not_measured_ta
 
 def test_a_win_holds_for_its_device_and_shape_and_from_its_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of decoding does not take the kernel that won in a prompt."""
-    few, many = (choices.FusionWin("A", 16, 8, rows, choices.linear(rows)) for rows in (512, 4096))
-    monkeypatch.setattr(choices, "FUSION_WINS", (few, many))
+    few, many = (linear_choices.FusionWin("A", 16, 8, rows, linear_choices.linear(rows)) for rows in (512, 4096))
+    monkeypatch.setattr(linear_choices, "FUSION_WINS", (few, many))
     for (device, rows, width, inner), win in {
         ("A", 1, 16, 8): None, ("A", 512, 16, 8): few, ("A", 4095, 16, 8): few, ("A", 8192, 16, 8): many,
         ("A", 8192, 8, 16): None, ("A", 8192, 16, 16): None, ("B", 8192, 16, 8): None,
     }.items():  # fmt: skip
-        assert choices.fusion_win(device, rows, width, inner) is win
+        assert linear_choices.fusion_win(device, rows, width, inner) is win
 
 
 def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_does_not_insist_takes_two_kernels(
@@ -151,8 +152,8 @@ def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_doe
 ) -> None:
     """Its tiles do not fit. The interpreter has no such limit. Made-up tensors say they are on a GPU."""
     monkeypatch.setattr(dispatch, "TRITON", True)
-    wins = (choices.FusionWin("NVIDIA H200", 16, 8, 5, choices.HOPPER_LINEAR),)
-    monkeypatch.setattr(choices, "FUSION_WINS", wins)
+    wins = (linear_choices.FusionWin("NVIDIA H200", 16, 8, 5, linear_choices.HOPPER_LINEAR),)
+    monkeypatch.setattr(linear_choices, "FUSION_WINS", wins)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, name="NVIDIA H200")
     )
@@ -172,7 +173,7 @@ def test_the_compiled_kernel_refuses_float32_with_its_reason_and_a_call_that_doe
 @pytest.mark.kernels
 @pytest.mark.parametrize("key", ["a", "proj", "residual"])
 def test_an_operand_off_the_sixteen_byte_grid_takes_two_kernels(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "fusion_win", lambda *_: True)
+    monkeypatch.setattr(linear_choices, "fusion_win", lambda *_: True)
     arguments = arguments_of("bhyt", 5, 16, 8, EXACT)
     room = torch.empty(arguments[key].numel() + 1, device=DEVICE, dtype=EXACT)
     arguments[key] = room[1:].view(arguments[key].shape).copy_(arguments[key])

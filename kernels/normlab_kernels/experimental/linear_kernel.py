@@ -74,7 +74,7 @@ def linear_add_norm_kernel(
     d_ are descriptors: a (rows, inner) and proj (columns, inner). Those of residual, h and y (rows, columns) have
     blocks of BLOCK_N / SLICES columns. Tiles are taken GROUP rows at a time, so that neighbouring programs share
     operands in the cache. UPCAST: multiply in fp32, because the interpreter has no bf16 product. FLATTEN and
-    FROM_RESIDUAL are those of `choices.LinearLaunch`; with the latter the residual's block is a whole tile.
+    FROM_RESIDUAL are those of `linear_choices.LinearLaunch`; with the latter the residual's block is a whole tile.
     """
     tiles_m = tl.cdiv(n_rows, BLOCK_M)
     tiles_n = tl.cdiv(n_columns, BLOCK_N)
