@@ -58,7 +58,7 @@ lab: $(VENV)/.installed-notebooks ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir notebooks
 
 voila: $(VENV)/.installed-notebooks ## serve the explorer alone, as a page of controls and plots without code
-	$(BIN)/voila notebooks/03_norm_explorer.ipynb
+	$(BIN)/voila notebooks/03_norm_explorer.ipynb "--Voila.tornado_settings={'allow_remote_access': False}"
 
 # Triton decides at import whether it interprets, so the kernels are tested interpreted in processes of their own. The second
 # run has everything else, and its summary comes last; of the kernels' tests it leaves out those of a kernel itself (marked

@@ -20,11 +20,9 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 from cyclopts import App, CycloptsError, Parameter
 
 from normlab.errors import (
-    STOPPED,
     NormlabError,
+    ended_by,
     ends_at_once,
-    fail,
-    first_line,
     is_first_rank,
     show_warning,
     without_bars,
@@ -63,19 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 act, options = parse(arguments)
                 importlib.import_module(next((row.imports for row in COMMANDS.values() if row.act is act), "normlab"))
             with without_bars() if options.arguments.get("quiet") else contextlib.nullcontext():
-                return act(*options.args, **options.kwargs) or 0
-    except NormlabError as error:
-        return fail(str(error))
-    except OSError as error:
-        if error.errno is None:  # not the operating system's
-            raise
-        return fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
-    except (MemoryError, RuntimeError) as error:  # PyTorch's are RuntimeErrors
-        if not isinstance(error, MemoryError) and "tried to allocate" not in str(error).lower():
-            raise
-        return fail(f"out of memory: {first_line(error)}; make the model or the batch smaller, or split it (--fsdp)")
-    except KeyboardInterrupt:
-        return fail(STOPPED, 130)
+                code = act(*options.args, **options.kwargs) or 0
+                sys.stdout.flush()
+                return code
+    except (Exception, KeyboardInterrupt) as error:
+        return ended_by(error)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], Any]:
@@ -240,7 +230,7 @@ def _train(
 @command("sweep", "normlab.training.estimate")
 def _sweep(
     *,
-    preset: Annotated[str, flag(f"{_names('training.presets:PRESETS')}; --dry-run tells how long it takes")] = "tiny",
+    preset: Annotated[str, flag(f"{_names('training.presets:PRESETS')}; --dry-run lists their runs")] = "tiny",
     schemes: Annotated[str | None, flag("only these, comma-separated")] = None,
     depths: Annotated[str | None, flag("only these, comma-separated")] = None,
     workers: Annotated[str | None, flag("runs at once; ray or slurm: on the machines of a cluster; default 2")] = None,
@@ -252,7 +242,8 @@ def _sweep(
         list[str] | None, flag("NAME=VALUE, such as timeout_min=600 or slurm_partition=NAME"), REPEATED
     ] = None,
     threads: Annotated[Whole | None, flag("CPU threads a run; default cores/workers")] = None,
-    dry_run: Annotated[bool, flag("print runs, order and hours; train nothing but a few steps"), SWITCH] = False,
+    dry_run: Annotated[bool, flag("print the runs in order, with hours where finished runs tell"), SWITCH] = False,
+    time: Annotated[bool, flag("train a few steps for the other hours, with --dry-run"), SWITCH] = False,
     out: Annotated[str, flag(RUNS)],
     cache_dir: Cache = None,
     quiet: Quiet = False,
@@ -262,6 +253,8 @@ def _sweep(
     from normlab.training.presets import get_preset
     from normlab.training.sweep import sweep
 
+    if time and not dry_run:
+        raise NormlabError("--time would change nothing without --dry-run")
     numbers = [whole(text, "--depths") for text in depths.split(",")] if depths else None
     chosen = get_preset(preset).only(schemes.split(",") if schemes else None, numbers)
     shared = {
@@ -273,7 +266,7 @@ def _sweep(
         "progress": not quiet,
     }
     if dry_run:
-        print(plan(chosen, out, **shared).in_words())
+        print(plan(chosen, out, time=time, **shared).in_words())
         return 0
     result = sweep(chosen, out, **shared)
     counts = Counter(run.status for run in result.runs)
@@ -348,36 +341,6 @@ def _league(
     for name, reason in failures.items():
         print(f"normlab: failed: {name}: {reason}", file=sys.stderr)
     return 1 if failures else 0
-
-
-@command("plan")
-def _plan(
-    size: Annotated[str, flag(_names("training.paper_models:SIZES"))],
-    /,
-    *,
-    gpus: Annotated[Whole, flag("GPUs of one machine")] = 1,
-    scheme: Annotated[str | None, flag("default: the paper's own")] = None,
-    fsdp: Annotated[bool, flag("split weights, gradients and optimizer over the GPUs"), SWITCH] = False,
-    mfu: Annotated[float | None, flag(f"share of --tflops reached; default: {_known('training.estimate:MFU')}")] = None,
-    tflops: Annotated[
-        float | None, flag(f"a GPU's peak; default: {_known('training.estimate:PEAK_TFLOPS'):g}, an H100 in bfloat16")
-    ] = None,
-    memory: Annotated[
-        float | None, flag(f"GiB a GPU has for training; default: {_known('training.estimate:MEMORY_GIB'):g}")
-    ] = None,
-) -> int:
-    """Say what a model of a paper's size needs, and the commands that train it."""
-    from normlab.training.estimate import needs
-    from normlab.training.paper_models import get_size
-
-    known = get_size(size)
-    config = dataclasses.replace(known.config, scheme=scheme or known.config.scheme, fsdp=fsdp)
-    assumed: dict[str, Any] = {"mfu": mfu, "tflops": tflops, "memory_gib": memory}
-    assumed = {name: value for name, value in assumed.items() if value is not None}
-    print(f"{size}   ({known.source})\n{needs(config, gpus, **assumed).in_words()}")
-    if known.swept:
-        print("\ntried by the paper: " + "; ".join(f"{name} {values}" for name, values in known.swept.items()))
-    return 0
 
 
 @command("compare")

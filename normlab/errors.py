@@ -6,6 +6,7 @@ import math
 import os
 import re
 import reprlib
+import select
 import signal
 import sys
 import threading
@@ -70,6 +71,46 @@ def fail(message: str, code: int = 2) -> int:
     if code == 2 or is_first_rank():
         print(f"normlab: error: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+def ended_by(error: BaseException) -> int:
+    """Print what ended a command as one line and return its exit code. What is no user's matter is raised again."""
+    if isinstance(error, NormlabError):
+        return fail(str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return fail(STOPPED, 130)
+    if isinstance(error, BrokenPipeError) and _is_not_read():
+        return 128 + signal.SIGPIPE
+    text = str(error).lower()
+    # A library that cannot be loaded for lack of memory is an ImportError, or a SystemError that says nothing.
+    is_of_memory = isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY)
+    if is_of_memory or (isinstance(error, ImportError | SystemError) and _memory_is_limited()):
+        remedy = "allow more memory, make the model or the batch smaller, or split it (--fsdp)"
+        return fail(f"out of memory: {first_line(error)}; {remedy}")
+    if isinstance(error, OSError) and error.errno is not None:  # the operating system's
+        return fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    raise error
+
+
+NO_MEMORY = ("tried to allocate", "cannot allocate memory", "failed to map segment")
+
+
+def _is_not_read() -> bool:
+    """True if a reader of the output, such as `head`, has closed it. What is left to print goes nowhere then."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _memory_is_limited() -> bool:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return False
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 @contextmanager

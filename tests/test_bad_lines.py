@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -242,3 +243,28 @@ def test_an_interrupted_import_is_one_line():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (130, f"normlab: error: {errors.STOPPED}\n")
+
+
+def test_a_reader_that_closes_the_output_ends_a_command_quietly():
+    code = "import sys; from normlab import cli; sys.exit(cli.main(['schemes']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+MEMORY: dict[str, BaseException] = {
+    "an allocation": MemoryError(),
+    "a library's": ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    "the system's": OSError(12, "Cannot allocate memory"),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_too_little_memory_is_one_line_wherever_it_is_found(case, capsys):
+    assert errors.ended_by(MEMORY[case]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("normlab: error: out of memory: ") and err.count("\n") == 1
+    with pytest.raises(ImportError, match="no module"):
+        errors.ended_by(ImportError("no module of that name"))

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import shutil
 import warnings
@@ -13,6 +14,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from training_helpers import make_run
 
 from normlab import NormlabError, load_runs, packed, runs, store
@@ -386,3 +389,76 @@ def test_runs_are_read_while_another_process_packs_and_deletes_them(tmp_path, mo
         patch.setattr(runs, "_found", lambda root: (found(root), shutil.rmtree(tmp_path / "gone"))[0])
         with pytest.warns(UserWarning, match="left out: .*three holds no run"):
             assert last_losses(tmp_path) == expected
+
+
+# --- generated files ---
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**70), 2**70),
+        st.floats(),
+        st.text(max_size=8),
+        st.sampled_from(["/etc/passwd", "../..", "", "\0", "x" * 300]),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = ["schema", "run", "status", "eval_loss", "bigram_loss", "config", "corpus", "measured", "environment", "other"]
+FIELDS += [f"config.{name}" for name in ("scheme", "depth", "width", "seed", "lr", "dtype", "model", "corpus")]
+READERS = (load_runs, runs.load_experiments, runs.load_configs, runs.read_configs, runs.find_runs)
+
+
+def test_no_generated_manifest_is_a_traceback_or_costs_a_file(tmp_path):
+    folder = plain(tmp_path / "runs", "bad", "good")
+    packed.pack(folder)
+    plain(tmp_path / "runs", "own")
+    whole = json.loads(packed.Pack(folder).manifest("bad"))
+
+    @settings(max_examples=20)
+    @given(field=st.sampled_from(FIELDS), value=VALUES, in_pack=st.booleans())
+    def check(field: str, value: Any, in_pack: bool) -> None:
+        manifest = json.loads(json.dumps(whole))
+        outer, _, inner = field.rpartition(".")
+        (manifest[outer] if outer else manifest)[inner] = value
+        text = json.dumps(manifest)
+        if in_pack:
+            rewritten(folder, lambda columns: columns.update(manifest=[text, columns["manifest"][1]]))
+        else:
+            (folder / "own" / runs.MANIFEST).write_text(text)
+        before = content(tmp_path)
+        for read in READERS:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    found = read(folder)
+                    assert read is not load_runs or "good" in set(found["run"])
+                except NormlabError as error:
+                    assert "\n" not in str(error)
+        assert content(tmp_path) == before
+
+    check()
+
+
+TYPES = [pa.int64(), pa.float64(), pa.string(), pa.bool_(), pa.binary(), pa.list_(pa.int64()), STRUCT, pa.null()]
+
+
+@pytest.mark.parametrize("column", ["run", "manifest", "stats"])
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_no_column_of_another_type_is_a_traceback_or_costs_a_file(column, kind, tmp_path):
+    folder = plain(tmp_path, "one")
+    packed.pack(folder)
+    table = parquet.read_table(folder / packed.FILE)
+    place = table.column_names.index(column)
+    value = {pa.int64(): 7, pa.float64(): 0.5, pa.string(): "a", pa.bool_(): True, pa.binary(): b"\xff"}.get(kind)
+    parquet.write_table(table.set_column(place, column, pa.array([value], kind)), folder / packed.FILE)
+    before = content(tmp_path)
+    for act in (*READERS, packed.pack):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                act(folder)
+            except NormlabError as error:
+                assert "\n" not in str(error)
+    assert content(tmp_path) == before

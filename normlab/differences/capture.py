@@ -86,15 +86,27 @@ class Roles:
 
 @dataclass
 class Capture:
-    """Tensors by site in order of computation, and the name of the module that returned each."""
+    """Tensors by site in order of computation, and the name of the module that returned each; `last` ends the pass."""
 
     tensors: dict[Site, Tensor] = field(default_factory=dict)
     modules: dict[Site, str] = field(default_factory=dict)
+    last: Site | None = None
+
+    @property
+    def depth(self) -> int:
+        """The layers that ran: the blocks, or more where they run again."""
+        return max((site.layer for site in self.tensors if site.name == "block_out"), default=0)
 
     def keep(self, site: Site, value: Any, module: str) -> None:
         if isinstance(value, Tensor) and value.is_floating_point() and site not in self.tensors:
             self.tensors[site] = value.detach()
             self.modules[site] = module
+            if site == self.last:
+                raise _Reached
+
+
+class _Reached(BaseException):
+    """Ends a pass whose rest nobody reads; no `except Exception` of a model stops it."""
 
 
 def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = None) -> Roles:
@@ -156,6 +168,14 @@ def _called(model: nn.Module, batch: dict[str, Any]) -> Any:
         raise NormlabError(f"{type(model).__name__} does not run on {given}: {in_one_line(error)}") from error
 
 
+def capture_until(site: Site, model: nn.Module, batch: dict[str, Any], roles: Roles) -> Tensor:
+    """Run `model`, a copy, until it holds `site`; returns that. KeyError where it does not."""
+    result = Capture(last=site)
+    with contextlib.suppress(_Reached):
+        _captured(result, model, batch, roles, gradients=False)
+    return result.tensors[site]
+
+
 def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients: bool = False) -> Capture:
     """Run `model` once and keep what each site holds.
 
@@ -165,12 +185,17 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
     Raises NormlabError where the model does not run on the batch.
     """
     result = Capture()
+    _captured(result, model, batch, roles, gradients)
+    return result
+
+
+def _captured(result: Capture, model: nn.Module, batch: dict[str, Any], roles: Roles, gradients: bool) -> None:
     arrived = Capture()
     mask = roles.mask_of(batch)
     with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
         output = _called(model, batch)
         logits = output.logits if hasattr(output, "logits") else find_output(output)
-        result.keep(Site(LOGITS, len(roles.blocks) + 1), logits, head_name(model))
+        result.keep(Site(LOGITS, result.depth + 1), logits, head_name(model))
         if gradients and logits is not None:
             if not logits.requires_grad or "input_ids" not in batch:
                 raise NormlabError("gradients=True needs input_ids, and parameters that are not frozen")
@@ -181,7 +206,6 @@ def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients:
             functional.cross_entropy(flat, labels.flatten(), reduction="sum").backward()
     result.tensors |= arrived.tensors
     result.modules |= arrived.modules
-    return result
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -26,7 +26,7 @@ from normlab.differences.capture import (
     Capture,
     Roles,
     Site,
-    capture,
+    capture_until,
     counted,
     head_name,
     relative_difference,
@@ -448,7 +448,7 @@ def _trials(e: Evidence) -> list[str]:
     before = relative_difference(e.a.tensors[e.site], b, e.mask)
     for cause, model, inputs in _changed(e):
         with contextlib.suppress(Exception), _entered(e, model):
-            after = capture(model, inputs, e.a.roles).tensors[e.site]
+            after = capture_until(e.site, model, inputs, e.a.roles)
             if relative_difference(after, b, e.mask) * BETTER < before:
                 return [cause]
     return _sees_later(e)
@@ -697,7 +697,7 @@ def _sees_later(e: Evidence) -> list[str]:
     moves = []
     for side in (e.a, e.b):
         inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in side.inputs.items()}
-        after = capture(side.model, inputs, side.roles).tensors[e.site]
+        after = capture_until(e.site, side.model, inputs, side.roles)
         if after.shape[:2] != ids.shape:
             return []
         moves.append(bool((after - side.tensors[e.site])[earlier].abs().max() > 1e-9))

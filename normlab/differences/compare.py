@@ -38,7 +38,7 @@ from normlab.differences.capture import (
 from normlab.differences.causes import Evidence, Side, causes_of
 from normlab.errors import NormlabError
 from normlab.probes.passes import evaluating
-from normlab.probes.sites import stacks
+from normlab.probes.sites import stacks_of
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
 ROUNDINGS = 6.0  # of float32, by which two float64 copies may differ
@@ -120,9 +120,9 @@ def diff(
 
 
 class _FixedEps(TorchFunctionMode):
-    """RMS norms without an eps of their own take the smallest step of the dtype. In float64 copies that is float32's.
+    """RMS norms without an eps take float32's, in copies in float64 too.
 
-    PyTorch computes them in float32 at least, so that is theirs in half precision too.
+    PyTorch takes that of the dtype it computes in, which is float32 for half precision.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -150,7 +150,7 @@ def _diff_models(
 
     def run(i: int, dtype: torch.dtype) -> Side:
         """A (0) or B (1) in `dtype`, weights and buffers rounded, and what its sites hold. Copied if it differs."""
-        is_own = dtype is dtypes[i] is coarser and not gradients
+        is_own = dtype is dtypes[i] is coarser and dtype is not torch.float64 and not gradients  # float64 is tried on
         model = models[i] if is_own else _rounded(models[i], coarser, dtype, buffers)
         given = _in_dtype(inputs[i], dtype)
         return Side(capture(model, given, roles[i], gradients=gradients), model, given, roles[i])
@@ -161,9 +161,8 @@ def _diff_models(
 
     single = tensors(0, torch.float32)
     notes = _unequal_buffers(a, b)
-    if getattr(getattr(a, "config", None), "is_encoder_decoder", False):
-        others = [name for name, where in stacks(a).items() if where.blocks[0].name not in roles[0].blocks]
-        notes += [f"{name} is not compared: what differs there shows where it reaches these blocks" for name in others]
+    others = [name for name, found in stacks_of(a).items() if roles[0].blocks[0] not in found]
+    notes += [f"{name} is not compared: what differs there shows where it reaches these blocks" for name in others]
     try:
         side_a, side_b = run(0, torch.float64), run(1, torch.float64)
         exact = _all_finite(side_a.tensors, mask) or not _all_finite(single, mask)
@@ -196,7 +195,7 @@ def _diff_models(
             ] or ["a part is computed in a coarser dtype than the model's: a cast"]
     if first is not None:
         notes.append(f"B computes it in {_code_of(side_b, first)}")
-    return _result(rows, first, causes, depth, notes)
+    return _result(rows, first, causes, side_a.captured.depth, notes)
 
 
 def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[Site | None, list[str]]:
@@ -246,14 +245,14 @@ def _diff_arrays(
 ) -> Difference:
     inputs = _accepted(a, batch)
     roles = roles_of(a, inputs, blocks)
-    depth = len(roles.blocks)
+    exact = _rounded(a, _dtype(a), torch.float64)
+    given = _in_dtype(inputs, torch.float64)
+    in_a = capture(exact, given, roles)
+    depth = in_a.depth
     ends = {LOGITS, f"{FINAL}_in", f"{FINAL}_out"}  # an array named without a layer is here, or before the blocks
     places = {site: (depth + 1 if site.name in ends else 0) if site.layer < 0 else site.layer for site in arrays}
     arrays = {Site(site.name, places[site]): x for site, x in arrays.items()}
     computed = dtype or max((_dtype(a), *(x.dtype for x in arrays.values())), key=_eps)
-    exact = _rounded(a, _dtype(a), torch.float64)
-    given = _in_dtype(inputs, torch.float64)
-    in_a = capture(exact, given, roles)
     rounded = capture(_rounded(a, _dtype(a), computed), _in_dtype(inputs, computed), roles).tensors
     mask = roles.mask_of(batch)
     rows = _rows(in_a.tensors, arrays, rounded, _eps(computed), mask)

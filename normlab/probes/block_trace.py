@@ -104,6 +104,10 @@ class BlockTrace:
     def _read_to(self, last: Tensor) -> Reading | None:
         return find_reading(self.events, self.entered, last, self.rows)
 
+    def expects_nothing_of(self, norm: nn.Module) -> bool:
+        """True if what a norm returns is not needed, as the norms' sites are known."""
+        return self._known_sites is not None and norm not in self.known.adding
+
     def norm_starts(self, norm: nn.Module, x: Tensor) -> NormRead | None:
         """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
         time = self._times[norm]
@@ -194,8 +198,11 @@ class BlockTrace:
         if reading is None:
             self._note_lost_sites()
         else:
-            self._note_lost_norms(reading)
-            self.known.sites, self.known.lost = self.sites, self.lost
+            if self.known.sites is None:
+                self._note_lost_norms(reading)
+                self.known.lost = self.lost
+            self.lost |= self.known.lost
+            self.known.sites = self.sites
 
     def _find_reading(self, last: Tensor | None) -> Reading | None:
         if last is None:
@@ -244,7 +251,7 @@ class BlockTrace:
     def _note_lost_norms(self, reading: Reading) -> None:
         """Name every norm at the branches' sides that has no place in the reading of the stream.
 
-        One that reads what a branch has returned is inside a branch. One that did not run is beside a branch that did
+        One that reads what a branch has returned is inside a branch. One that did not run may go with a branch that did
         not.
         """
         placed = {norm for norm, _ in self.sites}

@@ -129,7 +129,7 @@ class LayerStatsCallback(TrainerCallback):
     # -- the Trainer's events; it calls them with keywords -----------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Forget what was read of another training, or after the step from which this one goes on."""
+        """Forget what was read of another training, or after the step from which this one resumes."""
         self._readings.forget(state.global_step)
         self._spikes, self._observer = LossSpikes(), None
 

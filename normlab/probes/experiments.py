@@ -21,10 +21,10 @@ from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import IGNORED_LABEL, given_mask, labels_averaged, loss_and_logits
+from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import token_masks
 from normlab.probes.passes import (
     Hook,
-    KeptPass,
     called,
     device_of,
     evaluating,

@@ -268,7 +268,7 @@ class CallInputs:
         self.past = max((_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments), default=0)
 
     def _take_known(self, module: nn.Module, arguments: dict[str, Any]) -> None:
-        """Take what the caller gave under names of its own, and an inner module is handed under a known one."""
+        """Take what the caller gave under unknown names, and an inner module is handed under a known one."""
         given = _tensors(self.arguments.values())
         is_named = any(name in self.arguments for name in _TEXT)
         for name in _KNOWN:
@@ -359,7 +359,7 @@ class Repeated:
 
 @dataclass(eq=False)
 class LastBlock:
-    """What the block that ran last has returned, until the next one or the final norm has read it."""
+    """The output of the block that ran last, until the next one or the final norm has read it."""
 
     block: nn.Module
     run: Run

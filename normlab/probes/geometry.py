@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.experiments import Z95, Batch, Runner, row_means, see_layers, table_of, token_kl
+from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import hidden_state, output_tensor, with_argument
-from normlab.probes.passes import KeptPass, on_blocks, require_rows, stream_through
+from normlab.probes.passes import on_blocks, require_rows, stream_through
 from normlab.probes.sites import Sites
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d}
 
 
 class Refusal(NormlabError):
-    """What was asked cannot be measured at all, so that the caller is told at once."""
+    """A request that nothing can meet, so that it is refused at once."""
 
 
 # -- the activation in a call ----------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def with_argument(args: tuple, kwargs: dict[str, Any], name: int | str, x: Tenso
 
 
 def outputs_of(output: Any) -> tuple:
-    """What a module returns, one by one: the values of a tuple, list or ModelOutput."""
+    """The values that a module returns: of a tuple, list or ModelOutput, or the one."""
     if isinstance(output, Mapping):
         return tuple(output.values())
     return tuple(output) if isinstance(output, tuple | list) else (output,)
@@ -82,7 +82,7 @@ def find_output(output: Any) -> Tensor | None:
 
 
 def with_output(output: Any, x: Tensor) -> Any:
-    """What a module returned, with `x` in place of the activation that `find_output` finds; its container is kept."""
+    """A module's output with `x` in place of the activation that `find_output` finds, in the same container."""
     old = find_output(output)
     if isinstance(output, Tensor) or old is None:
         return x
@@ -109,8 +109,8 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def require_one_stream(x: Tensor, after: Tensor) -> None:
-    """Refuse a block that keeps several streams: in its features, as its output `after` has other ones than its input
-    `x`, or in a dimension of their own."""
+    """Refuse a block that keeps several streams: its output `after` has other features than its input `x`, or both have
+    a dimension more than rows and tokens."""
     streams = f"is given {x.shape[-1]} features and passes on {after.shape[-1]}"
     if x.shape == after.shape:
         if x.ndim <= 3:
@@ -202,14 +202,14 @@ class Layout:
 
 
 def are_turned(block: nn.Module) -> bool | None:
-    """Whether a block holds (length, batch, width), by PyTorch's attention in it; None without one."""
+    """True if a block holds (length, batch, width), by PyTorch's attention in it; None without one."""
     attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
     return None if attention is None else not attention.batch_first
 
 
 @torch.no_grad()
 def is_turned(tokens: Tensor, x: Tensor) -> bool | None:
-    """Whether x[j, i] is of tokens[i, j], and not x[i, j], where there are as many rows as tokens; None if unknown.
+    """True if x[j, i] is of tokens[i, j], and not x[i, j], where there are as many rows as tokens; None if unknown.
 
     Equal tokens have like vectors, if only one of the two readings makes them so. A few are compared.
     """

@@ -84,8 +84,8 @@ def record(
             By default the returned loss is compared with its logits' cross-entropy. 1 for a loss that is a sum. For a
             scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
-        mask: the argument that masks padding, where the model calls it by a name of its own: (batch, length), non-zero
-            = a token; or a function of the call's `CallInputs` that gives such a mask.
+        mask: name of the argument that masks padding, where it is not a known one. The mask is (batch, length), with
+            non-zero = a token. Or a function of the call's `CallInputs` that gives it.
 
     Raises:
         NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a
@@ -162,6 +162,13 @@ class _Hook:
         return _Hook, ()
 
 
+def _beside(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """A second activation of the shape of `x` among a norm's arguments: a residual to add, or a gate."""
+    if len(args) + len(kwargs) == 1:
+        return None
+    return next((value for value in others(x, (*args, *kwargs.values())) if value.shape == x.shape), None)
+
+
 class _Uncompiled:
     """Has compiled code run uncompiled, in this process, while any recording of a model that it may run is open.
 
@@ -207,8 +214,8 @@ class Recorder:
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
         training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
-        forgives: leave out what was asked and cannot be measured, such as the gradients of calls whose loss does not
-            say how many labels it averages over, instead of an error.
+        forgives: leave out what was asked and cannot be measured, instead of an error. So are gradients of calls whose
+            loss does not say how many labels it averages over.
         is_open: the model is watched.
     """
 
@@ -457,7 +464,7 @@ class Recorder:
     def _block_call(self, block: Block) -> Call | None:
         """The call that a block is about to run in, opened by the first block where none is open."""
         call = self._call
-        is_first = block is self.sites.blocks[0]
+        is_first = block.index == 1
         if self._is_left_out or (call is not None and not (call.implicit and is_first)):
             return call
         if getattr(self._local, "entered", None) or self._leaves_out(block.module):
@@ -537,8 +544,7 @@ class Recorder:
             return
         x = output_tensor(output)
         beside = next((value for value in others(x, outputs_of(output)) if value.shape == x.shape), None)
-        place = self.sites.blocks.index(block) + 1
-        following = self.sites.blocks[min(place, self.sites.depth - 1)]  # for the last one itself
+        following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
         stream, is_joined = x, False
         if beside is not None:
             total = x.detach() + beside.detach()
@@ -557,11 +563,11 @@ class Recorder:
         if watch is not None:
             self._measurer.attention(trace, watch)
         trace.release()
-        if call.implicit and place == self.sites.depth:
+        if call.implicit and block.index == self.sites.depth:
             self._end_call(call, complete=True)
 
     def _settle_pair(self, last: LastBlock, x: Tensor, call: Call) -> bool:
-        """Which of a block's two outputs is the stream, by the first norm that reads it: `x`. True if it is their sum.
+        """True if the stream is the sum of a block's two outputs, by the first norm that reads it: `x`.
 
         Blocks that add their residual at the next one's beginning return the branch and the residual apart.
         """
@@ -593,8 +599,8 @@ class Recorder:
     def _repeat(self, block: Block, x: Tensor, begins: bool) -> None:
         """Find the run of a block that a reentrant checkpoint repeats in the backward pass.
 
-        By the node of the graph that repeats it, else by the address of what the block (`begins`) or its norm reads,
-        which the checkpoint has kept.
+        The node of the graph that repeats it tells. Else it is the address of what the block (`begins`) or its norm
+        reads, which the checkpoint has kept.
         """
         if not self._waiting:
             return
@@ -627,17 +633,20 @@ class Recorder:
         trace, x = self._trace_of(block), find_input(args, kwargs)
         if x is None:
             return
-        residual = next((value for value in others(x, (*args, *kwargs.values())) if value.shape == x.shape), None)
+        residual = _beside(x, args, kwargs)
         if residual is None:
             self._norm_reads(block, norm, x, kwargs)
         elif trace is not None:
             trace.note_sum(norm, x, residual)
 
     def _norm_out(self, block: Block, norm: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        trace, x, out = self._trace_of(block), find_input(args, kwargs), find_output(output)
+        trace = self._trace_of(block)
+        if trace is not None and trace.expects_nothing_of(norm):
+            return
+        x, out = find_input(args, kwargs), find_output(output)
         if x is None or out is None:
             return
-        if any(value.shape == x.shape for value in others(x, (*args, *kwargs.values()))):
+        if _beside(x, args, kwargs) is not None:
             returned = next((value for value in others(out, outputs_of(output)) if value.shape == x.shape), None)
             is_sum = returned is not None and (trace is None or trace.is_sum(norm, returned))
             self._norm_reads(block, norm, returned if is_sum and returned is not None else x, kwargs)

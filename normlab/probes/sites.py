@@ -319,9 +319,9 @@ def _is_packed(module: nn.Module) -> bool:
 
     A table of positions or a mask is none.
     """
-    if hasattr(module, "_packed_params"):
+    if "_packed_params" in module._modules or "_packed_params" in vars(module):
         return True
-    if any(True for _ in module.children()) or _TABLE.search(type(module).__name__.lower()):
+    if not module._buffers or module._modules or _TABLE.search(type(module).__name__.lower()):
         return False
     return any(
         buffer.ndim >= 2 and min(buffer.shape) > 1 and buffer.dtype != torch.bool and not _TABLE.search(name)
@@ -379,7 +379,7 @@ def is_norm(module: nn.Module) -> bool:
 def _copied(module: nn.Module) -> nn.Module | None:
     """The norm of which a wrapper holds copies, of which one is used (PEFT's `modules_to_save`); None if it is none."""
     children = list(module.children())
-    if _has_weights(module, recurse=False) or not any(isinstance(child, _CONTAINERS) for child in children):
+    if not any(isinstance(child, _CONTAINERS) for child in children) or _has_weights(module, recurse=False):
         return None
     held = chain.from_iterable(child.children() if isinstance(child, _CONTAINERS) else (child,) for child in children)
     parts = [part for part in held if _has_weights(part)]

@@ -1,4 +1,4 @@
-"""What to cut: the span of blocks that costs least to drop, and how to drop it."""
+"""The span of blocks that costs least to drop, and how to drop it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import nn
 from normlab.errors import NormlabError
 from normlab.probes.experiments import Batch, Runner, skip_sensitivity
 from normlab.probes.geometry import angular_distance
-from normlab.probes.passes import KeptPass, evaluating
+from normlab.probes.kept_pass import KeptPass
+from normlab.probes.passes import evaluating
 from normlab.probes.sites import Sites, sites
 
 if TYPE_CHECKING:

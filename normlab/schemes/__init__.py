@@ -46,7 +46,6 @@ TAGS = {
     "deepest": "at depth 64",
     "quadratic": "cost grows as the square of depth: left out at 256 layers",
     "extreme": "at 1,000 layers: papers that claim great depth, their baselines, BHyT and its control",
-    "paper_sizes": "LNS and BHyT, at their papers' sizes",
     "bound": "the same parameters, with the tanh and without",
     "exact_bound": "with the tanh and without, on the exact statistic",
     "small_gain": "small gains that can die: trained slower, and with normalized queries",

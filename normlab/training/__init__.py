@@ -10,7 +10,7 @@ progress.py       how far runs are, and when they end
 sweep.py          sweep: many runs; grids.py: what they consist of; presets.py: PRESETS, sweeps as data
 league.py         one more scheme under the league's budget
 workers.py        several runs at once, on this machine, Ray or Slurm
-estimate.py       what a sweep or a run takes before it starts; paper_models.py: SIZES, the papers' models
+estimate.py       what a sweep will train, and how long that takes
 live.py           BackgroundRun: one run in another process, watched, paused and stopped
 keep.py           trained models, published
 """

@@ -590,3 +590,26 @@ def test_the_models_themselves_run_where_no_copy_is_needed(llama, batch, monkeyp
     monkeypatch.setattr(copy, "deepcopy", counting)
     assert diff(llama, llama, batch).equal
     assert copied.count(LlamaForCausalLM) == 2  # in float64
+
+
+def test_blocks_that_run_again_are_further_blocks():
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    a = HrmTextForCausalLM(HrmTextConfig(num_layers_per_stack=2, H_cycles=2, L_cycles=2, **sizes)).eval()
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.model.H_module.layers[0].mlp.down_proj.weight.mul_(1.5)
+    result = diff(a, b, {"input_ids": torch.arange(5, 17)[None]})
+    assert result.verdict.startswith("parts at block 5, ")  # the low level's second cycle, after two passes of 2
+    assert any(note.startswith("model.H_module.layers is not compared") for note in result.notes)
+    assert result.table["layer"].max() == 9 and result.table.iloc[-1].tolist()[:2] == ["logits", 9]
+
+
+@pytest.mark.parametrize("words, scale", [("1/d_head", 1 / 8), ("none", 1.0)])
+def test_the_scale_that_a_softmax_has_instead_is_named(words, scale, llama, batch):
+    port = copy.deepcopy(llama)
+    for layer in port.model.layers:
+        layer.self_attn.scaling = scale
+    assert diff(llama, port, batch).causes == [f"another scale of the softmax: {words} in place of 1/sqrt(d_head)"]

@@ -10,6 +10,7 @@ import torch
 from model_helpers import assert_bits, assert_near
 from torch import nn
 
+from normlab import norms
 from normlab.errors import NormlabError
 from normlab.norms import BHyT, DyT, LayerNorm, RMSNorm
 
@@ -158,3 +159,23 @@ def test_lambda_and_kappa_must_be_positive(fields):
     with pytest.raises(NormlabError, match="positive") as caught:
         BHyT(8, **fields)
     assert "\n" not in str(caught.value)
+
+
+AVERAGED = {"LayerNorm", "CRMSNorm"}  # they subtract a mean, so that their map holds on average
+EVERY_NORM = sorted({name for name in norms.__all__ if name not in ("Norm", "NoNorm", "StartingMap")})
+
+
+@pytest.mark.parametrize("name", EVERY_NORM)
+def test_a_fresh_norm_is_its_starting_map(name):
+    """Gains, slopes and functions of the theory are those that training begins with."""
+    d = 1024
+    norm = getattr(norms, name)(d).eval()
+    start = norm.starting_map()
+    for scale in (0.3, 1.0, 3.0):
+        x = scale * torch.randn(1024, d, generator=torch.Generator().manual_seed(0))
+        z = start.slope * x if start.eps is None else start.slope * x * (ms64(x) + start.eps).rsqrt()
+        expected = start.gain * (z if start.function is None else start.function(z))
+        y = norm(x).detach()
+        assert (y.square().mean() / expected.square().mean()).sqrt() == pytest.approx(1, abs=0.03)
+        if name not in AVERAGED:
+            assert_near(y, expected, 1e-5)

@@ -174,7 +174,7 @@ def test_a_block_that_does_not_add_up_is_given_up_after_a_few_calls(monkeypatch)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("noise", [0.0, 1e-17, -1e-12])
 def test_a_share_that_is_the_noise_of_its_fit_is_no_share(monkeypatch, noise, dtype):
-    """Whether a fit is exact is the luck of the processor."""
+    """An exact fit is the luck of the processor."""
     before, o = torch.randn(2, 20, 12, dtype=dtype, generator=torch.Generator().manual_seed(0)).double()
     monkeypatch.setattr(stream_sums, "_coefficients", lambda target, outputs: [1.0, noise][-len(outputs) :])
     assert stream_sums.explain(before, before, [o], torch.finfo(dtype).eps) is None

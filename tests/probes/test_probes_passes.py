@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import normlab
 from normlab.errors import NormlabError
 from normlab.probes import cheapest_spans, jacobian_identity, sites, skip_future_effect, skip_sensitivity, stacks
+from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import find_output, with_output
-from normlab.probes.passes import KeptPass
 
 QUIET = {"progress": False}
 IDS = {"input_ids": torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))}
@@ -70,7 +70,7 @@ CONTAINERS = {
 
 
 def all_experiments(model):
-    """What every experiment that replaces a block's output gives, as one list."""
+    """The values of every experiment that replaces a block's output."""
     return [
         *skip_sensitivity(model, [IDS], **QUIET)["skip_delta_loss"],
         *skip_sensitivity(model, [IDS], span=2, **QUIET)["skip_delta_loss"],
@@ -128,7 +128,7 @@ def test_a_stream_in_two_parts_is_refused_in_one_line():
 
 
 class First(Block):
-    """Carries a tensor of the stream's shape from block to block beside the stream, as RWKV-7 its first values."""
+    """Carries another tensor of the stream's shape from block to block, as RWKV-7 its first values."""
 
     def forward(self, x, first=None):
         first = self.attn(x) if first is None else first

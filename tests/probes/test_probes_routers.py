@@ -65,7 +65,7 @@ def test_a_dense_model_has_no_rows_of_routers():
 
 
 class Router(nn.Module):
-    """A router of its own class, whose scores may be more than W x + b."""
+    """A router that is no nn.Linear, and whose scores may be more than W x + b."""
 
     def __init__(self, how):
         super().__init__()

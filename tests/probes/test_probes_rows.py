@@ -1,5 +1,5 @@
-"""Which tokens count: masks under other names, PyTorch's, wrappers with names of their own, rows and tokens that change
-places, positions that do not begin with 0. What cannot be told is not counted as if it could."""
+"""Tokens that count: masks by other names, PyTorch's, wrappers, rows and tokens that change places, positions that
+do not begin with 0. What cannot be told is not counted as if it could."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def expected(vectors, real=~PADDING, first=FIRST):
 
 
 class Wrapper(nn.Module):
-    """Names of its own; what it hands to the model is given by name or by position, or made here."""
+    """Unknown names; what it hands to the model is given by name or by position, or made here."""
 
     def __init__(self, how):
         super().__init__()

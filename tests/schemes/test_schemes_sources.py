@@ -33,6 +33,13 @@ def test_the_matrix_that_makes_mhcs_weights_decays_and_its_biases_do_not():
     assert len(names) == 6 and all(name.endswith(".matrix") for name in names)
 
 
+def test_mhcs_matrix_makes_logits_of_size_one_from_a_normalized_state():
+    for width in (32, 128):
+        rule = fresh_model("mhc", hidden_size=width).model.layers[0].attn_residual
+        std = rule.matrix.detach().std().item() * rule.matrix.shape[1] ** 0.5
+        assert std == pytest.approx(1, abs=0.05)
+
+
 def test_gpas_has_one_gate_per_block_used_after_both_sublayers():
     model, ids = fresh_model("gpas"), tokens()
     gates = [parameter for name, parameter in model.named_parameters() if name.endswith("gate")]

@@ -3,18 +3,21 @@
 import gzip
 import json
 import random
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from training_helpers import WORDS
+from training_helpers import WORDS, tiny, write_text
 
 from normlab import NormlabError
 from normlab.training.config import CorpusSpec
 from normlab.training.text import corpus as corpora
+from normlab.training.text import source as sources
+from normlab.training.text import tokens
 from normlab.training.text.corpus import Corpus, corpus_of
 from normlab.training.text.source import BUILDERS, is_held_out, open_documents, stdlib_documents
-from normlab.training.text.tokens import END_OF_TEXT, unigram_entropy
+from normlab.training.text.tokens import END_OF_TEXT, train_tokenizer, unigram_entropy
 
 SETTINGS = {"vocab_size": 300, "block_length": 16}
 
@@ -270,3 +273,38 @@ def test_a_hub_name_that_cannot_be_reached_is_one_line(tmp_path):
 def test_a_vocabulary_below_the_bytes_and_a_split_below_a_block_are_refused(options, message, path):
     with pytest.raises(NormlabError, match=message):
         _load(path, **options)
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_text(tmp_path):
+    plain = write_text(tmp_path / "plain.txt")
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    first, second = (corpus_of(tiny(tmp_path / name), tmp_path / "cache") for name in ("plain.txt", "marked.txt"))
+    assert first.content_hash == second.content_hash and np.array_equal(first.train, second.train)
+
+
+def test_a_binary_file_is_refused_before_any_is_hashed_wherever_its_first_zero_is(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"word " * sources.PIECE)
+    (folder / "z.txt").write_bytes(b"\0")
+    read, pieces = [], sources._pieces
+    monkeypatch.setattr(sources, "_pieces", lambda path: (read.append(path.name) or piece for piece in pieces(path)))
+    with pytest.raises(NormlabError, match=r"z.txt' is binary, not text"):
+        corpus_of(tiny(folder), tmp_path / "cache")
+    assert read == ["a.txt"]
+    (folder / "z.txt").write_bytes(b"word " * (sources.PIECE // 5 + 1) + b"\0")
+    with pytest.raises(NormlabError, match=r"z.txt' is binary, not text"):
+        corpus_of(tiny(folder), tmp_path / "cache")
+
+
+def test_a_tokenizer_is_trained_in_time_whatever_the_length_of_a_word():
+    choose = random.Random(0)
+    word = "".join(choose.choices("abcdefgh", k=200_000))
+    began = time.process_time()
+    tokenizer = train_tokenizer([f"before {word} after", "\n" * 100_000, "x, y"], 400)
+    assert time.process_time() - began < 8
+    assert tokenizer.decode(tokenizer(f"before {word[:50]}")["input_ids"]) == f"before {word[:50]}"
+    text = f"a b{word[:1500]}1{word[:900]} c\n"
+    assert "".join(tokens._with_short_words(text)) == text
+    assert list(tokens._with_short_words(text)) == ["a ", f"b{word[:999]}", word[999:1500], f"1{word[:900]} c\n"]
+    assert list(tokens._with_short_words("a, b\n" * 900)) == ["a, b\n" * 900]

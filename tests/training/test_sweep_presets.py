@@ -8,7 +8,7 @@ from sweep_helpers import InProcess, quiet_sweep, small_preset
 from training_helpers import write_run
 
 import normlab
-from normlab import NormlabError, runs, store
+from normlab import NormlabError, cli, runs, store
 from normlab.schemes import BASELINE, GAIN_CONTROL, SCHEMES, tagged
 from normlab.training import estimate
 from normlab.training import sweep as sweep_module
@@ -211,24 +211,37 @@ def test_no_noise_of_the_clock_makes_a_deep_run_cost_nothing_or_more_than_all_it
     monkeypatch.setattr(estimate, "_step_seconds", lambda config, *_: {2: 1.0, 4: at_four}[config.depth])
     one = TrainConfig(corpus=str(text), steps=1, eval_every=0, probe_every=0)
     configs = [replace(one, depth=depth) for depth in (2, 4, 16)]
-    assert estimate._Seconds(configs, [], None, False).of(configs[-1]) == pytest.approx(deep)
+    seconds = estimate._Seconds([])
+    seconds.measure(configs, None, False)
+    assert seconds.of(configs[-1]) == pytest.approx(deep)
 
 
-def test_a_sweep_tells_what_it_will_do_before_it_starts(text, tmp_path):
-    preset = small_preset(text)
-    out = tmp_path / "out"
-    first = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
-    assert not out.exists() and not first.table["done"].any() and (first.table["hours"] > 0).all()
+def test_a_sweep_lists_its_runs_and_the_hours_that_finished_runs_tell(text, tmp_path, monkeypatch):
+    preset, out = small_preset(text), tmp_path / "out"
+    monkeypatch.setattr(estimate, "train", lambda *_, **__: pytest.fail("it trained"))
+    options = dict(workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    first = plan(preset, out, **options)
+    assert not out.exists() and not first.table["done"].any() and first.table["hours"].isna().all()
     order = [(what, config.run_id) for what, config in planned(preset, threads=1, keep_weights=False)]
     assert list(first.table[["what", "run"]].itertuples(index=False, name=None)) == order
     searched = [config for what, config in planned(preset, threads=1) if what == "search"]
     write_run(searched[0], out / store.SEARCH, measured={"wall_s": 7200.0, "resumed_from_step": 0, "tokens_per_s": 1.0})
-    second = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
-    at_two = second.table[second.table["depth"] == 2]
-    assert set(at_two["hours"]) == {2.0}, "finished runs of that shape say how long one takes"
+    second = plan(preset, out, **options)
+    at_two = second.table["depth"] == 2
+    assert set(second.table[at_two]["hours"]) == {2.0} and second.table[~at_two]["hours"].isna().all()
     assert list(second.table["done"]) == [row.run == searched[0].run_id for row in second.table.itertuples()]
-    words = second.in_words()
-    assert words.startswith("   6 search depth 2 ") and "16 runs, " in words and "with 2 workers" in words
+    words = second.in_words().splitlines()
+    assert words[0].startswith("   6 search depth 2 ") and "2.00 h at most   12.00 h in all, 1 done" in words[0]
+    assert words[-2:] == ["16 runs, 15 left", "how long they take is not known: --time times a few steps first"]
+
+
+def test_steps_are_timed_where_that_is_asked_for(text, tmp_path, capsys):
+    options = dict(workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    timed = plan(small_preset(text), tmp_path / "out", time=True, **options)
+    assert not (tmp_path / "out").exists() and (timed.table["hours"] > 0).all()
+    assert "core-hours" in timed.in_words() and " hours with 2 workers" in timed.in_words()
+    assert cli.main(["sweep", "--time", "--out", str(tmp_path / "out")]) == 2
+    assert "--time would change nothing without --dry-run" in capsys.readouterr().err
 
 
 def test_every_run_of_the_recipe_reads_one_text_once_and_stores_all():

@@ -18,7 +18,6 @@ from training_helpers import tiny, write_text
 
 from normlab import NormlabError, runs, store
 from normlab.training.config import TrainConfig
-from normlab.training.paper_models import get_size
 from normlab.training.text.corpus import Corpus, corpus_of
 from normlab.training.text.source import is_held_out
 from normlab.training.text.stream import DOCUMENTS, StreamedBlocks
@@ -123,20 +122,6 @@ def test_a_tokenizer_of_a_folder_is_loaded_as_one_of_the_hub(config, corpus, cac
     found = corpus_of(loaded, cache)
     assert found.tokenizer_hash == corpus.tokenizer_hash and (found.train == corpus.train).all()
     assert (take(streamed(loaded, found), 20) == take(streamed(config, corpus), 20)).all()
-
-
-@pytest.mark.parametrize("name", ["bhyt-1b", pytest.param("curse-130m", marks=pytest.mark.slow)])
-def test_a_papers_size_takes_its_first_steps_at_a_reduced_width(name, address, corpus, go, tmp_path):
-    corpus.tokenizer().save_pretrained(tmp_path / "tokenizer")
-    size = get_size(name).config
-    small = dict(depth=2, width=32, heads=2, kv_heads=1, intermediate=48, steps=3, batch_size=2, log_every=1)
-    text = dict(corpus=address, tokenizer=str(tmp_path / "tokenizer"), characters=20_000, block_length=64)
-    config = dataclasses.replace(
-        size, **small, **text, eval_blocks=2, checkpoint_every=2, model={**size.model, "vocab_size": 512}
-    )
-    run = go(config, tmp_path / "out")
-    losses = run.table().query("metric == 'loss' and split == 'train'")["value"]
-    assert len(losses) == 3 and losses.between(5.5, 6.9).all()
 
 
 def test_addresses_that_cannot_be_read_are_one_line(address, cache):

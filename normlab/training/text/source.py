@@ -35,6 +35,8 @@ PARTS = ("validation", "test")  # the halves of held-out text
 HELD_OUT_PERCENT = 5
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.gz": "json", ".json.gz": "json", ".parquet": "parquet"}
 WEB = ("http://", "https://")
+PIECE = 1 << 20  # bytes of a file that are read at a time
+BOM = "\ufeff"  # the mark with which some programs begin a text
 
 STDLIB_PACKAGES = (
     "asyncio collections concurrent ctypes curses dbm email ensurepip html http idlelib importlib json logging "
@@ -179,8 +181,9 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
                 continue
             if not isinstance(text, str):
                 raise NormlabError(f"corpus {source!r}: column {text_column!r} does not hold text")
+            text = text.removeprefix(BOM)
             if text.strip():
-                yield document["key"], text
+                yield document["key"].removeprefix(BOM), text
     except KeyError as error:
         raise NormlabError(f"corpus {source!r} has no column {text_column!r}; name one with --text-column") from error
     except NormlabError:
@@ -239,21 +242,24 @@ def _local_files(source: str) -> list[Path]:
     return []
 
 
-def check_text(source: str) -> None:
-    """Refuse a binary .txt or .jsonl. A NUL byte never occurs in text, and readers fail on it late and obscurely."""
-    if source in SOURCES:
-        return
-    for path in _local_files(source):
-        if path.stat().st_size == 0:
-            raise NormlabError(f"corpus {str(path)!r} is empty")
-        if _suffix(path) in (".txt", ".jsonl"):
-            with path.open("rb") as file:
-                if b"\0" in file.read(1 << 16):
-                    raise NormlabError(f"corpus {str(path)!r} is binary, not text")
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The bytes of a file. NormlabError for a .txt or .jsonl with a NUL byte.
+
+    It never occurs in text, and readers fail on it late and obscurely, or not at all.
+    """
+    is_text = _suffix(path) in (".txt", ".jsonl")
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            if is_text and b"\0" in piece:
+                raise NormlabError(f"corpus {str(path)!r} is binary, not text")
+            yield piece
 
 
 def source_key(source: str) -> str:
-    """A key that changes with the source: the hash of local files, the name of a hub data set, or the addresses."""
+    """A key that changes with the source: the hash of local files, the name of a hub data set, or the addresses.
+
+    NormlabError for an empty file, or a binary one. Of each file the beginning is looked at before any is read.
+    """
     content = hashlib.sha256()
     if source in SOURCES:
         for document in SOURCES[source]():
@@ -263,8 +269,13 @@ def source_key(source: str) -> str:
     if not files:
         return f"hub:{source}"
     for path in files:
-        with path.open("rb") as file:
-            content.update(hashlib.file_digest(file, "sha256").digest())
+        if not next(_pieces(path), b""):
+            raise NormlabError(f"corpus {str(path)!r} is empty")
+    for path in files:
+        of_file = hashlib.sha256()
+        for piece in _pieces(path):
+            of_file.update(piece)
+        content.update(of_file.digest())
     return content.hexdigest()
 
 
