@@ -46,7 +46,7 @@ from normlab.training.distributed import (
 from normlab.training.experiments import experiments
 from normlab.training.loop import Training
 from normlab.training.measure import Measurements
-from normlab.training.progress import Progress, Reporter
+from normlab.training.progress import bar_of
 from normlab.training.text.corpus import Corpus, corpus_of
 
 if TYPE_CHECKING:
@@ -109,15 +109,12 @@ def train(
         else:
             if is_first:
                 work.mkdir(parents=True, exist_ok=True)
-            device, bar = accelerator.device, Progress("train", progress and is_first)
-            if bar.show and asked.dtype == AUTO:
+            device, show = accelerator.device, progress and is_first
+            if show and asked.dtype == AUTO:
                 begun = f"training in {config.dtype}, as this run was begun"
                 tqdm.write(why_dtype(device) if config.dtype == fastest_dtype(device) else begun, file=sys.stderr)
-            bar.expect([config])
-            bar.watch([config], root)
-            with bar, process_settings(config, device):
-                _run(config, corpus, accelerator, work, final, manifest, watch, place)
-                bar.tick()  # the last report, which goes with the working directory
+            with process_settings(config, device):
+                _run(config, corpus, accelerator, work, final, manifest, show, watch, place)
             if is_first:
                 shutil.rmtree(work)
         if place is not None and is_first:
@@ -149,6 +146,7 @@ def _run(
     work: Path,
     final: Path,
     manifest: dict[str, Any],
+    show: bool,
     watch: Watch | None,
     place: store.Remote | None,
 ) -> None:
@@ -167,8 +165,8 @@ def _run(
         if place is not None and is_first:
             place.publish_checkpoint(written)
 
-    report = Reporter(work if is_first else None, resumed_from)
-    diverged = _train_steps(training, measurements, report, checkpoint, watch)
+    with bar_of("train", config.last_step, show, initial=resumed_from, unit=" steps") as bar:
+        diverged = _train_steps(training, measurements, bar, checkpoint, watch)
     model = training.model
     if config.fsdp:
         model = gathered(model)
@@ -202,7 +200,7 @@ def _run(
 def _train_steps(
     training: Training,
     measurements: Measurements,
-    report: Reporter,
+    bar: tqdm,
     checkpoint: Callable[[], None],
     watch: Watch | None,
 ) -> bool:
@@ -213,11 +211,11 @@ def _train_steps(
     config, model, log = training.config, training.model, measurements.log
     if training.done == 0:
         measurements.at(model, 0)
-    shown, loss = len(log.rows), None
+    shown = len(log.rows)
     if watch is not None and not watch(training.done, log.rows[:]):
         raise RunStopped
     for number, grad_norm, learning_rate, overflowed in training.steps():
-        report.step(number, loss, training.tokens_per_s())
+        bar.update()
         measurements.at(model, number)
         if training.scaler is not None:
             log.add(number, "train", "loss_scale", training.scaler.get_scale())
@@ -228,17 +226,17 @@ def _train_steps(
             log.add(number, "train", "loss", loss)
             log.add(number, "train", "grad_norm", whole(grad_norm).item())
             log.add(number, "train", "learning_rate", learning_rate)
+            if not bar.disable:
+                bar.set_postfix_str(f"loss {loss:.3f}, {training.tokens_per_s():,.0f} tokens/s", refresh=False)
             continues = watch is None or watch(number, log.rows[shown:])
             shown = len(log.rows)
             if not math.isfinite(loss):
-                report.step(number, loss, training.tokens_per_s(), now=True)
                 return True
             stops = not continues and number < config.last_step
         if stops or config.is_due(number, config.checkpoint_every):
             checkpoint()
         if stops:
             raise RunStopped
-    report.step(training.done, loss, training.tokens_per_s(), now=True)
     return False
 
 
