@@ -71,8 +71,8 @@ def train(
     """Train `config` under directory `out` and return the run. A killed run resumes; a finished one returns at once.
 
     Args:
-        out: may be an address (`normlab.store`). Checkpoints and the finished run are published there, and the
-            returned run is the copy on this machine.
+        out: may be an address (`normlab.store`). The run is trained in a folder of this machine and uploaded when it
+            has ended; the returned run is the one here.
         watch: watch(step, rows) is called before the first step and after every logged one, with the rows logged since
             the last call. If it returns False, the run writes a checkpoint and RunStopped is raised.
 
@@ -89,20 +89,25 @@ def train(
     accelerator = accelerator_for(config)
     is_first, ranks = accelerator.is_main_process, accelerator.num_processes
     if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
-        raise NormlabError("ranks on several machines resume from one directory: name one that all see as --out")
+        raise NormlabError("ranks on several machines train in one directory: name one that all see as --out")
+    if place is not None:
+        with accelerator.main_process_first():
+            for candidate in config.candidates() if is_first else ():
+                place.fetch(candidate.run_id)
     with accelerator.main_process_first():  # it prepares the text; the others find it in the cache
         corpus = corpus_of(config, cache_dir, progress and is_first)
     text = corpus.identity()
-    asked, config = config, _settled(config, root, place, text, accelerator)
+    asked, config = config, _settled(config, root, text, accelerator)
     manifest = manifest_of(config, text)
     final, work = root / config.run_id, root / store.PARTIAL / config.run_id
-    if place is None and store.is_run(final):  # without the lock: the directory may be read-only
-        return _finished(final, work, config, manifest)
+    if store.is_run(final):  # without the lock: the directory may be read-only
+        run = _finished(final, work, config, manifest)
+        if place is not None and is_first:
+            place.publish(run.name)
+        return run
     lock = store.exclusive(root / store.PARTIAL / f"{config.run_id}.lock")
     with store.full_disk_named(root), lock if is_first else contextlib.nullcontext():
         with accelerator.main_process_first():
-            if place is not None and is_first:
-                place.fetch(config.run_id)
             finished = store.is_run(final)
         if finished:
             _finished(final, work, config, manifest)
@@ -114,7 +119,7 @@ def train(
                 begun = f"training in {config.dtype}, as this run was begun"
                 tqdm.write(why_dtype(device) if config.dtype == fastest_dtype(device) else begun, file=sys.stderr)
             with process_settings(config, device):
-                _run(config, corpus, accelerator, work, final, manifest, show, watch, place)
+                _run(config, corpus, accelerator, work, final, manifest, show, watch)
             if is_first:
                 shutil.rmtree(work)
         if place is not None and is_first:
@@ -148,7 +153,6 @@ def _run(
     manifest: dict[str, Any],
     show: bool,
     watch: Watch | None,
-    place: store.Remote | None,
 ) -> None:
     """Train, and write the run to `final`. Every rank has to call this."""
     started, is_first = time.perf_counter(), accelerator.is_main_process
@@ -161,9 +165,7 @@ def _run(
     resumed_from = training.done
 
     def checkpoint() -> None:
-        written = write_checkpoint(training, log, manifest, work)
-        if place is not None and is_first:
-            place.publish_checkpoint(written)
+        write_checkpoint(training, log, manifest, work)
 
     with bar_of("train", config.last_step, show, initial=resumed_from, unit=" steps") as bar:
         diverged = _train_steps(training, measurements, bar, checkpoint, watch)
@@ -240,16 +242,12 @@ def _train_steps(
     return False
 
 
-def _settled(
-    config: TrainConfig, root: Path, place: store.Remote | None, text: dict[str, Any], accelerator: Accelerator
-) -> TrainConfig:
+def _settled(config: TrainConfig, root: Path, text: dict[str, Any], accelerator: Accelerator) -> TrainConfig:
     """`config` with dtype "auto" replaced: by the precision of a run that is finished or can be resumed, else by the
     fastest of the device. All ranks take rank 0's."""
 
     def exists(candidate: TrainConfig) -> bool:
         name = candidate.run_id
-        if place is not None and (place.has(f"{name}/{store.MANIFEST}") or place.has(f"{store.PARTIAL}/{name}")):
-            return True
         begun = manifest_of(candidate, text)
         checkpoints = store.checkpoints(root / store.PARTIAL / name)
         return store.is_run(root / name) or any(not unlike(path, begun) for path in checkpoints)
