@@ -41,6 +41,7 @@ PARTIAL, SEARCH, FINALS = ".partial", "search", "finals"
 NOT_REPORTED = {PARTIAL, SEARCH, FINALS}
 MANIFEST, STATS, EXPERIMENTS = packed.MANIFEST, "stats.parquet", "experiments.parquet"
 LISTED = "files.json"
+ROWS = "rows.jsonl"  # of a run in progress
 SLOWEST = 1e5  # bytes per second of a transfer; a slower one is given up
 
 

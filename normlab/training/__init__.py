@@ -11,7 +11,7 @@ sweep.py          sweep: many runs; grids.py: what they consist of; presets.py: 
 league.py         one more scheme under the league's budget
 workers.py        several runs at once, on this machine, Ray or Slurm
 estimate.py       what a sweep will train, and how long that takes
-live.py           BackgroundRun: one run in another process, watched, paused and stopped
+live.py           BackgroundRun: one run in another process, watched and stopped
 keep.py           trained models, published
 """
 

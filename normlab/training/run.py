@@ -9,11 +9,15 @@ Rank 0 alone writes the run.
 A process killed at any moment leaves the last whole checkpoint, with the log of measurements in it. A resumed run
 repeats, bit for bit on a CPU, what the killed one would have done. The finished run appears under its name in one
 rename.
+
+What is logged is also appended to `rows.jsonl` in the run's working directory: a line of JSON per row, for whoever
+watches the run. It begins with the losses of n-gram models.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import platform
@@ -24,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -167,8 +171,18 @@ def _run(
     def checkpoint() -> None:
         write_checkpoint(training, log, manifest, work)
 
-    with bar_of("train", config.last_step, show, initial=resumed_from, unit=" steps") as bar:
-        diverged = _train_steps(training, measurements, bar, checkpoint, watch)
+    with (
+        bar_of("train", config.last_step, show, initial=resumed_from, unit=" steps") as bar,
+        (work / store.ROWS if is_first else Path(os.devnull)).open("w") as file,
+    ):
+        levels = {"unigram_entropy": corpus.unigram_entropy, **measurements.on.count_losses}
+        _append(file, [runs.Row(0, 0, "eval", "model", None, name, "all", level) for name, level in levels.items()])
+
+        def tell(step: int, rows: list[runs.Row]) -> bool:
+            _append(file, rows)
+            return watch is None or watch(step, rows)
+
+        diverged = _train_steps(training, measurements, bar, checkpoint, tell)
     model = training.model
     if config.fsdp:
         model = gathered(model)
@@ -204,7 +218,7 @@ def _train_steps(
     measurements: Measurements,
     bar: tqdm,
     checkpoint: Callable[[], None],
-    watch: Watch | None,
+    watch: Watch,
 ) -> bool:
     """Train up to the last step, measure, log and write checkpoints. True if the loss became non-finite.
 
@@ -214,7 +228,7 @@ def _train_steps(
     if training.done == 0:
         measurements.at(model, 0)
     shown = len(log.rows)
-    if watch is not None and not watch(training.done, log.rows[:]):
+    if not watch(training.done, log.rows[:]):
         raise RunStopped
     for number, grad_norm, learning_rate, overflowed in training.steps():
         bar.update()
@@ -230,7 +244,7 @@ def _train_steps(
             log.add(number, "train", "learning_rate", learning_rate)
             if not bar.disable:
                 bar.set_postfix_str(f"loss {loss:.3f}, {training.tokens_per_s():,.0f} tokens/s", refresh=False)
-            continues = watch is None or watch(number, log.rows[shown:])
+            continues = watch(number, log.rows[shown:])
             shown = len(log.rows)
             if not math.isfinite(loss):
                 return True
@@ -240,6 +254,12 @@ def _train_steps(
         if stops:
             raise RunStopped
     return False
+
+
+def _append(file: TextIO, rows: list[runs.Row]) -> None:
+    """Write rows as lines of JSON, for whoever watches the run."""
+    file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    file.flush()
 
 
 def _settled(config: TrainConfig, root: Path, text: dict[str, Any], accelerator: Accelerator) -> TrainConfig:
