@@ -10,10 +10,13 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
+import signal
 import sys
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
@@ -180,11 +183,6 @@ def _train(
     *,
     config: Annotated[_fields_of("training.config:TrainConfig") | None, Parameter(name="*")] = None,  # type: ignore
     from_manifest: Annotated[str | None, flag("repeat the run of this manifest.json or run directory")] = None,
-    follow: Annotated[
-        bool,
-        flag("print measurements as lines of JSON; take pause, train and stop from standard input"),
-        SWITCH,
-    ] = False,
     ranks: Annotated[Whole, flag("processes here that train it together, each on a GPU if there is one")] = 1,
     out: Annotated[str, flag(RUNS)] = "runs",
     cache_dir: Cache = None,
@@ -198,26 +196,24 @@ def _train(
     from normlab.store import child
     from normlab.training.config import TrainConfig, flag_of
     from normlab.training.distributed import start_ranks
-    from normlab.training.live import train_followed
-    from normlab.training.run import train, train_from_manifest
+    from normlab.training.run import RunStopped, train, train_from_manifest
 
     fields = given(config)
-    if from_manifest and (fields or follow):
-        flags = ", ".join([*map(flag_of, fields), *["--follow"] * follow])
-        raise NormlabError(f"--from-manifest sets the whole configuration; leave out {flags}")
+    if from_manifest and fields:
+        raise NormlabError(f"--from-manifest sets the whole configuration; leave out {', '.join(map(flag_of, fields))}")
     if ranks != 1:
-        if follow:
-            raise NormlabError("--follow is of one process; leave out --ranks")
         run_of = ["--from-manifest", from_manifest] if from_manifest else TrainConfig(**fields).to_arguments()
         places = ["--out", out, *(["--cache-dir", cache_dir] if cache_dir else []), *["--quiet"] * quiet]
         return start_ranks(ranks, ["train", *run_of, *places])
-    if from_manifest:
-        run = train_from_manifest(from_manifest, out, cache_dir=cache_dir, progress=not quiet)
-    elif follow:
-        train_followed(TrainConfig(**fields), out, cache_dir)
-        return 0
-    else:
-        run = train(TrainConfig(**fields), out, cache_dir=cache_dir, progress=not quiet)
+    try:
+        with stopped_by_signal() as watch:
+            options: dict[str, Any] = {"cache_dir": cache_dir, "progress": not quiet, "watch": watch}
+            if from_manifest:
+                run = train_from_manifest(from_manifest, out, **options)
+            else:
+                run = train(TrainConfig(**fields), out, **options)
+    except RunStopped:
+        return fail(STOPPED, 128 + signal.SIGTERM)
     if not is_first_rank():
         return 0
     losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"]}
@@ -225,6 +221,21 @@ def _train(
     others = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
     print(f"{child(out, run.name)}: {run.status}, eval loss {run.eval_loss:.4f} ({others}), nats a token")
     return 0
+
+
+@contextlib.contextmanager
+def stopped_by_signal() -> Iterator[Callable[..., bool] | None]:
+    """What `train` asks after each logged step: False once this process got SIGTERM."""
+    # Of several ranks, one could go on to a step that the other has been told to leave.
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield lambda *_: not asked.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @command("sweep", "normlab.training.estimate")

@@ -10,10 +10,8 @@ check_root                   refuse a directory that holds something else
 Remote                       runs at an address that fsspec knows: s3://..., file:///..., memory://...
 is_address, child, is_run    the same for directories and addresses
 
-A run at an address is trained in a copy on this machine and published from there. Its manifest is published last, so
-a run with a manifest is whole. The list of a checkpoint's files is published last too, so another machine can resume
-from it. Nothing is deleted there before its successor has been read back. Two machines may train the same run at once:
-they publish the same files.
+A run for an address is trained in a folder of this machine and uploaded when it has ended. Its manifest is uploaded
+last, so a run with a manifest is whole. Two machines may train the same run at once: they upload the same files.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ PARTIAL, SEARCH, FINALS = ".partial", "search", "finals"
 NOT_REPORTED = {PARTIAL, SEARCH, FINALS}
 MANIFEST, STATS, EXPERIMENTS = packed.MANIFEST, "stats.parquet", "experiments.parquet"
 LISTED = "files.json"
-PUBLISHED_LAST = (MANIFEST, LISTED)  # of a run, of a checkpoint
+ROWS = "rows.jsonl"  # of a run in progress
 SLOWEST = 1e5  # bytes per second of a transfer; a slower one is given up
 
 
@@ -74,7 +72,7 @@ class Remote:
     """Runs at an address, or one run.
 
     Attributes:
-        copy: the directory on this machine that they are copied to and trained in.
+        copy: the folder of this machine that they are copied to and trained in.
 
     NormlabError: fsspec does not know the address, or a package is missing; no answer within 20 seconds.
     """
@@ -126,42 +124,19 @@ class Remote:
         return found
 
     def fetch(self, run: str) -> None:
-        """Fetch a finished run, or the last whole checkpoint of one in progress unless a later one is here."""
+        """Copy a run to this machine, if it is there."""
         if self.has(f"{run}/{MANIFEST}"):
             shutil.rmtree(self.copy / run, ignore_errors=True)
             self._get(run, self.copy / run, self._sizes(run))
-            return
-        work, here = f"{PARTIAL}/{run}", self.copy / PARTIAL / run
-        steps = {checkpoint_step(name.split("/")[0]): name.split("/")[0] for name in self._sizes(work)}
-        for step in sorted(steps.keys() - {0}, reverse=True):
-            if any(checkpoint_step(path.name) >= step and is_whole(path) for path in checkpoints(here)):
-                return
-            name, fetched = steps[step], here / "fetched"
-            shutil.rmtree(fetched, ignore_errors=True)
-            self._get(f"{work}/{name}", fetched, self._sizes(f"{work}/{name}"))
-            try:
-                check_files(fetched)
-            except NormlabError as error:
-                warnings.warn(f"{self.address}/{work}/{name} is not whole ({error}): it is not used", stacklevel=2)
-                shutil.rmtree(fetched)
-                continue
-            if (here / name).exists():
-                set_aside(here / name, "damaged")
-            os.rename(fetched, here / name)
-            return
 
     def publish(self, run: str) -> None:
-        """Publish a finished run and remove its checkpoints."""
-        if not self.has(f"{run}/{MANIFEST}"):
-            self._put(self.copy / run, run)
-        self._remove(f"{PARTIAL}/{run}")
-
-    def publish_checkpoint(self, checkpoint: Path) -> None:
-        """Publish the checkpoint of a run in progress and remove older ones."""
-        work = f"{PARTIAL}/{checkpoint.parent.name}"
-        self._put(checkpoint, f"{work}/{checkpoint.name}")
-        for old in {name.split("/")[0] for name in self._sizes(work)} - {checkpoint.name}:
-            self._remove(f"{work}/{old}")
+        """Upload a finished run, unless it is there."""
+        if self.has(f"{run}/{MANIFEST}"):
+            return
+        paths = [path for path in (self.copy / run).rglob("*") if path.is_file()]
+        for path in sorted(paths, key=lambda path: path.name == MANIFEST):
+            name = path.relative_to(self.copy).as_posix()
+            self._answer(f"writing {name}", self._put_file, path, self.root / name, size=path.stat().st_size)
 
     def _answer(self, task: str, ask: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
         """The answer of a file system, within a deadline. task: what the error says was tried. size: in bytes.
@@ -198,38 +173,12 @@ class Remote:
             inside(self.copy, file)
         return sizes
 
-    def _remove(self, name: str) -> None:
-        if self.has(name):
-            self._answer(f"removing {name}", lambda: self.files.rm((self.root / name).path, recursive=True))
-
     def _get(self, name: str, to: Path, sizes: dict[str, int]) -> Path:
-        for file in sorted(sizes, key=PUBLISHED_LAST.__contains__):
+        for file in sorted(sizes, key=MANIFEST.__eq__):
             path, source = inside(to, file), self.root / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
             self._answer(f"reading {file}", self.files.get_file, source.path, str(path), size=sizes[file])
         return to
-
-    def _put(self, folder: Path, name: str) -> None:
-        """Copy a folder and read it back; what makes it whole is copied after the rest was read.
-
-        Raises:
-            NormlabError: a file reads otherwise. It is removed there.
-        """
-        paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        for is_last in (False, True):
-            files = [file for file in paths if (file in PUBLISHED_LAST) is is_last]
-            for file in files:
-                target, size = self.root / name / file, paths[file].stat().st_size
-                self._answer(f"writing {name}/{file}", self._put_file, paths[file], target, size=size)
-            for file in files:
-                target, size = self.root / name / file, paths[file].stat().st_size
-                digest = self._answer(f"reading {name}/{file}", _digest_of, target, size=size)
-                if digest != _digest_of(paths[file]):
-                    self._remove(f"{name}/{file}")
-                    raise NormlabError(
-                        f"{self.address}/{name}/{file} does not read back as it was written; nothing was deleted here: "
-                        "start again"
-                    )
 
     def _put_file(self, path: Path, target: Any) -> None:
         self.files.makedirs(target.parent.path, exist_ok=True)
@@ -275,15 +224,6 @@ def check_files(folder: Path) -> None:
             raise NormlabError(f"{name} is not the file that was written")
 
 
-def is_whole(folder: Path) -> bool:
-    """True if `check_files` passes."""
-    try:
-        check_files(folder)
-    except NormlabError:
-        return False
-    return True
-
-
 def set_aside(checkpoint: Path, why: str) -> Path:
     """Rename a checkpoint to `why-...`, so that it is not tried again, and return its new path."""
     free = checkpoint.with_name(f"{why}-{checkpoint.name}")
@@ -297,7 +237,7 @@ def _size_and_hash(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": _digest_of(path)}
 
 
-def _digest_of(path: Any) -> str:
+def _digest_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -56,7 +56,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "threads of a sweep": ([*SWEEP, "--threads", 100_000_000], "at most 1024"),
     "threads of a benchmark": (["bench", "--threads", 100_000_000], "at most 1024"),
     "no ranks": (["train", "--ranks", 0], "ranks is 0"),
-    "ranks that would be followed": (["train", "--follow", "--ranks", 2], "leave out --ranks"),
     "seed beyond its generators": (["train", "--seed", 99999999999999999999], "seed is 99999999999999999999; it must"),
     "rate that is no number": (["remove-norms", "model", "--lr", "nan", "--out", "out"], "lr is nan"),
     "GPUs that are no number": ([*SWEEP, "--workers", "ray", "--gpus", "nan"], "gpus is nan"),

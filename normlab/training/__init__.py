@@ -6,12 +6,12 @@ loop.py           the training loop, from a fresh model to the last step
 run.py            train: from a configuration to a run on disk; checkpoint.py: how it resumes
 measure.py        what is measured while training; experiments.py: what is measured after it
 distributed.py    devices, precision, ranks
-progress.py       how far runs are, and when they end
+progress.py       bars: how far runs are, and when they end
 sweep.py          sweep: many runs; grids.py: what they consist of; presets.py: PRESETS, sweeps as data
 league.py         one more scheme under the league's budget
 workers.py        several runs at once, on this machine, Ray or Slurm
 estimate.py       what a sweep will train, and how long that takes
-live.py           BackgroundRun: one run in another process, watched, paused and stopped
+live.py           BackgroundRun: one run in another process, watched and stopped
 keep.py           trained models, published
 """
 

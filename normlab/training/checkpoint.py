@@ -30,8 +30,8 @@ from normlab.training.measure import RunLog
 STATE, STREAM, BEGUN = "state.pt", "stream.json", "begun.json"
 
 
-def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> Path:
-    """Write a checkpoint in the run's working directory and return it. Every rank has to call this."""
+def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> None:
+    """Write a checkpoint in the run's working directory. Every rank has to call this."""
     accelerator = training.accelerator
     staging, final = work / "staging", work / f"checkpoint-{training.done}"
     try:
@@ -55,7 +55,6 @@ def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], 
     finally:
         if accelerator.is_main_process:
             shutil.rmtree(staging, ignore_errors=True)
-    return final
 
 
 def restore(checkpoint: Path, training: Training, log: RunLog) -> None:

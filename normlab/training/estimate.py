@@ -23,7 +23,7 @@ from normlab.training.distributed import device_of, settled
 from normlab.training.grids import Preset, planned
 from normlab.training.progress import steps_in_all
 from normlab.training.run import train
-from normlab.training.workers import Cluster, share_cores
+from normlab.training.workers import Workers, share_cores
 
 if TYPE_CHECKING:
     import pandas
@@ -40,7 +40,7 @@ class Plan:
     """
 
     table: pandas.DataFrame
-    workers: int | Cluster
+    workers: int | Workers
 
     def in_words(self) -> str:
         """Runs, tokens and hours in order, and their sums."""
@@ -71,7 +71,7 @@ def plan(
     out: str | Path,
     *,
     time: bool = False,
-    workers: int | str | Cluster | None = None,
+    workers: int | str | Workers | None = None,
     threads: int | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,

@@ -14,8 +14,8 @@ import hashlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,11 @@ from normlab.norms import Norm
 from normlab.runs import find_runs, read_manifest
 from normlab.schemes import BASELINE, SCHEMES, Scheme, get_scheme
 from normlab.store import SEARCH, child
-from normlab.training.config import TrainConfig
 from normlab.training.grids import LeagueSearch, Preset
 from normlab.training.presets import get_preset
 from normlab.training.sweep import SweepResult, sweep
 from normlab.training.text.corpus import corpus_of
-from normlab.training.workers import Cluster, Outcome, in_processes, share_cores
+from normlab.training.workers import Pool, share_cores
 
 
 def scheme_of(what: str) -> Scheme:
@@ -191,8 +190,9 @@ def enter(
     count, each = share_cores(workers, threads)
     assert isinstance(count, int)
     mine = (get_preset("league") if preset is None else preset).only([scheme.name], None)
-    entrants = _Entrants(what=what, count=count)
-    return sweep(mine, out, workers=entrants, threads=each, cache_dir=cache_dir, progress=progress)
+    # The registry that a process imports may lack the scheme.
+    pool = Pool(count, prepare=functools.partial(scheme_of, what))
+    return sweep(mine, out, workers=pool, threads=each, cache_dir=cache_dir, progress=progress)
 
 
 def tiny(preset: Preset) -> Preset:
@@ -209,20 +209,3 @@ def tiny(preset: Preset) -> Preset:
         rate=replace(preset.rate, depths=(2,), fields=choosing),
         fields={**preset.fields, **small},
     )
-
-
-@dataclass(frozen=True)
-class _Entrants(Cluster):
-    """Processes of this machine that know the scheme, which the registry that they import may lack.
-
-    what: as for `scheme_of`. count: processes at once.
-    """
-
-    what: str = ""
-    count: int = 1
-
-    def check(self) -> None:
-        pass
-
-    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
-        return in_processes(configs, self.count, arguments, functools.partial(scheme_of, self.what))

@@ -9,11 +9,15 @@ Rank 0 alone writes the run.
 A process killed at any moment leaves the last whole checkpoint, with the log of measurements in it. A resumed run
 repeats, bit for bit on a CPU, what the killed one would have done. The finished run appears under its name in one
 rename.
+
+What is logged is also appended to `rows.jsonl` in the run's working directory: a line of JSON per row, for whoever
+watches the run. It begins with the losses of n-gram models.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import platform
@@ -24,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -46,7 +50,7 @@ from normlab.training.distributed import (
 from normlab.training.experiments import experiments
 from normlab.training.loop import Training
 from normlab.training.measure import Measurements
-from normlab.training.progress import Progress, Reporter
+from normlab.training.progress import bar_of
 from normlab.training.text.corpus import Corpus, corpus_of
 
 if TYPE_CHECKING:
@@ -71,8 +75,8 @@ def train(
     """Train `config` under directory `out` and return the run. A killed run resumes; a finished one returns at once.
 
     Args:
-        out: may be an address (`normlab.store`). Checkpoints and the finished run are published there, and the
-            returned run is the copy on this machine.
+        out: may be an address (`normlab.store`). The run is trained in a folder of this machine and uploaded when it
+            has ended; the returned run is the one here.
         watch: watch(step, rows) is called before the first step and after every logged one, with the rows logged since
             the last call. If it returns False, the run writes a checkpoint and RunStopped is raised.
 
@@ -89,35 +93,37 @@ def train(
     accelerator = accelerator_for(config)
     is_first, ranks = accelerator.is_main_process, accelerator.num_processes
     if place is not None and int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
-        raise NormlabError("ranks on several machines resume from one directory: name one that all see as --out")
+        raise NormlabError("ranks on several machines train in one directory: name one that all see as --out")
+    if place is not None:
+        with accelerator.main_process_first():
+            for candidate in config.candidates() if is_first else ():
+                place.fetch(candidate.run_id)
     with accelerator.main_process_first():  # it prepares the text; the others find it in the cache
         corpus = corpus_of(config, cache_dir, progress and is_first)
     text = corpus.identity()
-    asked, config = config, _settled(config, root, place, text, accelerator)
+    asked, config = config, _settled(config, root, text, accelerator)
     manifest = manifest_of(config, text)
     final, work = root / config.run_id, root / store.PARTIAL / config.run_id
-    if place is None and store.is_run(final):  # without the lock: the directory may be read-only
-        return _finished(final, work, config, manifest)
+    if store.is_run(final):  # without the lock: the directory may be read-only
+        run = _finished(final, work, config, manifest)
+        if place is not None and is_first:
+            place.publish(run.name)
+        return run
     lock = store.exclusive(root / store.PARTIAL / f"{config.run_id}.lock")
     with store.full_disk_named(root), lock if is_first else contextlib.nullcontext():
         with accelerator.main_process_first():
-            if place is not None and is_first:
-                place.fetch(config.run_id)
             finished = store.is_run(final)
         if finished:
             _finished(final, work, config, manifest)
         else:
             if is_first:
                 work.mkdir(parents=True, exist_ok=True)
-            device, bar = accelerator.device, Progress("train", progress and is_first)
-            if bar.show and asked.dtype == AUTO:
+            device, show = accelerator.device, progress and is_first
+            if show and asked.dtype == AUTO:
                 begun = f"training in {config.dtype}, as this run was begun"
                 tqdm.write(why_dtype(device) if config.dtype == fastest_dtype(device) else begun, file=sys.stderr)
-            bar.expect([config])
-            bar.watch([config], root)
-            with bar, process_settings(config, device):
-                _run(config, corpus, accelerator, work, final, manifest, watch, place)
-                bar.tick()  # the last report, which goes with the working directory
+            with process_settings(config, device):
+                _run(config, corpus, accelerator, work, final, manifest, show, watch)
             if is_first:
                 shutil.rmtree(work)
         if place is not None and is_first:
@@ -149,8 +155,8 @@ def _run(
     work: Path,
     final: Path,
     manifest: dict[str, Any],
+    show: bool,
     watch: Watch | None,
-    place: store.Remote | None,
 ) -> None:
     """Train, and write the run to `final`. Every rank has to call this."""
     started, is_first = time.perf_counter(), accelerator.is_main_process
@@ -163,12 +169,20 @@ def _run(
     resumed_from = training.done
 
     def checkpoint() -> None:
-        written = write_checkpoint(training, log, manifest, work)
-        if place is not None and is_first:
-            place.publish_checkpoint(written)
+        write_checkpoint(training, log, manifest, work)
 
-    report = Reporter(work if is_first else None, resumed_from)
-    diverged = _train_steps(training, measurements, report, checkpoint, watch)
+    with (
+        bar_of("train", config.last_step, show, initial=resumed_from, unit=" steps") as bar,
+        (work / store.ROWS if is_first else Path(os.devnull)).open("w") as file,
+    ):
+        levels = {"unigram_entropy": corpus.unigram_entropy, **measurements.on.count_losses}
+        _append(file, [runs.Row(0, 0, "eval", "model", None, name, "all", level) for name, level in levels.items()])
+
+        def tell(step: int, rows: list[runs.Row]) -> bool:
+            _append(file, rows)
+            return watch is None or watch(step, rows)
+
+        diverged = _train_steps(training, measurements, bar, checkpoint, tell)
     model = training.model
     if config.fsdp:
         model = gathered(model)
@@ -202,9 +216,9 @@ def _run(
 def _train_steps(
     training: Training,
     measurements: Measurements,
-    report: Reporter,
+    bar: tqdm,
     checkpoint: Callable[[], None],
-    watch: Watch | None,
+    watch: Watch,
 ) -> bool:
     """Train up to the last step, measure, log and write checkpoints. True if the loss became non-finite.
 
@@ -213,11 +227,11 @@ def _train_steps(
     config, model, log = training.config, training.model, measurements.log
     if training.done == 0:
         measurements.at(model, 0)
-    shown, loss = len(log.rows), None
-    if watch is not None and not watch(training.done, log.rows[:]):
+    shown = len(log.rows)
+    if not watch(training.done, log.rows[:]):
         raise RunStopped
     for number, grad_norm, learning_rate, overflowed in training.steps():
-        report.step(number, loss, training.tokens_per_s())
+        bar.update()
         measurements.at(model, number)
         if training.scaler is not None:
             log.add(number, "train", "loss_scale", training.scaler.get_scale())
@@ -228,30 +242,32 @@ def _train_steps(
             log.add(number, "train", "loss", loss)
             log.add(number, "train", "grad_norm", whole(grad_norm).item())
             log.add(number, "train", "learning_rate", learning_rate)
-            continues = watch is None or watch(number, log.rows[shown:])
+            if not bar.disable:
+                bar.set_postfix_str(f"loss {loss:.3f}, {training.tokens_per_s():,.0f} tokens/s", refresh=False)
+            continues = watch(number, log.rows[shown:])
             shown = len(log.rows)
             if not math.isfinite(loss):
-                report.step(number, loss, training.tokens_per_s(), now=True)
                 return True
             stops = not continues and number < config.last_step
         if stops or config.is_due(number, config.checkpoint_every):
             checkpoint()
         if stops:
             raise RunStopped
-    report.step(training.done, loss, training.tokens_per_s(), now=True)
     return False
 
 
-def _settled(
-    config: TrainConfig, root: Path, place: store.Remote | None, text: dict[str, Any], accelerator: Accelerator
-) -> TrainConfig:
+def _append(file: TextIO, rows: list[runs.Row]) -> None:
+    """Write rows as lines of JSON, for whoever watches the run."""
+    file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    file.flush()
+
+
+def _settled(config: TrainConfig, root: Path, text: dict[str, Any], accelerator: Accelerator) -> TrainConfig:
     """`config` with dtype "auto" replaced: by the precision of a run that is finished or can be resumed, else by the
     fastest of the device. All ranks take rank 0's."""
 
     def exists(candidate: TrainConfig) -> bool:
         name = candidate.run_id
-        if place is not None and (place.has(f"{name}/{store.MANIFEST}") or place.has(f"{store.PARTIAL}/{name}")):
-            return True
         begun = manifest_of(candidate, text)
         checkpoints = store.checkpoints(root / store.PARTIAL / name)
         return store.is_run(root / name) or any(not unlike(path, begun) for path in checkpoints)

@@ -21,9 +21,9 @@ from normlab.training.config import AUTO, CorpusSpec, TrainConfig, require_same
 from normlab.training.distributed import device_of, why_dtype
 from normlab.training.grids import Choice, Pair, Preset, Stage, planned, walk
 from normlab.training.presets import get_preset
-from normlab.training.progress import Progress
+from normlab.training.progress import SweepBars
 from normlab.training.text.corpus import corpus_of
-from normlab.training.workers import Cluster, finish_in_any_order, share_cores
+from normlab.training.workers import Pool, Workers, finish_in_any_order, share_cores
 
 # Where a stage's runs are, below the sweep's directory.
 FOLDERS = {"search": store.SEARCH, "finals": store.FINALS, "runs": None}
@@ -49,7 +49,7 @@ def sweep(
     what: str | Preset | Sequence[TrainConfig],
     out: str | Path,
     *,
-    workers: int | str | Cluster | None = None,
+    workers: int | str | Workers | None = None,
     threads: int | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
@@ -76,8 +76,9 @@ def sweep(
     store.check_root(out)
     workers, threads = share_cores(workers, threads)
     root = out if store.is_address(out) else Path(out)
-    with Progress("sweep", progress) as bar:
-        job = _Job(root, workers, cache_dir, bar)
+    pool = Pool(workers) if isinstance(workers, int) else workers
+    with SweepBars(progress, pool.steps) as bar:
+        job = _Job(root, pool, cache_dir, bar)
         if isinstance(what, list):
             configs = [dataclasses.replace(config, threads=threads) for config in what]
             job.expect([("runs", config) for config in configs])
@@ -97,7 +98,7 @@ def sweep(
 class _Job:
     """The sweep's state: finished runs, failures, and the bar."""
 
-    def __init__(self, root: str | Path, workers: int | Cluster, cache_dir: Any, bar: Progress) -> None:
+    def __init__(self, root: str | Path, workers: Workers, cache_dir: Any, bar: SweepBars) -> None:
         self.root, self.workers, self.cache_dir, self.bar = root, workers, cache_dir, bar
         self.reported: list[TrainConfig] = []
         self.done: dict[str, runs.Run] = {}
@@ -141,8 +142,8 @@ class _Job:
                 self._finished(config, run, skipped=True)
             except NormlabError as error:
                 self._failed(config, error)
-        self.bar.watch(waiting, root)
-        if not self.said_precision and isinstance(self.workers, int) and any(c.dtype == AUTO for c in waiting):
+        self.bar.watch(waiting)
+        if not self.said_precision and isinstance(self.workers, Pool) and any(c.dtype == AUTO for c in waiting):
             self.said_precision = True
             self.bar.say(why_dtype(device_of(waiting[0])))
         for config, outcome in finish_in_any_order(waiting, root, self.workers, self.cache_dir):

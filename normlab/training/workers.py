@@ -2,6 +2,7 @@
 
 `finish_in_any_order(configs, ...)`   yields (config, Run or exception) as runs end; a failing one stops no other
 `share_cores(workers, threads)`       how many processes, with how many threads each
+`Pool(count)`                         processes of this machine
 `cluster(kind, ...)`                  `Ray` or `Slurm`, ready to take runs
 
 A cluster's machines all have to see the output directory. A run whose worker is lost (killed, a node gone, its time
@@ -11,6 +12,7 @@ over) is started again, up to `RETRIES` times. It resumes from its last checkpoi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import math
 import multiprocessing
@@ -27,6 +29,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +48,41 @@ LOST = (
 )
 
 
+_counted: dict[str, Any] = {}  # in a process of a pool: where a run's steps are written, by run id
+
+
 def train_one(config: TrainConfig, out: str, cache_dir: str | None) -> str:
     """Train a run in a worker and return where it is. The transformers stack is imported here, in the worker."""
     from normlab.training.run import train
 
-    return str(child(out, train(config, out, cache_dir=cache_dir, progress=False).name))
+    def count(step: int, _: list) -> bool:
+        if config.run_id in _counted:
+            _counted[config.run_id].value = step
+        return True
+
+    return str(child(out, train(config, out, cache_dir=cache_dir, progress=False, watch=count).name))
+
+
+class Workers(ABC):
+    """What trains several runs at once."""
+
+    @abstractmethod
+    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
+        """Call `train_one(config, *arguments)` for every configuration. It returns a run's directory."""
+
+    def steps(self) -> dict[str, int]:
+        """Steps done by run id, of runs that began and whose steps can be seen from here."""
+        return {}
 
 
 def finish_in_any_order(
-    configs: Sequence[TrainConfig], out: str | Path, workers: int | Cluster, cache_dir: str | Path | None
+    configs: Sequence[TrainConfig], out: str | Path, workers: Workers, cache_dir: str | Path | None
 ) -> Iterator[Outcome]:
-    """Train `configs` roughly in order, at most `workers` at a time, or as many as a cluster has room for."""
-    arguments = (str(out), str(cache_dir) if cache_dir is not None else None)
-    if isinstance(workers, Cluster):
-        yield from workers.finish(train_one, configs, arguments)
-    else:
-        yield from in_processes(configs, workers, arguments)
+    """Train `configs` roughly in order, as many at a time as there are workers."""
+    yield from workers.finish(train_one, configs, (str(out), str(cache_dir) if cache_dir is not None else None))
 
 
-def share_cores(workers: int | str | Cluster | None, threads: int | None) -> tuple[int | Cluster, int]:
+def share_cores(workers: int | str | Workers | None, threads: int | None) -> tuple[int | Workers, int]:
     """Workers and threads of each, from what was asked for and the machine's cores.
 
     By default two workers share the cores, or as many as `threads` each allow. A cluster's runs have one thread each.
@@ -77,67 +96,76 @@ def share_cores(workers: int | str | Cluster | None, threads: int | None) -> tup
         TrainConfig(threads=threads)  # its check
     if workers is None:
         workers = min(2, cores) if threads is None else max(1, cores // threads)
-    return workers, threads or (1 if isinstance(workers, Cluster) else max(1, cores // workers))
+    return workers, threads or (max(1, cores // workers) if isinstance(workers, int) else 1)
 
 
 # --- processes of this machine ---
 
 
-def in_processes(
-    configs: Sequence[TrainConfig],
-    workers: int,
-    arguments: tuple,
-    prepare: Callable[[], Any] | None = None,
-    again: bool = True,
-) -> Iterator[Outcome]:
-    """Train in pools. A pool dies with any of its processes (out of memory, kill -9).
+@dataclass
+class Pool(Workers):
+    """Processes of this machine.
 
-    Each run that was in progress then gets one more try, alone, so that one that always dies takes no other with it.
-    The rest continue in a new pool. prepare: what a process calls before its first run.
+    count: at once. prepare: what a process calls before its first run.
+
+    A pool dies with any of its processes (out of memory, kill -9). Each run that was in progress then gets one more
+    try, alone, so that one that always dies takes no other with it. The rest continue in a new pool.
     """
-    left = deque(configs)
-    while left:
-        lost = yield from _one_pool(left, workers, arguments, prepare)
-        for config in lost:
-            if again:
-                yield from in_processes([config], 1, arguments, prepare, again=False)
-            else:
-                yield config, NormlabError(LOST)
+
+    count: int
+    prepare: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._steps: dict[str, Any] = {}
+
+    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
+        # Without locks, which a process that is killed would hold for ever.
+        self._steps = {config.run_id: RawValue(ctypes.c_int64) for config in configs}
+        left = deque(configs)
+        while left:
+            for config in (yield from self._processes(left, self.count, train_one, arguments)):
+                alone = deque([config])
+                if (yield from self._processes(alone, 1, train_one, arguments)):
+                    yield config, NormlabError(LOST)
+
+    def steps(self) -> dict[str, int]:
+        return {name: count.value for name, count in self._steps.items() if count.value}
+
+    def _processes(
+        self, left: deque[TrainConfig], count: int, train_one: Callable, arguments: tuple
+    ) -> Generator[Outcome, None, list[TrainConfig]]:
+        """Take runs from `left`, `count` at a time, until none is left or a process dies.
+
+        Returns the runs that were in progress when it died.
+        """
+        others = set(multiprocessing.active_children())
+        spawn = multiprocessing.get_context("spawn")
+        started = (self.prepare, self._steps)
+        pool = ProcessPoolExecutor(min(count, len(left)), spawn, initializer=_start_worker, initargs=started)
+        running: dict[Future, TrainConfig] = {}
+        try:
+            while left or running:
+                while left and len(running) < count:
+                    running[pool.submit(train_one, left[0], *arguments)] = left[0]
+                    left.popleft()
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    error = future.exception()
+                    if isinstance(error, BrokenProcessPool):
+                        raise error
+                    yield running.pop(future), error if isinstance(error, Exception) else read_run(future.result())
+            pool.shutdown()
+        except BrokenProcessPool:  # also raised by `submit`, if it died between two runs
+            pool.shutdown()
+        finally:  # reached early on Ctrl-C: runs in progress stop now and resume from their checkpoints next time
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+        return list(running.values())
 
 
-def _one_pool(
-    left: deque[TrainConfig], workers: int, arguments: tuple, prepare: Callable[[], Any] | None
-) -> Generator[Outcome, None, list[TrainConfig]]:
-    """Take runs from `left`, as many at a time as there are workers, until none is left or the pool dies.
-
-    Returns the runs that were in progress when it died.
-    """
-    others = set(multiprocessing.active_children())
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(left)), spawn, initializer=_start_worker, initargs=(prepare,))
-    running: dict[Future, TrainConfig] = {}
-    try:
-        while left or running:
-            while left and len(running) < workers:
-                running[pool.submit(train_one, left[0], *arguments)] = left[0]
-                left.popleft()
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                error = future.exception()
-                if isinstance(error, BrokenProcessPool):
-                    raise error
-                yield running.pop(future), error if isinstance(error, Exception) else read_run(future.result())
-        pool.shutdown()
-    except BrokenProcessPool:  # also raised by `submit`, if it died between two runs
-        pool.shutdown()
-    finally:  # reached early on Ctrl-C: runs in progress stop now and resume from their checkpoints next time
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - others:
-            process.terminate()
-    return list(running.values())
-
-
-def _start_worker(prepare: Callable[[], Any] | None) -> None:
+def _start_worker(prepare: Callable[[], Any] | None, counted: dict[str, Any]) -> None:
     """Let Ctrl-C end a worker without a traceback, and end it with its parent. Warnings take one line."""
+    _counted.update(counted)
     warnings.showwarning = show_warning  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
@@ -160,7 +188,7 @@ def end_with_parent() -> None:
 
 
 @dataclass(frozen=True)
-class Cluster(ABC):
+class Cluster(Workers):
     """A cluster, whose machines train runs.
 
     address: of the cluster. gpus: per run; a share of one where the cluster can split them.
@@ -174,10 +202,6 @@ class Cluster(ABC):
         """NormlabError for a missing package or program, or options that the cluster does not take."""
         if not (math.isfinite(self.gpus) and self.gpus >= 0):
             raise NormlabError(f"gpus is {self.gpus}; give a finite number, at least 0")
-
-    @abstractmethod
-    def finish(self, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
-        """Call `train_one(config, *arguments)` for every configuration. It returns a run's directory."""
 
 
 class Ray(Cluster):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from normlab.figures import theme as look
 from normlab.figures.training import Progress, training_progress
 from normlab.probes.metrics import metric_row
 from normlab.training.config import PROBE_METRICS, TrainConfig
-from normlab.training.live import LIVE, PAUSED, READY, STARTING, TRAINING, BackgroundRun, Point
+from normlab.training.live import LIVE, READY, BackgroundRun, Point
 from normlab.widgets.plot import PlotWidget
 
 _REST = 0.3  # seconds between two drawings: a page keeps up, and training is not slowed
@@ -29,8 +30,8 @@ class TrainTheatre(PlotWidget):
 
     Left: training and held-out loss by step. Right: the layer profiles at the latest step that all have measured,
     dotted before training.
-    Start (or continue), pause and stop act after the step in progress. The results are runs like those of
-    `normlab.train`, in directory `out`. A stopped one resumes from its checkpoint, also in another session.
+    Stop acts after the step in progress. The results are runs like those of `normlab.train`, in directory `out`. A
+    stopped one resumes from its checkpoint, also in another session.
 
     Args:
         schemes: which to train, usually two; each takes a core.
@@ -53,12 +54,9 @@ class TrainTheatre(PlotWidget):
         if not schemes or len(set(schemes)) != len(schemes):
             raise NormlabError(f"schemes are {list(schemes)}: name one or more, each once")
         fields = {"checkpoint_every": _CHECKPOINTS} | dict(recipe or {})
-        self._changed, self._closed = threading.Event(), threading.Event()
+        self._closed = threading.Event()
         self._drawing_thread: threading.Thread | None = None
-        self.runs = {
-            name: BackgroundRun(_config(name, fields), out, cache_dir=cache_dir, changed=self._changed.set)
-            for name in schemes
-        }
+        self.runs = {name: BackgroundRun(_config(name, fields), out, cache_dir=cache_dir) for name in schemes}
         self._depth = next(iter(self.runs.values())).config.depth
         super().__init__(self._drawing, self._make_controls(), describe=self._sentences)
         self.metric.observe(self.redraw, names="value")
@@ -70,43 +68,41 @@ class TrainTheatre(PlotWidget):
             return made
 
         self.go = button("start", "play", self.start)
-        self.rest = button("pause", "pause", self.pause)
         self.end = button("stop", "stop", self.stop)
         options = [(f"{metric_row(name).label} ({name})", name) for name in PROBE_METRICS]
         self.metric = widgets.Dropdown(options=options, description="layers:")
-        row = [self.go, self.rest, self.end, self.metric]
+        row = [self.go, self.end, self.metric]
         return widgets.HBox(row, layout=widgets.Layout(flex_flow="row wrap"))
 
     # --- commands ---
 
     def start(self) -> None:
-        """Begin, or resume after a pause or a stop. Finished runs stay as they are."""
+        """Begin, or resume after a stop. Finished runs stay as they are."""
         if self._closed.is_set():
             raise NormlabError("this theatre is closed: make another, and its runs resume from their checkpoints")
+        with self.lock:
+            for run in self.runs.values():
+                run.start()
         if self._drawing_thread is None:
             self._drawing_thread = threading.Thread(target=self._draw_changes, daemon=True)
             self._drawing_thread.start()
-        for run in self.runs.values():
-            run.start()
-
-    def pause(self) -> None:
-        """Let all runs sleep after the step in progress."""
-        for run in self.runs.values():
-            run.pause()
+        self.redraw()
 
     def stop(self) -> None:
         """Checkpoint all runs and end their processes; `start` resumes."""
-        for run in self.runs.values():
-            run.stop()
+        with self.lock:
+            for run in self.runs.values():
+                run.stop()
 
     def close(self) -> None:
-        """End the processes and the widget at once. Files on disk are complete; the runs can be resumed."""
+        """End the processes, each at a checkpoint, and the widget."""
         if not hasattr(self, "plot"):  # what was asked for was refused, and there is nothing to end
             return
         self._closed.set()
-        self._changed.set()
-        for run in self.runs.values():
-            run.close()
+        self.stop()
+        with self.lock:
+            for run in self.runs.values():
+                run.close()
         if self._drawing_thread is not None and self._drawing_thread is not threading.current_thread():
             self._drawing_thread.join(timeout=5)
         self.plot.close()
@@ -115,24 +111,21 @@ class TrainTheatre(PlotWidget):
     def wait(self, timeout: float | None = None, *, step: int | None = None) -> bool:
         """Block until every run ended or was stopped, or has done `step` steps; False when `timeout` seconds went by
         first. What is shown is up to date then."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        done = [
-            run.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0), step=step)
-            for run in self.runs.values()
-        ]
-        self.redraw()
-        return all(done)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not all(run.state not in (READY, *LIVE) or run.step >= (step or math.inf) for run in self.runs.values()):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_REST / 3)
+            self.redraw()
+        return True
 
     # --- what it shows ---
 
     def _draw_changes(self) -> None:
-        """Draw when there is news, not more often than a page can follow."""
-        while not self._closed.is_set():
-            self._changed.wait()
-            self._changed.clear()
-            if not self._closed.is_set():
+        """Draw while something trains."""
+        while not self._closed.wait(_REST):
+            if any(run.live for run in self.runs.values()):
                 self.redraw()
-                self._closed.wait(_REST)
 
     def _drawing(self, theme: str) -> go.Figure:
         metric = self.metric.value
@@ -150,13 +143,13 @@ class TrainTheatre(PlotWidget):
     def redraw(self, _: object = None) -> None:
         """Show the runs as they are now."""
         with self.lock:
-            super().redraw()
             runs = self.runs.values()
-            states = {run.state for run in runs}
-            self.go.disabled = not any(run.run is None and (not run.live or run.state == PAUSED) for run in runs)
-            self.go.description = "start" if states == {READY} else "continue"
-            self.rest.disabled = not states & {STARTING, TRAINING}
-            self.end.disabled = not states & set(LIVE)
+            for run in runs:
+                run.look()
+            super().redraw()
+            self.go.disabled = not any(run.run is None and not run.live for run in runs)
+            self.go.description = "start" if {run.state for run in runs} == {READY} else "continue"
+            self.end.disabled = not any(run.live for run in runs)
 
 
 def _config(scheme: str, fields: Mapping[str, Any]) -> TrainConfig:

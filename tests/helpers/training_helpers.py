@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -178,37 +179,25 @@ class ForkedCommand:
     """`subprocess.Popen` of a `python -m normlab ...`, in a child of that server."""
 
     def __init__(self, command: list[str], *, stderr: Any, **_: Any) -> None:
-        commands, stdin = FORKS.Pipe(duplex=False)
-        stdout, messages = FORKS.Pipe(duplex=False)
-        arguments = (command[3:], commands, messages, DupFd(stderr.fileno()))
-        self._process = FORKS.Process(target=_run_command, args=arguments, daemon=True)
+        self._process = FORKS.Process(target=_run_command, args=(command[3:], DupFd(stderr.fileno())), daemon=True)
         self._process.start()
-        self.pid, self.stdin, self.stdout = self._process.pid, _stream(stdin, "w"), _stream(stdout, "r")
-        commands.close()
-        messages.close()
+        self.pid, self.terminate, self.kill = self._process.pid, self._process.terminate, self._process.kill
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
+    def poll(self) -> int | None:
         return self._process.exitcode
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def _stream(connection: Any, mode: str) -> Any:
-    with connection:
-        return os.fdopen(os.dup(connection.fileno()), mode)
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("normlab", timeout or 0.0)
 
 
-def _run_command(arguments: list[str], commands: Any, messages: Any, errors: Any) -> None:
+def _run_command(arguments: list[str], errors: Any) -> None:
     from normlab.cli import main
 
-    os.setsid()
-    for number, handle in enumerate((commands.fileno(), messages.fileno(), errors.detach())):
-        os.dup2(handle, number)
-        os.close(handle)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (the process's own)
+    handle = errors.detach()
+    os.dup2(handle, 2)
+    os.close(handle)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  (the process's own)
     sys.exit(main(arguments))

@@ -12,7 +12,7 @@ from normlab.training import league
 from normlab.training.config import TrainConfig
 from normlab.training.grids import LeagueSearch, Part, Preset
 from normlab.training.presets import get_preset
-from normlab.training.workers import Outcome, train_one
+from normlab.training.workers import Outcome, Pool
 
 MY_NORM = '''import torch
 
@@ -50,9 +50,10 @@ def file(tmp_path: Path) -> Iterator[Path]:
     SCHEMES.update(known)
 
 
-def here(configs: Sequence[TrainConfig], count: int, arguments: tuple, prepare: Callable) -> Iterator[Outcome]:
+def here(pool: Pool, train_one: Callable, configs: Sequence[TrainConfig], arguments: tuple) -> Iterator[Outcome]:
     """In place of processes: this one, at once."""
-    prepare()
+    assert pool.prepare is not None
+    pool.prepare()
     for config in configs:
         yield config, runs.read_run(train_one(config, *arguments))
 
@@ -115,7 +116,7 @@ def test_it_is_searched_and_trained_as_the_others_are(file, text, cache, tmp_pat
     preset = Preset(
         "league", (Part({2: 2}, ("pre_rmsnorm",), best=1),), LeagueSearch((0.002, 0.008), (2,), {"seed": 9}), fields
     )
-    monkeypatch.setattr(league, "in_processes", here)
+    monkeypatch.setattr(Pool, "finish", here)
     monkeypatch.setattr("normlab.training.presets.get_preset", lambda name: preset)
     options = ["--out", str(tmp_path / "out"), "--cache-dir", str(cache), "--quiet"]
     assert cli.main(["league", "--add", f"{file}:MeanAbsNorm", *options]) == 0

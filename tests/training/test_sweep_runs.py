@@ -18,7 +18,7 @@ from normlab.training import sweep as sweep_module
 from normlab.training import workers as workers_module
 from normlab.training.config import TrainConfig
 from normlab.training.sweep import sweep
-from normlab.training.workers import Ray, share_cores
+from normlab.training.workers import Pool, Ray, share_cores
 
 
 @pytest.fixture
@@ -117,7 +117,15 @@ def workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module.multiprocessing, "get_context", lambda _: training_helpers.FORKS)
 
 
-def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(text, tmp_path, workers_at_once):
+def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(text, tmp_path, monkeypatch, workers_at_once):
+    pools: list[Pool] = []
+
+    class Kept(Pool):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            pools.append(self)
+
+    monkeypatch.setattr(sweep_module, "Pool", Kept)
     configs = [tiny(text, scheme=scheme, keep_weights=False, threads=1) for scheme in ("lns", "bhyt", "dyt")]
     lock = tmp_path / "out" / store.PARTIAL / f"{configs[2].run_id}.lock"
     with store.exclusive(lock):
@@ -126,6 +134,7 @@ def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(text, tm
         )
     assert [run.name for run in result.runs] == [config.run_id for config in configs[:2]]
     assert "another process is training" in result.failures[configs[2].run_id]
+    assert pools[0].steps() == {config.run_id: config.steps for config in configs[:2]}
     for config, run in zip(configs, result.runs, strict=False):
         alone = normlab.train(config, tmp_path / "alone", cache_dir=tmp_path / "cache", progress=False)
         assert (alone.path / runs.STATS).read_bytes() == (run.path / runs.STATS).read_bytes()

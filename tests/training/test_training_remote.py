@@ -1,4 +1,4 @@
-"""Runs at an address: published, resumed and read by machines that share nothing else."""
+"""Runs at an address: uploaded when they have ended, and found and read by machines that share nothing else."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -35,19 +35,18 @@ def names(address: str) -> set[str]:
     return {name[len(root.rstrip("/")) + 1 :] for name in files.find(root)}
 
 
-def test_another_machine_goes_on_from_a_published_checkpoint_and_a_third_finds_the_run(
-    machine, text, done, go, stop, monkeypatch
-):
+def test_a_finished_run_is_uploaded_whole_and_another_machine_finds_it(machine, text, done, go, stop, monkeypatch):
     address, config = "memory://bucket/runs", tiny(text)
     stop(config, address, 5)
-    work = f".partial/{config.run_id}"
-    assert {name.rsplit("/", 1)[0] for name in names(address)} == {f"{work}/checkpoint-5"}
-    machine(1)
+    assert not names(address), "a checkpoint stays on its machine"
     run = go(config, address)
     assert run.manifest["measured"]["resumed_from_step"] == 5
     assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
     assert names(address) == {f"{config.run_id}/{path.name}" for path in run.path.iterdir()}
     assert not any(path.name == store.PARTIAL for path in run.path.parent.iterdir())
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+    go(config, address)
+    assert f"{config.run_id}/{store.MANIFEST}" in names(address), "an upload that broke off is made up for"
     machine(2)
     columns = runs.STATS_COLUMNS
     measured = normlab.load_runs(address).query("metric != 'tokens_per_s'")
@@ -69,18 +68,13 @@ def test_a_packed_run_is_finished_and_is_read_from_an_address(text, done, go, tm
     pd.testing.assert_frame_equal(normlab.load_runs(f"file://{copy.parent}"), done.table())
 
 
-def test_what_is_half_published_is_not_taken(machine, text, done, go, stop, tmp_path):
+def test_what_is_half_uploaded_is_not_taken(machine, text, done, go, tmp_path):
     address, config = f"file://{tmp_path}/bucket", tiny(text)
-    stop(config, address, 5)
-    (tmp_path / "bucket" / ".partial" / config.run_id / "checkpoint-5" / "files.json").unlink()
-    (tmp_path / "bucket" / config.run_id).mkdir()
+    (tmp_path / "bucket" / config.run_id).mkdir(parents=True)
     (tmp_path / "bucket" / config.run_id / runs.STATS).touch()
-    machine(1)
     with pytest.raises(NormlabError, match="no runs in file://"):
         normlab.load_runs(address)
-    with pytest.warns(UserWarning, match="checkpoint-5 is not whole .files.json is missing.: it is not used"):
-        run = go(config, address)
-    assert run.manifest["measured"]["resumed_from_step"] == 0
+    go(config, address)
     assert pd.read_parquet(f"{address}/{config.run_id}/{runs.STATS}").equals(pd.read_parquet(done.path / runs.STATS))
 
 
