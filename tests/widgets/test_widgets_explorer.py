@@ -127,7 +127,7 @@ def test_theory_is_a_line_with_rings_where_it_says_something():
     assert "with rings: theory, before training" in said
     gradient = remarks(table(), configs_of(table()), "block_in_grad|grad_l2_mean")
     assert "theory says nothing here of the gradient norm of a token" in gradient
-    wide = {"model": {"initializer_range": 0.1}}  # it is of the models that the runs had
+    wide = {"init_std": 0.1}  # it is of the models that the runs had
     explorer = NormExplorer(table(), configs=configs_of(table(), **wide))
     explorer.theory = True
     assert drawn(explorer.figure, "bhyt theory") == pytest.approx(predicted("bhyt", 4, **wide))
