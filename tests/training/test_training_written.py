@@ -134,7 +134,7 @@ def test_a_full_disk_is_one_line_leaves_nothing_half_written_and_the_run_goes_on
     _break_off(monkeypatch, go, config, tmp_path, error)
     work = tmp_path / store.PARTIAL / config.run_id
     assert not (tmp_path / config.run_id).exists()
-    assert {path.name for path in work.iterdir()} == {"checkpoint-3", "progress"}
+    assert {path.name for path in work.iterdir()} == {"checkpoint-3", store.ROWS}
     run = go(config, tmp_path)
     assert run.manifest["measured"]["resumed_from_step"] == 3
     assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
