@@ -70,7 +70,7 @@ class BackgroundRun:
         for path in self._files():
             path.unlink(missing_ok=True)  # of the process before
         self._points.clear()
-        self._read, self._stopping, self.reason, self.state = 0, False, "", STARTING
+        self.step, self._read, self._stopping, self.reason, self.state = 0, 0, False, "", STARTING
         command = [sys.executable, "-m", "normlab", "train", *self.config.to_arguments(), "--quiet"]
         command += ["--out", str(self.out)] + ([] if self.cache_dir is None else ["--cache-dir", str(self.cache_dir)])
         # Modules that can be imported here can be imported there.
