@@ -43,7 +43,7 @@ _ON_DARK = {
 # What schemes that choose none are drawn with. To every kind of colour vision, no two of these colours
 # come near each other (tests/figures/test_figures_looks.py); every dash differs from the next in ink or in period.
 COLORS = ("#000000", "#009e73", "#e69f00", "#cc79a7", "#0072b2", "#56b4e9", "#d55e00")
-DASHES = ("dashdot", "24px,4px", "2px,9px", "dot", "dash", "solid", "15px,15px")
+DASHES = ("dashdot", "24px,4px", "2px,9px", "dot", "dash", "solid", "15px,15px", "6px,18px")
 _INKS = {
     "light": {"text": "#1f2933", "soft": "#52606d", "grid": "#e8eaed", "axis": "#9aa5b1", "paper": "#ffffff"},
     "dark": {"text": "#e6e8eb", "soft": "#a9b1bb", "grid": "#2c3138", "axis": "#5d6670", "paper": "#14171b"},
