@@ -73,8 +73,8 @@ def _attend_half_cpu(
 class CausalAttention(torch.autograd.Function):
     """``softmax(s q k^T) v`` over keys up to the query's own.
 
-    Scores and softmax are float32. The weights, and all products of the backward pass, are rounded to v's dtype, as
-    flash attention does on a GPU. PyTorch's kernel for a CPU either rounds nothing or is slow.
+    Scores and softmax are float32. The weights, and all products of the backward pass, are rounded to v's dtype, the
+    gradient of the weights too. PyTorch's kernel for a CPU either rounds nothing or is slow.
 
     Shapes: q ``(batch, heads, tokens, d_head)``; k and v ``(batch, kv_heads, tokens, d_head)``; the result is q's.
     """
