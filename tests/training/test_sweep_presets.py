@@ -282,7 +282,7 @@ def test_every_run_of_the_grid_has_one_recipe():
     assert {(c.corpus, c.dtype, c.steps, c.gain_lr_ratio, c.clip, c.store_all) for c in plan} == {
         ("packages", "bfloat16", 6000, 1.0, 5.0, True)
     }
-    assert {c.init_std for c in plan} == {0.04, 0.057, 0.08} and init_std(128) == 0.057
+    assert {c.init_std for c in plan} == {0.04, 0.057, 0.08} and init_std(128) == 0.04
     assert {c.warmup for c in plan if c.scheme not in tagged("warmed_up")} == {0.1}
 
 
