@@ -408,6 +408,7 @@ def _figures(
 
     try:
         from normlab.figures import draw_all
+        from normlab.figures.theme import CONFIG
     except ImportError as error:
         raise NormlabError(str(error)) from error
     folder = Path(out)
@@ -422,7 +423,7 @@ def _figures(
     with whole_files(folder) as staged:
         for name, figure in tqdm(every, "figures", disable=quiet, leave=False):
             drawn[name] = figure
-            figure.write_html(staged / f"{name}.html", include_plotlyjs=True)
+            figure.write_html(staged / f"{name}.html", include_plotlyjs=True, config=CONFIG)
         images, missing = save_images(drawn, staged)
     written = [*(f"{name}.html" for name in drawn), *(path.name for path in images)]
     print("\n".join(str(folder / name) for name in written))

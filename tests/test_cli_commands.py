@@ -118,6 +118,7 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(text, capsys, mo
     assert printed.count(".html") == len(names) and "train with experiment_blocks" in err
     for page in (text.parent / "figures").iterdir():  # plotly itself is inside: nothing is fetched
         assert "<script src=" not in page.read_text() and page.stat().st_size > 1_000_000
+        assert '"showSendToCloud": false' in page.read_text()
     assert "normlab: warning: left out: run" in err and export.NO_BROWSER in err
     assert main(["figures", str(out), "--depth", "7", "--out", str(text.parent / "deep"), "--quiet"]) == 2
     assert "error: No run of depth 7 in the table, which has depth 2." in capsys.readouterr().err

@@ -15,6 +15,8 @@ from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED
 from normlab.errors import NormlabError
 from normlab.schemes import SCHEMES
 
+# plotly's options of every figure's toolbar. Its button for sharing would upload the figure.
+CONFIG = {"displaylogo": False, "showSendToCloud": False}
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', sans-serif"
 # plotly sets a title of several lines higher than one of a single line, above the edge of the page.
 LINES_PAD = 28

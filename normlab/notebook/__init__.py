@@ -55,9 +55,12 @@ def prepare(
 
         logging.disable_progress_bar()
     pd.set_option("display.max_colwidth", None)
-    if images:
-        import plotly.io as pio
+    import plotly.io as pio
 
+    from normlab.figures.theme import CONFIG
+
+    pio.renderers["plotly_mimetype"].config = CONFIG
+    if images:
         pio.renderers.default = "plotly_mimetype+png"
         pio.renderers["png"].width = 1280
     if fast:

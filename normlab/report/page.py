@@ -26,6 +26,7 @@ from normlab.figures.report import (
     recorded_map,
     skip_costs,
 )
+from normlab.figures.theme import CONFIG
 from normlab.probes.metrics import metric_row
 from normlab.report.measure import Measured
 
@@ -46,7 +47,7 @@ def write_plotly(folder: Path) -> None:
 def write_page(folder: Path, title: str, parts: Sequence[str | go.Figure]) -> Path:
     """Write `report.html` with its plotly.js. `parts`: HTML, or figures."""
     write_plotly(folder)
-    options: dict[str, Any] = dict(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+    options: dict[str, Any] = dict(full_html=False, include_plotlyjs=False, config=CONFIG)
     texts = [part if isinstance(part, str) else part.to_html(**options) for part in parts]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'

@@ -51,7 +51,8 @@ def page_of(notebook: NotebookNode) -> str:
 def test_a_page_holds_its_figures_and_shares_plotly():
     figure = nbformat.v4.new_output("display_data", {PLOTLY: json.loads(loss_curves(table()).to_json())})
     page = page_of(executed(figure))
-    assert page.count("Plotly.newPlot(") == 1 and '<script src="plotly.min.js"></script>' in page
+    assert page.count("Plotly.newPlot(") == page.count("showSendToCloud: false") == 1  # no button that uploads
+    assert '<script src="plotly.min.js"></script>' in page
     assert len(page) < 1_000_000 and "plotly.js v" not in page and "/elsewhere" not in page
     assert "<title>Growth</title>" in page
     assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=.https?:", page)

@@ -16,9 +16,10 @@ from normlab.training.sweep import SweepResult
 
 @pytest.fixture(autouse=True)
 def plotly_as_it_was():
-    default, width = pio.renderers.default, pio.renderers["png"].width
+    default, width, config = pio.renderers.default, pio.renderers["png"].width, pio.renderers["plotly_mimetype"].config
     yield
     pio.renderers.default, pio.renderers["png"].width = default, width
+    pio.renderers["plotly_mimetype"].config = config
 
 
 @pytest.fixture
@@ -39,6 +40,12 @@ def test_figures_are_shown_as_plotly_chose_unless_images_are_asked_for(chosen):
     assert prepare("somewhere") == Path("somewhere") and pio.renderers.default == chosen
     prepare("somewhere", images=True)
     assert pio.renderers.default == "plotly_mimetype+png"
+
+
+def test_no_figure_in_jupyterlab_offers_an_upload():
+    prepare("somewhere")
+    shown = pio.renderers["plotly_mimetype"].to_mimebundle({"data": [], "layout": {}})
+    assert shown["application/vnd.plotly.v1+json"]["config"]["showSendToCloud"] is False
 
 
 def test_away_from_a_checkout_what_comes_with_normlab_is_read(tmp_path, monkeypatch):

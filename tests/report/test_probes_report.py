@@ -53,6 +53,7 @@ def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(sa
     assert list(table.columns) == ["site", "layer", "metric", "mask", "value"]
     assert {"token_l2_mean", "grad_l2_mean", "attention_entropy", "update_effective_rank"} <= set(table["metric"])
     page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("Plotly.newPlot(") == page.count('"showSendToCloud": false') > 0  # no button that uploads
     assert "skip_delta_loss" in page and "Do not apply to this model: saturation" in page
     assert len(page) < 1_000_000 and page.count("<script src=") == page.count('<script src="plotly.min.js">') == 1
     assert (tmp_path / "out" / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page

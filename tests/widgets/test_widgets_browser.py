@@ -113,6 +113,7 @@ def test_keys_are_the_readers_and_controls_and_plots_have_names_and_the_pages_th
         assert size.startswith("size of the residual stream, ")
         named = page.locator(".js-plotly-plot .main-svg[role=img]").get_attribute("aria-label")
         assert named.startswith("loss added by skipping it, ")
+        assert page.locator(".modebar-btn").count() and not page.locator(".modebar-btn[data-title^=Share]").count()
         cells = page.locator(".jp-Notebook .jp-Cell").count()
         for control in (fader, page.locator(".live select").first, page.locator(".live button").first):
             control.focus()

@@ -2,7 +2,7 @@
    in nothing but their numbers and the title are not laid out anew. Used by the widget and by the page without a kernel. */
 function plotter(Plotly, element, clicked = () => {}) {
   const NUMBERS = new Set(["x", "y", "customdata"]);
-  const CONFIG = { displaylogo: false };
+  const CONFIG = { displaylogo: false, showSendToCloud: false };
   const STILL = { mode: "immediate", transition: { duration: 0 }, frame: { duration: 0, redraw: false } };
   let wanted = null, last = null, frame = null, drawing = false, listening = false, width = 0;
 
