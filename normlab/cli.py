@@ -362,7 +362,9 @@ def _compare(
     b: Annotated[str, flag("what it is compared with")],
     /,
     *,
-    runs: Annotated[tuple[str, ...], flag("runs, or directories of runs (default: runs)"), SEVERAL] = ("runs",),
+    runs: Annotated[
+        list[str] | None, flag("runs, or directories of runs (default: runs, else those of normlab)"), SEVERAL
+    ] = None,
     metric: Annotated[str, flag("a name of normlab.figures.METRICS")] = "loss",
     depth: Annotated[Whole | None, flag("only this depth")] = None,
     width: Annotated[Whole | None, flag("default: the one with most runs")] = None,
@@ -376,15 +378,19 @@ def _compare(
     """Compare two schemes: their difference, paired by seed, with its interval."""
     from normlab import packed
     from normlab.analysis.compare import compare, report
+    from normlab.release import shipped
     from normlab.runs import MANIFEST, load_runs, read_run
 
     if all((Path(name) / MANIFEST).is_file() or packed.holds(Path(name)) for name in (a, b)):
-        runs = (a, b)
+        runs = [a, b]
         a, b = (read_run(name).name for name in runs)
         if a == b:
             raise NormlabError(f"{runs[0]} and {runs[1]} are runs of one configuration: name two that differ")
+    if runs is None and not Path("runs").exists():
+        runs = [str(shipped("runs"))]
+        print(f"normlab: there is no folder runs here: these are the runs of {runs[0]}", file=sys.stderr)
     place: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
-    table = compare(load_runs(runs), a, b, metric, depth=depth, width=width, level=level, **place)
+    table = compare(load_runs(runs or "runs"), a, b, metric, depth=depth, width=width, level=level, **place)
     print(report(table, level))
     return 0
 
@@ -556,9 +562,22 @@ def _bench(
 
 
 @command("schemes")
-def _schemes() -> int:
-    """List every scheme with formula, paper, parameters and cost."""
+def _schemes(
+    *, wide: Annotated[bool, flag("one line each, with family, whole sources, parameters and cost"), SWITCH] = False
+) -> int:
+    """List every scheme with formula and paper."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     from normlab.models.costs import table
 
-    print(table().to_string(index=False))
+    rows = table()
+    if wide:
+        print(rows.to_string(index=False))
+        return 0
+    listed = Table("name", "formula", "paper", box=None, pad_edge=False)
+    for row in rows.itertuples():
+        listed.add_row(*map(Text, (row.name, row.formula, row.paper)))
+    Console(width=100, highlight=False).print(listed)
     return 0

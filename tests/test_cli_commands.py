@@ -14,6 +14,7 @@ from training_helpers import TINY, tiny, write_run, write_text
 import normlab
 from normlab import runs
 from normlab.cli import COMMANDS, main
+from normlab.schemes import SCHEMES
 from normlab.training import sweep as sweep_module
 
 TINY_FLAGS = [item for name, value in TINY.items() for item in ("--" + name.replace("_", "-"), str(value))]
@@ -100,6 +101,14 @@ def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(text, capsys
     assert (asked["workers"], asked["threads"], asked["progress"]) == (3, 2, False)
     out, err = capsys.readouterr()
     assert "1 runs, 1 finished" in out and "normlab: failed: other-run: it broke" in err
+
+
+def test_the_schemes_are_listed_in_a_hundred_columns(capsys):
+    assert main(["schemes"]) == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 100 and all(f"\n{name} " in narrow for name in SCHEMES)
+    assert main(["schemes", "--wide"]) == 0
+    assert "operations" in capsys.readouterr().out
 
 
 def test_figures_are_written_and_an_unreadable_run_is_a_warning(text, capsys, monkeypatch):

@@ -36,6 +36,17 @@ def test_it_takes_every_choice_of_the_explorer(folder, capsys):
     assert f"{found['estimate']:.4g}  [{found['low']:.4g}, {found['high']:.4g}]  different: bhyt is lower" in line
 
 
+def test_without_runs_here_those_that_come_with_normlab_are_compared(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("normlab.release.shipped", lambda name: folder)
+    assert main(["compare", "lns", "pre_rmsnorm"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("different: lns is higher") == 2 and str(folder) in err
+    write_runs(tmp_path / "runs", schemes=("lns", "bhyt"))
+    assert main(["compare", "lns", "bhyt"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_run_is_not_compared_with_another_of_its_name(folder, tmp_path, capsys):
     run = sorted(folder.iterdir())[0]
     copy = shutil.copytree(run, tmp_path / run.name)
