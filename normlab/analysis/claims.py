@@ -2,7 +2,7 @@
 
 learned       which runs are below the n-gram baselines
 losses        held-out losses, a row per scheme and a column per depth, to look at
-extremes      the schemes with the largest and the smallest value after the last block
+extremes      the schemes with the largest and the smallest value after the last block; `apart`: in a sentence
 against       one scheme against several others, before and after training
 growth        how many times larger the stream is after the last block than after the first
 depth_gain    how much more blocks lower the loss
@@ -23,6 +23,7 @@ import pandas as pd
 from normlab.analysis.compare import compare, last_values
 from normlab.analysis.selection import (
     choose,
+    deepest,
     depths_of_most,
     experiments_of,
     has_learned,
@@ -105,6 +106,17 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
             )
     table = pd.DataFrame(found, columns=["depth", "learning_rate", "when", "largest", "smallest", "factor"])
     return table.sort_values(["depth", "when"], ascending=[True, False], ignore_index=True)
+
+
+def apart(runs: pd.DataFrame) -> str:
+    """`extremes` in a sentence, of the deepest models that three schemes share; empty where two schemes share none."""
+    found = extremes(runs)
+    found = found[found["depth"] == deepest(runs)]
+    if found.empty:
+        return ""
+    depth, rate = found.loc[found.index[0], ["depth", "learning_rate"]]
+    times = [f"{row.factor:.1f} {row.when} ({row.largest}, {row.smallest})" for row in found.itertuples()]
+    return f"The largest stream after the last of {depth} blocks over the smallest: {', '.join(times)}; {rate}."
 
 
 def against(

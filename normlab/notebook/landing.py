@@ -1,4 +1,4 @@
-"""The landing page of a folder of notebooks' pages: findings of the runs, and a card per notebook."""
+"""The landing page of a folder of notebooks' pages: a model to try, a sentence on the runs, and links."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.files import whole_files
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
+from normlab.release import DATA
 from normlab.runs import find_runs, read_run
 from normlab.training.grids import CLEARLY
 
+SHIPPED = DATA / "runs"  # the study's, in a checkout
+HERE, COME_ALONG = "Trained on this machine just now", "Runs that come with normlab"
 PICTURE_TAG = "picture"  # of the cell whose figure is on the card; default: the first figure
+CARD_TAG = "card:"  # prefix of a tag of the first cell: the notebook has a card with this heading, others a line
 
 
 def findings(path: str | Path) -> dict[str, str]:
@@ -106,24 +110,39 @@ def sentence_of(claim: str) -> str:
     return re.split(r"(?<=[.?!])\s+(?=[A-Z])", text)[0]
 
 
-def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | Path) -> Path:
-    """Write `index.html` in `folder`: findings of `runs`, then a card per executed notebook, and the explorer's.
+def heading_of(notebook: NotebookNode) -> str:
+    """The heading of the notebook's card, from its tag; empty where it has none."""
+    tags = notebook.cells[0].metadata.get("tags", ()) if notebook.cells else ()
+    return next((tag.removeprefix(CARD_TAG) for tag in tags if tag.startswith(CARD_TAG)), "")
 
-    A card has a picture and a sentence, and links to the notebook's page.
+
+def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | Path) -> Path:
+    """Write `index.html` in `folder`: the live model, a sentence on `runs`, cards and links of executed notebooks.
+
+    If `runs` were made here, those that come with normlab have their sentence below. A notebook with a card has its
+    picture there; the others have a line.
 
     Raises:
         NormlabError: no notebook has a page.
     """
-    folder, cards = Path(folder), []
+    folder, cards, links = Path(folder), [], []
     for path in map(Path, executed):
         notebook = nbformat.read(path, as_version=4)
         (title, claim), picture = claim_of(notebook), picture_of(notebook)
-        card = {"page": f"{path.stem}.html", "title": title or path.stem, "sentence": sentence_of(claim)}
-        cards.append(card | ({"picture": _picture(picture)} if picture is not None else {}))
-    if not cards:
+        entry = {"page": f"{path.stem}.html", "title": title or path.stem, "sentence": sentence_of(claim)}
+        if heading := heading_of(notebook):
+            drawn = {} if picture is None else {"picture": _picture(picture)}
+            cards.append(entry | {"title": heading} | drawn)
+        else:
+            links.append(entry)
+    if not cards + links:
         raise NormlabError(f"no notebook has a page in {folder}: there is nothing to link to")
-    about = {"metadata": {"name": "index"}, "cards": cards, "found": findings(runs)}
-    about |= {"explorer": EXPLORER_FILE, "model": MODEL_FILE}
+    sets: dict[str, str | Path] = {} if Path(runs).resolve() == SHIPPED else {HERE: runs}
+    if SHIPPED.is_dir():
+        sets[COME_ALONG] = SHIPPED
+    said = {heading: claims.apart(normlab.load_runs(path)) for heading, path in sets.items()}
+    about = {"metadata": {"name": "index"}, "cards": cards, "links": links, "found": findings(runs), "said": said}
+    about |= {"explorer": EXPLORER_FILE, "model": MODEL_FILE if (folder / MODEL_FILE).is_file() else ""}
     page, _ = NotebookPage(template_name="landing").from_notebook_node(nbformat.v4.new_notebook(), about)
     with whole_files(folder) as staged:
         (staged / "index.html").write_text(page, encoding="utf-8")

@@ -207,6 +207,11 @@ def test_the_extremes_are_the_geometric_means_of_the_last_layer():
     assert row["largest"] == f"Pre-LN {last['pre_rmsnorm']:.3g}" and row["smallest"] == f"BHyT {last['bhyt']:.3g}"
     assert row["factor"] == pytest.approx(last["pre_rmsnorm"] / last["bhyt"], abs=0.01)
     assert claims.extremes(table(("lns",))).empty, "one scheme is neither"
+    assert claims.apart(table(("lns",))) == ""
+    deep = found[found["depth"] == 4]
+    said = claims.apart(table(SCHEMES, depths=(2, 4)))
+    assert "after the last of 4 blocks" in said
+    assert all(f"{row.factor:.1f} {row.when} ({row.largest}, {row.smallest})" in said for row in deep.itertuples())
 
 
 def test_a_scheme_beside_others_is_compared_before_and_after_and_judged_as_one_family():

@@ -1,5 +1,6 @@
 """The first page: what the runs say, in sentences computed from them; a picture and a sentence per notebook."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -11,8 +12,11 @@ from browser_helpers import page_of
 from figures_helpers import activation, final_loss, table
 from notebook_helpers import NOTEBOOKS, PLOTLY, write_runs
 
+from normlab import load_runs
+from normlab.analysis import claims
 from normlab.errors import NormlabError
 from normlab.figures import layer_growth, loss_curves
+from normlab.notebook import landing
 from normlab.notebook.exporters import claim_of
 from normlab.notebook.landing import findings, picture_of, sentence_of, write_index
 from normlab.runs import MANIFEST
@@ -101,22 +105,32 @@ def test_the_tagged_cell_gives_the_picture_else_the_first_figure_does():
     assert picture_of(executed()) is None
 
 
-def test_the_index_leads_to_every_page_with_a_picture_and_a_sentence(tmp_path, chromium):
+def test_the_index_leads_to_every_page_and_says_which_runs_a_sentence_is_of(tmp_path, monkeypatch, chromium):
     from plotly.offline import get_plotlyjs
 
     runs = known(write_runs(tmp_path / "runs", depths=(2,)))
-    nbformat.write(executed(loss_curves(table())), tmp_path / "one.ipynb")
+    shipped = write_runs(tmp_path / "shipped", depths=(3,), seeds=[0])
+    monkeypatch.setattr(landing, "SHIPPED", shipped)
+    asked = executed(loss_curves(table()))
+    asked.cells[0].metadata["tags"] = ["card:Does it?"]
+    nbformat.write(asked, tmp_path / "one.ipynb")
     nbformat.write(executed(claim="`code` & <b>. More."), tmp_path / "two.ipynb")
     (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
     page = write_index(tmp_path, [tmp_path / "one.ipynb", tmp_path / "two.ipynb"], runs).read_text(encoding="utf-8")
     links = re.findall(r'href="([^"#]+)"', page)
-    assert list(dict.fromkeys(links)) == ["model/index.html", "explorer.html", "one.html", "two.html"]
+    assert list(dict.fromkeys(links)) == ["one.html", "explorer.html", "two.html"]
     assert "It grows." in page and "With depth" not in page and "More" not in page
+    assert ">Does it?</a>" in page and claims.apart(load_runs(runs)) in html.unescape(page)
+    assert html.unescape(page).count(claims.apart(load_runs(shipped))) == 1
     with page_of(chromium) as (view, _):
         view.goto((tmp_path / "index.html").as_uri())
         view.wait_for_function("() => document.querySelector('.card img')?.naturalWidth === 760")
         assert view.locator(".card img").count() == 1 and view.locator(".card img").get_attribute("alt")
+        view.locator("summary").click()
         assert "float32 on a CPU with AVX2" in view.locator("dl").inner_text()
+    monkeypatch.setattr(landing, "SHIPPED", runs)
+    page = write_index(tmp_path, [tmp_path / "one.ipynb"], runs).read_text(encoding="utf-8")
+    assert landing.HERE not in page and landing.COME_ALONG in page
 
 
 def test_an_index_of_nothing_is_refused(tmp_path):
