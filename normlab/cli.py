@@ -290,10 +290,10 @@ def _sweep(
 
 
 def _write_csv(table: Any, path: str) -> None:
-    from normlab.files import whole_files
+    from normlab.files import whole_file
 
-    with whole_files(Path(path).parent) as staged:
-        table.to_csv(staged / Path(path).name, index=False)
+    with whole_file(Path(path)) as staged:
+        table.to_csv(staged, index=False)
     print(path)
 
 

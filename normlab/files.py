@@ -1,5 +1,6 @@
 """Files that are written whole or not at all.
 
+whole_file     one file
 whole_files    files of a folder, each under its name once all are written
 whole_folder   a folder that is there once all of it is
 publish, sync  the steps of both
@@ -14,6 +15,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STAGED = ".writing"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write a file at. It takes the place of `path` when the block ends; a failing block changes nothing.
+
+    Several processes may write the same file. The last one stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.{os.getpid()}{STAGED}")
+    try:
+        yield staged
+        sync(staged)
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from normlab import packed
 from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, in_one_line
 from normlab.files import publish as publish
+from normlab.files import whole_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -260,13 +261,8 @@ def check_root(root: str | Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON through a temporary name, so that a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with whole_file(path) as staged:
+        staged.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def write_stats(path: Path, frame: pd.DataFrame) -> None:

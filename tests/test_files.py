@@ -8,7 +8,7 @@ from figures_helpers import table
 
 from normlab import cli
 from normlab.analysis import published
-from normlab.files import STAGED, whole_files, whole_folder
+from normlab.files import STAGED, whole_file, whole_files, whole_folder
 from normlab.notebook.exporters import share_plotly
 from normlab.widgets.plot import write_page
 
@@ -36,6 +36,18 @@ def test_files_take_their_names_together_and_pages_come_last(tmp_path, monkeypat
     assert moved == ["a.csv", "b.csv", "c.csv", "a.html"]
     assert names(tmp_path) == {"a.csv", "a.html", "b.csv", "in/c.csv", "other"}
     assert (tmp_path / "a.csv").read_text() == "new" and not (tmp_path / STAGED).exists()
+
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "in" / "a.csv"
+    for content in ("first", "second"):
+        with whole_file(path) as staged:
+            staged.write_text(content)
+            assert not path.exists() if content == "first" else path.read_text() == "first"
+        with pytest.raises(KeyboardInterrupt), whole_file(path) as staged:
+            staged.write_text("half")
+            raise KeyboardInterrupt
+        assert path.read_text() == content and names(tmp_path) == {"in/a.csv"}
 
 
 def test_a_folder_appears_once_it_is_whole(tmp_path):

@@ -19,7 +19,7 @@ from normlab.analysis import claims
 from normlab.analysis.selection import choose, deepest, seeds_in_words, title_of
 from normlab.errors import NormlabError
 from normlab.figures import themed
-from normlab.files import whole_files
+from normlab.files import whole_file
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
 from normlab.release import DATA
 from normlab.runs import find_runs, read_run
@@ -144,8 +144,8 @@ def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | 
     about = {"metadata": {"name": "index"}, "cards": cards, "links": links, "found": findings(runs), "said": said}
     about |= {"explorer": EXPLORER_FILE, "model": MODEL_FILE if (folder / MODEL_FILE).is_file() else ""}
     page, _ = NotebookPage(template_name="landing").from_notebook_node(nbformat.v4.new_notebook(), about)
-    with whole_files(folder) as staged:
-        (staged / "index.html").write_text(page, encoding="utf-8")
+    with whole_file(folder / "index.html") as staged:
+        staged.write_text(page, encoding="utf-8")
     return folder / "index.html"
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import normlab
 from normlab.errors import NormlabError
-from normlab.files import whole_files
+from normlab.files import whole_file
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, NotebookPage, share_plotly
 from normlab.notebook.landing import write_index
 from normlab.release import shipped_models
@@ -68,9 +68,8 @@ def write_pages(
             cells = parameterize_notebook(load_notebook_node(str(notebook)), {"RUNS": str(runs)})
             where = {"metadata": {"path": str(notebook.parent)}}
             NotebookClient(cells, resources=where, extra_arguments=["--log-level=ERROR"]).execute(env=environment)
-            writing = done.with_suffix(".writing")
-            nbformat.write(cells, writing)
-            writing.replace(done)
+            with whole_file(done) as staged:
+                nbformat.write(cells, staged)
         return done
 
     shown: list[Path] = []
@@ -83,8 +82,8 @@ def write_pages(
             written.unlink(missing_ok=True)  # an older page must not pass for this one
             try:
                 page, _ = NotebookPage().from_filename(str(task.result()))
-                with whole_files(out) as staged:
-                    (staged / written.name).write_text(page, encoding="utf-8")
+                with whole_file(written) as staged:
+                    staged.write_text(page, encoding="utf-8")
                 shown.append(task.result())
             except CellExecutionError as error:
                 failed[notebook] = f"{error.ename}: {error.evalue}"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from normlab.files import whole_file
 from normlab.probes.forward_call import CallInputs
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.observe import (
@@ -194,7 +195,8 @@ class LayerStatsCallback(TrainerCallback):
             self._observer.close()
         self._trackers.close()
         if self._path is not None and state.is_world_process_zero:
-            self.to_pandas().to_parquet(self._path, index=False)
+            with whole_file(Path(self._path)) as staged:
+                self.to_pandas().to_parquet(staged, index=False)
 
 
 def _micro_batches(whole: int, step: int, loader: Any) -> int:

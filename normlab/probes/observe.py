@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import re
 import warnings
 from collections import deque
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
+from normlab.files import whole_file
 from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
@@ -117,9 +117,8 @@ class Readings:
         self._tables.append(table)
         self._last.append(table.loc[table["mask"] == "all", COLUMNS])
         if self._path is not None:
-            staged = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")  # every rank writes it
-            _joined(self._last).to_csv(staged, index=False)
-            os.replace(staged, self._path)
+            with whole_file(self._path) as staged:  # every rank writes it
+                _joined(self._last).to_csv(staged, index=False)
 
     def forget(self, since: int) -> None:
         """Drop what was read at step `since` and later."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from normlab.errors import NormlabError
+from normlab.files import whole_file
 from normlab.probes.accumulate import merge_moments
 from normlab.probes.metrics import METRICS, Metric, site_order
 from normlab.probes.statistics import FIXED_SHAPE, MERGE, READOUT
@@ -294,9 +295,9 @@ class LayerStats:
         types = dict.fromkeys(KEY_NAMES, pyarrow.string()) | dict.fromkeys(NUMBER_NAMES, pyarrow.float64())
         types |= dict.fromkeys(("layer", "width"), pyarrow.int64()) | {"array": pyarrow.list_(pyarrow.float64())}
         table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(types))
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(table.replace_schema_metadata({"normlab.stats": json.dumps(head)}), path)
+        path, table = Path(path), table.replace_schema_metadata({"normlab.stats": json.dumps(head)})
+        with whole_file(path) as staged:
+            pyarrow.parquet.write_table(table, staged)
         return path
 
     @classmethod

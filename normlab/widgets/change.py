@@ -17,6 +17,7 @@ from normlab.figures.one_model import MEASURED, Answer
 from normlab.norms.gain import gain_centre
 from normlab.probes import record, sites
 from normlab.probes.experiments import evaluating
+from normlab.probes.layout import hidden_state, output_tensor, with_output
 from normlab.probes.sites import Block
 
 SLOPES = {"lam": "λ", "alpha": "α"}  # the parameter in front of x inside a tanh or erf norm
@@ -163,19 +164,19 @@ def _writer(block: Block, part: str, written: Written) -> nn.Module:
 
 
 def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:
-    return output * share if isinstance(output, Tensor) else (output[0] * share, *output[1:])
+    return with_output(output, output_tensor(output) * share)
 
 
 def _dim_block(share: float, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """In the form of the output: a tensor, or a tuple whose first element is the hidden state."""
-    before = args[0] if args else kwargs["hidden_states"]
-    after = output if isinstance(output, Tensor) else output[0]
+    """The block's output with only a share of what the block adds to its input."""
+    before = hidden_state(args, kwargs)[0]
+    after = output_tensor(output)
     mixed = before
     if share != 0.0:
         if before.shape != after.shape:
             raise NormlabError("a block that opens several streams can be skipped, not dimmed")
         mixed = before + share * (after - before)
-    return mixed if isinstance(output, Tensor) else (mixed, *output[1:])
+    return with_output(output, mixed)
 
 
 def ask(model: nn.Module, tokens: Tensor, change: Change) -> Answer:

@@ -23,7 +23,7 @@ from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from normlab.errors import in_one_line
-from normlab.files import whole_files
+from normlab.files import whole_file
 
 
 def static_text(*names: str) -> str:
@@ -48,8 +48,8 @@ def write_page(path: str | Path, scripts: Sequence[str], data: Any, **parts: str
     inside = {"style": static_text("pages.css"), "script": static_text("page.js", *scripts), "data": packed}
     for name, part in (inside | parts).items():
         page = page.replace(f"/*{name}*/", part)
-    with whole_files(path.parent) as staged:
-        (staged / path.name).write_text(page, encoding="utf-8")
+    with whole_file(path) as staged:
+        staged.write_text(page, encoding="utf-8")
     return path
 
 
