@@ -130,7 +130,7 @@ class Pack:
         """NormlabError naming the file, and the run if it is about one."""
         try:
             yield
-        except FileNotFoundError:
+        except (FileNotFoundError, MemoryError):
             raise
         except Exception as error:  # pyarrow raises several kinds, OSError among them
             what = f"run {self.folder / run}: {FILE}" if run else self.folder / FILE
@@ -322,6 +322,8 @@ def _stored(path: Path, name: str) -> pd.DataFrame | None:
         if name == "stats":
             raise NormlabError(f"{path} has no {name}.parquet: it is no finished run, and nothing was packed") from None
         return None
+    except MemoryError:
+        raise
     except Exception as error:  # pyarrow raises several kinds, OSError among them
         raise NormlabError(f"{path / name}.parquet cannot be read ({first_line(error)}): nothing was packed") from None
 

@@ -201,6 +201,8 @@ class Run:
             if (self.path / MANIFEST).exists():
                 return None
             pack = packed.opened(self.path.parent)  # perhaps since the manifest was read
+        except MemoryError:
+            raise
         except Exception as error:  # pyarrow raises several kinds, OSError among them
             raise _unreadable(self.path, file, first_line(error)) from error
         return pack.table(self.path.name, name) if pack is not None and self.path.name in pack.names else None
@@ -314,6 +316,8 @@ def read_run(path: str | Path) -> Run:
         if (path / file).is_file():
             try:
                 check(path / file)
+            except MemoryError:
+                raise
             except Exception as error:  # safetensors and pyarrow raise several kinds
                 raise _unreadable(path, file, first_line(error)) from error
     return Run(path, manifest)

@@ -359,6 +359,21 @@ def test_a_small_file_that_would_fill_the_memory_is_not_unpacked(case, tmp_path,
         load_runs(tmp_path)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_too_little_memory_is_not_a_damaged_run(is_packed, tmp_path, monkeypatch):
+    path = make_run(tmp_path, "schema")
+    (path / runs.WEIGHTS).unlink()
+    if is_packed:
+        packed.pack(tmp_path)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise pa.lib.ArrowMemoryError("malloc of size 66176 failed")
+
+    monkeypatch.setattr(packed, "_read", full)
+    with pytest.raises(MemoryError):
+        load_runs(tmp_path)
+
+
 def test_a_file_is_read_as_it_is_now_whatever_its_date(tmp_path):
     folder = plain(tmp_path, "one", "two")
     packed.pack(folder)
