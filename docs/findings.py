@@ -16,9 +16,10 @@ from tables import table
 
 import normlab
 from normlab.analysis import claims, decisions
-from normlab.analysis.compare import compare, compare_variants, last_values
+from normlab.analysis.compare import compare, compare_variants
 from normlab.analysis.league import League, load, standings
 from normlab.analysis.notebook_tables import curse_of_depth as rates
+from normlab.analysis.quantities import last_values, values_of
 from normlab.analysis.selection import Selection, choose, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, fisher, judged
 from normlab.models import NormlabConfig
@@ -349,10 +350,8 @@ def stream() -> dict[str, str]:
 
 def grown_of(scheme: str, depth: int) -> pd.Series:
     """L2 norm of a token after the last block over that after the first, of each seed."""
-    last, first = (
-        last_values(choose(runs(), depth=depth, same_rate=True), "token_l2_mean", layer=at) for at in (depth, 1)
-    )
-    return (last["value"] / first["value"])[last["scheme"] == scheme]
+    grown = values_of(choose(runs(), depth=depth, same_rate=True), "growth")
+    return grown.loc[grown["scheme"] == scheme, "value"]
 
 
 # Where does attention die?

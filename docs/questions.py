@@ -15,7 +15,7 @@ from tables import table
 
 import normlab
 from normlab.analysis import decisions
-from normlab.analysis.compare import last_values
+from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import Selection, in_order, mean_of, summarize, title_of
 from normlab.analysis.verdicts import differences, judged
 from normlab.errors import NormlabError

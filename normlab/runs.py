@@ -60,6 +60,7 @@ class Row(NamedTuple):
 RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status", "dtype"]
 STATS_COLUMNS = list(Row._fields)
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
+SOURCE = "normlab.source"  # in the attrs of `load_runs`' table: where its runs are
 EXPERIMENT_COLUMNS = list(packed.TABLES["experiments"])
 
 
@@ -448,7 +449,10 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
     A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """
-    return _long(list(_each(path, lambda run: (run, *run._rows())).values()))
+    places = [path] if isinstance(path, str | Path) else list(path)
+    table = _long(list(_each(places, lambda run: (run, *run._rows())).values()))
+    table.attrs[SOURCE] = [str(place) for place in places]
+    return table
 
 
 def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:

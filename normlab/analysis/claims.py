@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.compare import compare, last_values
+from normlab.analysis.compare import compare
+from normlab.analysis.quantities import DEEP, SIZE, last_values, values_of
 from normlab.analysis.selection import (
     choose,
     deepest,
@@ -36,8 +37,6 @@ from normlab.analysis.verdicts import differences, in_words, judged, means
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
-DEEP = 0.5  # the deep blocks are the last half of them
-SIZE = "token_l2_mean"  # of the stream
 MOMENTS = (("before training", 0), ("after training", None))
 
 
@@ -156,11 +155,10 @@ def growth(runs: pd.DataFrame) -> pd.DataFrame:
     """
     chosen = choose(runs, depth=None, same_rate=True)
     layers = [last_values(chosen, SIZE, layer=layer) for layer in range(max(chosen.depths) + 1)]
-    values = []
+    values, grown_from_1 = [], values_of(chosen, "growth")["value"]
     for depth in chosen.depths:
         rows = layers[depth][layers[depth]["depth"] == depth]
         sizes = np.stack([layer["value"].loc[rows.index].to_numpy() for layer in layers[: depth + 1]], 1)
-        ratio = sizes[:, depth] / sizes[:, 1]
         with np.errstate(divide="ignore", invalid="ignore"):
             grown = np.log(sizes) - np.log(sizes[:, 1:2])
             middle = grown[:, [(depth + 1) // 2, depth // 2 + 1]].mean(1)  # the same layer twice if depth is odd
@@ -168,11 +166,11 @@ def growth(runs: pd.DataFrame) -> pd.DataFrame:
                 "one_block": np.fmax.reduce(np.diff(sizes), 1) / sizes[:, -1],
                 "first_half": middle / grown[:, -1],
             }
-        values.append(rows.assign(value=ratio, **shares))
+        values.append(rows.assign(value=grown_from_1[rows.index], **shares))
     table = pd.concat(values)
     shares = table.groupby(["depth", "scheme"])[["one_block", "first_half"]].mean()
     shares = shares.rename_axis(["depth", "a"]).reset_index()
-    return judged(means(table, SIZE)).merge(shares, on=["depth", "a"])
+    return judged(means(table, "growth")).merge(shares, on=["depth", "a"])
 
 
 def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None = None) -> pd.DataFrame:

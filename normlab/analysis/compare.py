@@ -9,13 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from normlab.analysis.quantities import QUANTITIES, quantity_row, values_of
 from normlab.analysis.selection import DIVERGED, Selection, checked, chosen, in_order, summarize
 from normlab.analysis.verdicts import LEVEL, differences, in_words, judged
 from normlab.errors import NormlabError
-from normlab.probes.metrics import metric_row
 
 
 def compare(
@@ -43,7 +42,8 @@ def compare(
         runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate.
             Magnitudes of layers are those of the rate that all schemes share (`normlab.analysis.selection`).
         a, b: schemes; or names of two runs with the same depth, width and seed.
-        metric: a name of `METRICS`; "loss" means the held-out loss unless `split` says "train".
+        metric: a name of `METRICS` or of `normlab.analysis.quantities.QUANTITIES`, such as "growth" or "deep_cost".
+            "loss" means the held-out loss unless `split` says "train".
         site: default: the one of the metric's row in `METRICS`.
         layer: block number; default the last block.
         step: optimizer steps done; default the last, 0 is before training.
@@ -64,8 +64,8 @@ def compare(
         raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
     where: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
     own, everyone = _look(runs, a, b, metric, depth, width, where)
-    values = last_values(own, metric, **where)
-    found = judged(_rows(values, a, b, metric, level, last_values(everyone, metric, **where)), level)
+    values = values_of(own, metric, **where)
+    found = judged(_rows(values, a, b, metric, level, values_of(everyone, metric, **where)), level)
     found.attrs["about"] = own.describe()
     return found
 
@@ -105,8 +105,8 @@ def compare_variants(
         if not {a, b} <= set(group["scheme"]):
             continue
         own, everyone = _look(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
-        groups.append((fields, last_values(own, metric, **where).assign(group=number)))
-        pool.append(last_values(everyone, metric, **where).assign(group=number))
+        groups.append((fields, values_of(own, metric, **where).assign(group=number)))
+        pool.append(values_of(everyone, metric, **where).assign(group=number))
     if not groups:
         raise NormlabError(f"no configuration under which both {a} and {b} were run")
     pooled, found = pd.concat(pool), []
@@ -127,17 +127,18 @@ def _look(
     where: Mapping[str, Any],
 ) -> tuple[Selection, Selection]:
     """The runs of a and b, and those of all schemes that figures show with them."""
-    site = where["site"] or metric_row(metric).default_site
+    site = where["site"] or quantity_row(metric).default_site
     everyone = _select(runs, (a, b), depth, width, same_rate=site != "model")
     about = everyone.runs[everyone.runs["scheme"].isin([a, b])]
     own = Selection(everyone.table[everyone.table["run"].isin(about.index)], about, everyone.has_twins)
     if own.runs.empty:
         at = f"width {int(everyone.runs['width'].iloc[0])}" + (f" and depth {depth}" if depth is not None else "")
         raise NormlabError(f"no run of {a!r} or {b!r} at {at}")
-    wanted = {name: where[name] for name in ("mask", "split", "layer", "step")}
+    wanted = {"metric": metric, "site": site} | {name: where[name] for name in ("mask", "split", "layer", "step")}
     if metric == "loss" and site == "model" and wanted["split"] is None:
         wanted["split"] = "eval"
-    _require_measured(runs, {"metric": metric, "site": site} | wanted)
+    if metric not in QUANTITIES:
+        _require_measured(runs, wanted)
     if where["step"] is None:
         _require_same_length(own.runs, a, b)
     _require_same_text(own.runs, a, b)
@@ -156,38 +157,6 @@ def _rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float, pool:
     return rows
 
 
-def last_values(
-    chosen: Selection,
-    metric: str,
-    *,
-    site: str | None = None,
-    layer: int | None = None,
-    mask: str = "all",
-    split: str | None = None,
-    step: int | None = None,
-) -> pd.DataFrame:
-    """One row per run: `run scheme depth width seed lr dtype value`, at the last step and layer or at those given.
-
-    A diverged run's last value is missing. Its value before it diverged says nothing of the scheme.
-    """
-    site = site or metric_row(metric).default_site
-    if site == "model":
-        rows = chosen.rows("model", metric, split=split or ("eval" if metric == "loss" else None))
-    else:
-        rows = chosen.rows(site, metric, mask, split)
-    if site != "model" or layer is not None:
-        number = rows["layer"].astype("Int64")
-        rows = rows[number == (rows["depth"] if layer is None else layer)]
-    if step is not None:
-        rows = rows[rows["step"] == step]
-    rows = rows.sort_values("step", kind="stable").groupby("run", observed=True).tail(1).set_index("run")
-    table = chosen.runs[["scheme", "depth", "width", "seed", "lr", "dtype"]].copy()
-    table["value"] = rows["value"].astype(float).replace([np.inf, -np.inf], np.nan)
-    if step is None:
-        table["value"] = table["value"].mask(chosen.runs["status"] == DIVERGED)
-    return table.reset_index()
-
-
 def _require_measured(runs: pd.DataFrame, wanted: Mapping[str, str | int | None]) -> None:
     """Raise NormlabError if no row has these values. It names the first value that is missing, and those there are."""
     rows = checked(runs)
@@ -197,9 +166,8 @@ def _require_measured(runs: pd.DataFrame, wanted: Mapping[str, str | int | None]
         there = rows[column].dropna().unique()
         if value not in there:
             of = f" of {wanted['metric']}" if column != "metric" else ""
-            raise NormlabError(
-                f"no {column} {value!r}{of} in the table, which has: {', '.join(map(str, sorted(there)))}"
-            )
+            had = sorted(there) if column != "metric" else [*sorted(there), *QUANTITIES]
+            raise NormlabError(f"no {column} {value!r}{of} in the table, which has: {', '.join(map(str, had))}")
         rows = rows[rows[column] == value]
 
 

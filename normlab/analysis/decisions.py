@@ -24,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.compare import last_values
+from normlab.analysis.quantities import last_values, values_of
 from normlab.analysis.selection import (
     Selection,
     experiments_of,
@@ -145,9 +145,7 @@ def growth_curve(runs: pd.DataFrame) -> pd.DataFrame:
 
     Paper-like if Pre-LN's growth at rate 0.001 is at least 1.5 times LNS's.
     """
-    values, second = _values(runs, "token_l2_mean", DEPTH), _values(runs, "token_l2_mean", DEPTH, layer=2)
-    values = values.assign(value=values["value"] / second["value"])
-    table = judged(_at_each(values, "lr", PRE_LN, LNS, "token_l2_mean"), family=len(RATES))
+    table = judged(_at_each(_values(runs, "growth_2", DEPTH), "lr", PRE_LN, LNS, "growth_2"), family=len(RATES))
     unlearned = _unlearned(runs, (DEPTH,), (PAPERS_RATE,))
     says = []
     for row in table.itertuples():
@@ -413,10 +411,10 @@ def predictions(finals: pd.DataFrame, search: pd.DataFrame) -> pd.DataFrame:
 
 
 def _values(runs: pd.DataFrame, metric: str, depth: int, **where: Any) -> pd.DataFrame:
-    """`last_values` of all runs of a depth, whatever their rates."""
+    """`values_of` all runs of a depth, whatever their rates."""
     about = one_precision(summarize(runs))
     about = about[about["depth"] == depth]
-    return last_values(Selection(runs[runs["run"].isin(about.index)], about), metric, **where)
+    return values_of(Selection(runs[runs["run"].isin(about.index)], about), metric, **where)
 
 
 def _mean_over(values: pd.DataFrame, rates: Sequence[float]) -> pd.DataFrame:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.compare import last_values
 from normlab.analysis.decisions import PREDICTIONS, over_files, planned_finals
 from normlab.analysis.decisions import league as sets
+from normlab.analysis.quantities import last_values, values_of
 from normlab.analysis.selection import Selection, experiments_of, in_order, one_precision, summarize, title_of
 from normlab.analysis.verdicts import differences, judged, means
 from normlab.errors import NormlabError
@@ -240,7 +240,7 @@ def _depth_use(chosen: Selection, experiments: pd.DataFrame | None, depth: int) 
     rows = rows[rows["step"].eq(rows["step"].max()) & rows["layer"].gt(1)]
     uniform = rows.groupby("scheme", observed=True)["value"].agg(["sum", "size"])
     columns = {"uniform": uniform["sum"], "attentions": uniform["size"]}
-    columns |= _with_interval("growth", _growth(chosen, depth), "token_l2_mean")
+    columns |= _with_interval("growth", values_of(chosen, "growth"), "growth")
     if experiments is not None:
         skips = experiments_of(experiments, "skip_delta_loss", "block")
         deep = skips[skips["layer"].between(depth // 2 + 1, depth - 1)]
@@ -254,16 +254,11 @@ def _with_interval(name: str, values: pd.DataFrame, metric: str) -> dict[str, pd
     return {name: own["estimate"], f"{name}_low": own["low"], f"{name}_high": own["high"]}
 
 
-def _growth(chosen: Selection, depth: int) -> pd.DataFrame:
-    """The L2 norm after the last block over that after the first at the end, one row per run."""
-    last, first = (last_values(chosen, "token_l2_mean", layer=layer) for layer in (depth, 1))
-    return last.assign(value=last["value"] / first["value"])
-
-
 def _by_rate(searched: Selection, depth: int) -> dict[str, pd.Series]:
     """Loss and growth of the search's runs at each rate; each indexed by scheme."""
     losses = searched.runs.pivot_table(index="scheme", columns="lr", values="eval_loss", aggfunc="min")
-    grown = _growth(searched, depth).dropna(subset="value").pivot_table(index="scheme", columns="lr", values="value")
+    grown = values_of(searched, "growth").dropna(subset="value")
+    grown = grown.pivot_table(index="scheme", columns="lr", values="value")
     tables = {"loss": losses, "growth": grown}
     return {f"{name}_at_{rate:g}": wide[rate] for name, wide in tables.items() for rate in sorted(wide)}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.compare import last_values
+from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import choose, in_order
 from normlab.analysis.verdicts import differences
 from normlab.errors import NormlabError

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from normlab.analysis.quantities import quantity_row
 from normlab.analysis.selection import in_order, of_one_setting
-from normlab.probes.metrics import Metric, metric_row
+from normlab.probes.metrics import Metric
 
 DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
 LEVEL = 0.95  # of confidence
@@ -33,7 +34,7 @@ def differences(
     deviation of the pair's differences. Its square is at least the lower quartile of that of all pairs of the pool.
 
     Args:
-        values: columns `depth scheme seed value`, one row per run (`normlab.analysis.compare.last_values`).
+        values: columns `depth scheme seed value`, one row per run (`normlab.analysis.quantities.values_of`).
         metric: its row in the metrics table says whether values are compared as ratios.
         pool: the runs whose pairs give the floor, in the same columns; default `values`. Schemes are paired within
             equal values of a column `group`, where there is one.
@@ -46,7 +47,7 @@ def differences(
     Raises:
         NormlabError: a scheme has two runs of one seed, which are no two seeds.
     """
-    ratio = metric_row(metric).is_ratio
+    ratio = quantity_row(metric).is_ratio
     of_one_setting(values[values["scheme"].isin([a, b])])
     values, pool = (_on_scale(rows, ratio) for rows in (values, values if pool is None else pool))
     undo = np.exp if ratio else float
@@ -57,7 +58,7 @@ def differences(
         pairs = pd.DataFrame({side: by_seed.loc[by_seed["scheme"] == name, "y"] for side, name in (("a", a), ("b", b))})
         both = pairs.dropna()
         floor = _floor(pool[pool["depth"] == depth])
-        row = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": metric_row(metric).compared}
+        row = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": quantity_row(metric).compared}
         row |= {"seeds": len(both)}
         row |= {f"mean_{side}": float(undo(both[side].mean())) if len(both) else math.nan for side in ("a", "b")}
         row |= _estimate((both["a"] - both["b"]).to_numpy(), floor, undo, level)
@@ -81,7 +82,7 @@ def means(values: pd.DataFrame, metric: str) -> pd.DataFrame:
     Raises:
         NormlabError: a scheme has two runs of one seed, which are no two seeds.
     """
-    ratio = metric_row(metric).is_ratio
+    ratio = quantity_row(metric).is_ratio
     of_one_setting(values)
     undo = np.exp if ratio else float
     rows = []
@@ -90,7 +91,7 @@ def means(values: pd.DataFrame, metric: str) -> pd.DataFrame:
         floor = lower_quartile(groups.var().to_numpy(), (groups.count() - 1).to_numpy())
         for scheme in in_order(layout["scheme"]):
             numbers = groups.get_group(scheme).dropna().to_numpy()
-            row = {"depth": int(depth), "a": scheme, "metric": metric, "kind": metric_row(metric).compared}
+            row = {"depth": int(depth), "a": scheme, "metric": metric, "kind": quantity_row(metric).compared}
             rows.append(row | {"seeds": len(numbers)} | _estimate(numbers, float(floor), undo, LEVEL))
     return pd.DataFrame(rows)
 
@@ -180,7 +181,7 @@ def judged(rows: pd.DataFrame, level: float = LEVEL, family: int = 0) -> pd.Data
     """
     rows = rows.copy()
     rows["p_holm"] = holm(rows["p"].to_numpy(float), family)
-    rows["margin"] = [_margin(metric_row(name)) for name in rows["metric"]]
+    rows["margin"] = [_margin(quantity_row(name)) for name in rows["metric"]]
     rows["verdict"] = [
         DIFFERENT if row.p_holm < 1 - level else EQUIVALENT if _inside_margin(row) else UNDECIDED
         for row in rows.itertuples()

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.compare import last_values
+from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import NothingToShow, Selection, mean_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
 from normlab.figures import theme

@@ -8,8 +8,9 @@ import pytest
 from figures_helpers import empty, one_run, table
 
 from normlab.analysis.claims import shown
-from normlab.analysis.compare import compare, compare_variants, last_values, report
+from normlab.analysis.compare import compare, compare_variants, report
 from normlab.analysis.profiles import Profiles, View, default_view
+from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import NothingToShow, choose, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words
 from normlab.errors import NormlabError

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.compare import last_values
+from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import DIVERGED, choose, in_order, summarize, title_of
 from normlab.probes.metrics import NGRAM_LOSSES
 from normlab.schemes import BASELINE

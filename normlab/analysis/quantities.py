@@ -1,0 +1,155 @@
+"""What is compared between runs: one number per run, and one definition of each.
+
+A quantity is a row of `QUANTITIES`, or a metric of `normlab.probes` at one place and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from normlab.analysis.selection import DIVERGED, Selection, experiments_of
+from normlab.errors import NormlabError
+from normlab.probes.metrics import Metric, metric_row
+from normlab.runs import SOURCE, load_experiments
+
+SIZE = "token_l2_mean"  # of the stream
+DEEP = 0.5  # the deep blocks are the last half of them
+
+Values = Callable[[Selection, int | None], pd.DataFrame]
+
+
+@dataclass(frozen=True)
+class Quantity(Metric):
+    """A number that is made of several values of a run.
+
+    Args:
+        of: the runs, and optimizer steps done (None: the last), to a table of `last_values`.
+        measured_after: it is of experiments, which are made after training only.
+    """
+
+    of: Values = field(default=lambda chosen, step: pd.DataFrame(), repr=False)
+    measured_after: bool = False
+
+
+def quantity_row(name: str) -> Metric:
+    """The row of a quantity or of a metric."""
+    return QUANTITIES.get(name) or metric_row(name)
+
+
+def values_of(
+    chosen: Selection,
+    name: str,
+    *,
+    site: str | None = None,
+    layer: int | None = None,
+    mask: str = "all",
+    split: str | None = None,
+    step: int | None = None,
+) -> pd.DataFrame:
+    """One row per run: `run scheme depth width seed lr dtype value`, of a quantity, or of a metric by `last_values`.
+
+    Raises:
+        NormlabError: a quantity has its own places and blocks, so no site, layer, mask or split can be chosen. One that
+            is measured after training has no other step, and needs the runs' experiments.
+    """
+    row = QUANTITIES.get(name)
+    if row is None:
+        return last_values(chosen, name, site=site, layer=layer, mask=mask, split=split, step=step)
+    given = {"site": site, "layer": layer, "mask": None if mask == "all" else mask, "split": split}
+    given |= {"step": step} if row.measured_after else {}
+    if wrong := [key for key, value in given.items() if value is not None]:
+        raise NormlabError(f"{name} is {row.definition}: leave out {', '.join(wrong)}")
+    return row.of(chosen, step)
+
+
+def last_values(
+    chosen: Selection,
+    metric: str,
+    *,
+    site: str | None = None,
+    layer: int | None = None,
+    mask: str = "all",
+    split: str | None = None,
+    step: int | None = None,
+) -> pd.DataFrame:
+    """One row per run: `run scheme depth width seed lr dtype value`, at the last step and layer or at those given.
+
+    A diverged run's last value is missing. Its value before it diverged says nothing of the scheme.
+    """
+    site = site or metric_row(metric).default_site
+    if site == "model":
+        rows = chosen.rows("model", metric, split=split or ("eval" if metric == "loss" else None))
+    else:
+        rows = chosen.rows(site, metric, mask, split)
+    if site != "model" or layer is not None:
+        number = rows["layer"].astype("Int64")
+        rows = rows[number == (rows["depth"] if layer is None else layer)]
+    if step is not None:
+        rows = rows[rows["step"] == step]
+    rows = rows.sort_values("step", kind="stable").groupby("run", observed=True).tail(1).set_index("run")
+    return _by_run(chosen, rows["value"].astype(float).replace([np.inf, -np.inf], np.nan), step)
+
+
+def _by_run(chosen: Selection, values: pd.Series, step: int | None = None) -> pd.DataFrame:
+    """A value per run, missing for runs that lack it and at the end of diverged ones."""
+    table = chosen.runs[["scheme", "depth", "width", "seed", "lr", "dtype"]].copy()
+    table["value"] = values
+    if step is None:
+        table["value"] = table["value"].mask(chosen.runs["status"] == DIVERGED)
+    return table.reset_index()
+
+
+def _growth_from(first: int) -> Values:
+    def growth(chosen: Selection, step: int | None) -> pd.DataFrame:
+        last, start = (last_values(chosen, SIZE, layer=layer, step=step) for layer in (None, first))
+        return last.assign(value=last["value"] / start["value"])
+
+    return growth
+
+
+def _skip_cost(which: Callable[[pd.Series, pd.Series], pd.Series], over: str) -> Values:
+    def cost(chosen: Selection, step: int | None) -> pd.DataFrame:
+        rows = experiments_of(_experiments(chosen), "skip_delta_loss", "block")
+        rows = rows[which(rows["layer"].astype(int), rows["depth"])]
+        return _by_run(chosen, rows.groupby("run", observed=True)["value"].agg(over))
+
+    return cost
+
+
+def _experiments(chosen: Selection) -> pd.DataFrame:
+    if SOURCE not in chosen.table.attrs:
+        raise NormlabError(
+            "this is of experiments after training, and the table does not say where its runs are: give the table of "
+            "normlab.load_runs"
+        )
+    return load_experiments(chosen.table.attrs[SOURCE])
+
+
+def _uniform_attentions(chosen: Selection, step: int | None) -> pd.DataFrame:
+    rows = chosen.rows("model", "uniform_attention")
+    at = rows["step"].max() if step is None else step
+    rows = rows[rows["step"].eq(at) & rows["layer"].gt(1)]
+    return _by_run(chosen, rows.groupby("run", observed=True)["value"].sum(), step)
+
+
+QUANTITIES = {
+    row.name: row
+    for row in (
+        Quantity("growth", "the L2 norm of a token after the last block over that after block 1",
+                 "growth of the stream", "last block over block 1", "log", "ratio", of=_growth_from(1)),
+        Quantity("growth_2", "the L2 norm of a token after the last block over that after block 2",
+                 "growth of the stream", "last block over block 2", "log", "ratio", of=_growth_from(2)),
+        Quantity("deep_cost", "the mean loss added by leaving out one block of the second half, without the last",
+                 "cost of a deep block", "nats per token", measured_after=True,
+                 of=_skip_cost(lambda layer, depth: (layer > depth * DEEP) & (layer < depth), "mean")),
+        Quantity("early_cost", "the mean loss added by leaving out one block of the first half, without the first",
+                 "cost of an early block", "nats per token", measured_after=True,
+                 of=_skip_cost(lambda layer, depth: (layer > 1) & (layer <= depth * DEEP), "mean")),
+        Quantity("uniform_attentions", "the number of blocks after the first whose attention is uniform: its entropy "
+                 "is above 98% of the largest", "uniform attentions", "blocks", of=_uniform_attentions),
+    )
+}  # fmt: skip

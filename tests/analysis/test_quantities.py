@@ -1,0 +1,73 @@
+"""One number per run, each with one definition: against the raw tables, and through `compare`."""
+
+import numpy as np
+import pytest
+
+import normlab
+from normlab import NormlabError, compare
+from normlab.analysis.quantities import QUANTITIES, values_of
+from normlab.analysis.selection import choose
+from normlab.release import DATA
+
+FOLDER = DATA / "depth_and_rate"
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    runs = normlab.load_runs(FOLDER)
+    return runs[(runs["depth"] == 16) & (runs["lr"] == 0.004)]
+
+
+def by_hand(name, runs, experiments, run):
+    """The definition in its docstring, from the tables' rows."""
+    own = runs[(runs["run"] == run) & (runs["mask"] == "all")]
+    sizes = own[(own["site"] == "block_out") & (own["metric"] == "token_l2_mean") & (own["step"] == own["step"].max())]
+    sizes = sizes.set_index("layer")["value"]
+    cost = experiments[(experiments["run"] == run) & (experiments["metric"] == "skip_delta_loss")]
+    cost = cost[cost["part"] == "block"].set_index("layer")["value"]
+    uniform = runs[(runs["run"] == run) & (runs["metric"] == "uniform_attention")]
+    uniform = uniform[uniform["step"] == uniform["step"].max()].set_index("layer")["value"]
+    return {
+        "growth": lambda: sizes[16] / sizes[1],
+        "growth_2": lambda: sizes[16] / sizes[2],
+        "deep_cost": lambda: np.mean([cost[layer] for layer in range(9, 16)]),
+        "early_cost": lambda: np.mean([cost[layer] for layer in range(2, 9)]),
+        "uniform_attentions": lambda: sum(uniform[layer] for layer in range(2, 17)),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_a_quantity_is_its_definition(name, shipped):
+    experiments = normlab.load_experiments(FOLDER)
+    values = values_of(choose(shipped, depth=16), name).set_index("run")["value"]
+    assert len(values) == shipped["run"].nunique() and values.notna().all()
+    for run, value in values.items():
+        assert value == pytest.approx(by_hand(name, shipped, experiments, run), rel=1e-12), run
+
+
+def test_compare_takes_quantities_and_pairs_them_by_seed(shipped):
+    found = compare(shipped, "lns", "pre_rmsnorm", "deep_cost").iloc[0]
+    values = values_of(choose(shipped, depth=16), "deep_cost").pivot(index="seed", columns="scheme", values="value")
+    assert found["kind"] == "difference" and found["seeds"] == 4
+    assert found["estimate"] == pytest.approx((values["lns"] - values["pre_rmsnorm"]).mean())
+    assert compare(shipped, "lns", "pre_rmsnorm", "growth")["kind"].tolist() == ["ratio"]
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "message"),
+    [
+        ("growth", {"layer": 3}, "growth is .*: leave out layer"),
+        ("deep_cost", {"step": 0, "split": "eval"}, "deep_cost is .*: leave out split, step"),
+        ("deepcost", {}, "no metric 'deepcost' in the table, which has: .*deep_cost"),
+    ],
+)
+def test_what_a_quantity_fixes_cannot_be_chosen(name, where, message, shipped):
+    with pytest.raises(NormlabError, match=message):
+        compare(shipped, "lns", "pre_rmsnorm", name, **where)
+
+
+def test_a_table_without_its_source_has_no_experiments(shipped):
+    alone = shipped.copy()
+    alone.attrs.clear()
+    with pytest.raises(NormlabError, match="does not say where its runs are"):
+        compare(alone, "lns", "pre_rmsnorm", "deep_cost")
