@@ -25,9 +25,9 @@ from pathlib import Path
 
 from normlab import packed
 from normlab.runs import Run, read_run
+from normlab.study.presets import get_preset
 from normlab.training.config import TrainConfig
 from normlab.training.grids import planned
-from normlab.training.presets import get_preset
 from normlab.training.text.corpus import carry, corpus_of
 from normlab.training.workers import end_with_parent, train_one
 

@@ -16,11 +16,11 @@ import pandas as pd
 from findings import LNS, PRE_LN, UNIFORM, cell, entropy, experiments, interval, manifests, plain, runs, turned
 from tables import table
 
-from normlab.analysis.decisions import ENOUGH
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import Selection, mean_of, one_precision, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged, means
 from normlab.schemes import tagged
+from normlab.study.questions import ENOUGH
 
 FOLDER, SHALLOW, DEEP = "depth_and_rate", 4, 16
 EARLY = 1000  # of 6,000 steps

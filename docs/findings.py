@@ -15,14 +15,14 @@ import pandas as pd
 from tables import table
 
 import normlab
-from normlab.analysis import claims, decisions
+from normlab.analysis import claims
 from normlab.analysis.compare import compare, compare_variants
-from normlab.analysis.league import League, load, standings
-from normlab.analysis.notebook_tables import curse_of_depth as rates
 from normlab.analysis.quantities import last_values, values_of
 from normlab.analysis.selection import Selection, choose, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, fisher, judged
 from normlab.models import NormlabConfig
+from normlab.study import questions, rates
+from normlab.study.league import League, load, standings
 
 ROOT = Path(__file__).resolve().parents[1]
 PRE_LN, LNS, BHYT, GAIN_CONTROL = "pre_rmsnorm", "lns", "bhyt", "rmsnorm_gain"
@@ -138,7 +138,7 @@ def league_minus(column: str, base: str = PRE_LN) -> pd.DataFrame:
         values = values.assign(value=values["value"] - values["run"].map(seen))
     metric = "loss" if column in ("gap", "seen_loss") else column
     rows = [differences(values, name, base, metric) for name in in_order(values["scheme"]) if name != base]
-    return judged(pd.concat(rows, ignore_index=True), family=decisions.planned_finals()).set_index("a")
+    return judged(pd.concat(rows, ignore_index=True), family=questions.planned_finals()).set_index("a")
 
 
 @cache
@@ -146,7 +146,7 @@ def bhyt_of_four(metric: str) -> pd.Series:
     """BHyT against Pre-LN in the league's final runs and one more seed of each, corrected as in the league."""
     table = pd.concat([league().finals, runs("fourth_seed")], ignore_index=True)
     values = last_values(Selection(table, summarize(table)), metric)
-    return judged(differences(values, BHYT, PRE_LN, metric), family=decisions.planned_finals()).iloc[0]
+    return judged(differences(values, BHYT, PRE_LN, metric), family=questions.planned_finals()).iloc[0]
 
 
 def pairs(values: pd.DataFrame, a: str, b: str, column: str = "value") -> pd.DataFrame:
@@ -417,7 +417,7 @@ def _gains_of_eight() -> pd.DataFrame:
 
 @cache
 def arm_of_gains() -> pd.DataFrame:
-    return decisions.dead_gains(runs("gains"), normlab.load_configs(ROOT / "data" / "gains"))
+    return questions.dead_gains(runs("gains"), normlab.load_configs(ROOT / "data" / "gains"))
 
 
 def slower_gains() -> dict[str, str]:
@@ -434,7 +434,7 @@ def slower_gains() -> dict[str, str]:
         )
         for _, r in arm.iterrows()
     ]
-    before = arm[arm["change"] == decisions.UNCHANGED].set_index("scheme")["uniform"]
+    before = arm[arm["change"] == questions.UNCHANGED].set_index("scheme")["uniform"]
     by_head = arm[arm["change"] == "qk-norm by head"].set_index("scheme")
     return {
         "gains_learned": learned("gains"),

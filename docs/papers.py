@@ -34,9 +34,9 @@ from standings import elsewhere, scaled_lns, searched
 from tables import table
 
 import normlab
-from normlab.analysis.decisions import BELOW
 from normlab.analysis.selection import summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, judged
+from normlab.study.questions import BELOW
 
 AGREES, CONTRADICTS, UNDECIDED = "**agrees**", "**contradicts**", "undecided"
 NOT_COMPARABLE, MISSING, NOT_PLANNED = "not comparable", "missing", "not planned"

@@ -14,17 +14,17 @@ from findings import GAIN_CONTROL, ROOT, experiments, interval, league, league_t
 from tables import table
 
 import normlab
-from normlab.analysis import decisions
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import Selection, in_order, mean_of, summarize, title_of
 from normlab.analysis.verdicts import differences, judged
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
+from normlab.study import questions
+from normlab.study.presets import get_preset
 from normlab.training.grids import planned
-from normlab.training.presets import get_preset
 
 RATES, GAINS, TANH, LEAGUE = "depth_and_rate", "gains", "tanh", "league"  # presets, and their folders in data/
-GAIN_WORDS = ("own", "one", "five")  # g of `decisions.GAINS`: BHyT's own, 1 and 5
+GAIN_WORDS = ("own", "one", "five")  # g of `questions.GAINS`: BHyT's own, 1 and 5
 NOT_BEGUN, NOT_THERE = "not begun", "incomplete: the runs that decide are missing"
 
 
@@ -32,20 +32,20 @@ def _configs(folder: str) -> pd.DataFrame:
     return normlab.load_configs(ROOT / "data" / folder)
 
 
-# Name -> the question, and the decision as a table of `normlab.analysis.decisions`.
+# Name -> the question, and the decision as a table of `normlab.study.questions`.
 QUESTIONS: dict[str, tuple[str, Callable[[], pd.DataFrame]]] = {
-    "A1": ("Is LNS better than Pre-LN at equal rates?", lambda: decisions.equal_rates(runs(RATES))),
-    "A2": ("Does LNS wake deep layers?", lambda: decisions.deep_blocks(runs(RATES), experiments(RATES))),
+    "A1": ("Is LNS better than Pre-LN at equal rates?", lambda: questions.equal_rates(runs(RATES))),
+    "A2": ("Does LNS wake deep layers?", lambda: questions.deep_blocks(runs(RATES), experiments(RATES))),
     "A3": (
         "Does Pre-LN's stream grow more than LNS's, as in the papers?",
-        lambda: decisions.growth_curve(runs(RATES)),
+        lambda: questions.growth_curve(runs(RATES)),
     ),
-    "A4": ("Does LNS gain more from depth?", lambda: decisions.depth_gain(runs(RATES))),
-    "B": ("Is there a cure of uniform attention?", lambda: decisions.dead_gains(runs(GAINS), _configs(GAINS))),
-    "C": ("Does BHyT's tanh matter?", lambda: decisions.tanh(runs(TANH), _configs(TANH))),
+    "A4": ("Does LNS gain more from depth?", lambda: questions.depth_gain(runs(RATES))),
+    "B": ("Is there a cure of uniform attention?", lambda: questions.dead_gains(runs(GAINS), _configs(GAINS))),
+    "C": ("Does BHyT's tanh matter?", lambda: questions.tanh(runs(TANH), _configs(TANH))),
     "D": (
         "Which schemes may be the best (are not told from it)?",
-        lambda: decisions.league(league().finals, league().search),
+        lambda: questions.league(league().finals, league().search),
     ),
 }
 # Part -> its preset, the preset's stage, the folder of its runs, and the hours planned, of a core with bfloat16.
@@ -63,7 +63,7 @@ def texts() -> dict[str, str]:
     answers = [(name, words, answer(name)) for name, (words, _) in QUESTIONS.items()]
     by_gain = decided("C").set_index(["g", "quantity"])
     loss, stream = (
-        {gain: by_gain.loc[(g, metric_row(name).label)] for gain, g in zip(GAIN_WORDS, decisions.GAINS, strict=True)}
+        {gain: by_gain.loc[(g, metric_row(name).label)] for gain, g in zip(GAIN_WORDS, questions.GAINS, strict=True)}
         for name in ("loss", "token_l2_mean")
     )
     growth = decided("A3").set_index("lr")
@@ -89,10 +89,10 @@ def texts() -> dict[str, str]:
 @cache
 def control() -> pd.DataFrame:
     """BHyT without tanh at its own g, minus or over the gain control, which has no lambda: one family of two."""
-    about, gains = summarize(runs(TANH)), decisions.start_gains(_configs(TANH))
-    about = about[gains[about.index].eq(decisions.GAINS[0]) | about["scheme"].eq(GAIN_CONTROL)]
+    about, gains = summarize(runs(TANH)), questions.start_gains(_configs(TANH))
+    about = about[gains[about.index].eq(questions.GAINS[0]) | about["scheme"].eq(GAIN_CONTROL)]
     values = {name: last_values(Selection(runs(TANH), about), name) for name in ("loss", "token_l2_mean")}
-    rows = [differences(own, decisions.UNBOUNDED, GAIN_CONTROL, name) for name, own in values.items()]
+    rows = [differences(own, questions.UNBOUNDED, GAIN_CONTROL, name) for name, own in values.items()]
     return judged(pd.concat(rows)).set_index("metric")
 
 
@@ -103,7 +103,7 @@ def decided(name: str) -> pd.DataFrame:
     try:
         return decide()
     except NormlabError:
-        return pd.DataFrame(columns=decisions.COLUMNS)
+        return pd.DataFrame(columns=questions.COLUMNS)
 
 
 def answer(name: str) -> str:
@@ -124,7 +124,7 @@ def _means(folder: str, at: str, head: str) -> str:
     """The means over seeds at each depth and rate (or g, which the control lacks): losses, and the stream's size."""
     table_of = runs(folder)
     about = summarize(table_of)
-    about["g"] = decisions.start_gains(_configs(folder)) if at == "g" else np.nan
+    about["g"] = questions.start_gains(_configs(folder)) if at == "g" else np.nan
     for name, metric in (("seen", "seen_loss"), ("size", "token_l2_mean")):
         about[name] = last_values(Selection(table_of, about), metric).set_index("run")["value"]
     rows = []
@@ -141,7 +141,7 @@ def _estimates(names: Iterable[str], at: str, head: str) -> str:
     lines = []
     for name in names:
         for _, row in decided(name).iterrows():
-            verdict = row["verdict"] if row["seeds"] >= decisions.ENOUGH else ""
+            verdict = row["verdict"] if row["seeds"] >= questions.ENOUGH else ""
             is_ratio = name == "A3" or row["quantity"] == metric_row("token_l2_mean").label
             estimate = interval(row, digits=3, sign=not is_ratio)
             lines.append((name, row["quantity"], row[at], row["seeds"], estimate, verdict))

@@ -15,12 +15,12 @@ from scipy import stats
 from tables import table
 
 import normlab
-from normlab.analysis.decisions import UNFINISHED, predictions
-from normlab.analysis.league import NOT_RUN, against_papers, shown
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import Selection, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, differences, lower_quartile, pair_variances, variance_over_seeds
 from normlab.schemes import BASELINE
+from normlab.study.league import NOT_RUN, against_papers, shown
+from normlab.study.questions import UNFINISHED, predictions
 from normlab.training.grids import CLEARLY
 
 SHARED = 0.002  # the rate that is tried first

@@ -16,14 +16,14 @@ import nbformat
 import pandas as pd
 
 import normlab
-from normlab.figures import FIGURES
 from normlab.models import NormlabConfig
 from normlab.models.costs import table as costs_of_schemes
 from normlab.notebook.exporters import claim_of
 from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric
 from normlab.schemes import NormSite, Scheme
+from normlab.study.league_figures import FIGURES
+from normlab.study.presets import PRESETS
 from normlab.training.grids import Choice, Preset, Search
-from normlab.training.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -243,7 +243,9 @@ def stopped_by_signal() -> Iterator[Callable[..., bool] | None]:
 @command("sweep", "normlab.training.estimate")
 def _sweep(
     *,
-    preset: Annotated[str, flag(f"{_names('training.presets:PRESETS')}; --dry-run lists their runs")] = "tiny",
+    preset: Annotated[
+        str, flag(f"{_names('study.presets:PRESETS')}, or FILE.py:NAME; --dry-run lists their runs")
+    ] = "tiny",
     schemes: Annotated[str | None, flag("only these, comma-separated")] = None,
     depths: Annotated[str | None, flag("only these, comma-separated")] = None,
     workers: Annotated[str | None, flag("runs at once; ray or slurm: on the machines of a cluster; default 2")] = None,
@@ -262,8 +264,8 @@ def _sweep(
     quiet: Quiet = False,
 ) -> int:
     """Train many models: scheme x depth x seed x learning rate; finished runs are skipped."""
+    from normlab.study.presets import get_preset
     from normlab.training.estimate import plan
-    from normlab.training.presets import get_preset
     from normlab.training.sweep import sweep
 
     if time and not dry_run:
@@ -310,7 +312,7 @@ def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
     return None if workers is None else whole(workers, "--workers")
 
 
-@command("league", "normlab.analysis.league")
+@command("league", "normlab.study.league")
 def _league(
     *runs: Annotated[str, flag("directories of the sweep `league` (default: league)")],
     add: Annotated[
@@ -329,23 +331,23 @@ def _league(
     quiet: Quiet = False,
 ) -> int:
     """Put schemes that were trained under one budget into sets; --add puts one more into the table."""
-    from normlab.analysis.league import load, printed, require_folders, standings
     from normlab.analysis.published import load_published
+    from normlab.study.league import load, printed, require_folders, standings
 
     if tiny and not add:
         raise NormlabError("--tiny would change nothing without --add")
     failures: dict[str, str] = {}
     require_folders(runs)
     if add:
-        from normlab.training import league
-        from normlab.training.presets import get_preset
+        from normlab.study import entry
+        from normlab.study.presets import get_preset
 
         preset = get_preset("league")
-        preset = league.tiny(preset) if tiny else preset
+        preset = entry.tiny(preset) if tiny else preset
         options: dict[str, Any] = {"workers": workers, "threads": threads, "cache_dir": cache_dir}
-        league.require_comparable(preset, [*runs, out], cache_dir, progress=not quiet)
+        entry.require_comparable(preset, [*runs, out], cache_dir, progress=not quiet)
         for what in add:
-            failures |= league.enter(what, out, preset, **options, progress=not quiet).failures
+            failures |= entry.enter(what, out, preset, **options, progress=not quiet).failures
     folders = dict.fromkeys([*runs, *[out] * bool(add or not runs)])
     table = standings(load(folders), load_published())
     print(printed(table))

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from training_helpers import tiny, write_run, write_text
 
 from normlab import NormlabError, cli, errors, runs, store
-from normlab.training.presets import PRESETS
+from normlab.study.presets import PRESETS
 from normlab.training.text import source
 from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Ray

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.notebook_tables.curse_of_depth import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
+from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, mean_of
 from normlab.analysis.verdicts import LEVEL, differences, in_words, interval, judged

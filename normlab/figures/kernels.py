@@ -1,6 +1,6 @@
 """The kernels' tables: registers by width, times of each call, shares of the copy rate.
 
-Colours and symbols are peers' or calls' here, not schemes'. Tables: `normlab.analysis.notebook_tables.kernels`.
+Colours and symbols are peers' or calls' here, not schemes'. Tables: `normlab.analysis.kernels`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def registers_by_width(builds: pd.DataFrame, functions: Sequence[str], target: s
     A kernel that needs more spills them to memory.
 
     Args:
-        builds: what `normlab.analysis.notebook_tables.kernels.read_builds` returns.
+        builds: what `normlab.analysis.kernels.read_builds` returns.
         functions: those to draw, at most as many as the palette has colours.
         target: "sm_90" and the like.
     """
@@ -86,7 +86,7 @@ def call_times(times: pd.DataFrame) -> go.Figure:
     """Time of each call, forward and backward together, one panel per shape, one mark per peer: left is faster.
 
     Args:
-        times: what `normlab.analysis.notebook_tables.kernels.read_times` returns, of one device.
+        times: what `normlab.analysis.kernels.read_times` returns, of one device.
     """
     rows = times[times["pass"] == "both"]
     if rows.empty:
@@ -111,7 +111,7 @@ def copy_share(times: pd.DataFrame) -> go.Figure:
     At 1 a call takes as long as a copy of the bytes that it must move: its floor.
 
     Args:
-        times: what `normlab.analysis.notebook_tables.kernels.read_times` returns, of any devices.
+        times: what `normlab.analysis.kernels.read_times` returns, of any devices.
     """
     if times.empty:
         raise NothingToShow("Nothing was timed. On a CUDA machine: make gpu, then run this again.")
@@ -134,8 +134,8 @@ def one_call(times: pd.DataFrame, moved: Mapping[str, float], title: str) -> go.
     """Left: megabytes that a call must move. Right: each peer's time, and its floor, the bytes at the copy rate.
 
     Args:
-        times: rows of one call, shape and pass (`normlab.analysis.notebook_tables.kernels.read_times`).
-        moved: megabytes by name (`normlab.analysis.notebook_tables.kernels.moved`).
+        times: rows of one call, shape and pass (`normlab.analysis.kernels.read_times`).
+        moved: megabytes by name (`normlab.analysis.kernels.moved`).
         title: which call it is.
     """
     titles = ["bytes that must move", "time, and its floor"]

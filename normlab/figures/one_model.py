@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.notebook_tables.attribution import components
+from normlab.analysis.attribution import components
 from normlab.analysis.selection import NothingToShow
 from normlab.figures import theme
 from normlab.figures.draw import (

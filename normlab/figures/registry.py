@@ -29,7 +29,7 @@ class FigureRow:
         shows: one phrase.
         options: arguments of `draw` that make it this figure.
         reads: the table it takes: "runs" (`normlab.load_runs`), "experiments" (`normlab.load_experiments`) or "league"
-            (`normlab.analysis.league.standings`).
+            (`normlab.study.league.standings`).
         overlays: whether published values can be drawn over it.
     """
 

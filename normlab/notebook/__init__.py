@@ -14,10 +14,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from normlab.errors import NormlabError
 from normlab.release import shipped
+
+if TYPE_CHECKING:
+    from normlab.training.grids import Preset
 
 # Seen from notebooks/ in a checkout.
 SHIPPED = Path("../data")
@@ -30,7 +33,7 @@ def prepare(
     *,
     fast: bool = True,
     images: bool = False,
-    preset: str = "tiny",
+    preset: Preset | None = None,
     recompute: Callable[[], Path] | None = None,
 ) -> Path:
     """Show tables in full, and return the folder that the notebook reads.
@@ -39,7 +42,7 @@ def prepare(
 
     Args:
         runs: folder of runs or of tables; see `folder`.
-        fast: False trains `preset` from scratch into `RECOMPUTED`/<preset> first. A second call resumes.
+        fast: False trains `preset` (`tiny` by default) into `RECOMPUTED`/<its name> first. A second call resumes.
         images: show figures as PNG images too, for pages that show notebooks without a kernel.
         recompute: called in place of that training; returns the folder to read.
 
@@ -67,13 +70,15 @@ def prepare(
         return folder(runs)
     if recompute is not None:
         return recompute()
+    from normlab.training.presets import TINY
     from normlab.training.sweep import sweep
 
-    result = sweep(preset, RECOMPUTED / preset)
+    preset = TINY if preset is None else preset
+    result = sweep(preset, RECOMPUTED / preset.name)
     if result.failures:
         run, reason = next(iter(result.failures.items()))
-        raise NormlabError(f"{len(result.failures)} of the runs of {preset} failed; {run}: {reason}")
-    return RECOMPUTED / preset
+        raise NormlabError(f"{len(result.failures)} of the runs of {preset.name} failed; {run}: {reason}")
+    return RECOMPUTED / preset.name
 
 
 def folder(path: str | Path) -> Path:

@@ -39,7 +39,6 @@ REMOVABLE = "tapernorm"  # its norms can each become a fixed gain
 # Meaning of each tag.
 TAGS = {
     "short": "sweep of minutes",
-    "learns_soon": "learns in minutes",
     "core": "sweep of hours, with several seeds",
     "further": "the rest of that sweep",
     "deep": "at depth 32",

@@ -15,7 +15,7 @@ _CARRIED = ("uniform", "causal", "exact")
 ROWS = (
     Scheme("pre_rmsnorm", "Pre-LN", "x + f(N(x)), N RMSNorm", "RMSNorm (1910.07467)",
            norm=b.rms, family="norm", color="#000000", released_as=("rms", "qwen3"),
-           tags="short learns_soon core deep deepest extreme rates always_final wide main contender"),
+           tags="short core deep deepest extreme rates always_final wide main contender"),
     Scheme("pre_layernorm", "Pre-LN (LayerNorm)", "x + f(N(x)), N LayerNorm", "LayerNorm (1607.06450)",
            norm=b.of(LayerNorm, eps=1e-5), family="norm", color="#000000", dash="dot"),
     Scheme("pre_rmsnorm_scaled_init", "Pre-LN, scaled init", "x + f(N(x)), output matrices from std/sqrt(2L)",
@@ -23,7 +23,7 @@ ROWS = (
            norm=b.rms, family="depth", color="#56b4e9", tags="further extreme", init=b.writing_over_depth),
     Scheme("lns", "LNS", "x + f(N(x)/sqrt(l))", "The Curse of Depth (2502.05795)",
            norm=b.over_root_layer("scale"), family="depth", color="#009e73",
-           tags="short learns_soon core deep extreme rates always_final timed wide main contender"),
+           tags="short core deep extreme rates always_final timed wide main contender"),
     Scheme("lns_gain", "LNS, trained gain", "x + f(N(x)), gain from 1/sqrt(l)",
            "LNS as GPAS (2506.22049) and ProRes (2603.05369) have it: a gain that starts at 1/sqrt(l)",
            norm=b.over_root_layer("gain"), family="depth", color="#009e73", dash="dash",

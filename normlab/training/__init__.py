@@ -7,8 +7,7 @@ run.py            train: from a configuration to a run on disk; checkpoint.py: h
 measure.py        what is measured while training; experiments.py: what is measured after it
 distributed.py    devices, precision, ranks
 progress.py       bars: how far runs are, and when they end
-sweep.py          sweep: many runs; grids.py: what they consist of; presets.py: PRESETS, sweeps as data
-league.py         one more scheme under the league's budget
+sweep.py          sweep: many runs; grids.py: what they consist of; presets.py: a sweep in minutes
 workers.py        several runs at once, on this machine, Ray or Slurm
 estimate.py       what a sweep will train, and how long that takes
 live.py           BackgroundRun: one run in another process, watched and stopped

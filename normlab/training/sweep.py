@@ -20,7 +20,6 @@ from normlab.errors import NormlabError, in_one_line
 from normlab.training.config import AUTO, CorpusSpec, TrainConfig, require_same
 from normlab.training.distributed import device_of, why_dtype
 from normlab.training.grids import Choice, Pair, Preset, Stage, planned, walk
-from normlab.training.presets import get_preset
 from normlab.training.progress import SweepBars
 from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Pool, Workers, finish_in_any_order, share_cores
@@ -46,7 +45,7 @@ class SweepResult:
 
 
 def sweep(
-    what: str | Preset | Sequence[TrainConfig],
+    what: Preset | Sequence[TrainConfig],
     out: str | Path,
     *,
     workers: int | str | Workers | None = None,
@@ -54,7 +53,7 @@ def sweep(
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> SweepResult:
-    """Train a preset (by name or as `Preset`) or a list of configurations under directory `out`, or at an address.
+    """Train a preset or a list of configurations under directory `out`, or at an address.
 
     A run that fails is in the result's `failures`; the others are trained. Runs of a preset keep no weights but those
     that it names. A script calls this under `if __name__ == "__main__":`, because every worker imports the script.
@@ -67,12 +66,12 @@ def sweep(
     Raises:
         NormlabError: bad input, before any run starts.
     """
-    if not isinstance(what, str | Preset):
+    if not isinstance(what, Preset):
         if not what:
-            raise NormlabError("there is nothing to train: give a preset, its name, or TrainConfigs")
+            raise NormlabError("there is nothing to train: give a Preset or TrainConfigs")
         what = list(what)
         if wrong := [item for item in what if not isinstance(item, TrainConfig)]:
-            raise NormlabError(f"{wrong[0]!r:.80} cannot be trained: give a preset, its name, or TrainConfigs")
+            raise NormlabError(f"{wrong[0]!r:.80} cannot be trained: give a Preset or TrainConfigs")
     store.check_root(out)
     workers, threads = share_cores(workers, threads)
     root = out if store.is_address(out) else Path(out)
@@ -84,11 +83,10 @@ def sweep(
             job.expect([("runs", config) for config in configs])
             job.train(Stage("runs", configs))
             return job.result({})
-        preset = get_preset(what) if isinstance(what, str) else what
         fields: dict[str, Any] = {"threads": threads, "keep_weights": False}
-        job.expect(planned(preset, **fields))
-        choices = walk(preset, job.train, **fields)
-        for scheme, depth in dict.fromkeys(pair for part in preset.parts for pair in preset.searched(part)):
+        job.expect(planned(what, **fields))
+        choices = walk(what, job.train, **fields)
+        for scheme, depth in dict.fromkeys(pair for part in what.parts for pair in what.searched(part)):
             if (scheme, depth) not in choices:
                 reason = f"{scheme} at depth {depth}: no rate was chosen, as a run of its search failed; start again"
                 warnings.warn(reason, stacklevel=2)

@@ -6,7 +6,7 @@ import ipywidgets as widgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.notebook_tables.kernels import moved
+from normlab.analysis.kernels import moved
 from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.figures.kernels import one_call
@@ -22,7 +22,7 @@ class KernelTimes(PlotWidget):
     Right: the time of each peer. The line is the floor: the bytes at the copy rate that was measured there.
 
     Args:
-        times: what `normlab.analysis.notebook_tables.kernels.read_times` returns.
+        times: what `normlab.analysis.kernels.read_times` returns.
         call: the one to open with; default: the last of the table.
 
     Raises:

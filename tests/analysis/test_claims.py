@@ -8,9 +8,9 @@ from scipy import stats
 
 from normlab.analysis import claims
 from normlab.analysis.compare import compare
-from normlab.analysis.notebook_tables.curse_of_depth import by_tokens
 from normlab.analysis.selection import deepest
 from normlab.errors import NormlabError
+from normlab.study.rates import by_tokens
 
 SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
 

@@ -10,8 +10,8 @@ from figures_helpers import UNIGRAM, activation, lines, one_run, table, text_of
 from normlab.analysis.selection import choose
 from normlab.figures import depth_scaling, trains_at_depth
 from normlab.schemes import BASELINE, SCHEMES
+from normlab.study.presets import get_preset
 from normlab.training.grids import planned
-from normlab.training.presets import get_preset
 
 
 def test_depth_scaling_shows_losses_and_differences_by_pairs_with_intervals():

@@ -5,7 +5,7 @@ import pytest
 from kernels_helpers import CALL, U, times
 from normlab_kernels.experimental.linear_choices import FusionWin, LinearLaunch
 
-from normlab.analysis.notebook_tables import kernels
+from normlab.analysis import kernels
 from normlab.errors import NormlabError
 from normlab.figures import call_times, copy_share, one_call, registers_by_width, themed
 from normlab.figures.theme import template

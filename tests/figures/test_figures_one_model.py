@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from normlab.analysis.notebook_tables.attribution import judged_methods
+from normlab.analysis.attribution import judged_methods
 from normlab.figures import shares_and_effects, themed
 from normlab.figures.theme import LETTERS, LINES_PAD, TITLE_LINE, in_one, template, titled
 

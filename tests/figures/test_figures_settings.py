@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 from figures_helpers import text_of
 
-from normlab.analysis.notebook_tables import gain_or_bound as gain
 from normlab.figures import saturation, variant_differences
+from normlab.study import gain_or_bound as gain
 
 
 def test_shares_of_zero_are_said_not_to_be_drawn():

@@ -9,8 +9,8 @@ from training_helpers import tiny, write_text
 import normlab
 from normlab import NormlabError, load_runs
 from normlab.notebook import folder, prepare, time_kernels, train_small
+from normlab.study.presets import PRESETS
 from normlab.training.grids import Part, Preset
-from normlab.training.presets import PRESETS
 from normlab.training.sweep import SweepResult
 
 

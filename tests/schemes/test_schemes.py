@@ -33,7 +33,6 @@ def test_a_scheme_says_who_it_is(scheme):
 
 def test_every_tag_of_a_row_is_known_and_every_known_tag_is_used():
     assert {tag for row in SCHEMES.values() for tag in row.tags.split()} == set(TAGS)
-    assert tagged("learns_soon") == ("pre_rmsnorm", "lns")
     with pytest.raises(NormlabError, match="unknown tag 'cor': choose one of short, "):
         tagged("cor")
 

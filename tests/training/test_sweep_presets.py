@@ -9,13 +9,13 @@ from training_helpers import write_run
 
 import normlab
 from normlab import NormlabError, cli, runs, store
-from normlab.schemes import BASELINE, GAIN_CONTROL, SCHEMES, tagged
+from normlab.schemes import BASELINE, DEFAULT, DYT, GAIN_CONTROL, LNS, SCHEMES, tagged
+from normlab.study.presets import PRESETS, get_preset, init_std
 from normlab.training import estimate
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.estimate import plan
 from normlab.training.grids import Choice, LeagueSearch, Part, Preset, Reported, Search, planned
-from normlab.training.presets import PRESETS, get_preset, init_std
 
 
 def test_preset_trained_chooses_on_other_blocks_and_seeds_than_it_reports():
@@ -37,19 +37,15 @@ def test_preset_tiny_has_the_schemes_that_the_report_compares():
     plan = planned(get_preset("tiny"))
     assert {what for what, _ in plan} == {"runs"}
     deep, shallow = ({c.scheme for _, c in plan if c.depth == depth} for depth in (4, 2))
-    assert deep >= {BASELINE, GAIN_CONTROL, tagged("bound")[0]} and len(deep) == 4
-    assert shallow == set(tagged("learns_soon")) and len(plan) == 6
+    assert deep == {BASELINE, LNS, DEFAULT, GAIN_CONTROL, DYT} and shallow == {BASELINE, LNS} and len(plan) == 7
     assert all(c.experiment_blocks for _, c in plan), "notebooks 01 and 04 show what is measured after training"
     assert {c.width for _, c in plan} == {128}
 
 
 @pytest.mark.slow
-def test_of_the_tiny_sweep_those_have_learned_that_the_readme_names(tmp_path):
-    found = normlab.sweep("tiny", tmp_path, progress=False).runs
-    status = {(run.manifest["config"]["scheme"], run.manifest["config"]["depth"]): run.status for run in found}
-    learned = {place for place, word in status.items() if word == "finished"}
-    assert learned == {(scheme, depth) for scheme in tagged("learns_soon") for depth in (2, 4)} and len(status) == 6
-    assert {word for place, word in status.items() if place not in learned} == {"not_learned"}
+def test_every_scheme_of_the_tiny_sweep_learns(tmp_path):
+    found = normlab.sweep(get_preset("tiny"), tmp_path, progress=False).runs
+    assert [run.status for run in found] == ["finished"] * 7
 
 
 def test_every_preset_names_known_schemes():

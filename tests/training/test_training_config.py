@@ -14,9 +14,9 @@ from training_helpers import tiny
 from normlab import cli, runs
 from normlab.errors import NormlabError
 from normlab.schemes import SCHEMES
+from normlab.study.entry import scheme_of
+from normlab.study.presets import Part, Preset, Variant
 from normlab.training.config import SET_BY, CorpusSpec, TrainConfig
-from normlab.training.league import scheme_of
-from normlab.training.presets import Part, Preset, Variant
 
 DATA = Path(__file__).parents[2] / "data"
 TEXT = Path("text.txt")

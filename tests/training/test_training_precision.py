@@ -18,11 +18,11 @@ from training_helpers import tiny
 
 from normlab import runs
 from normlab.models import NormlabForCausalLM
+from normlab.study.presets import PRESETS
 from normlab.training import distributed
 from normlab.training.attention import CAUSAL_HALF_CPU, CausalAttention, use_fast_attention
 from normlab.training.config import TrainConfig
 from normlab.training.loop import autocast
-from normlab.training.presets import PRESETS
 
 
 @pytest.fixture

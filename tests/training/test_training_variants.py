@@ -14,7 +14,7 @@ from normlab.analysis.compare import compare_variants
 from normlab.errors import NormlabError
 from normlab.figures import by_setting, variant_differences
 from normlab.schemes import GAIN_CONTROL, tagged
-from normlab.training.presets import get_preset
+from normlab.study.presets import get_preset
 
 GRID = get_preset("gain_or_bound")
 CONFIGS = GRID.grid(GRID.parts[0], {})

@@ -1,4 +1,4 @@
-"""Figures of the league (N4), from the table of `normlab.analysis.league.standings` or data/league.csv.
+"""Figures of the league (N4), from the table of `normlab.study.league.standings` or data/league.csv.
 
 A scheme without a run is named below the figure.
 """
@@ -13,13 +13,14 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.decisions import BELOW, LOST, UNFINISHED
-from normlab.analysis.league import NOT_RUN
 from normlab.analysis.selection import NothingToShow
 from normlab.figures import theme
 from normlab.figures.draw import LINE, axis_bounds, beside, footnote, interval_bars, least_and_most, mark, value_axis
+from normlab.figures.registry import FIGURES as FIGURES
 from normlab.figures.registry import register
 from normlab.schemes import BASELINE
+from normlab.study.league import NOT_RUN
+from normlab.study.questions import BELOW, LOST, UNFINISHED
 
 NO_FINALS = "No final run of the league in this table: these are made after the search."
 SETS = ("may be the best", "not the best", "too few final runs", LOST, "only searched", BELOW,
@@ -47,7 +48,7 @@ def by_scheme(table: pd.DataFrame, quantity: str = "loss") -> go.Figure:
     Sizes compare at one rate only. So growth is shown at the rates that nearly all schemes share, too.
 
     Args:
-        table: of `normlab.analysis.league.standings`.
+        table: of `normlab.study.league.standings`.
         quantity: a name of `QUANTITIES`.
     """
     title, axis, log = QUANTITIES[quantity]
@@ -149,7 +150,7 @@ def league_rates(table: pd.DataFrame) -> go.Figure:
     """The search's loss by scheme and learning rate. Dark is far above the scheme's best loss.
 
     Args:
-        table: of `normlab.analysis.league.standings`.
+        table: of `normlab.study.league.standings`.
     """
     rows = table.dropna(subset="search_loss").sort_values("search_loss").reset_index(drop=True)
     if rows.empty:
@@ -193,7 +194,7 @@ def league_costs(table: pd.DataFrame) -> go.Figure:
     Right of zero a scheme gains more than its steps cost. Intervals are of the loss alone.
 
     Args:
-        table: of `normlab.analysis.league.standings`.
+        table: of `normlab.study.league.standings`.
     """
     rows = table.dropna(subset="equal_compute").sort_values("equal_compute", ascending=False).reset_index(drop=True)
     if rows.empty:

@@ -1,6 +1,6 @@
 """The league: every scheme under one budget, as a table.
 
-A scheme has final runs, or a search only, or no run. `says` tells which. `normlab.figures.league` draws the table.
+A scheme has final runs, or a search only, or no run. `says` tells which. `league_figures` draws the table.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.decisions import PREDICTIONS, over_files, planned_finals
-from normlab.analysis.decisions import league as sets
 from normlab.analysis.quantities import last_values, values_of
 from normlab.analysis.selection import Selection, experiments_of, in_order, one_precision, summarize, title_of
 from normlab.analysis.verdicts import differences, judged, means
@@ -23,6 +21,8 @@ from normlab.errors import NormlabError
 from normlab.runs import COLUMNS, DIVERGED, find_runs, load_experiments, load_runs
 from normlab.schemes import BASELINE, SCHEMES
 from normlab.store import SEARCH, child, is_address
+from normlab.study.questions import PREDICTIONS, over_files, planned_finals
+from normlab.study.questions import league as sets
 from normlab.training.grids import CLEARLY
 
 NOT_RUN = "not run"
@@ -129,7 +129,7 @@ def standings(league: League, published: pd.DataFrame) -> pd.DataFrame:
     Intervals are 95% intervals over seeds. Values are of the final runs, except those of the search.
 
     Returns:
-        Columns `scheme title says`, then `p in_set` of `normlab.analysis.decisions.league`. Then:
+        Columns `scheme title says`, then `p in_set` of `normlab.study.questions.league`. Then:
 
         loss: held-out loss, with `loss_low loss_high seeds`.
         seen_loss: loss on blocks that the model was trained on.

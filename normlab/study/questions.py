@@ -39,8 +39,8 @@ from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differen
 from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 from normlab.schemes import SCHEMES, tagged
+from normlab.study.presets import get_preset
 from normlab.training.grids import Search
-from normlab.training.presets import get_preset
 
 PRE_LN, LNS = tagged("rates")
 BOUNDED, UNBOUNDED = tagged("exact_bound")

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +23,9 @@ from normlab.norms import Norm
 from normlab.runs import find_runs, read_manifest
 from normlab.schemes import BASELINE, SCHEMES, Scheme, get_scheme
 from normlab.store import SEARCH, child
+from normlab.study.own_file import executed
+from normlab.study.presets import get_preset
 from normlab.training.grids import LeagueSearch, Preset
-from normlab.training.presets import get_preset
 from normlab.training.sweep import SweepResult, sweep
 from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Pool, share_cores
@@ -50,11 +48,8 @@ def scheme_of(what: str) -> Scheme:
         if ":" in what or what.endswith(".py"):
             raise NormlabError(f"{what} names no norm: write FILE.py:NAME, NAME a subclass of normlab.norms.Norm")
         return get_scheme(what)
-    file = Path(f"{path}.py")
-    if not file.is_file():
-        raise NormlabError(f"{file} is no file: --add takes a scheme's name, or FILE.py:NAME")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:6]
-    found = _executed(file, f"normlab_league_{digest}").get(name)
+    file, digest, names = executed(f"{path}.py")
+    found = names.get(name)
     if isinstance(found, Scheme):
         row = replace(found, name=f"{found.name}_{digest}")
         if row.name not in SCHEMES:
@@ -75,19 +70,6 @@ def scheme_of(what: str) -> Scheme:
     else:
         raise NormlabError(f"{file} has no norm {name!r}: name a subclass of normlab.norms.Norm, or a Scheme")
     return SCHEMES.setdefault(row.name, row)
-
-
-def _executed(file: Path, module: str) -> dict[str, Any]:
-    """The names of a file that the user asked to run."""
-    spec = importlib.util.spec_from_file_location(module, file)
-    assert spec is not None and spec.loader is not None
-    loaded = sys.modules[module] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(loaded)
-    except Exception as error:
-        del sys.modules[module]
-        raise NormlabError(f"{file} does not run: {in_one_line(error)}") from error
-    return vars(loaded)
 
 
 def _try(kind: type[Norm], what: str) -> None:

@@ -6,11 +6,12 @@ import pytest
 from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, final_loss, one_run
 from figures_helpers import table as runs_table
 
-from normlab.analysis.notebook_tables import curse_of_depth as tables
+from normlab.analysis import outcomes
 from normlab.analysis.published import load_published
 from normlab.analysis.selection import choose
 from normlab.errors import NormlabError
 from normlab.schemes import SCHEMES
+from normlab.study import rates as tables
 
 
 def runs_of(*runs: tuple[str, int, float], depth: int = 4, better: float = 0.0) -> pd.DataFrame:
@@ -104,9 +105,9 @@ def test_which_schemes_train_at_each_depth():
 def test_the_margin_is_below_the_unigram_entropy():
     about = pd.DataFrame(
         {"scheme": ["lns", "bhyt"], "status": "not_learned", "unigram_entropy": UNIGRAM}
-        | {"eval_loss": [UNIGRAM - tables.MARGIN - 1e-6, UNIGRAM - tables.MARGIN + 1e-6]}
+        | {"eval_loss": [UNIGRAM - outcomes.MARGIN - 1e-6, UNIGRAM - outcomes.MARGIN + 1e-6]}
     )
-    assert tables.outcomes(about)["outcome"].to_dict() == {"lns": tables.TRAINS, "bhyt": tables.STALLS}
+    assert outcomes.outcomes(about)["outcome"].to_dict() == {"lns": outcomes.TRAINS, "bhyt": outcomes.STALLS}
 
 
 def test_the_deepest_of_several_models_of_a_paper_counts():

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pandas as pd
 
+from normlab.analysis.outcomes import DIVERGES, outcomes
 from normlab.analysis.quantities import last_values
-from normlab.analysis.selection import DIVERGED, choose, in_order, summarize, title_of
+from normlab.analysis.selection import choose, in_order, summarize, title_of
 from normlab.probes.metrics import NGRAM_LOSSES
 from normlab.schemes import BASELINE
 
 ALIKE = ["width", "steps", *NGRAM_LOSSES]  # runs that differ in these differ in more than their rates
 COLUMNS = ["scheme", "depth", "lr", "seeds", "loss", "spread", "token_l2", "against"]
-TRAINS, STALLS, DIVERGES = "trains", "stalls", "diverges"
-MARGIN = 0.05  # nats below the unigram entropy: it is of all held-out text, a run's loss of some of its blocks
-BEYOND = 0.25  # nats above the unigram entropy: a figure shows no point further out
 DEEPEST = "deepest_trained"  # of `normlab.load_published`: blocks of the deepest model that a paper trained
 
 
@@ -111,32 +107,6 @@ def by_tokens(*tables: pd.DataFrame) -> pd.DataFrame:
             rows.append((title_of(scheme), tokens, *both.columns, shallow, deep, shallow - deep, len(both)))
     columns = ["scheme", "tokens", "shallow", "deep", "loss_shallow", "loss_deep", "gain", "seeds"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def outcomes(about: pd.DataFrame) -> pd.DataFrame:
-    """Judge whether every scheme in the runs `about` (of `normlab.choose`) trains, best first.
-
-    A scheme trains if its held-out loss is at least `MARGIN` below the unigram entropy. It stalls if not: it has
-    learned at most how frequent tokens are. It diverges if a loss was not finite.
-
-    Returns:
-        By scheme: `loss` (nats per token, mean of the seeds that have one), `entropy`, `outcome`, and `shown`, where a
-        figure draws it: at most `BEYOND` above the entropy.
-    """
-    rows = {}
-    for scheme, own in about.groupby("scheme"):
-        entropy, losses = own["unigram_entropy"].median(), own["eval_loss"].astype(float)
-        finite = losses[np.isfinite(losses)]
-        loss = float(finite.mean()) if len(finite) else math.inf
-        if (own["status"] == DIVERGED).any() or not len(finite):
-            outcome = DIVERGES
-        else:
-            outcome = TRAINS if loss < entropy - MARGIN else STALLS
-        shown = entropy + BEYOND if outcome == DIVERGES else min(loss, entropy + BEYOND)
-        rows[scheme] = {"loss": loss, "entropy": entropy, "outcome": outcome, "shown": shown}
-    table = pd.DataFrame.from_dict(rows, orient="index")
-    order = table["outcome"].map({TRAINS: 0, STALLS: 1, DIVERGES: 2})
-    return table.assign(order=order).sort_values(["order", "loss"]).drop(columns="order")
 
 
 def by_depth(runs: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:

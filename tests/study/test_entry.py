@@ -8,10 +8,10 @@ import pytest
 from training_helpers import TINY
 
 from normlab import SCHEMES, NormlabError, cli, runs, store
-from normlab.training import league
+from normlab.study import entry as league
+from normlab.study.presets import get_preset
 from normlab.training.config import TrainConfig
 from normlab.training.grids import LeagueSearch, Part, Preset
-from normlab.training.presets import get_preset
 from normlab.training.workers import Outcome, Pool
 
 MY_NORM = '''import torch
@@ -117,7 +117,7 @@ def test_it_is_searched_and_trained_as_the_others_are(file, text, cache, tmp_pat
         "league", (Part({2: 2}, ("pre_rmsnorm",), best=1),), LeagueSearch((0.002, 0.008), (2,), {"seed": 9}), fields
     )
     monkeypatch.setattr(Pool, "finish", here)
-    monkeypatch.setattr("normlab.training.presets.get_preset", lambda name: preset)
+    monkeypatch.setattr("normlab.study.presets.get_preset", lambda name: preset)
     options = ["--out", str(tmp_path / "out"), "--cache-dir", str(cache), "--quiet"]
     assert cli.main(["league", "--add", f"{file}:MeanAbsNorm", *options]) == 0
     assert "MeanAbsNorm" in capsys.readouterr().out

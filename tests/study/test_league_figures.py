@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from normlab.figures import FIGURES
+from normlab.study.league_figures import FIGURES
 
 SAYS = {
     "pre_rmsnorm": "may be the best",

@@ -8,10 +8,10 @@ from figures_helpers import activation, one_run
 from training_helpers import write_run
 
 from normlab import SCHEMES, NormlabError
-from normlab.analysis import league
 from normlab.analysis.published import load_published
 from normlab.runs import EXPERIMENT_COLUMNS
 from normlab.store import EXPERIMENTS, STATS
+from normlab.study import league
 from normlab.training.config import TrainConfig
 
 PRE, LNS, MINE = "pre_rmsnorm", "lns", "my_norm_3e4269"
