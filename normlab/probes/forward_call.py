@@ -365,11 +365,16 @@ class LastBlock:
     run: Run
     out: Tensor
     beside: Tensor | None  # another tensor of its shape
-    is_joined: bool  # the stream is the sum of both, and was measured so
+    is_joined: bool  # the stream was taken for the sum of both, and measured so
     version: int | None = None  # of `out`
+    rows: Rows | None = None  # of `out`, which may be written to, and `beside_rows`; None without a second tensor
+    beside_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.version = None if self.out.is_inference() else self.out._version
+        if self.beside is not None:
+            self.rows = Rows(self.out)
+            self.beside_rows = self.rows.of(self.beside)
 
     def is_passed_on(self, x: Tensor) -> bool:
         """True if `x` holds the same values, or has another shape, as between stages."""

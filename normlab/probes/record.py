@@ -38,7 +38,6 @@ from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
 from normlab.probes.stats import LayerStats, manifest
-from normlab.probes.stream_sums import Rows
 
 _CALL: Any = nn.Module._call_impl
 
@@ -355,6 +354,11 @@ class Recorder:
         """True in a call that is not measured."""
         return getattr(self._local, "is_left_out", False)
 
+    @property
+    def joins(self) -> bool:
+        """True if each block that ran returns two tensors whose sum is the stream."""
+        return bool(self._known) and all(known.joins for known in self._known.values())
+
     def _leaves_out(self, module: nn.Module) -> bool:
         """True where a call begins that is not to be measured."""
         if self.training_only and not torch.is_grad_enabled():
@@ -571,19 +575,19 @@ class Recorder:
 
         Blocks that add their residual at the next one's beginning return the branch and the residual apart.
         """
-        if last.is_joined:
-            return True
-        rows = Rows(x)
-        first, second = rows.of(last.out), rows.of(last.beside)
-        if first is None or second is None:
+        rows, second = last.rows, last.beside_rows
+        read = None if rows is None else rows.of(x)
+        if rows is None or read is None or second is None:
             return False
-        is_sum = rows.same(rows.first, first + second) and not rows.same(rows.first, first)
-        if is_sum:
-            self._known[last.block].joins = True
+        rows.note_rounding(x)
+        is_first = rows.same(read, rows.first)
+        is_sum = rows.same(read, rows.first + second) and not is_first
+        self._known[last.block].joins = is_sum
+        if is_sum and not last.is_joined:
             call.forget(last.run.layer)
             self._measurer.activation(call, ("block_out", last.run.layer), x)
             call.absent[f"block {last.run.layer}"] = "its residual is added after it, which only the next one shows"
-        elif not rows.same(rows.first, first) and not rows.same(rows.first, second):
+        elif not is_sum and (last.is_joined or not (is_first or rows.same(read, second))):
             call.forget(last.run.layer)
             reason = "the block returns two tensors of the stream's shape, and what reads them does not tell the stream"
             call.absent |= {f"block_out {last.run.layer}": reason, f"block {last.run.layer}": reason}
