@@ -22,6 +22,7 @@ from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, Repeated, Run, TokenMask
 from normlab.probes.layout import (
     Refusal,
+    are_turned,
     features_last,
     find_input,
     find_output,
@@ -201,6 +202,18 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
     return _UNCOMPILED if _runs_compiled(model) else nullcontext()
 
 
+class _Running(threading.local):
+    """What runs in a thread: the call and the block's trace, the modules entered on the way to the blocks."""
+
+    call: Call | None = None
+    trace: BlockTrace | None = None
+    repeated: Repeated | None = None  # by a checkpoint, in the backward pass
+    is_left_out = False  # the call is not measured
+
+    def __init__(self) -> None:
+        self.entered: list[nn.Module] = []
+
+
 class Recorder:
     """One recording and its hooks. Made by `record`; `stats()` gives the result at any time, also after the context.
 
@@ -232,7 +245,7 @@ class Recorder:
         self._loss_tokens = loss_tokens
         self._handles: list[Any] = []
         self._eager: AbstractContextManager = nullcontext()
-        self._local = threading.local()
+        self._local = _Running()
         self._lock = threading.Lock()
         self._key = object()  # of our marks on nodes of the graph
         self._root: Tensor | None = None  # where `backward` ends
@@ -271,7 +284,7 @@ class Recorder:
         if self._call is not None:
             self._call.stop_watching()
         self._root = None
-        self._local = threading.local()
+        self._local = _Running()
 
     def _attach(self) -> None:
         kinds, measurer = self._measurer.kinds, self._measurer
@@ -347,12 +360,7 @@ class Recorder:
 
     @property
     def _call(self) -> Call | None:
-        return None if self._is_left_out else getattr(self._local, "call", None)
-
-    @property
-    def _is_left_out(self) -> bool:
-        """True in a call that is not measured."""
-        return getattr(self._local, "is_left_out", False)
+        return None if self._local.is_left_out else self._local.call
 
     @property
     def joins(self) -> bool:
@@ -373,7 +381,7 @@ class Recorder:
 
     def _trace_of(self, block: Block) -> BlockTrace | None:
         """The run of a block, in a forward pass of the caller's; a checkpoint's recomputation is none."""
-        trace = getattr(self._local, "trace", None)
+        trace = self._local.trace
         if trace is None or trace.call is not self._call or trace.block is not block or in_backward():
             return None
         return trace
@@ -382,9 +390,9 @@ class Recorder:
         if in_backward():
             return
         local = self._local
-        if module in getattr(local, "entered", ()):  # its last call was interrupted
+        if module in local.entered:  # its last call was interrupted
             local.entered, local.call, local.trace = [], None, None
-        if not getattr(local, "entered", None):
+        if not local.entered:
             local.entered, local.is_left_out = [], self._leaves_out(module)
             self._go_last()
         local.entered.append(module)
@@ -418,7 +426,7 @@ class Recorder:
         return call
 
     def _leave_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        entered = getattr(self._local, "entered", None)
+        entered = self._local.entered
         if in_backward() or not entered or entered[-1] is not module:  # else it was not seen to begin
             return
         entered.pop()
@@ -469,9 +477,9 @@ class Recorder:
         """The call that a block is about to run in, opened by the first block where none is open."""
         call = self._call
         is_first = block.index == 1
-        if self._is_left_out or (call is not None and not (call.implicit and is_first)):
+        if self._local.is_left_out or (call is not None and not (call.implicit and is_first)):
             return call
-        if getattr(self._local, "entered", None) or self._leaves_out(block.module):
+        if self._local.entered or self._leaves_out(block.module):
             return None
         if not is_first:
             self.absent[block.name] = "it ran without the blocks before it"
@@ -485,10 +493,10 @@ class Recorder:
         x, name = hidden_state(args, kwargs)
         known = self._known.get(module)
         if known is None:
-            known = self._known.setdefault(module, KnownBlock(is_channels_first(module, x)))
+            known = self._known.setdefault(module, KnownBlock(is_channels_first(module, x), are_turned(module)))
         if in_backward():  # a checkpoint runs the block again
             self._repeat(block, x, begins=True)
-            repeated = getattr(self._local, "repeated", None)
+            repeated = self._local.repeated
             if repeated is not None:
                 place = ("block_in", repeated.run.layer)
                 self._measurer.gradient(repeated.call, place, x, known.channels_first, repeated=repeated)
@@ -503,7 +511,7 @@ class Recorder:
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
-            call.find_rows(module, x)
+            call.find_rows(x, known.is_turned)
         if is_first and self._has_gradients:
             self._root = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
@@ -535,7 +543,7 @@ class Recorder:
 
     def _block_out(self, block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if in_backward():
-            repeated = getattr(self._local, "repeated", None)
+            repeated = self._local.repeated
             if repeated is not None and output is not None:
                 repeated.end(output_tensor(output))
             return
@@ -608,7 +616,7 @@ class Recorder:
         """
         if not self._waiting:
             return
-        node, before = torch._C._current_autograd_node(), getattr(self._local, "repeated", None)
+        node, before = torch._C._current_autograd_node(), self._local.repeated
         marked = None if node is None else _metadata(node).get(self._key)
         calls = list(self._waiting) if marked is None else [marked[0]]
         runs = [(call, run) for call in calls for run in call.runs.get(block.module, ())]
@@ -675,7 +683,7 @@ class Recorder:
                 self._measurer.norm_input(trace.call, read, x, view, kwargs.get("mean_square"), channels_first)
         elif in_backward() and self._waiting:
             self._repeat(block, x, begins=False)
-            repeated = getattr(self._local, "repeated", None)
+            repeated = self._local.repeated
             site = None if repeated is None or repeated.block is not block else repeated.site_of(norm)
             if repeated is not None and site is not None:
                 place = (site, repeated.run.layer)
