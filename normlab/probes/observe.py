@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
+from normlab.probes.block_trace import KnownBlock
 from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
@@ -361,6 +362,7 @@ class Observer:
         self._trains = any(metric.kind == "gradient" for metric in resolve_metrics(metrics))
         self._forgives = False
         self._told: set[str] = set()
+        self._known: dict[nn.Module, KnownBlock] = {}  # what norms are, of blocks that have added up
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -370,6 +372,7 @@ class Observer:
             self._recorder = record(self.sites, self._metrics, loss_tokens=self._loss_tokens)
             self._recorder.training_only, self._recorder.training_first = self._trains, True
             self._recorder.forgives = True  # training goes first
+            self._recorder.known |= self._known
             self._recorder.__enter__()
 
     def pause(self) -> bool:
@@ -383,6 +386,7 @@ class Observer:
         is_measured = self.pause()
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
+            self._known = {module: known for module, known in recorder.known.items() if known.sites is not None}
             self._trains |= recorder.trains
             try:
                 stats = recorder.stats(step=step)

@@ -223,6 +223,7 @@ class Recorder:
         norm_sites: norm -> (site, layer), once the model has run.
         branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
         absent: what could not be measured, and why.
+        known: the blocks, as earlier calls have shown them.
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
         training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
@@ -250,7 +251,7 @@ class Recorder:
         self._key = object()  # of our marks on nodes of the graph
         self._root: Tensor | None = None  # where `backward` ends
         self._latest: Call | None = None
-        self._known: dict[nn.Module, KnownBlock] = {}
+        self.known: dict[nn.Module, KnownBlock] = {}
         self._waiting: WeakSet[Call] = WeakSet()  # whose gradients inside blocks come with a checkpoint's repetition
         self._finished: list[Call] = []
         self._calls = 0
@@ -365,7 +366,7 @@ class Recorder:
     @property
     def joins(self) -> bool:
         """True if each block that ran returns two tensors whose sum is the stream."""
-        return bool(self._known) and all(known.joins for known in self._known.values())
+        return bool(self.known) and all(known.joins for known in self.known.values())
 
     def _leaves_out(self, module: nn.Module) -> bool:
         """True where a call begins that is not to be measured."""
@@ -381,10 +382,11 @@ class Recorder:
 
     def _trace_of(self, block: Block) -> BlockTrace | None:
         """The run of a block, in a forward pass of the caller's; a checkpoint's recomputation is none."""
-        trace = self._local.trace
-        if trace is None or trace.call is not self._call or trace.block is not block or in_backward():
+        local = self._local
+        trace = local.trace
+        if trace is None or trace.block is not block or trace.call is not local.call or local.is_left_out:
             return None
-        return trace
+        return None if in_backward() else trace
 
     def _enter_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if in_backward():
@@ -491,9 +493,9 @@ class Recorder:
 
     def _block_in(self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         x, name = hidden_state(args, kwargs)
-        known = self._known.get(module)
+        known = self.known.get(module)
         if known is None:
-            known = self._known.setdefault(module, KnownBlock(is_channels_first(module, x), are_turned(module)))
+            known = self.known.setdefault(module, KnownBlock(is_channels_first(module, x), are_turned(module)))
         if in_backward():  # a checkpoint runs the block again
             self._repeat(block, x, begins=True)
             repeated = self._local.repeated
@@ -590,7 +592,7 @@ class Recorder:
         rows.note_rounding(x)
         is_first = rows.same(read, rows.first)
         is_sum = rows.same(read, rows.first + second) and not is_first
-        self._known[last.block].joins = is_sum
+        self.known[last.block].joins = is_sum
         if is_sum and not last.is_joined:
             call.forget(last.run.layer)
             self._measurer.activation(call, ("block_out", last.run.layer), x)
@@ -668,7 +670,7 @@ class Recorder:
     def _norm_reads(self, block: Block, norm: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> None:
         """Measure what a norm reads: one that adds two tensors reads the sum that it returns."""
         trace = self._trace_of(block)
-        known = self._known.get(block.module)
+        known = self.known.get(block.module)
         if known is None:
             return
         channels_first = known.channels_first
@@ -702,7 +704,7 @@ class Recorder:
             return
         last_module, last = self.sites.blocks[-1].module, call.last
         joins_streams = hasattr(last_module, "enter")  # then the norm reads one stream, made of several
-        known = self._known.get(last_module)  # None for a norm between two stages
+        known = self.known.get(last_module)  # None for a norm between two stages
         channels_first = x.ndim > 3 and known is not None and known.channels_first
         view = features_last(x, channels_first, norm)
         if last.beside is not None and not joins_streams:
