@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from normlab.probes import statistics
 from normlab.probes.block_trace import BlockTrace
+from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
-from normlab.probes.forward_call import GRADIENTS, Call, Place, Repeated, Staged
+from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
 from normlab.probes.layout import features_last
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast

@@ -26,7 +26,6 @@ from normlab.probes.layout import (
     same_tensor,
     token_masks,
 )
-from normlab.probes.sites import Block
 from normlab.probes.statistics import AttentionWatch
 from normlab.probes.stream_sums import Rows
 
@@ -345,30 +344,6 @@ class Run:
     def has_read(self, x: Tensor) -> bool:
         """True if `x` holds what was read."""
         return any(same_tensor(read(), x) for read in self.reads)
-
-
-class Repeated:
-    """A run of a block that a checkpoint repeats in the backward pass."""
-
-    def __init__(self, block: Block, call: Call, run: Run, task: int):
-        self.block, self.call, self.run, self.task = block, call, run, task
-        self.is_second = run.is_repeated  # a second backward pass goes through it
-        run.is_repeated = True
-        self._times: Counter[nn.Module] = Counter()  # that each norm has run
-        self._out: Any = None
-
-    def site_of(self, norm: nn.Module) -> str | None:
-        """The site of a norm that runs now."""
-        self._times[norm] += 1
-        return self.run.sites.get((norm, self._times[norm] - 1))
-
-    def end(self, out: Tensor) -> None:
-        """Note what the block returns."""
-        self._out = ref(out)
-
-    def leads_to(self, x: Tensor) -> bool:
-        """True if the block's output is `x`: the next one is repeated with it."""
-        return self._out is not None and same_tensor(self._out(), x)
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
+from normlab.probes.hooks import uncompiled
 from normlab.probes.layout import (
     hidden_state,
     is_activation,
@@ -22,7 +23,7 @@ from normlab.probes.layout import (
     same_tensor,
     with_output,
 )
-from normlab.probes.record import record, uncompiled
+from normlab.probes.record import record
 from normlab.probes.sites import Sites
 
 Hook = Callable[..., Any]
